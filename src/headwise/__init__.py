@@ -1,0 +1,3 @@
+"""headwise: choose, convert, run and prove attention."""
+
+__version__ = "0.1.0"

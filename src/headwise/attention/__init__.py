@@ -1,0 +1,29 @@
+"""The attention layers, their rotary embedding and their cache; one file a mechanism."""
+
+from typing import Any, cast
+
+from headwise.attention.base import AttentionLayer
+from headwise.attention.cache import AttentionCache
+from headwise.attention.grouped import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention
+from headwise.attention.latent import MultiHeadLatentAttention
+from headwise.attention.norm import RMSNorm
+from headwise.attention.rope import RotaryEmbedding, rotate
+from headwise.specs import AttentionSpec, mechanism_module
+
+__all__ = [
+    "AttentionCache",
+    "AttentionLayer",
+    "GroupedQueryAttention",
+    "MultiHeadAttention",
+    "MultiHeadLatentAttention",
+    "MultiQueryAttention",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "build",
+    "rotate",
+]
+
+
+def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
+    """The layer a spec describes, freshly initialised; keywords go to the mechanism's ``from_spec``."""
+    return cast(AttentionLayer, mechanism_module("attention", spec.kind).from_spec(spec, **kwargs))

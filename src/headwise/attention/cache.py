@@ -1,0 +1,100 @@
+"""A layer's cache: preallocated, filled in place, read as views.
+
+Shapes: B batch, T tokens held. One cache belongs to one layer; `AttentionLayer.new_cache` makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ArgumentError
+
+
+class AttentionCache:
+    """What a layer remembers of past tokens, in tensors ``[B, heads, max_length, width]``.
+
+    Keys and values are two such tensors; MLA's latent and rotary key are one, so that reading both is one pass.
+    Slots beyond ``length`` are uninitialised and never read.
+
+    Args:
+        batch_size: B.
+        shapes: (heads, width) of each tensor.
+        max_length: tokens there is room for.
+        dtype: of the tensors.
+        device: of the tensors.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        shapes: Sequence[tuple[int, int]],
+        max_length: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if value < 1:
+                raise ArgumentError(name, value, "must be at least 1")
+        self.buffers = [
+            torch.empty(batch_size, heads, max_length, width, dtype=dtype, device=device)
+            for heads, width in shapes
+        ]
+        self.length = 0
+        """Tokens held."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens there is room for."""
+        return self.buffers[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, whether filled or not."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def update(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append ``[B, heads, S, width]`` to each tensor and return views of all that is held.
+
+        Raises:
+            ArgumentError: there is no room, or a shape or dtype does not fit.
+        """
+        end = self.length + new[0].shape[2]
+        if end > self.max_length:
+            raise ArgumentError("cache length", end, f"is over max_length = {self.max_length}")
+        for buffer, states in zip(self.buffers, new, strict=True):
+            if (states.shape[0], states.shape[1], states.shape[3]) != (
+                buffer.shape[0],
+                buffer.shape[1],
+                buffer.shape[3],
+            ) or states.dtype != buffer.dtype:
+                rule = f"must fit the cache's {tuple(buffer.shape)} {buffer.dtype}"
+                raise ArgumentError("cached states", (tuple(states.shape), states.dtype), rule)
+            buffer[:, :, self.length : end] = states
+        self.length = end
+        return self.views()
+
+    def views(self) -> tuple[Tensor, ...]:
+        """All that is held, as views ``[B, heads, length, width]``."""
+        return tuple(buffer[:, :, : self.length] for buffer in self.buffers)
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens."""
+        if not 0 <= length <= self.length:
+            raise ArgumentError("length", length, f"must be between 0 and the {self.length} tokens held")
+        self.length = length
+
+    def reorder(self, indices: Tensor) -> None:
+        """Make row b hold what row ``indices[b]`` held, as beam search asks."""
+        if indices.shape != (self.buffers[0].shape[0],):
+            rule = f"must be one row number for each of {self.buffers[0].shape[0]} rows"
+            raise ArgumentError("indices shape", tuple(indices.shape), rule)
+        for buffer in self.buffers:
+            buffer[:, :, : self.length] = buffer[indices, :, : self.length]
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays."""
+        self.length = 0

@@ -1,0 +1,122 @@
+"""Rotary position embedding, interleaved and half-split, with transformers' scalings.
+
+Shapes: B batch, S new tokens, P rotated dims. Source: Su et al. 2021 (arXiv:2104.09864).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import SpecError
+from headwise.specs.base import RopeSpec
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin for given positions; it has no parameters and nothing in the state dict.
+
+    The frequencies are Python numbers, not a buffer, so ``module.to(torch.bfloat16)`` cannot round them.
+
+    Args:
+        spec: which frequencies and scaling; its ``dim`` is P.
+        frequencies: the P/2 angles a token advances each pair by, in place of the spec's own; repeats allowed.
+    """
+
+    def __init__(self, spec: RopeSpec, frequencies: Sequence[float] | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.attention_scaling = 1.0
+        self._long: tuple[float, ...] | None = None
+        self._switch = 0
+        if frequencies is not None:
+            if len(frequencies) != spec.dim // 2:
+                raise SpecError("rope frequencies", len(frequencies), f"must be {spec.dim // 2}, one a pair")
+            self.frequencies = tuple(float(f) for f in frequencies)
+            return
+        if spec.rope_type == "longrope":
+            self._switch = int(dict(spec.parameters)["original_max_position_embeddings"])
+            self._long = _frequencies(spec, self._switch + 1)[0]
+        self.frequencies, self.attention_scaling = _frequencies(spec, None)
+
+    def forward(self, position_ids: Tensor, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[B or 1, S, P/2]``.
+
+        Args:
+            position_ids: ``[B or 1, S]``.
+            dtype: of the result; angles are computed at least in float32.
+            length: T, all tokens so far; what ``dynamic`` and ``longrope`` look at.
+        """
+        wide = torch.promote_types(dtype, torch.float32)
+        inverse = torch.tensor(self._at(length), dtype=wide, device=position_ids.device)
+        angles = position_ids[..., None].to(wide) * inverse
+        return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(
+            dtype
+        )
+
+    def _at(self, length: int) -> tuple[float, ...]:
+        if self._long is not None and length > self._switch:
+            return self._long
+        if self.spec.rope_type == "dynamic" and length > (self.spec.max_position_embeddings or length):
+            return _dynamic(self.spec, length)
+        return self.frequencies
+
+    def extra_repr(self) -> str:
+        """Sizes and kind, for ``print(model)``."""
+        layout = "interleaved" if self.spec.interleaved else "half-split"
+        return f"{self.spec.dim}, theta={self.spec.theta:g}, {self.spec.rope_type}, {layout}"
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first 2·len(cos) dims of each head; the rest pass.
+
+    Args:
+        x: ``[B, heads, S, D]``.
+        cos: ``[B or 1, S, P/2]``, as is ``sin``.
+        interleaved: pairs are (0, 1), (2, 3), … rather than (0, P/2), (1, P/2 + 1), …
+    """
+    cos, sin = cos[:, None], sin[:, None]
+    P = 2 * cos.shape[-1]
+    rotated, rest = x[..., :P], x[..., P:]
+    if interleaved:
+        even, odd = rotated[..., 0::2], rotated[..., 1::2]
+        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    else:
+        first, second = rotated[..., : P // 2], rotated[..., P // 2 :]
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+
+
+def _frequencies(spec: RopeSpec, length: int | None) -> tuple[tuple[float, ...], float]:
+    """The angle a token advances each pair by, and what multiplies cos and sin."""
+    if spec.rope_type == "default":
+        return _geometric(spec.dim, spec.theta), 1.0
+    from transformers import PreTrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if spec.rope_type not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+        raise SpecError("rope_type", spec.rope_type, f"must be one of {known}")
+    config = PreTrainedConfig(max_position_embeddings=spec.max_position_embeddings)
+    config.head_dim = spec.dim
+    config.rope_parameters = {
+        "rope_type": spec.rope_type,
+        "rope_theta": spec.theta,
+        **{key: list(value) if isinstance(value, tuple) else value for key, value in spec.parameters},
+    }
+    inverse, scaling = ROPE_INIT_FUNCTIONS[spec.rope_type](config, torch.device("cpu"), seq_len=length)
+    return tuple(inverse.tolist()), float(scaling)
+
+
+def _geometric(dim: int, theta: float) -> tuple[float, ...]:
+    # In float32, step for step as the models' own code: an ulp of frequency is 1e-4 rad at position 2000.
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    return tuple((1.0 / theta**exponent).tolist())
+
+
+def _dynamic(spec: RopeSpec, length: int) -> tuple[float, ...]:
+    factor = dict(spec.parameters)["factor"]
+    assert spec.max_position_embeddings is not None
+    stretch = factor * length / spec.max_position_embeddings - (factor - 1)
+    return _geometric(spec.dim, spec.theta * stretch ** (spec.dim / (spec.dim - 2)))

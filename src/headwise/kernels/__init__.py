@@ -1,0 +1,15 @@
+"""softmax(QKᵀ)V, several ways behind `attend`; `reference` defines what is correct."""
+
+from headwise.kernels.attend import BACKENDS, Backend, Choice, attend, choose_backend
+from headwise.kernels.mask import as_bool_mask, causal_mask, combine_masks
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Choice",
+    "as_bool_mask",
+    "attend",
+    "causal_mask",
+    "choose_backend",
+    "combine_masks",
+]

@@ -1,0 +1,196 @@
+"""`attend`: softmax(QKᵀ)V, one function over several ways to compute it.
+
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.errors import ArgumentError
+from headwise.kernels.mask import combine_masks
+from headwise.kernels.packed import attend_packed
+from headwise.kernels.reference import attend_reference
+
+Backend = Literal["auto", "reference", "sdpa", "packed"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed")
+
+# Queries a key–value head may be asked at once before SDPA's blocking beats packed's single product; from
+# benchmarks/attend.py on 2 AVX-512 cores.
+_PACKED_QUERIES = 32
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``backend="auto"`` settles on, and why."""
+
+    backend: Backend
+    reason: str
+
+
+@overload
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    backend: Backend = ...,
+    return_weights: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    backend: Backend = ...,
+    return_weights: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    backend: Backend = ...,
+    return_weights: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    *,
+    backend: Backend = "auto",
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``softmax(scale · Q Kᵀ) V``, with the arguments of torch's ``scaled_dot_product_attention``.
+
+    It differs from torch's in three ways: causal is bottom-right when T > S, a mask and ``is_causal`` combine,
+    and a query with nothing to attend to gives zeros.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``; K divides H, and query head i reads head ``i // (H / K)``.
+        value: ``[B, K, T, V]``.
+        attn_mask: bool or 0/1 integers, True = attend; ``[B, T]`` padding, or broadcastable to ``[B, H, S, T]``.
+        dropout_p: probability of dropping an attention weight.
+        is_causal: query i of S sees keys 0 … T − S + i.
+        scale: multiplies the scores; ``1/sqrt(D)`` when None.
+        enable_gqa: False demands K = H, as torch does.
+        backend: ``auto`` picks by shape (`choose_backend` tells what); the result is the same beyond rounding.
+        return_weights: also return the weights ``[B, H, S, T]``; not with ``sdpa``, which never has them.
+
+    Returns:
+        ``[B, H, S, V]``, or that and the weights.
+
+    Raises:
+        ArgumentError: shapes, mask or backend do not fit together.
+    """
+    _check(query, key, value, enable_gqa, dropout_p)
+    B, H, S, D = query.shape
+    K, T = key.shape[1], key.shape[2]
+    if backend == "auto":
+        backend = choose_backend(H, K, S, T, return_weights=return_weights).backend
+    if scale is None:
+        scale = D**-0.5
+    if backend == "sdpa":
+        if return_weights:
+            raise ArgumentError("backend", backend, "never holds the weights; use reference, packed or auto")
+        return _attend_sdpa(query, key, value, attn_mask, is_causal, scale, dropout_p)
+    if backend not in _EAGER:
+        raise ArgumentError("backend", backend, f"must be one of {', '.join(BACKENDS)}")
+    mask = combine_masks(attn_mask, is_causal, (B, H, S, T), query.device)
+    out, weights = _EAGER[backend](query, key, value, mask, scale, dropout_p)
+    return (out, weights) if return_weights else out
+
+
+def choose_backend(H: int, K: int, S: int, T: int, *, return_weights: bool = False) -> Choice:
+    """What ``backend="auto"`` would use for H query heads on K key–value heads, S queries and T keys.
+
+    >>> choose_backend(32, 8, 1, 8192).backend
+    'packed'
+    """
+    if return_weights:
+        return Choice("packed", "the weights are asked for, and SDPA never holds them")
+    if S * (H // K) <= _PACKED_QUERIES:
+        return Choice(
+            "packed", f"{S * (H // K)} queries a key–value head: reading the cache once is the cost"
+        )
+    if S == 1:
+        return Choice("packed", "one new token: expanding keys and values would cost more than the product")
+    return Choice("sdpa", f"{S} new tokens: blocked softmax, no {S} × {T} scores held")
+
+
+_EAGER: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "reference": attend_reference,
+    "packed": attend_packed,
+}
+
+
+def _attend_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    B, H, S, _ = query.shape
+    T = key.shape[2]
+    # torch's own flag is top-left, which agrees with ours only for S = T; it skips the masked half.
+    flag = is_causal and attn_mask is None and S == T
+    mask = None if flag else combine_masks(attn_mask, is_causal, (B, H, S, T), query.device)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, flag, scale=scale, enable_gqa=key.shape[1] != H
+    )
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dropout_p: float) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ArgumentError(
+                f"{name} shape", tuple(tensor.shape), "must be [batch, heads, tokens, head_dim]"
+            )
+    B, H, _, D = query.shape
+    K, T = key.shape[1], key.shape[2]
+    if key.shape[0] != B or key.shape[3] != D:
+        raise ArgumentError("key shape", tuple(key.shape), f"must be [{B}, K, T, {D}] to match the query")
+    if tuple(value.shape[:3]) != (B, K, T):
+        raise ArgumentError("value shape", tuple(value.shape), f"must be [{B}, {K}, {T}, V] to match the key")
+    if H % K or (not enable_gqa and H != K):
+        rule = f"must divide the {H} query heads" if enable_gqa else f"must be {H} without enable_gqa"
+        raise ArgumentError("key heads", K, rule)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ArgumentError("dropout_p", dropout_p, "must be at least 0 and below 1")

@@ -1,0 +1,60 @@
+"""Masks: bool, True = attend. Causal is bottom-right: the last query sees every key.
+
+Shapes: B batch, H query heads, S new tokens (queries), T all tokens (keys).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ArgumentError
+
+
+def causal_mask(S: int, T: int, device: torch.device | None = None) -> Tensor:
+    """Bottom-right causal mask ``[S, T]``: query i sees keys 0 … T − S + i (none when that is negative)."""
+    return torch.ones(S, T, dtype=torch.bool, device=device).tril(T - S)
+
+
+def combine_masks(
+    attn_mask: Tensor | None, is_causal: bool, shape: tuple[int, int, int, int], device: torch.device
+) -> Tensor | None:
+    """One bool mask that broadcasts to ``[B, H, S, T]``, or None when every query sees every key.
+
+    Args:
+        attn_mask: ``[B, T]`` padding, or 4-D and broadcastable to ``[B, H, S, T]``; bool or 0/1 integers.
+        is_causal: also apply the bottom-right causal mask.
+        shape: (B, H, S, T).
+        device: where the scores are.
+
+    Raises:
+        ArgumentError: the mask's dtype or shape is none of those.
+    """
+    _, _, S, T = shape
+    mask = None if attn_mask is None else as_bool_mask(attn_mask, shape)
+    if is_causal and S > 1:
+        triangle = causal_mask(S, T, device)
+        mask = triangle[None, None] if mask is None else mask & triangle
+    return mask
+
+
+def as_bool_mask(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """Check a user's mask and give it as a 4-D bool tensor."""
+    if attn_mask.dtype != torch.bool:
+        if attn_mask.is_floating_point() or attn_mask.is_complex():
+            rule = "must be bool or 0/1 integers, True = attend; additive masks are not taken"
+            raise ArgumentError("attention_mask dtype", str(attn_mask.dtype), rule)
+        attn_mask = attn_mask != 0
+    B, _, _, T = shape
+    given = tuple(attn_mask.shape)
+    if attn_mask.dim() == 2:
+        if given[0] not in (1, B) or given[1] != T:
+            rule = (
+                f"a 2-D mask is padding, [batch, keys] = [{B}, {T}]; write an [S, T] mask as mask[None, None]"
+            )
+            raise ArgumentError("attention_mask shape", given, rule)
+        return attn_mask[:, None, None, :]
+    if attn_mask.dim() != 4 or any(g not in (1, want) for g, want in zip(given, shape, strict=True)):
+        rule = f"must be [{B}, {T}] or broadcast to [B, H, S, T] = {list(shape)}"
+        raise ArgumentError("attention_mask shape", given, rule)
+    return attn_mask

@@ -1,0 +1,46 @@
+"""What attention is. Every faster way is tested against this one.
+
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
+Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 for the groups.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend_reference(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scale · Q Kᵀ) V``, query head i reading key–value head ``i // (H / K)``.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``.
+        value: ``[B, K, T, V]``.
+        mask: bool, broadcastable to ``[B, H, S, T]``; a row without True gives zeros.
+        scale: multiplies the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        The output ``[B, H, S, V]`` and the weights ``[B, H, S, T]`` (after dropout).
+    """
+    group = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(group, dim=1)
+    value = value.repeat_interleave(group, dim=1)
+    weights = masked_softmax(query @ key.transpose(-1, -2) * scale, mask)
+    weights = F.dropout(weights, dropout_p, training=dropout_p > 0)
+    return weights @ value, weights
+
+
+def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax over the last dim, at least in float32; masked entries, and so empty rows, are exactly 0."""
+    dtype = scores.dtype
+    scores = scores.to(torch.promote_types(dtype, torch.float32))
+    if mask is None:
+        return scores.softmax(-1).to(dtype)
+    # Finite, not -inf: an empty row then has a finite softmax and finite gradients before it is zeroed.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores.softmax(-1).masked_fill(~mask, 0.0).to(dtype)

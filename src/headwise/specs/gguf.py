@@ -1,0 +1,200 @@
+"""Read a GGUF file's header: its metadata, its tensor table, and the `ModelSpec` they describe.
+
+The gguf package's own reader materialises every vocabulary string, which takes seconds; a question about a
+model's attention needs a few dozen numbers, so this one steps over long arrays.
+Source: the GGUF specification, version 3 (ggml).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import CheckpointError, SpecError
+from headwise.specs.huggingface import read_config
+from headwise.specs.model import ModelSpec
+
+_MAGIC = b"GGUF"
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LONGEST_ARRAY = 1024
+_MAX_DIMS = 8
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""GGUF's ``general.architecture`` → transformers' ``model_type``, for those whose metadata are understood."""
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where one tensor lies. ``shape`` is torch's order; ``offset`` counts from the start of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """Everything before the weights."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """``general.architecture``."""
+        return str(self.metadata.get("general.architecture"))
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Parse the header of a GGUF file.
+
+    Arrays of more than 1024 items (the vocabulary) are stepped over and appear as their length.
+
+    Raises:
+        CheckpointError: the file is not GGUF, is of an unknown version, or ends before its header does.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != _MAGIC:
+            raise CheckpointError(str(path), "not GGUF", "the file must begin with the bytes GGUF")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _parse(data)
+            except (struct.error, IndexError, UnicodeDecodeError, OverflowError):
+                raise CheckpointError(
+                    str(path), f"{len(data)} bytes", "the GGUF header is cut short or damaged"
+                ) from None
+
+
+def _parse(data: mmap.mmap) -> GgufHeader:
+    position = 4
+
+    def read(code: str) -> Any:
+        nonlocal position
+        (value,) = struct.unpack_from("<" + code, data, position)
+        position += struct.calcsize("<" + code)
+        return value
+
+    def string() -> str:
+        nonlocal position
+        length = read("Q")
+        if length > len(data) - position:
+            raise IndexError
+        position += length
+        return data[position - length : position].decode()
+
+    def value(kind: int) -> Any:
+        nonlocal position
+        if kind in _SCALARS:
+            return read(_SCALARS[kind])
+        if kind == _STRING:
+            return string()
+        if kind != _ARRAY:
+            raise SpecError("GGUF value type", kind, "is not in the GGUF specification")
+        item, count = read("I"), read("Q")
+        if count > len(data):
+            raise IndexError
+        if count <= _LONGEST_ARRAY:
+            return [value(item) for _ in range(count)]
+        _skip(item, count)
+        return count
+
+    def _skip(item: int, count: int) -> None:
+        nonlocal position
+        if item in _SCALARS:
+            position += count * struct.calcsize("<" + _SCALARS[item])
+            return
+        unpack: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if item == _STRING:
+                position += 8 + unpack(data, position)[0]
+            else:
+                value(item)
+
+    version, tensor_count, entry_count = read("I"), read("Q"), read("Q")
+    if version not in (2, 3):
+        raise SpecError("GGUF version", version, "must be 2 or 3")
+    metadata = {}
+    for _ in range(entry_count):
+        key = string()
+        metadata[key] = value(read("I"))
+    table = []
+    for _ in range(tensor_count):
+        name = string()
+        dims = read("I")
+        if dims > _MAX_DIMS:
+            raise IndexError
+        shape = tuple(reversed([read("Q") for _ in range(dims)]))
+        table.append((name, shape, read("I"), read("Q")))
+    alignment = metadata.get("general.alignment", 32)
+    start = -(-position // alignment) * alignment
+    tensors = {name: GgufTensor(name, shape, kind, start + offset) for name, shape, kind, offset in table}
+    return GgufHeader(metadata, tensors)
+
+
+def gguf_config(header: GgufHeader) -> dict[str, Any]:
+    """The ``config.json`` a GGUF header amounts to.
+
+    Raises:
+        SpecError: the architecture's metadata are not understood, or a needed number is missing.
+    """
+    metadata, architecture = header.metadata, header.architecture
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise SpecError("general.architecture", architecture, f"is not understood in GGUF; known: {known}")
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata.get(f"{architecture}.{key}", default)
+
+    for key in ("rope.scaling.type", "expert_count"):
+        if get(key) not in (None, 0, "none"):
+            raise SpecError(f"{architecture}.{key}", get(key), "is not understood in GGUF")
+    if "rope_freqs.weight" in header.tensors:
+        raise SpecError(
+            "rope_freqs.weight", "present", "scaled RoPE is not understood in GGUF; use the safetensors"
+        )
+    hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
+    head_dim = get("attention.key_length")
+    if head_dim is None and hidden_size and num_heads:
+        head_dim = hidden_size // num_heads
+    embedding = header.tensors.get("token_embd.weight")
+    config = {
+        "model_type": ARCHITECTURES[architecture],
+        "hidden_size": hidden_size,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": get("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(get("rope.freq_base", 10000.0))},
+        "vocab_size": embedding.shape[0] if embedding else get("vocab_size"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": "float32",
+    }
+    if config["rms_norm_eps"] is not None:
+        # A float32 in the file; the shortest decimal that gives it back is the number its author wrote.
+        config["rms_norm_eps"] = _shortest_float32(config["rms_norm_eps"])
+    for key, name in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
+        if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            config[name] = token
+    return config
+
+
+def read_gguf_spec(path: Path) -> ModelSpec:
+    """What the model in a GGUF file is."""
+    return read_config(gguf_config(read_gguf_header(path)))
+
+
+def _shortest_float32(value: float) -> float:
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == struct.pack("<f", value):
+            return short
+    return value

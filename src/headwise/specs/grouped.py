@@ -1,0 +1,79 @@
+"""MHA, MQA and GQA: query heads in groups that share a key–value head."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from headwise.errors import SpecError
+from headwise.specs.base import AttentionSpec, bias_names, positive
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+BIAS_SHORTHANDS = {"qkv": ("q_proj", "k_proj", "v_proj"), "hf": PROJECTIONS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedSpec(AttentionSpec):
+    """Multi-head (K = H), multi-query (K = 1) or grouped-query attention of one layer.
+
+    Source: Vaswani et al. 2017 (MHA), Shazeer 2019 (MQA), Ainslie et al. 2023 (GQA).
+
+    Attributes:
+        num_heads: H, query heads.
+        num_kv_heads: K, key–value heads; divides H.
+        head_dim: D, width of a query or key head; its own number, not E/H.
+        v_head_dim: width of a value head; ``head_dim`` when None.
+        qk_norm: ``"head"`` for an RMSNorm over each query and key head (Qwen3), ``"full"`` for one over all
+            heads together (OLMo 2), or None.
+        sinks: a learned logit a head that takes part in the softmax and attends to nothing (gpt-oss).
+        softcap: scores pass through ``softcap * tanh(score / softcap)`` (Gemma 2), or None.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    qk_norm: str | None = None
+    sinks: bool = False
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"):
+            positive(name, getattr(self, name))
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        positive("v_head_dim", self.value_dim)
+        if self.num_heads % self.num_kv_heads:
+            raise SpecError("num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}")
+        if self.rope is not None and self.rope.dim > self.head_dim:
+            raise SpecError("rope dim", self.rope.dim, f"must be at most head_dim = {self.head_dim}")
+        if self.qk_norm not in (None, "head", "full"):
+            raise SpecError("qk_norm", self.qk_norm, 'must be None, "head" or "full"')
+        object.__setattr__(self, "bias", grouped_bias(self.bias))
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.v_head_dim if self.v_head_dim is not None else self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key–value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def mechanism(self) -> str:
+        """``mha``, ``mqa`` or ``gqa``, by the number of key–value heads."""
+        if self.num_kv_heads == self.num_heads:
+            return "mha"
+        return "mqa" if self.num_kv_heads == 1 else "gqa"
+
+    @property
+    def label(self) -> str:
+        """Such as ``GQA 32/8 × 128``: heads, key–value heads, head dim."""
+        return f"{self.mechanism.upper()} {self.num_heads}/{self.num_kv_heads} × {self.head_dim}"
+
+
+def grouped_bias(bias: bool | str | Collection[str]) -> tuple[str, ...]:
+    """Projection names that carry a bias; ``"qkv"`` is Qwen2's way."""
+    return bias_names(bias, projections=PROJECTIONS, shorthands=BIAS_SHORTHANDS)

@@ -1,0 +1,79 @@
+"""MLA: multi-head latent attention with a decoupled rotary key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from headwise.errors import SpecError
+from headwise.specs.base import AttentionSpec, bias_names, positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec(AttentionSpec):
+    """Multi-head latent attention of one layer.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
+
+    Attributes:
+        num_heads: H.
+        kv_lora_rank: R, width of the cached latent that keys and values are decoded from.
+        qk_nope_head_dim: a head's query–key dims without rotation; 0 when all of them rotate.
+        qk_rope_head_dim: P, width of the one rotary key that all heads share.
+        v_head_dim: width of a value head.
+        q_lora_rank: width of the query latent, or None for a plain query projection.
+        latent_norm: RMSNorm on the latents before they are used (and cached).
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    latent_norm: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"):
+            positive(name, getattr(self, name))
+        if self.q_lora_rank is not None:
+            positive("q_lora_rank", self.q_lora_rank)
+        if isinstance(self.qk_nope_head_dim, bool) or self.qk_nope_head_dim < 0:
+            raise SpecError("qk_nope_head_dim", self.qk_nope_head_dim, "must be a whole number of at least 0")
+        if self.qk_rope_head_dim % 2:
+            raise SpecError(
+                "qk_rope_head_dim", self.qk_rope_head_dim, "must be even: rotation works on pairs"
+            )
+        if self.rope is not None and self.rope.dim != self.qk_rope_head_dim:
+            raise SpecError(
+                "rope dim", self.rope.dim, f"must equal qk_rope_head_dim = {self.qk_rope_head_dim}"
+            )
+        object.__setattr__(self, "bias", latent_bias(self.bias, self.q_lora_rank))
+
+    @property
+    def qk_head_dim(self) -> int:
+        """A head's whole query–key width."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def mechanism(self) -> str:
+        """Always ``mla``."""
+        return "mla"
+
+    @property
+    def label(self) -> str:
+        """Such as ``MLA 512 + 64``: latent and rope widths, what a token caches."""
+        return f"MLA {self.kv_lora_rank} + {self.qk_rope_head_dim}"
+
+
+def latent_bias(bias: bool | str | Collection[str], q_lora_rank: int | None) -> tuple[str, ...]:
+    """Projection names that carry a bias.
+
+    ``"hf"`` is what transformers' ``attention_bias`` covers (q_a, kv_a, o); ``"qkv"`` is what a converted
+    Qwen2 needs (the query and kv_a projections).
+    """
+    query = ("q_proj",) if q_lora_rank is None else ("q_a_proj", "q_b_proj")
+    projections = (*query, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    hf = (*(() if q_lora_rank is None else ("q_a_proj",)), "kv_a_proj_with_mqa", "o_proj")
+    shorthands = {"hf": hf, "qkv": (query[-1], "kv_a_proj_with_mqa")}
+    return bias_names(bias, projections=projections, shorthands=shorthands)

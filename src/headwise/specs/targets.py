@@ -1,0 +1,98 @@
+"""What a layer becomes when it is converted: the one place that decides a target's sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headwise.errors import ArgumentError, SpecError
+from headwise.specs.base import AttentionSpec
+from headwise.specs.grouped import GroupedSpec
+from headwise.specs.latent import LatentSpec
+
+
+def as_grouped(source: AttentionSpec, num_kv_heads: int) -> GroupedSpec:
+    """The layer with another number of key–value heads.
+
+    Raises:
+        ArgumentError: ``num_kv_heads`` does not divide the query heads, or is neither a multiple nor a divisor of
+            the source's own.
+        SpecError: the source is not of the grouped kind.
+    """
+    source = _grouped(source)
+    own, heads = source.num_kv_heads, source.num_heads
+    if num_kv_heads < 1 or heads % num_kv_heads:
+        raise ArgumentError("num_kv_heads", num_kv_heads, f"must divide the {heads} query heads")
+    if max(own, num_kv_heads) % min(own, num_kv_heads):
+        raise ArgumentError(
+            "num_kv_heads", num_kv_heads, f"must divide or be a multiple of the source's {own}"
+        )
+    return replace(source, num_kv_heads=num_kv_heads)
+
+
+def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -> LatentSpec:
+    """The MLA layer that takes the place of a grouped one.
+
+    A head keeps its own D content dims beside the rotary ones, and none when every rotary channel is kept; the
+    output projection's bias stays, and query, key and value biases become the query's and the latent's.
+
+    Raises:
+        ArgumentError: a width is outside what the source has to give.
+        SpecError: the source is not of the grouped kind.
+    """
+    source = _grouped(source)
+    keys = source.num_kv_heads * source.head_dim
+    if qk_rope_head_dim < 2 or qk_rope_head_dim % 2 or qk_rope_head_dim > keys:
+        rule = f"must be even, at least 2 and at most num_kv_heads · head_dim = {keys}"
+        raise ArgumentError("qk_rope_head_dim", qk_rope_head_dim, rule)
+    most = keys - qk_rope_head_dim + source.num_kv_heads * source.value_dim
+    if not 1 <= kv_lora_rank <= most:
+        rule = f"must be at least 1 and at most {most}, all that is left beside the rotary key"
+        raise ArgumentError("kv_lora_rank", kv_lora_rank, rule)
+    biased = any(name in source.bias for name in ("q_proj", "k_proj", "v_proj"))
+    return LatentSpec(
+        hidden_size=source.hidden_size,
+        sliding_window=source.sliding_window,
+        num_heads=source.num_heads,
+        kv_lora_rank=kv_lora_rank,
+        qk_nope_head_dim=0 if qk_rope_head_dim == keys else source.head_dim,
+        qk_rope_head_dim=qk_rope_head_dim,
+        v_head_dim=source.value_dim,
+        latent_norm=False,
+        bias=(
+            *(("q_proj", "kv_a_proj_with_mqa") if biased else ()),
+            *(("o_proj",) if "o_proj" in source.bias else ()),
+        ),
+    )
+
+
+def split_budget(source: AttentionSpec, values: int) -> tuple[int, int]:
+    """Spend ``values`` cached numbers a token on a latent and a rotary key.
+
+    About a third goes to the rotary key (in steps of 16, or of 2 where that is coarse); a budget of the source's
+    whole cache keeps every rotary channel, which is lossless.
+
+    Returns:
+        ``(kv_lora_rank, qk_rope_head_dim)``.
+
+    Raises:
+        ArgumentError: fewer than 3 values: a latent and a rotary pair.
+        SpecError: the source is not of the grouped kind.
+    """
+    source = _grouped(source)
+    keys = source.num_kv_heads * source.head_dim
+    whole = keys + source.num_kv_heads * source.value_dim
+    if values < 3:
+        rule = f"must be at least 3 (a latent and a rotary pair) of the source's {whole}"
+        raise ArgumentError("cache values per token and layer", values, rule)
+    if values >= whole:
+        return whole - keys, keys
+    step = 16 if values >= 48 else 2
+    rope_dim = max(step, step * round(values / (3 * step)))
+    rope_dim = min(rope_dim, keys - keys % 2, 2 * ((values - 1) // 2))
+    return values - rope_dim, rope_dim
+
+
+def _grouped(source: AttentionSpec) -> GroupedSpec:
+    if not isinstance(source, GroupedSpec):
+        raise SpecError("attention", source.label, "only MHA, MQA and GQA layers are converted")
+    return source
