@@ -100,7 +100,7 @@ def positions(start: int, count: int, given: Tensor | None, device: torch.device
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """``[B, S, heads·D]`` → ``[B, heads, S, D]``, a view."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -40,8 +40,7 @@ class AttentionCache:
             if value < 1:
                 raise ArgumentError(name, value, "must be at least 1")
         self.buffers = [
-            torch.empty(batch_size, heads, max_length, width, dtype=dtype, device=device)
-            for heads, width in shapes
+            torch.empty(batch_size, heads, max_length, width, dtype=dtype, device=device) for heads, width in shapes
         ]
         self.length = 0
         """Tokens held."""

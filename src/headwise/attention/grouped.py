@@ -230,9 +230,7 @@ def from_spec(spec: GroupedSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6
 
 def _kv_heads(num_heads: int, num_kv_heads: int | None, group_size: int | None) -> int:
     if (num_kv_heads is None) == (group_size is None):
-        raise SpecError(
-            "num_kv_heads, group_size", (num_kv_heads, group_size), "exactly one of the two is given"
-        )
+        raise SpecError("num_kv_heads, group_size", (num_kv_heads, group_size), "exactly one of the two is given")
     if num_kv_heads is not None:
         return num_kv_heads
     assert group_size is not None

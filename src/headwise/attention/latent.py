@@ -167,7 +167,7 @@ class MultiHeadLatentAttention(AttentionLayer):
             ids = positions(past, S, position_ids, hidden_states.device)
             position_embeddings = self.rope(ids, hidden_states.dtype, past + S)
         query = split_heads(self._query(hidden_states), self.spec.num_heads)
-        q_nope, q_rope = query.split((self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim), dim=-1)
+        q_nope, q_rope = torch.split(query, [self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=-1)
         q_rope = rotate(q_rope, *position_embeddings, interleaved=self.rope.spec.interleaved)
 
         if key_value_states is not None:
@@ -200,8 +200,8 @@ class MultiHeadLatentAttention(AttentionLayer):
         compressed = self.q_a_proj(hidden_states)
         if self.q_a_layernorm is not None:
             compressed = self.q_a_layernorm(compressed)
-        projected = self.q_b_proj(compressed)
-        return projected
+        out: Tensor = self.q_b_proj(compressed)
+        return out
 
     def _latent(self, states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         """What is cached: ``[B, 1, S, R + P]``."""
@@ -236,9 +236,9 @@ class MultiHeadLatentAttention(AttentionLayer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Decode every head's keys and values from the latents, then ordinary attention."""
         spec = self.spec
-        c, k_rope = latent.split((spec.kv_lora_rank, spec.qk_rope_head_dim), dim=-1)
+        c, k_rope = torch.split(latent, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         decoded = split_heads(self.kv_b_proj(c[:, 0]), spec.num_heads)
-        k_nope, value = decoded.split((spec.qk_nope_head_dim, spec.v_head_dim), dim=-1)
+        k_nope, value = torch.split(decoded, [spec.qk_nope_head_dim, spec.v_head_dim], dim=-1)
         key = torch.cat((k_nope, k_rope.expand(-1, spec.num_heads, -1, -1)), dim=-1)
         return attend(
             torch.cat((q_nope, q_rope), dim=-1),
@@ -268,10 +268,10 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         spec = self.spec
         R, N = spec.kv_lora_rank, spec.qk_nope_head_dim
-        decoders = self.kv_b_proj.weight.unflatten(0, (spec.num_heads, N + spec.v_head_dim))
+        decoders = torch.unflatten(self.kv_b_proj.weight, 0, (spec.num_heads, N + spec.v_head_dim))
         value_bias = None
         if self.kv_b_proj.bias is not None:
-            value_bias = self.kv_b_proj.bias.unflatten(0, (spec.num_heads, -1))[:, N:]
+            value_bias = torch.unflatten(self.kv_b_proj.bias, 0, (spec.num_heads, -1))[:, N:]
         value = latent[..., :R]
         if value_bias is not None:
             # A column of ones gathers each row's sum of weights: 1, or 0 for an empty row, or what dropout left.

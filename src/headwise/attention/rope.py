@@ -51,9 +51,7 @@ class RotaryEmbedding(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         inverse = torch.tensor(self._at(length), dtype=wide, device=position_ids.device)
         angles = position_ids[..., None].to(wide) * inverse
-        return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(
-            dtype
-        )
+        return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)
 
     def _at(self, length: int) -> tuple[float, ...]:
         if self._long is not None and length > self._switch:

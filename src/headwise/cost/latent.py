@@ -37,9 +37,7 @@ def stages(spec: LatentSpec, impl: str) -> tuple[Stage, ...]:
         Linear("kv_a_proj_with_mqa", E, R + P, biased("kv_a_proj_with_mqa")),
         Vector("kv_a_layernorm", R if spec.latent_norm else 0),
     )
-    up = Linear(
-        "kv_b_proj", R, H * (N + V), biased("kv_b_proj"), over="new" if impl == "cached_kv" else "total"
-    )
+    up = Linear("kv_b_proj", R, H * (N + V), biased("kv_b_proj"), over="new" if impl == "cached_kv" else "total")
     core: tuple[Stage, ...]
     if impl == "absorbed":
         core = (

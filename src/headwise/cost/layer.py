@@ -87,9 +87,7 @@ def forward_flops(
     """
     S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
     if S < 1 or T < S:
-        raise ArgumentError(
-            "new_tokens, total_tokens", (S, T), "must satisfy 1 <= new_tokens <= total_tokens"
-        )
+        raise ArgumentError("new_tokens, total_tokens", (S, T), "must satisfy 1 <= new_tokens <= total_tokens")
     module = formulas(spec)
     if impl == "auto":
         impl = module.best_impl(spec, S, T)

@@ -144,9 +144,7 @@ def choose_backend(H: int, K: int, S: int, T: int, *, return_weights: bool = Fal
     if return_weights:
         return Choice("packed", "the weights are asked for, and SDPA never holds them")
     if S * (H // K) <= _PACKED_QUERIES:
-        return Choice(
-            "packed", f"{S * (H // K)} queries a key–value head: reading the cache once is the cost"
-        )
+        return Choice("packed", f"{S * (H // K)} queries a key–value head: reading the cache once is the cost")
     if S == 1:
         return Choice("packed", "one new token: expanding keys and values would cost more than the product")
     return Choice("sdpa", f"{S} new tokens: blocked softmax, no {S} × {T} scores held")
@@ -180,9 +178,7 @@ def _attend_sdpa(
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dropout_p: float) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
-            raise ArgumentError(
-                f"{name} shape", tuple(tensor.shape), "must be [batch, heads, tokens, head_dim]"
-            )
+            raise ArgumentError(f"{name} shape", tuple(tensor.shape), "must be [batch, heads, tokens, head_dim]")
     B, H, _, D = query.shape
     K, T = key.shape[1], key.shape[2]
     if key.shape[0] != B or key.shape[3] != D:

@@ -49,9 +49,7 @@ def as_bool_mask(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     given = tuple(attn_mask.shape)
     if attn_mask.dim() == 2:
         if given[0] not in (1, B) or given[1] != T:
-            rule = (
-                f"a 2-D mask is padding, [batch, keys] = [{B}, {T}]; write an [S, T] mask as mask[None, None]"
-            )
+            rule = f"a 2-D mask is padding, [batch, keys] = [{B}, {T}]; write an [S, T] mask as mask[None, None]"
             raise ArgumentError("attention_mask shape", given, rule)
         return attn_mask[:, None, None, :]
     if attn_mask.dim() != 4 or any(g not in (1, want) for g, want in zip(given, shape, strict=True)):

@@ -6,7 +6,7 @@ import importlib
 import types
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 from headwise.errors import SpecError
 
@@ -132,12 +132,8 @@ def spec_from_dict(values: dict[str, Any]) -> AttentionSpec:
         raise SpecError("attention kind", kind, "must be the name of a module of headwise.specs")
     module = mechanism_module("specs", kind)
     for value in vars(module).values():
-        if (
-            isinstance(value, type)
-            and issubclass(value, AttentionSpec)
-            and value.__module__ == module.__name__
-        ):
-            return cast(type[AttentionSpec], value).from_dict(values)
+        if isinstance(value, type) and issubclass(value, AttentionSpec) and value.__module__ == module.__name__:
+            return value.from_dict(values)
     raise SpecError("attention kind", kind, f"{module.__name__} defines no AttentionSpec")
 
 
@@ -164,9 +160,7 @@ def bias_names(
         return projections if bias else ()
     if isinstance(bias, str):
         if bias not in shorthands:
-            raise SpecError(
-                "bias", bias, f"must be True, False, one of {sorted(shorthands)} or projection names"
-            )
+            raise SpecError("bias", bias, f"must be True, False, one of {sorted(shorthands)} or projection names")
         wanted: Collection[str] = shorthands[bias]
     else:
         wanted = bias

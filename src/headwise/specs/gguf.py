@@ -155,9 +155,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         if get(key) not in (None, 0, "none"):
             raise SpecError(f"{architecture}.{key}", get(key), "is not understood in GGUF")
     if "rope_freqs.weight" in header.tensors:
-        raise SpecError(
-            "rope_freqs.weight", "present", "scaled RoPE is not understood in GGUF; use the safetensors"
-        )
+        raise SpecError("rope_freqs.weight", "present", "scaled RoPE is not understood in GGUF; use the safetensors")
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
     head_dim = get("attention.key_length")
     if head_dim is None and hidden_size and num_heads:

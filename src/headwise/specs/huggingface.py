@@ -76,9 +76,7 @@ def _reader(model_type: str, config: Config) -> Callable[[Config], tuple[Attenti
     if model_type in _LATENT:
         return _latent
     if "kv_lora_rank" in config:
-        raise SpecError(
-            "model_type", model_type, "has kv_lora_rank (MLA) but is not an MLA model headwise knows"
-        )
+        raise SpecError("model_type", model_type, "has kv_lora_rank (MLA) but is not an MLA model headwise knows")
     if model_type in _GROUPED:
         return _grouped
     if model_type in ("gpt2", "gpt_bigcode"):
@@ -123,9 +121,7 @@ def _grouped(config: Config) -> tuple[AttentionSpec, ...]:
             sinks=model_type == "gpt_oss",
             softcap=config.get("attn_logit_softcapping"),
             sliding_window=window,
-            rope=_rope(
-                config, head_dim, layer_type="full_attention" if window is None else "sliding_attention"
-            ),
+            rope=_rope(config, head_dim, layer_type="full_attention" if window is None else "sliding_attention"),
             softmax_scale=scale,
         )
         for window in windows
@@ -140,13 +136,11 @@ def _windows(config: Config, num_layers: int) -> list[int | None]:
         window = None
     types = config.get("layer_types")
     if types is None:
-        if model_type == "gemma2" or model_type == "gpt_oss":
+        if model_type in ("gemma2", "gpt_oss"):
             types = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)]
         elif model_type == "gemma3_text":
             pattern = config.get("sliding_window_pattern", 6)
-            types = [
-                "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)
-            ]
+            types = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
         elif model_type.startswith("qwen") and window is not None:
             first = _integer(config, "max_window_layers")
             types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
@@ -156,9 +150,7 @@ def _windows(config: Config, num_layers: int) -> list[int | None]:
         raise SpecError("layer_types", types, f"must list one type for each of {num_layers} layers")
     for name in types:
         if name not in ("full_attention", "sliding_attention"):
-            raise SpecError(
-                "layer_types", name, "is not understood; known: full_attention, sliding_attention"
-            )
+            raise SpecError("layer_types", name, "is not understood; known: full_attention, sliding_attention")
     if "sliding_attention" in types and window is None and not model_type.startswith("qwen"):
         raise SpecError("sliding_window", None, "is required where layer_types has sliding_attention")
     return [window if name == "sliding_attention" else None for name in types]

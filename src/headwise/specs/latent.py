@@ -41,13 +41,9 @@ class LatentSpec(AttentionSpec):
         if isinstance(self.qk_nope_head_dim, bool) or self.qk_nope_head_dim < 0:
             raise SpecError("qk_nope_head_dim", self.qk_nope_head_dim, "must be a whole number of at least 0")
         if self.qk_rope_head_dim % 2:
-            raise SpecError(
-                "qk_rope_head_dim", self.qk_rope_head_dim, "must be even: rotation works on pairs"
-            )
+            raise SpecError("qk_rope_head_dim", self.qk_rope_head_dim, "must be even: rotation works on pairs")
         if self.rope is not None and self.rope.dim != self.qk_rope_head_dim:
-            raise SpecError(
-                "rope dim", self.rope.dim, f"must equal qk_rope_head_dim = {self.qk_rope_head_dim}"
-            )
+            raise SpecError("rope dim", self.rope.dim, f"must equal qk_rope_head_dim = {self.qk_rope_head_dim}")
         object.__setattr__(self, "bias", latent_bias(self.bias, self.q_lora_rank))
 
     @property

@@ -58,9 +58,7 @@ def locate(source: str | Path) -> Source:
     if name.lower() in catalog():
         return Source(name.lower(), "catalog")
     hint = f"; did you mean hf://{name}?" if name.count("/") == 1 and not name.startswith((".", "/")) else ""
-    raise ArgumentError(
-        "source", name, f"is no file, folder or catalog name (`headwise inspect --list`){hint}"
-    )
+    raise ArgumentError("source", name, f"is no file, folder or catalog name (`headwise inspect --list`){hint}")
 
 
 def bundled_gguf() -> Path:
@@ -123,9 +121,7 @@ def fetch_hub(name: str, *, config_only: bool = False) -> Path:
 
     repository, _, revision = name.removeprefix("hf://").partition("@")
     if repository.count("/") != 1 or not all(repository.split("/")):
-        raise ArgumentError(
-            "source", name, "a hub model is written hf://owner/name or hf://owner/name@revision"
-        )
+        raise ArgumentError("source", name, "a hub model is written hf://owner/name or hf://owner/name@revision")
     kwargs = {"revision": revision or None}
     try:
         if config_only:
@@ -133,6 +129,4 @@ def fetch_hub(name: str, *, config_only: bool = False) -> Path:
         patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         return Path(snapshot_download(repository, allow_patterns=patterns, **kwargs))
     except Exception as error:  # the hub client raises many kinds: network, not found, gated
-        raise CheckpointError(
-            "source", name, f"could not be fetched: {type(error).__name__}: {error}"
-        ) from None
+        raise CheckpointError("source", name, f"could not be fetched: {type(error).__name__}: {error}") from None

@@ -23,9 +23,7 @@ def as_grouped(source: AttentionSpec, num_kv_heads: int) -> GroupedSpec:
     if num_kv_heads < 1 or heads % num_kv_heads:
         raise ArgumentError("num_kv_heads", num_kv_heads, f"must divide the {heads} query heads")
     if max(own, num_kv_heads) % min(own, num_kv_heads):
-        raise ArgumentError(
-            "num_kv_heads", num_kv_heads, f"must divide or be a multiple of the source's {own}"
-        )
+        raise ArgumentError("num_kv_heads", num_kv_heads, f"must divide or be a multiple of the source's {own}")
     return replace(source, num_kv_heads=num_kv_heads)
 
 
