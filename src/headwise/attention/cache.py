@@ -1,6 +1,6 @@
 """A layer's cache: preallocated, filled in place, read as views.
 
-Shapes: B batch, T tokens held. One cache belongs to one layer; `AttentionLayer.new_cache` makes it.
+Shapes: B batch, S new tokens, T tokens held. One cache belongs to one layer; `AttentionLayer.new_cache` makes it.
 """
 
 from __future__ import annotations
@@ -61,16 +61,14 @@ class AttentionCache:
         Raises:
             ArgumentError: there is no room, or a shape or dtype does not fit.
         """
-        end = self.length + new[0].shape[2]
+        S = new[0].shape[2]
+        end = self.length + S
         if end > self.max_length:
             raise ArgumentError("cache length", end, f"is over max_length = {self.max_length}")
         for buffer, states in zip(self.buffers, new, strict=True):
-            if (states.shape[0], states.shape[1], states.shape[3]) != (
-                buffer.shape[0],
-                buffer.shape[1],
-                buffer.shape[3],
-            ) or states.dtype != buffer.dtype:
-                rule = f"must fit the cache's {tuple(buffer.shape)} {buffer.dtype}"
+            B, heads, _, width = buffer.shape
+            if states.shape != (B, heads, S, width) or states.dtype != buffer.dtype:
+                rule = f"must be {(B, heads, S, width)} {buffer.dtype}"
                 raise ArgumentError("cached states", (tuple(states.shape), states.dtype), rule)
             buffer[:, :, self.length : end] = states
         self.length = end

@@ -35,10 +35,10 @@ class RotaryEmbedding(nn.Module):
                 raise SpecError("rope frequencies", len(frequencies), f"must be {spec.dim // 2}, one a pair")
             self.frequencies = tuple(float(f) for f in frequencies)
             return
+        self.frequencies, self.attention_scaling = _frequencies(spec, None)
         if spec.rope_type == "longrope":
             self._switch = int(dict(spec.parameters)["original_max_position_embeddings"])
             self._long = _frequencies(spec, self._switch + 1)[0]
-        self.frequencies, self.attention_scaling = _frequencies(spec, None)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin ``[B or 1, S, P/2]``.
@@ -97,13 +97,19 @@ def _frequencies(spec: RopeSpec, length: int | None) -> tuple[tuple[float, ...],
         known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
         raise SpecError("rope_type", spec.rope_type, f"must be one of {known}")
     config = PreTrainedConfig(max_position_embeddings=spec.max_position_embeddings)
-    config.head_dim = spec.dim
+    # Some of the functions want the sizes head_dim would default from, whether or not there is a head_dim.
+    config.head_dim, config.hidden_size, config.num_attention_heads = spec.dim, spec.dim, 1
     config.rope_parameters = {
         "rope_type": spec.rope_type,
         "rope_theta": spec.theta,
         **{key: list(value) if isinstance(value, tuple) else value for key, value in spec.parameters},
     }
-    inverse, scaling = ROPE_INIT_FUNCTIONS[spec.rope_type](config, torch.device("cpu"), seq_len=length)
+    try:
+        inverse, scaling = ROPE_INIT_FUNCTIONS[spec.rope_type](config, torch.device("cpu"), seq_len=length)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise SpecError(
+            "rope parameters", dict(spec.parameters), f"do not make a {spec.rope_type}: {error!r}"
+        ) from None
     return tuple(inverse.tolist()), float(scaling)
 
 

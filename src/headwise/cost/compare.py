@@ -71,6 +71,8 @@ def compare(spec: ModelSpec, *, context: int = 4096, batch: int = 1, dtype: str 
             raise ArgumentError(name, value, "must be a whole number of at least 1")
     if not spec.is_causal:
         raise SpecError("model_type", spec.model_type, "is an encoder: it keeps no cache to compare")
+    if len(kinds := {own.kind for own in spec.layers}) > 1:
+        raise SpecError("attention kinds", sorted(kinds), "must be one: layers of several kinds have no one ladder")
     rows, specs = [], []
     for candidate in ladder(spec.layers[0]):
         stack = replace(
@@ -129,5 +131,6 @@ def _grouped_ladder(source: GroupedSpec) -> list[AttentionSpec]:
 
 def _latent_ladder(source: GroupedSpec) -> list[AttentionSpec]:
     values = source.num_kv_heads * (source.head_dim + source.value_dim)
-    sizes = [split_budget(source, int(values * fraction)) for fraction in (1.0, 0.5, 0.25)]
+    budgets = [values, values // 2, values // 4]
+    sizes = [split_budget(source, budget) for budget in budgets if budget >= 3]  # a latent and a rotary pair
     return [as_latent(source, rank, rope_dim) for rank, rope_dim in sizes]

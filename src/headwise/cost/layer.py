@@ -125,5 +125,10 @@ def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens
     """
     module = formulas(spec)
     impl = module.best_impl(spec, new_tokens, 1_000_000 * new_tokens)
-    pairs = sum(s.macs_per_pair() for s in module.stages(spec, impl) if isinstance(s, Core))
-    return 2 * pairs * new_tokens / (module.cache_values(spec) * dtype_bytes(dtype))
+    macs = 0  # for each token of the cache: its pairs, and its decoding where the latent is expanded
+    for stage in module.stages(spec, impl):
+        if isinstance(stage, Core):
+            macs += new_tokens * stage.macs_per_pair()
+        elif isinstance(stage, Linear) and stage.over == "total":
+            macs += stage.macs(1, new_tokens, 1)
+    return 2 * macs / (module.cache_values(spec) * dtype_bytes(dtype))

@@ -14,7 +14,7 @@ from torch import Tensor
 def attend_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(scale · Q Kᵀ) V``, query head i reading key–value head ``i // (H / K)``.
+    """``softmax(scale · Q Kᵀ) V``, query head i reading key–value head ``i // (H / K)``; in float32 at least.
 
     Args:
         query: ``[B, H, S, D]``.
@@ -27,12 +27,13 @@ def attend_reference(
     Returns:
         The output ``[B, H, S, V]`` and the weights ``[B, H, S, T]`` (after dropout).
     """
-    group = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(group, dim=1)
-    value = value.repeat_interleave(group, dim=1)
-    weights = masked_softmax(query @ key.transpose(-1, -2) * scale, mask)
+    dtype, group = query.dtype, query.shape[1] // key.shape[1]
+    wide = torch.promote_types(dtype, torch.float32)
+    key = key.to(wide).repeat_interleave(group, dim=1)
+    value = value.to(wide).repeat_interleave(group, dim=1)
+    weights = masked_softmax(query.to(wide) @ key.transpose(-1, -2) * scale, mask)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0)
-    return weights @ value, weights
+    return (weights @ value).to(dtype), weights.to(dtype)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import types
 from collections.abc import Collection
 from dataclasses import dataclass, fields
@@ -34,10 +35,14 @@ class RopeSpec:
     max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dim < 2 or self.dim % 2:
+        positive("rope dim", self.dim)
+        if self.dim % 2:
             raise SpecError("rope dim", self.dim, "must be an even number of at least 2")
-        if not self.theta > 0:
-            raise SpecError("rope_theta", self.theta, "must be positive")
+        positive_number("rope_theta", self.theta)
+        if self.max_position_embeddings is not None:
+            positive("max_position_embeddings", self.max_position_embeddings)
+        # One order, so that equal embeddings compare equal.
+        object.__setattr__(self, "parameters", tuple(sorted(self.parameters, key=lambda pair: pair[0])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +74,13 @@ class AttentionSpec:
         super().__init_subclass__(**kwargs)
         cls.kind = cls.__module__.rpartition(".")[2]
 
+    def __post_init__(self) -> None:
+        positive("hidden_size", self.hidden_size)
+        if self.sliding_window is not None:
+            positive("sliding_window", self.sliding_window)
+        if self.softmax_scale is not None:
+            positive_number("softmax_scale", self.softmax_scale)
+
     @property
     def mechanism(self) -> str:
         """The field's short name: ``mha``, ``mqa``, ``gqa``, ``mla``, …"""
@@ -98,17 +110,17 @@ class AttentionSpec:
         for key in values:
             if key not in known:
                 raise SpecError(f"{cls.kind} spec key", key, f"must be one of {sorted(known)}")
-        if (rope := values.get("rope")) is not None:
-            parameters = tuple(
-                (key, tuple(value) if isinstance(value, list) else value)
-                for key, value in sorted(rope.get("parameters", {}).items())
-            )
-            values["rope"] = RopeSpec(**{**rope, "parameters": parameters})
-        values["bias"] = tuple(values.get("bias", ()))
         try:
+            if (rope := values.get("rope")) is not None:
+                parameters = tuple(
+                    (key, tuple(value) if isinstance(value, list) else value)
+                    for key, value in rope.get("parameters", {}).items()
+                )
+                values["rope"] = RopeSpec(**{**rope, "parameters": parameters})
+            values["bias"] = tuple(values.get("bias", ()))
             return cls(**values)
-        except TypeError as error:
-            raise SpecError(f"{cls.kind} spec", sorted(values), str(error)) from None
+        except (TypeError, AttributeError) as error:
+            raise SpecError(f"{cls.kind} spec", values, f"cannot be read: {error}") from None
 
 
 def mechanism_module(room: str, kind: str) -> types.ModuleType:
@@ -132,7 +144,7 @@ def spec_from_dict(values: dict[str, Any]) -> AttentionSpec:
         raise SpecError("attention kind", kind, "must be the name of a module of headwise.specs")
     module = mechanism_module("specs", kind)
     for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, AttentionSpec) and value.__module__ == module.__name__:
+        if isinstance(value, type) and issubclass(value, AttentionSpec) and value.kind == kind:
             return value.from_dict(values)
     raise SpecError("attention kind", kind, f"{module.__name__} defines no AttentionSpec")
 
@@ -141,6 +153,12 @@ def positive(name: str, value: int) -> None:
     """Raise a `SpecError` unless ``value`` is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SpecError(name, value, "must be a whole number of at least 1")
+
+
+def positive_number(name: str, value: float) -> None:
+    """Raise a `SpecError` unless ``value`` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise SpecError(name, value, "must be a number above 0")
 
 
 def bias_names(

@@ -57,15 +57,20 @@ def read_gguf_header(path: Path) -> GgufHeader:
     Arrays of more than 1024 items (the vocabulary) are stepped over and appear as their length.
 
     Raises:
-        CheckpointError: the file is not GGUF, is of an unknown version, or ends before its header does.
+        CheckpointError: the file cannot be opened, is not GGUF, is of an unknown version, or ends before its
+            header does.
     """
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise CheckpointError("file", str(path), f"could not be read: {error.strerror}") from None
+    with file:
         if file.read(4) != _MAGIC:
             raise CheckpointError(str(path), "not GGUF", "the file must begin with the bytes GGUF")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _parse(data)
-            except (struct.error, IndexError, UnicodeDecodeError, OverflowError):
+            except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError):
                 raise CheckpointError(
                     str(path), f"{len(data)} bytes", "the GGUF header is cut short or damaged"
                 ) from None
@@ -95,7 +100,7 @@ def _parse(data: mmap.mmap) -> GgufHeader:
         if kind == _STRING:
             return string()
         if kind != _ARRAY:
-            raise SpecError("GGUF value type", kind, "is not in the GGUF specification")
+            raise CheckpointError("GGUF value type", kind, "is not in the GGUF specification")
         item, count = read("I"), read("Q")
         if count > len(data):
             raise IndexError
@@ -118,7 +123,7 @@ def _parse(data: mmap.mmap) -> GgufHeader:
 
     version, tensor_count, entry_count = read("I"), read("Q"), read("Q")
     if version not in (2, 3):
-        raise SpecError("GGUF version", version, "must be 2 or 3")
+        raise CheckpointError("GGUF version", version, "must be 2 or 3")
     metadata = {}
     for _ in range(entry_count):
         key = string()
@@ -132,6 +137,9 @@ def _parse(data: mmap.mmap) -> GgufHeader:
         shape = tuple(reversed([read("Q") for _ in range(dims)]))
         table.append((name, shape, read("I"), read("Q")))
     alignment = metadata.get("general.alignment", 32)
+    # Stepping over a long array can lead past the end, where nothing is read any more.
+    if position > len(data) or not isinstance(alignment, int) or alignment < 1:
+        raise IndexError
     start = -(-position // alignment) * alignment
     tensors = {name: GgufTensor(name, shape, kind, start + offset) for name, shape, kind, offset in table}
     return GgufHeader(metadata, tensors)
@@ -156,10 +164,16 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
             raise SpecError(f"{architecture}.{key}", get(key), "is not understood in GGUF")
     if "rope_freqs.weight" in header.tensors:
         raise SpecError("rope_freqs.weight", "present", "scaled RoPE is not understood in GGUF; use the safetensors")
+    for key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
+        if not isinstance(get(key, 1.0), int | float):
+            raise SpecError(f"{architecture}.{key}", get(key), "must be a number")
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
     head_dim = get("attention.key_length")
-    if head_dim is None and hidden_size and num_heads:
-        head_dim = hidden_size // num_heads
+    if head_dim is None and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+        head_dim = None if hidden_size % num_heads else hidden_size // num_heads
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if head_dim is not None and get(key, head_dim) != head_dim:
+            raise SpecError(f"{architecture}.{key}", get(key), f"must equal the head dim, {head_dim}")
     embedding = header.tensors.get("token_embd.weight")
     config = {
         "model_type": ARCHITECTURES[architecture],
@@ -172,7 +186,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(get("rope.freq_base", 10000.0))},
-        "vocab_size": embedding.shape[0] if embedding else get("vocab_size"),
+        "vocab_size": embedding.shape[0] if embedding and embedding.shape else get("vocab_size"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": "float32",
     }

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.specs.base import AttentionSpec, bias_names, positive
+from headwise.specs.base import AttentionSpec, bias_names, positive, positive_number
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 BIAS_SHORTHANDS = {"qkv": ("q_proj", "k_proj", "v_proj"), "hf": PROJECTIONS}
@@ -38,7 +38,8 @@ class GroupedSpec(AttentionSpec):
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"):
+        super().__post_init__()
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
             positive(name, getattr(self, name))
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
@@ -47,6 +48,8 @@ class GroupedSpec(AttentionSpec):
             raise SpecError("num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}")
         if self.rope is not None and self.rope.dim > self.head_dim:
             raise SpecError("rope dim", self.rope.dim, f"must be at most head_dim = {self.head_dim}")
+        if self.softcap is not None:
+            positive_number("softcap", self.softcap)
         if self.qk_norm not in (None, "head", "full"):
             raise SpecError("qk_norm", self.qk_norm, 'must be None, "head" or "full"')
         object.__setattr__(self, "bias", grouped_bias(self.bias))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headwise.errors import SpecError
-from headwise.specs.base import AttentionSpec, RopeSpec, spec_from_dict
+from headwise.specs.base import AttentionSpec, RopeSpec, positive, positive_number, spec_from_dict
 from headwise.specs.grouped import GroupedSpec, grouped_bias
 from headwise.specs.latent import LatentSpec, latent_bias
 from headwise.specs.model import ModelSpec
@@ -55,7 +55,7 @@ def read_config(config: Config) -> ModelSpec:
     if not isinstance(config, Mapping):
         raise SpecError("config.json", type(config).__name__, "must hold a JSON object")
     if isinstance(nested := config.get("text_config"), Mapping) and "num_hidden_layers" not in config:
-        config = {"dtype": config.get("dtype", config.get("torch_dtype")), **nested}
+        config = {"torch_dtype": config.get("dtype", config.get("torch_dtype")), **nested}
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError("model_type", model_type, "must be present: it names the architecture")
@@ -64,8 +64,8 @@ def read_config(config: Config) -> ModelSpec:
         model_type=model_type,
         hidden_size=layers[0].hidden_size,
         layers=layers,
-        vocab_size=config.get("vocab_size"),
-        max_position_embeddings=config.get("max_position_embeddings", config.get("n_positions")),
+        vocab_size=_optional_integer(config, "vocab_size"),
+        max_position_embeddings=_optional_integer(config, "max_position_embeddings", "n_positions"),
         dtype=config.get("dtype", config.get("torch_dtype")),
     )
 
@@ -103,12 +103,10 @@ def _grouped(config: Config) -> tuple[AttentionSpec, ...]:
         bias = bool(config.get("attention_bias", bias))
     if model_type == "qwen2_moe":
         bias = "qkv" if config.get("qkv_bias", True) else False
-    scalar = config.get("query_pre_attn_scalar")
-    if scalar is None and config.get("attention_multiplier") is not None:
-        scale: float | None = float(config["attention_multiplier"])
-    else:
-        scale = None if scalar is None else float(scalar) ** -0.5
+    scalar = _optional_number(config, "query_pre_attn_scalar")
+    scale = _optional_number(config, "attention_multiplier") if scalar is None else scalar**-0.5
     num_layers = _integer(config, "num_hidden_layers")
+    rotated = _rotated(config, num_layers)
     windows = _windows(config, num_layers)
     return tuple(
         GroupedSpec(
@@ -119,31 +117,50 @@ def _grouped(config: Config) -> tuple[AttentionSpec, ...]:
             bias=grouped_bias(bias),
             qk_norm="full" if model_type == "olmo2" else "head" if model_type in _QK_NORM else None,
             sinks=model_type == "gpt_oss",
-            softcap=config.get("attn_logit_softcapping"),
+            softcap=_optional_number(config, "attn_logit_softcapping"),
             sliding_window=window,
-            rope=_rope(config, head_dim, layer_type="full_attention" if window is None else "sliding_attention"),
+            rope=_rope(config, head_dim, layer_type="full_attention" if window is None else "sliding_attention")
+            if has_rope
+            else None,
             softmax_scale=scale,
         )
-        for window in windows
+        for window, has_rope in zip(windows, rotated, strict=True)
     )
+
+
+def _rotated(config: Config, num_layers: int) -> list[bool]:
+    """Which layers rotate: SmolLM3 leaves some without positions, and its 0 in ``no_rope_layers`` marks those."""
+    if config["model_type"] != "smollm3":
+        return [True] * num_layers
+    flags = config.get("no_rope_layers")
+    if flags is None:
+        interval = _optional_integer(config, "no_rope_layer_interval") or 4
+        return [(i + 1) % interval != 0 for i in range(num_layers)]
+    if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        raise SpecError("no_rope_layers", flags, f"must list 0 or 1 for each of {num_layers} layers")
+    return [bool(flag) for flag in flags]
 
 
 def _windows(config: Config, num_layers: int) -> list[int | None]:
     """The sliding window of each layer, by each family's own way of writing it."""
     model_type = config["model_type"]
-    window = _optional_integer(config, "sliding_window")
-    if model_type.startswith("qwen") and not config.get("use_sliding_window", False):
-        window = None
+    # Where the switch is off, Qwen's files hold any number here, 0 among them.
+    off = model_type.startswith("qwen") and not config.get("use_sliding_window", False)
+    window = None if off else _optional_integer(config, "sliding_window")
     types = config.get("layer_types")
     if types is None:
         if model_type in ("gemma2", "gpt_oss"):
             types = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)]
         elif model_type == "gemma3_text":
-            pattern = config.get("sliding_window_pattern", 6)
+            pattern = _optional_integer(config, "sliding_window_pattern", "_sliding_window_pattern") or 6
             types = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
-        elif model_type.startswith("qwen") and window is not None:
-            first = _integer(config, "max_window_layers")
+        elif model_type in ("qwen2", "qwen3") and window is not None:
+            first = config.get("max_window_layers")
+            if type(first) is not int or first < 0:
+                raise SpecError("max_window_layers", first, "must be a whole number of at least 0")
             types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+        elif model_type == "qwen2_moe" and window is not None:
+            raise SpecError("layer_types", None, "is required where qwen2_moe has use_sliding_window")
         else:
             return [window] * num_layers
     if not isinstance(types, list) or len(types) != num_layers:
@@ -183,9 +200,12 @@ def _yarn_softmax_scale(rope: RopeSpec | None, qk_head_dim: int) -> float | None
     if rope is None or rope.rope_type == "default":
         return None
     parameters = dict(rope.parameters)
-    if not (all_dim := parameters.get("mscale_all_dim")) or parameters["factor"] <= 1:
+    if not parameters.get("mscale_all_dim"):
         return None
-    mscale = 0.1 * all_dim * math.log(parameters["factor"]) + 1.0
+    all_dim = _number("mscale_all_dim", parameters["mscale_all_dim"])
+    if (factor := _number("rope factor", parameters.get("factor"))) <= 1:
+        return None
+    mscale = 0.1 * all_dim * math.log(factor) + 1.0
     return float(qk_head_dim**-0.5 * mscale * mscale)
 
 
@@ -208,7 +228,8 @@ def _falcon(config: Config) -> tuple[AttentionSpec, ...]:
     """Falcon. Before the "new decoder architecture" ``multi_query`` forces one key–value head."""
     hidden_size = _integer(config, "hidden_size", "n_embed")
     num_heads = _integer(config, "num_attention_heads", "n_head")
-    if config.get("new_decoder_architecture", False):
+    # The first 40B file predates that flag and is told by its model type alone.
+    if config.get("new_decoder_architecture", config["model_type"] == "RefinedWeb"):
         num_kv_heads = _optional_integer(config, "num_kv_heads", "n_head_kv") or num_heads
     else:
         num_kv_heads = 1 if config.get("multi_query", True) else num_heads
@@ -246,13 +267,20 @@ def _hosted(config: Config) -> tuple[AttentionSpec, ...]:
     block = config.get("headwise")
     if not isinstance(block, Mapping) or not isinstance(block.get("attention"), list):
         raise SpecError("headwise", block, "must hold the attention specs headwise wrote")
-    layers: dict[int, AttentionSpec] = {}
+    layers: list[tuple[int, AttentionSpec]] = []
     for entry in block["attention"]:
+        if not isinstance(entry, Mapping):
+            raise SpecError("headwise.attention", entry, "must be a JSON object with the spec of some layers")
+        indices = entry.get("layers")
+        if not isinstance(indices, list) or any(type(index) is not int for index in indices):
+            raise SpecError("headwise.attention.layers", indices, "must be a list of layer numbers")
         spec = spec_from_dict({key: value for key, value in entry.items() if key != "layers"})
-        layers.update(dict.fromkeys(entry["layers"], spec))
-    if sorted(layers) != list(range(_integer(config, "num_hidden_layers"))):
-        raise SpecError("headwise.attention", sorted(layers), "must cover every layer once")
-    return tuple(layers[index] for index in sorted(layers))
+        layers += [(index, spec) for index in indices]
+    layers.sort(key=lambda layer: layer[0])
+    covered = [index for index, _ in layers]
+    if covered != list(range(_integer(config, "num_hidden_layers"))):
+        raise SpecError("headwise.attention", covered, "must cover every layer once")
+    return tuple(spec for _, spec in layers)
 
 
 def _rope(
@@ -265,6 +293,8 @@ def _rope(
 ) -> RopeSpec:
     """The rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling``."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise SpecError("rope_parameters", parameters, "must be a JSON object")
     theta = config.get("rope_theta", 10000.0)
     if isinstance(parameters.get(layer_type), Mapping):
         parameters = parameters[layer_type]
@@ -274,24 +304,34 @@ def _rope(
     rope_type = kept.pop("rope_type", kept.pop("type", "default"))
     kept.pop("type", None)
     theta = kept.pop("rope_theta", theta)
-    fraction = kept.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    original = config.get("original_max_position_embeddings")
-    if rope_type in ("llama3", "yarn", "longrope"):
-        kept.setdefault("original_max_position_embeddings", original or config.get("max_position_embeddings"))
+    fraction = _number(
+        "partial_rotary_factor", kept.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    )
+    if rope_type in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" not in kept:
+        kept["original_max_position_embeddings"] = _integer(
+            config, "original_max_position_embeddings", "max_position_embeddings"
+        )
     return RopeSpec(
         dim=int(head_dim * fraction) if partial else head_dim,
         theta=_number("rope_theta", theta),
-        rope_type="default" if rope_type == "default" else str(rope_type),
+        rope_type=str(rope_type),
         parameters=tuple(
             (key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(kept.items())
         ),
         interleaved=interleaved,
-        max_position_embeddings=config.get("max_position_embeddings"),
+        max_position_embeddings=_optional_integer(config, "max_position_embeddings"),
     )
 
 
+def _optional_number(config: Config, name: str) -> float | None:
+    value = config.get(name)
+    if value is not None:
+        positive_number(name, value)
+    return None if value is None else float(value)
+
+
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise SpecError(name, value, "must be a number")
     return float(value)
 
@@ -301,9 +341,8 @@ def _optional_integer(config: Config, *names: str) -> int | None:
         value = config.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SpecError(name, value, "must be a whole number of at least 1")
-        return value
+        positive(name, value)
+        return int(value)
     return None
 
 

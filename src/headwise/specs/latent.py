@@ -34,12 +34,14 @@ class LatentSpec(AttentionSpec):
     latent_norm: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_heads", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"):
+        super().__post_init__()
+        for name in ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"):
             positive(name, getattr(self, name))
         if self.q_lora_rank is not None:
             positive("q_lora_rank", self.q_lora_rank)
-        if isinstance(self.qk_nope_head_dim, bool) or self.qk_nope_head_dim < 0:
-            raise SpecError("qk_nope_head_dim", self.qk_nope_head_dim, "must be a whole number of at least 0")
+        nope_dim = self.qk_nope_head_dim
+        if isinstance(nope_dim, bool) or not isinstance(nope_dim, int) or nope_dim < 0:
+            raise SpecError("qk_nope_head_dim", nope_dim, "must be a whole number of at least 0")
         if self.qk_rope_head_dim % 2:
             raise SpecError("qk_rope_head_dim", self.qk_rope_head_dim, "must be even: rotation works on pairs")
         if self.rope is not None and self.rope.dim != self.qk_rope_head_dim:

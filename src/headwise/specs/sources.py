@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError("file", str(path), f"could not be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or a nesting beyond reason
         raise CheckpointError("file", str(path), f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError("file", str(path), "must hold a JSON object")

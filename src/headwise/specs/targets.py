@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.errors import ArgumentError, SpecError
-from headwise.specs.base import AttentionSpec
+from headwise.specs.base import AttentionSpec, RopeSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.latent import LatentSpec
 
@@ -56,6 +56,7 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
         qk_rope_head_dim=qk_rope_head_dim,
         v_head_dim=source.value_dim,
         latent_norm=False,
+        rope=None if source.rope is None else RopeSpec(dim=qk_rope_head_dim, theta=source.rope.theta),
         bias=(
             *(("q_proj", "kv_a_proj_with_mqa") if biased else ()),
             *(("o_proj",) if "o_proj" in source.bias else ()),
@@ -83,7 +84,8 @@ def split_budget(source: AttentionSpec, values: int) -> tuple[int, int]:
         rule = f"must be at least 3 (a latent and a rotary pair) of the source's {whole}"
         raise ArgumentError("cache values per token and layer", values, rule)
     if values >= whole:
-        return whole - keys, keys
+        rope_dim = keys - keys % 2
+        return whole - rope_dim, rope_dim
     step = 16 if values >= 48 else 2
     rope_dim = max(step, step * round(values / (3 * step)))
     rope_dim = min(rope_dim, keys - keys % 2, 2 * ((values - 1) // 2))

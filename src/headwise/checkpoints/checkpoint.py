@@ -1,0 +1,82 @@
+"""A model on disk, read one tensor at a time: what the folder and the GGUF reader have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints.families import Family, family_of
+from headwise.errors import CheckpointError
+from headwise.specs import ModelSpec, read_config
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A stored tensor's shape, and the dtype it is read as."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size once read."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Checkpoint(ABC):
+    """A model's config and weights.
+
+    Attributes:
+        path: the folder or file.
+        config: what its ``config.json`` holds, or would.
+        spec: what the config describes.
+        tensors: every stored tensor by transformers' name.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the config describes."""
+        return read_config(self.config)
+
+    @property
+    def family(self) -> Family:
+        """Where its attention lives."""
+        return family_of(str(self.config.get("model_type")))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype most of its values are read as."""
+        counts: dict[torch.dtype, int] = {}
+        for info in self.tensors.values():
+            counts[info.dtype] = counts.get(info.dtype, 0) + info.nbytes
+        return max(counts, key=lambda dtype: counts[dtype])
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, in memory of its own.
+
+        Raises:
+            CheckpointError: there is none of that name, it could not be read, or it has NaN or infinite values.
+        """
+        if name not in self.tensors:
+            raise CheckpointError("tensor", name, f"is missing from {self.path}")
+        tensor = self._read(name)
+        if not bool(torch.isfinite(tensor).all()):
+            kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite values"
+            raise CheckpointError("tensor", name, f"holds {kind}")
+        return tensor
+
+    @abstractmethod
+    def _read(self, name: str) -> Tensor: ...
+
+    @abstractmethod
+    def copy_companions(self, destination: Path) -> None:
+        """Write the tokenizer and generation settings that belong to the model into a folder."""

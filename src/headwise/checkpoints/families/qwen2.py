@@ -1,0 +1,10 @@
+"""Qwen2 and Qwen2.5: Llama's layout with biases on the query, key and value projections."""
+
+from headwise.checkpoints.families import llama
+from headwise.checkpoints.families.base import Family
+
+FAMILY = Family(
+    model_type="qwen2",
+    attention=llama.FAMILY.attention,
+    gguf_tensors=llama.FAMILY.gguf_tensors,
+)

@@ -1,0 +1,119 @@
+"""Model folders: ``config.json`` beside safetensors, in one file or sharded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo
+from headwise.errors import CheckpointError
+from headwise.specs import read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+
+
+class FolderCheckpoint(Checkpoint):
+    """A model folder.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, a pickle, quantised, or asks for code of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / "config.json").is_file():
+            raise CheckpointError("folder", str(path), "has no config.json")
+        self.config = read_json(path / "config.json")
+        refuse_unsafe(self.config, path)
+        self._files = _shards(path)
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+        self.tensors = {}
+        for file in sorted(set(self._files.values())):
+            handle = self._handle(file)
+            for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
+                piece = handle.get_slice(name)
+                dtype = piece.get_dtype()
+                if dtype not in DTYPES:
+                    rule = f"must be one of {', '.join(DTYPES)}: quantised weights are not read"
+                    raise CheckpointError(f"{name} dtype", dtype, rule)
+                self.tensors[name] = TensorInfo(tuple(piece.get_shape()), DTYPES[dtype])
+                self._files.setdefault(name, file)
+        for name, file in self._files.items():
+            if name and name not in self.tensors:
+                raise CheckpointError("tensor", name, f"is in {INDEX} but not in {file.name}")
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                # safetensors carries no code: a header of JSON, then numbers.
+                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError, ValueError) as error:
+                rule = f"is not a whole safetensors file ({_one_line(error)})"
+                raise CheckpointError("file", str(file), rule) from None
+        return self._open[file]
+
+    def _read(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError("tensor", name, f"could not be read ({_one_line(error)})") from None
+        return tensor
+
+    def copy_companions(self, destination: Path) -> None:
+        """Copy the small files beside the weights: tokenizer, chat template, generation settings."""
+        for pattern in _COMPANIONS:
+            for file in self.path.glob(pattern):
+                if file.name not in ("config.json", INDEX) and file.is_file():
+                    shutil.copyfile(file, destination / file.name)
+
+
+def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a config that needs code from its folder, or whose weights are quantised.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    if config.get("auto_map"):
+        rule = f"asks to run code from {path}, which headwise never does"
+        raise CheckpointError("auto_map", config["auto_map"], rule)
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        rule = "quantised weights are not read; use the original"
+        raise CheckpointError("quantization_config", method, rule)
+
+
+def _shards(path: Path) -> dict[str, Path]:
+    """Tensor name → file; a single file is under the empty name until it is opened."""
+    if (path / INDEX).is_file():
+        weight_map = read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError("weight_map", weight_map, f"must name each tensor's file in {path / INDEX}")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError("weight_map", {name: file}, "must name files in the folder itself")
+            if not (path / file).is_file():
+                raise CheckpointError("shard", file, f"is named in {INDEX} but missing from {path}")
+        return {name: path / file for name, file in weight_map.items()}
+    if (path / SINGLE).is_file():
+        return {"": path / SINGLE}
+    for pattern in _PICKLES:
+        if found := sorted(path.glob(pattern)):
+            rule = "is a pickle, which can run code; headwise reads safetensors and GGUF only"
+            raise CheckpointError("weights", found[0].name, rule)
+    raise CheckpointError("folder", str(path), f"has no weights: neither {SINGLE} nor {INDEX}")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

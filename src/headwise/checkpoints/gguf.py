@@ -1,0 +1,91 @@
+"""GGUF files, dequantised one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo
+from headwise.errors import CheckpointError
+from headwise.specs import gguf_config, read_gguf_header
+
+_PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GgufCheckpoint(Checkpoint):
+    """A ``.gguf`` file under transformers' names. Quantised tensors are read as float32.
+
+    Raises:
+        CheckpointError: the file is cut short, or holds a tensor that has no place in the model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        self.path = path
+        header = read_gguf_header(path)
+        self.config = gguf_config(header)
+        size = path.stat().st_size
+        self._stored, self.tensors = {}, {}
+        for stored in header.tensors.values():
+            name = self._transformers_name(stored.name)
+            try:
+                kind = GGMLQuantizationType(stored.ggml_type)
+            except ValueError:
+                rule = "is a GGML type this gguf package does not know"
+                raise CheckpointError(f"{stored.name} type", stored.ggml_type, rule) from None
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            nbytes = int(np.prod(stored.shape)) // block * block_bytes
+            if stored.offset + nbytes > size:
+                raise CheckpointError("file", str(path), f"ends before tensor {stored.name}: it is cut short")
+            self._stored[name] = (stored, kind, nbytes)
+            self.tensors[name] = TensorInfo(stored.shape, _PLAIN.get(kind.name, torch.float32))
+        biggest = max(self._stored.values(), key=lambda entry: entry[2])[1].name
+        self.quantization = None if biggest in _PLAIN else biggest
+
+    def _transformers_name(self, stored: str) -> str:
+        stem, _, kind = stored.rpartition(".")
+        layer = re.match(r"blk\.(\d+)\.", stem)
+        template = re.sub(r"^blk\.\d+\.", "blk.{layer}.", stem)
+        names = self.family.gguf_tensors
+        if template not in names or kind not in ("weight", "bias"):
+            rule = f"has no place in a {self.family.model_type} model"
+            raise CheckpointError("GGUF tensor", stored, rule)
+        return f"{names[template].format(layer=layer[1] if layer else None)}.{kind}"
+
+    def _read(self, name: str) -> Tensor:
+        from gguf.quants import dequantize
+
+        stored, kind, nbytes = self._stored[name]
+        with self.path.open("rb") as file:
+            file.seek(stored.offset)
+            raw = np.frombuffer(bytearray(file.read(nbytes)), dtype=np.uint8)
+        if kind.name in _PLAIN:
+            tensor = torch.from_numpy(raw).view(_PLAIN[kind.name]).reshape(stored.shape)
+        else:
+            rows = raw.reshape(*stored.shape[:-1], -1)
+            tensor = torch.from_numpy(dequantize(rows, kind)).reshape(stored.shape)
+        if self.family.gguf_interleaved:
+            tensor = self._unpermute(name, tensor)
+        return tensor
+
+    def _unpermute(self, name: str, tensor: Tensor) -> Tensor:
+        """Undo llama.cpp's reordering of query and key rows from halves to neighbouring pairs."""
+        heads = {
+            "q_proj": self.config["num_attention_heads"],
+            "k_proj": self.config["num_key_value_heads"],
+        }.get(name.split(".")[-2])
+        if heads is None:
+            return tensor
+        pairs = torch.unflatten(tensor, 0, (heads, -1, 2))
+        return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+    def copy_companions(self, destination: Path) -> None:
+        """Rebuild the tokenizer from the file's metadata and save it."""
+        from headwise.checkpoints.tokenizer import load_gguf_tokenizer
+
+        load_gguf_tokenizer(self.path).save_pretrained(destination)

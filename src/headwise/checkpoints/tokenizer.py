@@ -1,0 +1,36 @@
+"""Tokenizers of the sources headwise reads, through transformers, never running code from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import CheckpointError
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a model folder or a ``.gguf``.
+
+    Raises:
+        CheckpointError: there is none, or transformers cannot read it.
+    """
+    if path.is_file():
+        return load_gguf_tokenizer(path)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
+        reason = " ".join(str(error).split())
+        raise CheckpointError("tokenizer", str(path), f"could not be loaded: {reason}") from None
+
+
+def load_gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer in a ``.gguf``; it takes some seconds."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError("tokenizer", str(path), f"could not be loaded: {reason}") from None

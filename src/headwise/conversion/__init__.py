@@ -1,0 +1,24 @@
+"""A model's attention into another mechanism: plan, statistics, solve, write."""
+
+from headwise.conversion.convert import Conversion, convert
+from headwise.conversion.grouped import convert_to_grouped
+from headwise.conversion.latent import convert_to_latent, joint_latent
+from headwise.conversion.plan import Target, parse_target, plan_layers
+from headwise.conversion.rope_channels import Channels, concentrate, keep_rotation, mean_rotation
+from headwise.conversion.statistics import input_moments
+
+__all__ = [
+    "Channels",
+    "Conversion",
+    "Target",
+    "concentrate",
+    "convert",
+    "convert_to_grouped",
+    "convert_to_latent",
+    "input_moments",
+    "joint_latent",
+    "keep_rotation",
+    "mean_rotation",
+    "parse_target",
+    "plan_layers",
+]

@@ -1,0 +1,265 @@
+"""`convert`: a model folder goes in, a smaller-cache model folder comes out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, open_checkpoint
+from headwise.checkpoints.gguf import GgufCheckpoint
+from headwise.conversion.grouped import convert_to_grouped
+from headwise.conversion.latent import convert_to_latent
+from headwise.conversion.plan import Target, parse_target, plan_layers
+from headwise.conversion.statistics import WINDOW, input_moments
+from headwise.cost import model as cost
+from headwise.errors import ArgumentError
+from headwise.hf import as_dtype, check_complete, expected_tensors, model_class
+from headwise.measurement import matmul_flops_per_second, peak_rss_bytes
+from headwise.progress import Progress, silent
+from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec
+
+FORMAT = 1
+"""Version of the ``headwise`` block in a converted ``config.json``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What a conversion did, or would do.
+
+    Attributes:
+        mechanism: of the result.
+        method: how the heads were made: ``repeat``, ``mean`` or ``svd``.
+        kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype.
+        kv_bytes_per_token_after: of the result.
+        parameters_before: learned numbers in the whole source.
+        parameters_after: in the result.
+        disk_bytes: of the result's weights.
+        calibration_tokens: tokens that went into the statistics; 0 for none.
+        seconds: it took; with ``dry_run``, it would take, from one layer's solution and a matrix product timed.
+        peak_rss_bytes: most resident memory of the process so far; None with ``dry_run``.
+        notes: what a user should know of the result.
+    """
+
+    source: str
+    output: str
+    mechanism: str
+    label: str
+    method: str
+    dtype: str
+    kv_bytes_per_token_before: int
+    kv_bytes_per_token_after: int
+    parameters_before: int
+    parameters_after: int
+    disk_bytes: int
+    calibration_tokens: int
+    seconds: float
+    peak_rss_bytes: int | None
+    dry_run: bool
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        return asdict(self)
+
+
+def convert(
+    source: str | Path,
+    output: str | Path,
+    *,
+    to: str,
+    kv_budget: float | None = None,
+    kv_lora_rank: int | None = None,
+    qk_rope_head_dim: int | None = None,
+    calibrate: str | Path | None = None,
+    calibration_tokens: int = 16_384,
+    dtype: str | None = None,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Conversion:
+    """Convert a model's attention and write the result as a model folder.
+
+    MHA, GQA and MQA results are stock folders of the source's family. MLA results are the family's model with
+    headwise's attention: ``headwise.load``, or ``import headwise.hf`` and transformers, run them.
+
+    Args:
+        source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
+        output: the folder to write; must not exist, or be empty, unless ``overwrite``.
+        to: ``mha``, ``gqa:K``, ``mqa`` or ``mla``.
+        kv_budget: for mla: the fraction of the source's cache to keep, above 0 and at most 1 (1 is lossless).
+        kv_lora_rank: for mla, with ``qk_rope_head_dim``: the widths themselves.
+        qk_rope_head_dim: see ``kv_lora_rank``.
+        calibrate: a UTF-8 text the model's inputs are studied on (mla); without it weights alone decide.
+        calibration_tokens: how many of its tokens.
+        dtype: of the output; the source's (float32 for quantised GGUF) when None.
+        dry_run: only say what it would take; nothing is written.
+        overwrite: replace a model folder at ``output``.
+        progress: told of each layer.
+
+    Raises:
+        ArgumentError: an argument is outside its rule.
+        SpecError: the source's attention is of a kind that is not converted.
+        CheckpointError: the source cannot be read, or the output cannot be written.
+    """
+    start = time.perf_counter()
+    target = parse_target(to, kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+    if calibrate is not None and target.mechanism != "mla":
+        raise ArgumentError("calibrate", str(calibrate), f"goes with mla; {to} is made from the weights alone")
+    if calibration_tokens < 2:
+        raise ArgumentError("calibration_tokens", calibration_tokens, "must be at least 2")
+    out_dtype = None if dtype is None else as_dtype(dtype)
+    destination = Path(output)
+    check_output(destination, overwrite=overwrite)
+    checkpoint = open_checkpoint(source)
+    if destination.resolve() in (checkpoint.path.resolve(), *checkpoint.path.resolve().parents):
+        raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
+    job = _Job(checkpoint, target, out_dtype or checkpoint.dtype)
+    check_complete(checkpoint)
+
+    grams: list[Tensor] | None = None
+    seen = 0
+    if calibrate is not None and not dry_run:
+        grams, seen = input_moments(source, calibrate, tokens=calibration_tokens, progress=progress)
+    if dry_run:
+        seconds = job.estimate_seconds(calibration_tokens if calibrate is not None else 0)
+    else:
+        with FolderWriter(destination, job.tensors, overwrite=overwrite) as writer:
+            for name, tensor in job.run(grams, progress):
+                writer.add(name, tensor)
+            writer.write_json("config.json", job.config())
+            checkpoint.copy_companions(writer.folder)
+        seconds = time.perf_counter() - start
+    notes = []
+    if target.mechanism == "mla" and calibrate is None and not job.is_lossless:
+        notes.append("no calibration text: weights alone decided, and quality suffers; give one with calibrate")
+    if isinstance(checkpoint, GgufCheckpoint) and checkpoint.quantization is not None:
+        notes.append(f"the source is dequantised from {checkpoint.quantization}")
+    dtype_name = str(job.dtype).removeprefix("torch.")
+    return Conversion(
+        source=str(source),
+        output=str(output),
+        mechanism=job.after.mechanism,
+        label=job.after.layers[0].label,
+        method=job.method,
+        dtype=dtype_name,
+        kv_bytes_per_token_before=cost.cache_bytes_per_token(job.before, dtype_name),
+        kv_bytes_per_token_after=cost.cache_bytes_per_token(job.after, dtype_name),
+        parameters_before=sum(torch.Size(info.shape).numel() for info in checkpoint.tensors.values()),
+        parameters_after=sum(torch.Size(info.shape).numel() for info in job.tensors.values()),
+        disk_bytes=sum(info.nbytes for info in job.tensors.values()),
+        calibration_tokens=seen,
+        seconds=seconds,
+        peak_rss_bytes=None if dry_run else peak_rss_bytes(),
+        dry_run=dry_run,
+        notes=tuple(notes),
+    )
+
+
+class _Job:
+    """One conversion's plan: what is read, what each layer becomes, what is written."""
+
+    def __init__(self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype) -> None:
+        self.checkpoint = checkpoint
+        self.before = checkpoint.spec
+        self.after = plan_layers(self.before, target)
+        self.family = checkpoint.family
+        self.dtype = dtype
+        self.channels = [
+            [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
+        ]
+        self.tensors = {name: TensorInfo(shape, dtype) for name, shape in expected_tensors(self.config()).items()}
+
+    @property
+    def method(self) -> str:
+        """How the new heads are made."""
+        if self.after.mechanism == "mla":
+            return "svd"
+        old, new = (_kv_heads(model) for model in (self.before, self.after))
+        return "copy" if new == old else "repeat" if new > old else "mean"
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the result computes what the source does, beyond rounding."""
+        if self.method != "svd":
+            return self.method != "mean"
+        return cost.cache_bytes_per_token(self.after) >= cost.cache_bytes_per_token(self.before)
+
+    def config(self) -> dict[str, Any]:
+        """The output's ``config.json``."""
+        config = {key: value for key, value in self.checkpoint.config.items() if not key.startswith("_")}
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self.dtype).removeprefix("torch.")
+        if self.channels:
+            config["model_type"] = HOSTED_PREFIX + self.family.model_type
+            config["headwise"] = {
+                "format": FORMAT,
+                "attention": [
+                    {"layers": list(indices), **spec.to_dict()} for spec, indices in self.after.distinct_layers()
+                ],
+                "rope_channels": self.channels,
+            }
+        else:
+            config["num_key_value_heads"] = _kv_heads(self.after)
+        config["architectures"] = [model_class(config).__name__]
+        return config
+
+    def run(self, grams: list[Tensor] | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the output, in its order, one layer in memory at a time."""
+        owner = {}
+        for index in range(self.before.num_layers):
+            prefix = self.family.attention.format(layer=index) + "."
+            owner.update(dict.fromkeys((name for name in self.tensors if name.startswith(prefix)), index))
+        done = -1
+        layer: dict[str, Tensor] = {}
+        for name in self.tensors:
+            if name not in owner:
+                yield name, self.checkpoint.read(name).to(self.dtype)
+                continue
+            if owner[name] != done:
+                done = owner[name]
+                progress("converting", done, self.before.num_layers)
+                layer = self.convert_layer(done, None if grams is None else grams[done])
+            yield name, layer[name.removeprefix(self.family.attention.format(layer=done) + ".")].to(self.dtype)
+        progress("converting", self.before.num_layers, self.before.num_layers)
+
+    def convert_layer(self, index: int, gram: Tensor | None) -> dict[str, Tensor]:
+        """One layer's new tensors, by the layer's own names."""
+        source, target = self.before.layers[index], self.after.layers[index]
+        assert isinstance(source, GroupedSpec)
+        state = self.family.read_attention(self.checkpoint.read, index, source)
+        if isinstance(target, LatentSpec):
+            longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
+            out, self.channels[index] = convert_to_latent(state, source, target, gram=gram, longest=longest)
+            return out
+        assert isinstance(target, GroupedSpec)
+        return convert_to_grouped(state, source, target)
+
+    def estimate_seconds(self, calibration_tokens: int) -> float:
+        """One layer is solved and timed; calibration is its FLOPs at the rate of a matrix product timed here."""
+        start = time.perf_counter()
+        self.convert_layer(0, None)
+        solving = (time.perf_counter() - start) * self.before.num_layers
+        start = time.perf_counter()
+        name = max(self.checkpoint.tensors, key=lambda name: self.checkpoint.tensors[name].nbytes)
+        self.checkpoint.read(name).to(self.dtype)
+        per_byte = (time.perf_counter() - start) / self.checkpoint.tensors[name].nbytes
+        # Each byte is read, checked, and written again at about the rate it is read.
+        copying = 2 * per_byte * sum(info.nbytes for info in self.checkpoint.tensors.values())
+        parameters = sum(torch.Size(info.shape).numel() for info in self.checkpoint.tensors.values())
+        calibrating = 0.0
+        if calibration_tokens:
+            # A model's forward pass reaches about half of what one large product does.
+            calibrating = 2 * 2 * parameters * calibration_tokens / matmul_flops_per_second()
+        return solving + copying + calibrating
+
+
+def _kv_heads(model: ModelSpec) -> int:
+    layer = model.layers[0]
+    assert isinstance(layer, GroupedSpec)
+    return layer.num_kv_heads

@@ -1,0 +1,105 @@
+"""What to convert to: the target as the user wrote it, and every layer's spec from it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from headwise.cost import formulas
+from headwise.errors import ArgumentError, SpecError
+from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec, as_grouped, as_latent, split_budget
+
+TARGETS = "mha, gqa:K, mqa or mla"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A mechanism and its size.
+
+    Attributes:
+        mechanism: ``mha``, ``gqa``, ``mqa`` or ``mla``.
+        num_kv_heads: for ``gqa``.
+        kv_budget: for ``mla``: the fraction of the source's cache to keep.
+        kv_lora_rank: for ``mla``, with ``qk_rope_head_dim``, in place of a budget.
+        qk_rope_head_dim: see ``kv_lora_rank``.
+    """
+
+    mechanism: str
+    num_kv_heads: int | None = None
+    kv_budget: float | None = None
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+
+
+def parse_target(
+    to: str,
+    *,
+    kv_budget: float | None = None,
+    kv_lora_rank: int | None = None,
+    qk_rope_head_dim: int | None = None,
+) -> Target:
+    """Read ``mha``, ``gqa:K``, ``mqa`` or ``mla`` and the sizes that go with it.
+
+    Raises:
+        ArgumentError: it is none of those, or the sizes do not go with it.
+    """
+    match = re.fullmatch(r"(mha|mqa|mla|gqa:(\d+))", to.strip().lower())
+    if match is None:
+        raise ArgumentError("to", to, f"must be {TARGETS}, K the number of key–value heads")
+    mechanism = match[1].partition(":")[0]
+    sizes = {"kv_budget": kv_budget, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+    if mechanism != "mla":
+        for name, value in sizes.items():
+            if value is not None:
+                raise ArgumentError(name, value, f"goes with mla; the cache of {to} follows from its heads")
+        return Target(mechanism, num_kv_heads=int(match[2]) if match[2] else None)
+    if kv_budget is None and kv_lora_rank is None and qk_rope_head_dim is None:
+        raise ArgumentError("kv_budget", None, "mla needs kv_budget, or kv_lora_rank and qk_rope_head_dim")
+    if kv_budget is not None:
+        if kv_lora_rank is not None or qk_rope_head_dim is not None:
+            raise ArgumentError("kv_budget", kv_budget, "goes without kv_lora_rank and qk_rope_head_dim")
+        if not (math.isfinite(kv_budget) and 0 < kv_budget <= 1):
+            raise ArgumentError("kv_budget", kv_budget, "must be a fraction above 0 and at most 1")
+    elif kv_lora_rank is None or qk_rope_head_dim is None:
+        raise ArgumentError("kv_lora_rank", kv_lora_rank, "and qk_rope_head_dim are given together")
+    return Target("mla", kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+
+
+def plan_layers(source: ModelSpec, target: Target) -> ModelSpec:
+    """Every layer of the converted model.
+
+    Raises:
+        ArgumentError: the size is outside what a layer has to give.
+        SpecError: a layer is of a kind that is not converted.
+    """
+    return replace(source, layers=tuple(plan_layer(layer, target) for layer in source.layers))
+
+
+def plan_layer(source: AttentionSpec, target: Target) -> AttentionSpec:
+    """What one layer becomes; see `plan_layers`."""
+    if not isinstance(source, GroupedSpec):
+        raise SpecError("source attention", source.label, "converting from MLA is not supported")
+    if target.mechanism != "mla":
+        counts = {"mha": source.num_heads, "mqa": 1, "gqa": target.num_kv_heads}
+        count = counts[target.mechanism]
+        assert count is not None
+        return as_grouped(source, count)
+    for field, value in (
+        ("qk_norm", source.qk_norm),
+        ("sliding_window", source.sliding_window),
+        ("sinks", source.sinks or None),
+        ("softcap", source.softcap),
+    ):
+        if value is not None:
+            raise SpecError(field, value, "a layer with it cannot be converted to mla yet")
+    if source.rope is None or source.rope.dim != source.head_dim:
+        dims = None if source.rope is None else source.rope.dim
+        rule = f"only layers that rotate all {source.head_dim} dims of a head can be converted to mla yet"
+        raise SpecError("rotary dims", dims, rule)
+    if target.kv_budget is not None:
+        values = int(target.kv_budget * formulas(source).cache_values(source) + 1e-9)
+        return as_latent(source, *split_budget(source, values))
+    assert target.kv_lora_rank is not None
+    assert target.qk_rope_head_dim is not None
+    return as_latent(source, target.kv_lora_rank, target.qk_rope_head_dim)

@@ -1,0 +1,97 @@
+"""Concentrate rotary energy across key heads, and choose the channels that keep their rotation.
+
+A half-pair of a key head is a complex number ``z_f``; RoPE multiplies it by ``e^{iθ_f·pos}``. At one frequency any
+invertible complex K×K matrix across the K key heads commutes with that, so the heads can be mixed until the first
+few channels hold most of what the queries ask for, and undone in the queries: exact, before anything is dropped.
+
+Shapes: H query heads, K key heads, F = D/2 frequencies, E inputs (hidden, and one more for the biases), P kept
+real dims. Matrices are float64; complex ones are complex128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FLOOR = 1e-9
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Key channels ``y = M z`` a frequency, most asked-for first.
+
+    Attributes:
+        keys: ``[F, K, E]`` complex: the rows that give each channel from the input.
+        back: ``[F, K, K]`` complex: ``z = back y``; goes into the queries conjugated.
+        energy: ``[F, K]`` mean square of each channel, in units of the queries' own, falling along K.
+    """
+
+    keys: Tensor
+    back: Tensor
+    energy: Tensor
+
+
+def to_complex(weight: Tensor, heads: int, *, interleaved: bool) -> Tensor:
+    """``[heads·D, E]`` real rows → ``[heads, F, E]`` complex, one a rotated pair."""
+    rows = torch.unflatten(weight, 0, (heads, -1))
+    if interleaved:
+        return torch.complex(rows[:, 0::2], rows[:, 1::2])
+    first, second = rows.chunk(2, dim=1)
+    return torch.complex(first, second)
+
+
+def to_real(pairs: Tensor) -> Tensor:
+    """``[..., F, E]`` complex → ``[..., 2F, E]`` real, the real parts first (half-split)."""
+    return torch.cat((pairs.real, pairs.imag), dim=-2)
+
+
+def concentrate(queries: Tensor, keys: Tensor, gram: Tensor) -> Channels:
+    """Mix the key heads at each frequency so that energy lands in the first channels, weighted by who asks.
+
+    With ``S = E[z zᴴ]`` and D the root of the summed query energy of each key head's group, V are the
+    eigenvectors of ``D S D``; then ``y = Vᴴ D z`` and ``z = D⁻¹ V y``. The queries' energy on every channel is 1.
+
+    Args:
+        queries: ``[H, F, E]`` complex.
+        keys: ``[K, F, E]`` complex.
+        gram: ``[E, E]``, the inputs' second moments E[x xᵀ]; the identity when nothing is known of them.
+    """
+    H, F, _ = queries.shape
+    K = keys.shape[0]
+    by_frequency = keys.transpose(0, 1)
+    moments = by_frequency @ gram.to(keys.dtype) @ by_frequency.mH
+    asked = ((queries @ gram.to(queries.dtype)) * queries.conj()).sum(-1).real
+    asked = asked.view(K, H // K, F).sum(1).clamp_min(0).sqrt().transpose(0, 1)
+    # A head nobody asks must stay invertible: what it holds is then ranked last, not lost.
+    asked = asked.clamp_min(_FLOOR * max(float(asked.max()), torch.finfo(asked.dtype).tiny))
+    scale = asked.to(keys.dtype)
+    energy, vectors = torch.linalg.eigh(scale[:, :, None] * moments * scale[:, None, :])
+    energy, vectors = energy.flip(-1).clamp_min(0), vectors.flip(-1)
+    forward = vectors.mH * scale[:, None, :]
+    return Channels(keys=forward @ by_frequency, back=vectors / scale[:, :, None], energy=energy)
+
+
+def mean_rotation(frequencies: Sequence[float], longest: int) -> Tensor:
+    """``c_f = E[e^{−iθ_f Δ}]`` over distances Δ log-uniform on 1 … longest, complex ``[F]``.
+
+    What a channel's rotation is on average; |c| is near 1 for slow channels, which lose little without it.
+    """
+    distances = torch.logspace(0, torch.tensor(float(longest)).log10().item(), 4096, dtype=torch.float64)
+    angles = torch.tensor(frequencies, dtype=torch.float64)[:, None] * distances
+    return torch.complex(angles.cos(), -angles.sin()).mean(-1)
+
+
+def keep_rotation(energy: Tensor, rotation: Tensor, pairs: int) -> Tensor:
+    """Which (frequency, channel) pairs keep their rotation: bool ``[F, K]`` with ``pairs`` True.
+
+    Those that would lose most without: the largest ``energy · (1 − |c_f|²)``, ties by energy, then by order.
+    """
+    loss = energy * (1 - rotation.abs().square())[:, None].clamp_min(0)
+    # The floor ranks pairs of no loss at all by energy, so that the choice is always of `pairs` of them.
+    score = (loss + torch.finfo(loss.dtype).eps * energy).flatten()
+    kept = torch.zeros(score.shape, dtype=torch.bool)
+    kept[score.argsort(descending=True, stable=True)[:pairs]] = True
+    return kept.view(energy.shape)

@@ -1,0 +1,54 @@
+"""Text as windows of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ArgumentError
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        ArgumentError: there is no such file, or it is not UTF-8 text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError("text", str(path), f"could not be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ArgumentError("text", str(path), "must be UTF-8 text") from None
+
+
+def token_windows(
+    tokenizer: Any, text: str, *, window: int, windows: int | None = None, name: str = "text"
+) -> Tensor:
+    """Token ids ``[windows, window]``: consecutive windows without overlap, and without added special tokens.
+
+    Args:
+        tokenizer: transformers'.
+        text: what to cut up; a last part shorter than a window is left out.
+        window: tokens in each.
+        windows: at most this many; all there are when None.
+        name: of the text, for the error.
+
+    Raises:
+        ArgumentError: window or windows is not positive, or the text is shorter than one window.
+    """
+    if window < 2:
+        raise ArgumentError("window", window, "must be at least 2 tokens")
+    if windows is not None and windows < 1:
+        raise ArgumentError("windows", windows, "must be at least 1")
+    # No more text than can be needed is tokenised: no tokenizer in use averages over 16 bytes a token for long.
+    if windows is not None:
+        text = text[: window * windows * 32]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < window:
+        raise ArgumentError(name, f"{len(ids)} tokens", f"must be at least one window of {window} tokens")
+    count = len(ids) // window if windows is None else min(windows, len(ids) // window)
+    return torch.tensor(ids[: count * window]).view(count, window)

@@ -1,0 +1,101 @@
+"""Our layers, called the way transformers calls a model's attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.attention import MultiHeadLatentAttention
+from headwise.errors import ArgumentError
+from headwise.specs import LatentSpec
+
+
+class LayerCache:
+    """One layer of a transformers cache, seen as the cache our layers take.
+
+    The latent and the rotary key are stored as the "keys" and the "values" are of width 0, so that every stock
+    cache holds exactly what is needed and attention reads it in one piece.
+    """
+
+    def __init__(self, past_key_values: Any, layer_idx: int) -> None:
+        self._past, self._layer_idx = past_key_values, layer_idx
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return int(self._past.get_seq_length(self._layer_idx))
+
+    def update(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append ``[B, 1, S, R + P]`` and return all that is held."""
+        (states,) = new
+        keys, _ = self._past.update(states, states[..., :0], self._layer_idx)
+        return (keys,)
+
+    def views(self) -> tuple[Tensor, ...]:
+        """All that is held."""
+        return (self._past.layers[self._layer_idx].keys,)
+
+
+class HostedLatentAttention(MultiHeadLatentAttention):
+    """MLA in the place of a transformers model's own attention.
+
+    The model's rotary embedding, with whatever scaling it has, goes on computing cos and sin; this layer takes
+    from them the frequencies it kept.
+
+    Args:
+        spec: what the layer is.
+        layer_idx: its place in the model, and in the cache.
+        channels: the model's frequency that each of the layer's rotary pairs turns at; repeats allowed.
+        dropout: probability of dropping an attention weight while training.
+    """
+
+    def __init__(self, spec: LatentSpec, layer_idx: int, channels: list[int], dropout: float = 0.0) -> None:
+        super().__init__(
+            spec.hidden_size,
+            spec.num_heads,
+            kv_lora_rank=spec.kv_lora_rank,
+            qk_nope_head_dim=spec.qk_nope_head_dim,
+            qk_rope_head_dim=spec.qk_rope_head_dim,
+            v_head_dim=spec.v_head_dim,
+            q_lora_rank=spec.q_lora_rank,
+            latent_norm=spec.latent_norm,
+            bias=spec.bias,
+            dropout=dropout,
+            rope=spec.rope,
+            softmax_scale=spec.softmax_scale,
+        )
+        if len(channels) != spec.qk_rope_head_dim // 2:
+            rule = f"must be {spec.qk_rope_head_dim // 2}, one a rotary pair"
+            raise ArgumentError("headwise.rope_channels", len(channels), rule)
+        self.layer_idx = layer_idx
+        self.channels = list(channels)
+
+    def forward(  # type: ignore[override]  # transformers' calling convention
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        output_attentions: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As transformers' attention modules: the output ``[B, S, E]`` and, when asked for, the weights."""
+        channels = torch.tensor(self.channels, device=hidden_states.device)
+        cos, sin = (table.index_select(-1, channels) for table in position_embeddings)
+        attended = super().forward(
+            hidden_states,
+            attention_mask=None if attention_mask is None else _as_bool(attention_mask),
+            # Without a mask transformers means plain causal; with one, causality is in it.
+            is_causal=attention_mask is None,
+            position_embeddings=(cos, sin),
+            cache=None if past_key_values is None else LayerCache(past_key_values, self.layer_idx),
+            return_weights=output_attentions,
+        )
+        return attended if isinstance(attended, tuple) else (attended, None)
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """transformers' eager masks are added to the scores: 0 attends, a huge negative number does not."""
+    return mask if mask.dtype == torch.bool else mask == 0

@@ -1,0 +1,62 @@
+"""Measured latency of one attention layer, for any mechanism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from headwise.attention import AttentionLayer, build
+from headwise.measurement.timing import time_interleaved
+from headwise.specs import AttentionSpec
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Milliseconds of one layer, medians."""
+
+    decode_ms: float
+    prefill_ms: float
+
+
+@torch.inference_mode()
+def measure_layers(
+    specs: Sequence[AttentionSpec],
+    *,
+    context: int,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    repeats: int = 10,
+) -> list[LayerTimes]:
+    """Time layers of several specs side by side, with random weights and cache.
+
+    Args:
+        specs: the layers; a sliding window is left out, as the layers do not take one yet.
+        context: tokens in the cache for a decode step of one token, and in the prefill.
+        batch: sequences.
+        dtype: of weights, activations and cache.
+        repeats: timed rounds over all of them.
+    """
+    layers = [build(replace(spec, sliding_window=None)).to(dtype).eval() for spec in specs]
+    prompt = [torch.randn(batch, context, spec.hidden_size, dtype=dtype) for spec in specs]
+    caches = [layer.new_cache(batch, context) for layer in layers]
+    for cache in caches:
+        for buffer in cache.buffers:
+            buffer.normal_()
+        cache.length = context
+
+    def decode(i: int) -> None:
+        caches[i].crop(context - 1)
+        layers[i](prompt[i][:, :1], is_causal=True, cache=caches[i])
+
+    def prefill(layer: AttentionLayer, states: torch.Tensor) -> None:
+        layer(states, is_causal=True)
+
+    decoding = time_interleaved({str(i): lambda i=i: decode(i) for i in range(len(layers))}, repeats=repeats)
+    prefilling = time_interleaved(
+        {str(i): lambda i=i: prefill(layers[i], prompt[i]) for i in range(len(layers))},
+        repeats=max(repeats // 3, 3),
+        warmup=1,
+    )
+    return [LayerTimes(decoding[str(i)] * 1e3, prefilling[str(i)] * 1e3) for i in range(len(layers))]
