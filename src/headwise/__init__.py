@@ -1,3 +1,102 @@
-"""headwise: choose, convert, run and prove attention."""
+"""headwise: choose, convert, run and prove attention.
+
+The public names below are loaded when first used, so that a question about a config never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "ArgumentError": "headwise.errors",
+    "AttentionCache": "headwise.attention",
+    "CheckpointError": "headwise.errors",
+    "Comparison": "headwise.cost",
+    "Conversion": "headwise.conversion",
+    "Evaluation": "headwise.evaluation",
+    "Generation": "headwise.hf",
+    "GroupedQueryAttention": "headwise.attention",
+    "GroupedSpec": "headwise.specs",
+    "HeadwiseError": "headwise.errors",
+    "Inspection": "headwise.cost",
+    "LatentSpec": "headwise.specs",
+    "MissingExtraError": "headwise.errors",
+    "ModelSpec": "headwise.specs",
+    "MultiHeadAttention": "headwise.attention",
+    "MultiHeadLatentAttention": "headwise.attention",
+    "MultiQueryAttention": "headwise.attention",
+    "RopeSpec": "headwise.specs",
+    "RotaryEmbedding": "headwise.attention",
+    "SpecError": "headwise.errors",
+    "attend": "headwise.kernels",
+    "choose_backend": "headwise.kernels",
+    "compare": "headwise.cost",
+    "convert": "headwise.conversion",
+    "evaluate": "headwise.evaluation",
+    "generate": "headwise.hf",
+    "inspect": "headwise.cost",
+    "load": "headwise.hf",
+}
+
+if TYPE_CHECKING:
+    from headwise.attention import (
+        AttentionCache,
+        GroupedQueryAttention,
+        MultiHeadAttention,
+        MultiHeadLatentAttention,
+        MultiQueryAttention,
+        RotaryEmbedding,
+    )
+    from headwise.conversion import Conversion, convert
+    from headwise.cost import Comparison, Inspection, compare, inspect
+    from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, SpecError
+    from headwise.evaluation import Evaluation, evaluate
+    from headwise.hf import Generation, generate, load
+    from headwise.kernels import attend, choose_backend
+    from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, RopeSpec
+
+__all__ = [
+    "ArgumentError",
+    "AttentionCache",
+    "CheckpointError",
+    "Comparison",
+    "Conversion",
+    "Evaluation",
+    "Generation",
+    "GroupedQueryAttention",
+    "GroupedSpec",
+    "HeadwiseError",
+    "Inspection",
+    "LatentSpec",
+    "MissingExtraError",
+    "ModelSpec",
+    "MultiHeadAttention",
+    "MultiHeadLatentAttention",
+    "MultiQueryAttention",
+    "RopeSpec",
+    "RotaryEmbedding",
+    "SpecError",
+    "attend",
+    "choose_backend",
+    "compare",
+    "convert",
+    "evaluate",
+    "generate",
+    "inspect",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwise.attention.cache import AttentionCache
 from headwise.attention.rope import RotaryEmbedding
-from headwise.errors import ArgumentError, SpecError
+from headwise.errors import ArgumentError
 from headwise.kernels import BACKENDS, Backend
 from headwise.specs.base import AttentionSpec, RopeSpec
 
@@ -45,8 +45,6 @@ class AttentionLayer(nn.Module):
             raise ArgumentError("dropout", dropout, "must be at least 0 and below 1")
         if backend not in BACKENDS:
             raise ArgumentError("backend", backend, f"must be one of {', '.join(BACKENDS)}")
-        if spec.sliding_window is not None:
-            raise SpecError("sliding_window", spec.sliding_window, "is not supported by the layers yet")
         self.spec = spec
         self.dropout = dropout
         self.backend: Backend = backend

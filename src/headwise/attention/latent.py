@@ -23,7 +23,7 @@ from headwise.attention.base import (
 )
 from headwise.attention.norm import RMSNorm
 from headwise.attention.rope import RotaryEmbedding, rotate
-from headwise.cost import formulas
+from headwise.cost.latent import best_impl
 from headwise.errors import ArgumentError
 from headwise.kernels import Backend, attend
 from headwise.specs.base import RopeSpec
@@ -177,9 +177,9 @@ class MultiHeadLatentAttention(AttentionLayer):
             if cache is not None:
                 (latent,) = cache.update(latent)
 
-        impl = self.impl
+        impl: str = self.impl
         if impl == "auto":
-            impl = "absorbed" if self._absorbed_is_cheaper(S, latent.shape[2]) else "expanded"
+            impl = best_impl(self.spec, S, latent.shape[2])
         attended = (self._absorbed if impl == "absorbed" else self._expanded)(
             q_nope, q_rope, latent, attention_mask, is_causal, return_weights
         )
@@ -187,9 +187,6 @@ class MultiHeadLatentAttention(AttentionLayer):
             return self.o_proj(merge_heads(attended[0])), attended[1]
         out: Tensor = self.o_proj(merge_heads(attended))
         return out
-
-    def _absorbed_is_cheaper(self, S: int, T: int) -> bool:
-        return formulas(self.spec).best_impl(self.spec, S, T) == "absorbed"
 
     def _query(self, hidden_states: Tensor) -> Tensor:
         if self.q_proj is not None:

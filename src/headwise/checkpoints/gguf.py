@@ -44,8 +44,15 @@ class GgufCheckpoint(Checkpoint):
                 raise CheckpointError("file", str(path), f"ends before tensor {stored.name}: it is cut short")
             self._stored[name] = (stored, kind, nbytes)
             self.tensors[name] = TensorInfo(stored.shape, _PLAIN.get(kind.name, torch.float32))
-        biggest = max(self._stored.values(), key=lambda entry: entry[2])[1].name
-        self.quantization = None if biggest in _PLAIN else biggest
+        self.quantization = self._commonest_quantization()
+
+    def _commonest_quantization(self) -> str | None:
+        """The quantised type that holds most of the model's values, or None when none is quantised."""
+        values: dict[str, int] = {}
+        for stored, kind, _ in self._stored.values():
+            if kind.name not in _PLAIN:
+                values[kind.name] = values.get(kind.name, 0) + int(np.prod(stored.shape))
+        return max(values, key=lambda name: values[name], default=None)
 
     def _transformers_name(self, stored: str) -> str:
         stem, _, kind = stored.rpartition(".")

@@ -242,6 +242,7 @@ class _Job:
 
     def estimate_seconds(self, calibration_tokens: int) -> float:
         """One layer is solved and timed; calibration is its FLOPs at the rate of a matrix product timed here."""
+        self.convert_layer(0, None)  # the first solution also starts the libraries up
         start = time.perf_counter()
         self.convert_layer(0, None)
         solving = (time.perf_counter() - start) * self.before.num_layers

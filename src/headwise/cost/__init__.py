@@ -2,6 +2,7 @@
 
 from headwise.cost import model
 from headwise.cost.compare import Comparison, Row, compare, ladder
+from headwise.cost.inspection import Inspection, inspect
 from headwise.cost.layer import (
     DTYPE_BYTES,
     cache_bytes,
@@ -19,6 +20,7 @@ from headwise.cost.stages import attended_pairs
 __all__ = [
     "DTYPE_BYTES",
     "Comparison",
+    "Inspection",
     "Row",
     "attended_pairs",
     "cache_bytes",
@@ -28,6 +30,7 @@ __all__ = [
     "dtype_bytes",
     "formulas",
     "forward_flops",
+    "inspect",
     "ladder",
     "model",
     "parameters",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from headwise.cost import layer, model
@@ -11,6 +12,7 @@ from headwise.specs.base import AttentionSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.latent import LatentSpec
 from headwise.specs.model import ModelSpec
+from headwise.specs.sources import read_spec
 from headwise.specs.targets import as_grouped, as_latent, split_budget
 
 
@@ -50,14 +52,16 @@ class Comparison:
     specs: tuple[AttentionSpec, ...]
 
 
-def compare(spec: ModelSpec, *, context: int = 4096, batch: int = 1, dtype: str = "bfloat16") -> Comparison:
+def compare(
+    source: str | Path | ModelSpec, *, context: int = 4096, batch: int = 1, dtype: str = "bfloat16"
+) -> Comparison:
     """What each mechanism would cost in the place of a model's attention.
 
     The ladder: MHA, every divisor of the head count that halves or keeps the source's KV heads, MQA, and MLA at
     the source's own cache, a half and a quarter of it, with a third of the values for the rotary key.
 
     Args:
-        spec: the model.
+        source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
         context: tokens in the cache, and in the prefill.
         batch: sequences.
         dtype: the cache's.
@@ -69,6 +73,7 @@ def compare(spec: ModelSpec, *, context: int = 4096, batch: int = 1, dtype: str 
     for name, value in (("context", context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(name, value, "must be a whole number of at least 1")
+    spec = source if isinstance(source, ModelSpec) else read_spec(source)
     if not spec.is_causal:
         raise SpecError("model_type", spec.model_type, "is an encoder: it keeps no cache to compare")
     if len(kinds := {own.kind for own in spec.layers}) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def decode_times(models: dict[str, Any], prompt: Tensor, *, repeats: int = 12) -
         models[name](prompt[:, -1:], past_key_values=caches[name], use_cache=True)
         caches[name].crop(-1)
 
-    seconds = time_interleaved({name: lambda name=name: step(name) for name in models}, repeats=repeats)
+    seconds = time_interleaved({name: partial(step, name) for name in models}, repeats=repeats)
     return {name: Speed(nbytes[name], seconds[name] * 1e3) for name in models}
 
 

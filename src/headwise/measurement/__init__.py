@@ -1,7 +1,14 @@
 """Timing, memory, and the machine's own limits."""
 
-from headwise.measurement.layer import LayerTimes, measure_layers
+from headwise.measurement.layer import LayerTimes, measure_comparison, measure_layers
 from headwise.measurement.memory import peak_rss_bytes
 from headwise.measurement.timing import matmul_flops_per_second, time_interleaved
 
-__all__ = ["LayerTimes", "matmul_flops_per_second", "measure_layers", "peak_rss_bytes", "time_interleaved"]
+__all__ = [
+    "LayerTimes",
+    "matmul_flops_per_second",
+    "measure_comparison",
+    "measure_layers",
+    "peak_rss_bytes",
+    "time_interleaved",
+]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from headwise.attention import AttentionLayer, build
+from headwise.cost import Comparison
 from headwise.measurement.timing import time_interleaved
 from headwise.specs import AttentionSpec
 
@@ -53,10 +55,20 @@ def measure_layers(
     def prefill(layer: AttentionLayer, states: torch.Tensor) -> None:
         layer(states, is_causal=True)
 
-    decoding = time_interleaved({str(i): lambda i=i: decode(i) for i in range(len(layers))}, repeats=repeats)
+    decoding = time_interleaved({str(i): partial(decode, i) for i in range(len(layers))}, repeats=repeats)
     prefilling = time_interleaved(
-        {str(i): lambda i=i: prefill(layers[i], prompt[i]) for i in range(len(layers))},
+        {str(i): partial(prefill, layers[i], prompt[i]) for i in range(len(layers))},
         repeats=max(repeats // 3, 3),
         warmup=1,
     )
     return [LayerTimes(decoding[str(i)] * 1e3, prefilling[str(i)] * 1e3) for i in range(len(layers))]
+
+
+def measure_comparison(comparison: Comparison, *, dtype: torch.dtype = torch.float32) -> Comparison:
+    """The comparison with ``decode_ms`` and ``prefill_ms`` of one layer measured for every row."""
+    times = measure_layers(comparison.specs, context=comparison.context, batch=comparison.batch, dtype=dtype)
+    rows = tuple(
+        replace(row, decode_ms=time.decode_ms, prefill_ms=time.prefill_ms)
+        for row, time in zip(comparison.rows, times, strict=True)
+    )
+    return replace(comparison, rows=rows)

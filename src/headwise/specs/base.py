@@ -39,8 +39,17 @@ class RopeSpec:
         if self.dim % 2:
             raise SpecError("rope dim", self.dim, "must be an even number of at least 2")
         positive_number("rope_theta", self.theta)
+        if not isinstance(self.rope_type, str):
+            raise SpecError("rope_type", self.rope_type, "must be the name of a kind of scaling")
+        _switches(self)
         if self.max_position_embeddings is not None:
             positive("max_position_embeddings", self.max_position_embeddings)
+        for name, value in self.parameters:
+            numbers = value if isinstance(value, tuple) else ()
+            if not isinstance(value, int | float | str | tuple) or any(
+                not isinstance(n, int | float) for n in numbers
+            ):
+                raise SpecError(f"rope {name}", value, "must be a number, a word or a list of numbers")
         # One order, so that equal embeddings compare equal.
         object.__setattr__(self, "parameters", tuple(sorted(self.parameters, key=lambda pair: pair[0])))
 
@@ -75,6 +84,7 @@ class AttentionSpec:
         cls.kind = cls.__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
+        _switches(self)
         positive("hidden_size", self.hidden_size)
         if self.sliding_window is not None:
             positive("sliding_window", self.sliding_window)
@@ -147,6 +157,12 @@ def spec_from_dict(values: dict[str, Any]) -> AttentionSpec:
         if isinstance(value, type) and issubclass(value, AttentionSpec) and value.kind == kind:
             return value.from_dict(values)
     raise SpecError("attention kind", kind, f"{module.__name__} defines no AttentionSpec")
+
+
+def _switches(spec: RopeSpec | AttentionSpec) -> None:
+    for field in fields(spec):
+        if field.type == "bool" and not isinstance(value := getattr(spec, field.name), bool):
+            raise SpecError(field.name, value, "must be true or false")
 
 
 def positive(name: str, value: int) -> None:

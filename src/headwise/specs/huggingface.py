@@ -302,7 +302,6 @@ def _rope(
         parameters, theta = {}, config["rope_local_base_freq"]
     kept = {key: value for key, value in parameters.items() if value is not None}
     rope_type = kept.pop("rope_type", kept.pop("type", "default"))
-    kept.pop("type", None)
     theta = kept.pop("rope_theta", theta)
     fraction = _number(
         "partial_rotary_factor", kept.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)

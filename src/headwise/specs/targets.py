@@ -88,7 +88,7 @@ def split_budget(source: AttentionSpec, values: int) -> tuple[int, int]:
         return whole - rope_dim, rope_dim
     step = 16 if values >= 48 else 2
     rope_dim = max(step, step * round(values / (3 * step)))
-    rope_dim = min(rope_dim, keys - keys % 2, 2 * ((values - 1) // 2))
+    rope_dim = min(rope_dim, keys - keys % 2)
     return values - rope_dim, rope_dim
 
 

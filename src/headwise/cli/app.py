@@ -1,0 +1,128 @@
+"""The command line's own manners: one-line errors, JSON on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from headwise.progress import Progress
+
+app = typer.Typer(
+    name="headwise",
+    help="Choose, convert, run and prove attention.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+SOURCES = "A model folder, a .gguf, smollm2-135m, or hf://owner/name."
+SOURCES_OR_NAME = "A model folder, a .gguf, a config.json, a catalog name, smollm2-135m, or hf://owner/name."
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
+
+_PATIENCE = 2.0
+"""Seconds before a progress bar appears."""
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    """Choose, convert, run and prove attention."""
+    if version:
+        from headwise import __version__
+
+        out.print(f"headwise {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+def emit(value: dict[str, Any]) -> None:
+    """Print a JSON document; a number that JSON has no word for becomes null."""
+    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on stderr that appears once the work has taken two seconds."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    quiet_transformers()
+    bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err)
+    tasks: dict[str, Any] = {}
+    begun = time.monotonic()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(stage, total=total)
+        bar.update(tasks[stage], completed=done, total=total)
+        if not bar.live.is_started and time.monotonic() - begun > _PATIENCE:
+            bar.start()
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' own bars and advice off our stderr."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def numbers_table(*headings: str) -> Table:
+    """A plain table: names on the left, numbers to the right."""
+    table = Table(*headings, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, column in enumerate(table.columns):
+        column.no_wrap = True
+        column.justify = "right" if index else "left"
+    return table
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in the unit that reads best."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def count_text(count: float) -> str:
+    """A large number with the prefix that reads best."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(count) < 1000 or prefix == "T":
+            return f"{count:.1f} {prefix}".rstrip()
+        count /= 1000
+    raise AssertionError

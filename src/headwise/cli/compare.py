@@ -1,0 +1,72 @@
+"""``headwise compare``: what each mechanism would cost in the place of a model's own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from headwise.cli.app import (
+    SOURCES_OR_NAME,
+    Json,
+    app,
+    bytes_text,
+    count_text,
+    emit,
+    err,
+    numbers_table,
+    out,
+    quiet_transformers,
+)
+
+
+@app.command(epilog="Example: headwise compare llama-3-8b --context 32768 --batch 4")
+def compare(
+    source: Annotated[str, typer.Argument(help=SOURCES_OR_NAME, show_default=False)],
+    context: Annotated[int, typer.Option(help="Tokens in the cache, and in the prefill.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    dtype: Annotated[str, typer.Option(help="The cache's dtype.")] = "bfloat16",
+    measure: Annotated[bool, typer.Option("--measure", help="Also time one layer of each, float32.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Set mechanisms side by side: cache, parameters, FLOPs, intensity. Reads the config alone."""
+    from headwise.cost import compare as compare_source
+
+    comparison = compare_source(source, context=context, batch=batch, dtype=dtype)
+    if measure:
+        from headwise.measurement import measure_comparison
+
+        quiet_transformers()
+        with err.status("measuring one layer of each"):
+            comparison = measure_comparison(comparison)
+    if as_json:
+        emit(
+            {
+                "source": source,
+                "context": context,
+                "batch": batch,
+                "dtype": dtype,
+                "rows": [row.to_dict() for row in comparison.rows],
+            }
+        )
+        return
+    out.print(f"[bold]{escape(source)}[/bold] at {context:,} tokens × {batch}, {dtype} cache, causal")
+    headings = ["", "B/token", "cache", "params/layer", "prefill", "decode", "FLOP/B"]
+    table = numbers_table(*headings, *(["decode ms", "prefill ms"] if measure else []))
+    for row in comparison.rows:
+        timed = [f"{row.decode_ms:.3f}", f"{row.prefill_ms:.1f}"] if measure else []
+        table.add_row(
+            f"{row.label}{' ◂' if row.is_source else ''}",
+            f"{row.kv_bytes_per_token:,}",
+            bytes_text(row.kv_bytes),
+            count_text(row.attention_parameters_per_layer),
+            count_text(row.prefill_flops),
+            count_text(row.decode_flops),
+            f"{row.decode_intensity:.1f}",
+            *timed,
+        )
+    out.print(table)
+    out.print("prefill, decode: FLOPs of all attention layers, of the prompt and of one token at that context")
+    if measure:
+        out.print("ms: one layer, float32, random weights, medians of interleaved runs")

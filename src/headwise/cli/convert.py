@@ -1,0 +1,63 @@
+"""``headwise convert``: a model folder in, a smaller-cache model folder out."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
+
+
+@app.command(
+    epilog="Example: headwise convert smollm2-135m ./smollm2-mla --to mla --kv-budget 0.5 --calibrate text.txt"
+)
+def convert(
+    source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    to: Annotated[str, typer.Option(help="mha, gqa:K, mqa or mla.", show_default=False)],
+    kv_budget: Annotated[
+        float | None, typer.Option(help="mla: fraction of the source's cache to keep, 0 < F ≤ 1; 1 is lossless.")
+    ] = None,
+    kv_lora_rank: Annotated[int | None, typer.Option(help="mla: width of the latent, in place of a budget.")] = None,
+    qk_rope_head_dim: Annotated[int | None, typer.Option(help="mla: width of the rotary key.")] = None,
+    calibrate: Annotated[
+        str | None, typer.Option(metavar="FILE", help="mla: a text the model's inputs are studied on.")
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 16_384,
+    dtype: Annotated[str | None, typer.Option(help="Of the output; the source's when left out.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model folder at OUT.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Convert a model's attention to MHA, GQA, MQA or MLA and write a model folder."""
+    with progress_bar() as progress:
+        from headwise.conversion import convert as convert_source
+
+        done = convert_source(
+            source,
+            output,
+            to=to,
+            kv_budget=kv_budget,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            calibrate=calibrate,
+            calibration_tokens=calibration_tokens,
+            dtype=dtype,
+            dry_run=dry_run,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        emit(done.to_dict())
+        return
+    before, after = done.kv_bytes_per_token_before, done.kv_bytes_per_token_after
+    out.print(f"[bold]{escape(source)}[/bold] → {done.label} in {escape(output)}{' (dry run)' if dry_run else ''}")
+    out.print(f"cache a token  {before:,} → {after:,} B ({after / before:.0%}, {done.dtype})")
+    out.print(f"parameters     {done.parameters_before:,} → {done.parameters_after:,}")
+    out.print(f"on disk        {bytes_text(done.disk_bytes)}")
+    peak = "" if done.peak_rss_bytes is None else f", peak memory {bytes_text(done.peak_rss_bytes)}"
+    out.print(f"{'about ' if dry_run else ''}{done.seconds:.1f} s{peak}")
+    for note in done.notes:
+        out.print(f"note: {note}", markup=False)

@@ -1,0 +1,154 @@
+"""``headwise demo``: the whole chain on SmolLM2-135M's real weights, from model folder to proof."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from headwise.cli.app import Json, app, bytes_text, emit, err, numbers_table, out, progress_bar
+from headwise.errors import CheckpointError
+
+CONVERSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("mha", {"to": "mha"}),
+    ("mqa-mean", {"to": "mqa"}),
+    ("mla-lossless", {"to": "mla", "kv_budget": 1.0}),
+    ("mla-half", {"to": "mla", "kv_budget": 0.5}),
+)
+PROMPT = "The capital of France is Paris, and the capital of Italy is"
+
+
+@app.command(epilog="Example: headwise demo --output demo")
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the models, the text and result.json.")] = Path("demo"),
+    windows: Annotated[int, typer.Option(help="Windows of 2048 tokens to evaluate on.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Run the whole chain on SmolLM2-135M's real weights and write what was measured."""
+    start = time.perf_counter()
+    console = err if as_json else out
+    import headwise
+    from headwise.specs.sources import BUNDLED, BUNDLED_SHA256, bundled_gguf
+
+    digest = hashlib.sha256(bundled_gguf().read_bytes()).hexdigest()
+    if not digest.startswith(BUNDLED_SHA256):
+        raise CheckpointError("smollm2-135m sha256", digest[:16], f"must begin {BUNDLED_SHA256}: another file")
+    output.mkdir(parents=True, exist_ok=True)
+    study, exam = _texts(output)
+    original = output / "original"
+
+    with progress_bar() as progress:
+        console.print("[bold]1 unpack[/bold] SmolLM2-135M-Instruct, dequantised from Q4_1, as a model folder")
+        headwise.convert(BUNDLED, original, to="gqa:3", overwrite=True, progress=progress)
+        console.print("[bold]2 inspect[/bold]")
+        inspection = headwise.inspect(original, dtype="float32")
+        console.print(
+            f"  {inspection.num_layers} layers of {inspection.layers[0].label} (query/key–value heads × head dim): "
+            f"{bytes_text(inspection.kv_bytes_per_token)} of float32 cache a token"
+        )
+        console.print("[bold]3 compare[/bold] at 8192 tokens")
+        comparison = headwise.compare(original, context=8192, dtype="float32")
+        for row in comparison.rows:
+            mark = "  ◂ this model" if row.is_source else ""
+            console.print(f"  {row.label:<16} {bytes_text(row.kv_bytes):>10}{mark}")
+
+        console.print("[bold]4 convert, evaluate, generate[/bold]")
+        results: list[dict[str, Any]] = []
+        for name, how in CONVERSIONS:
+            folder = output / name
+            calibrate: dict[str, Any] = {"calibrate": study} if name == "mla-half" else {}
+            conversion = headwise.convert(original, folder, **how, **calibrate, overwrite=True, progress=progress)
+            evaluation = headwise.evaluate(folder, against=original, text=exam, windows=windows, progress=progress)
+            said = headwise.generate(folder, PROMPT, max_new_tokens=12)
+            console.print(f"  {name}: perplexity × {evaluation.perplexity_ratio:.4f}")
+            results.append(
+                {
+                    "name": name,
+                    "convert": conversion.to_dict(),
+                    "evaluate": evaluation.to_dict(),
+                    "generate": said.to_dict(),
+                }
+            )
+        source_said = headwise.generate(original, PROMPT, max_new_tokens=12)
+
+    seconds = time.perf_counter() - start
+    document = {
+        "model": "SmolLM2-135M-Instruct, dequantised from Q4_1",
+        "text": "Python's language reference (pydoc_data.topics), its second half",
+        "calibration": "its first half, for mla-half",
+        "machine": {"processor": platform.machine(), "python": platform.python_version(), **_versions()},
+        "inspect": inspection.to_dict(),
+        "compare": [row.to_dict() for row in comparison.rows],
+        "generate": source_said.to_dict(),
+        "conversions": results,
+        "seconds": seconds,
+    }
+    (output / "result.json").write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if as_json:
+        emit(document)
+        return
+    out.print(_table(results))
+    out.print(f"{PROMPT}…", markup=False)
+    for name, text in [("original", source_said.text), *((r["name"], r["generate"]["text"]) for r in results)]:
+        out.print(f"  {name:<13} {text!r}", markup=False)
+    out.print(f"{seconds:.0f} s; everything measured is in {output / 'result.json'}")
+
+
+def _texts(folder: Path) -> tuple[Path, Path]:
+    """The two halves of Python's own language reference: one to study, one to be examined on."""
+    from pydoc_data.topics import topics
+
+    names = sorted(topics)
+    halves = names[0::2], names[1::2]
+    paths = folder / "study.txt", folder / "exam.txt"
+    for path, half in zip(paths, halves, strict=True):
+        path.write_text("\n\n".join(topics[name] for name in half), encoding="utf-8")
+    return paths
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    import headwise
+
+    return {
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "transformers": transformers.__version__,
+        "headwise": headwise.__version__,
+    }
+
+
+def _table(results: list[dict[str, Any]]) -> Table:
+    first = results[0]["evaluate"]
+    table = numbers_table("", "cache B/token", "perplexity", "×", "KL", "same top-1", "decode ms", "parameters")
+    table.add_row(
+        "original",
+        f"{first['reference_cache_bytes_per_token']:,.0f}",
+        f"{first['reference_perplexity']:.3f}",
+        "1",
+        "0",
+        "100.0%",
+        f"{first['reference_decode_ms']:.1f}",
+        f"{results[0]['convert']['parameters_before']:,}",
+    )
+    for result in results:
+        found = result["evaluate"]
+        table.add_row(
+            result["name"],
+            f"{found['cache_bytes_per_token']:,.0f}",
+            f"{found['perplexity']:,.3f}",
+            f"{found['perplexity_ratio']:.4f}",
+            f"{found['kl']:.4f}",
+            f"{found['top1_agreement']:.1%}",
+            f"{found['decode_ms']:.1f}",
+            f"{result['convert']['parameters_after']:,}",
+        )
+    return table

@@ -1,0 +1,111 @@
+"""`inspect`: what a model's attention is and what it costs, from its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.cost import layer, model
+from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec, read_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers of one spec: their indices, and one layer's costs."""
+
+    layers: tuple[int, ...]
+    label: str
+    mechanism: str
+    kv_bytes_per_token: int
+    attention_parameters: int
+    sliding_window: int | None
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """A model's attention. A number that differs from layer to layer, or that the mechanism lacks, is None.
+
+    ``kv_bytes_per_token`` is all layers', in ``dtype``; ``head_dim`` is a head's whole query–key width.
+    """
+
+    source: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    max_position_embeddings: int | None
+    mechanism: str
+    num_heads: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    v_head_dim: int | None
+    q_lora_rank: int | None
+    kv_lora_rank: int | None
+    qk_rope_head_dim: int | None
+    dtype: str
+    kv_bytes_per_token: int
+    attention_parameters_per_layer: int | None
+    layers: tuple[LayerGroup, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-able values."""
+        return asdict(self)
+
+
+def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16") -> Inspection:
+    """What a model's attention is, and its cost, without weights and without torch.
+
+    Args:
+        source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
+        dtype: the cache's.
+
+    Raises:
+        SpecError: the architecture is not understood.
+        ArgumentError: there is no such source or dtype.
+        CheckpointError: its files are damaged.
+    """
+    layer.dtype_bytes(dtype)
+    spec = source if isinstance(source, ModelSpec) else read_spec(source)
+
+    def common(value: Callable[[AttentionSpec], int | None]) -> int | None:
+        values = {value(own) for own in spec.layers}
+        return values.pop() if len(values) == 1 else None
+
+    def head_dim(own: AttentionSpec) -> int | None:
+        return own.qk_head_dim if isinstance(own, LatentSpec) else getattr(own, "head_dim", None)
+
+    def v_head_dim(own: AttentionSpec) -> int | None:
+        return own.value_dim if isinstance(own, GroupedSpec) else getattr(own, "v_head_dim", None)
+
+    return Inspection(
+        source=spec.model_type if isinstance(source, ModelSpec) else str(source),
+        model_type=spec.model_type,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        max_position_embeddings=spec.max_position_embeddings,
+        mechanism=spec.mechanism,
+        num_heads=common(lambda own: getattr(own, "num_heads", None)),
+        num_kv_heads=common(lambda own: getattr(own, "num_kv_heads", None)),
+        head_dim=common(head_dim),
+        v_head_dim=common(v_head_dim),
+        q_lora_rank=common(lambda own: getattr(own, "q_lora_rank", None)),
+        kv_lora_rank=common(lambda own: getattr(own, "kv_lora_rank", None)),
+        qk_rope_head_dim=common(lambda own: getattr(own, "qk_rope_head_dim", None)),
+        dtype=dtype.removeprefix("torch."),
+        kv_bytes_per_token=model.cache_bytes_per_token(spec, dtype),
+        attention_parameters_per_layer=common(layer.parameters),
+        layers=tuple(
+            LayerGroup(
+                layers=indices,
+                label=own.label,
+                mechanism=own.mechanism,
+                kv_bytes_per_token=layer.cache_bytes_per_token(own, dtype),
+                attention_parameters=layer.parameters(own),
+                sliding_window=own.sliding_window,
+                spec=own.to_dict(),
+            )
+            for own, indices in spec.distinct_layers()
+        ),
+    )
