@@ -461,3 +461,9 @@ def test_the_rotary_module_is_shared_not_copied() -> None:
     rope = RotaryEmbedding(ROPE)
     layers = [GroupedQueryAttention(16, 4, 2, rope=rope) for _ in range(2)]
     assert layers[0].rope is layers[1].rope is rope
+
+
+def test_the_layers_backend_is_the_one_used() -> None:
+    layer = GroupedQueryAttention(16, 4, 2, backend="sdpa")
+    with pytest.raises(ArgumentError, match="backend = 'sdpa': never holds the weights"):
+        layer(torch.zeros(2, 5, 16), return_weights=True)

@@ -196,10 +196,12 @@ def test_more_rotated_dims_than_there_are_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("size", [(1, 4), (2, 6), (1, 1, 5), (4,)])
+@pytest.mark.parametrize("size", [(1, 4), (2, 6), (3, 5), (1, 1, 5), (4,)])
 def test_position_ids_of_a_wrong_shape_are_refused(size: tuple[int, ...]) -> None:
-    layer = MultiHeadAttention(16, 4, rope=RopeSpec(dim=4))
+    grouped = MultiHeadAttention(16, 4, rope=RopeSpec(dim=4))
+    latent = MultiHeadLatentAttention(16, 2, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
     shown = size if len(size) > 1 else (1, *size)
-    message = re.escape(f"position_ids shape = {shown}: must be [batch or 1, 5]")
-    with pytest.raises(ArgumentError, match=message):
-        layer(torch.zeros(2, 5, 16), position_ids=torch.zeros(size, dtype=torch.long))
+    message = re.escape(f"position_ids shape = {shown}: must be [2 or 1, 5]")
+    for layer in (grouped, latent):
+        with pytest.raises(ArgumentError, match=message):
+            layer(torch.zeros(2, 5, 16), position_ids=torch.zeros(size, dtype=torch.long))

@@ -123,6 +123,8 @@ def test_the_unrotated_width_may_be_0_and_nothing_less(value: object) -> None:
         ({"num_kv_heads": 16}, r"num_kv_heads = 16: must divide num_heads = 8"),
         ({"v_head_dim": 0}, r"v_head_dim = 0: must be a whole number"),
         ({"sliding_window": 0}, r"sliding_window = 0: must be a whole number"),
+        ({"is_causal": 1}, r"is_causal = 1: must be true or false"),
+        ({"sinks": "no"}, r"sinks = 'no': must be true or false"),
         ({"sliding_window": "128"}, r"sliding_window = '128': must be a whole number"),
         ({"softmax_scale": 0.0}, r"softmax_scale = 0.0: must be a number above 0"),
         ({"softmax_scale": float("nan")}, r"softmax_scale = nan: must be a number above 0"),
@@ -141,6 +143,7 @@ def test_what_a_grouped_spec_refuses(fields: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"latent_norm": None}, r"latent_norm = None: must be true or false"),
         ({"q_lora_rank": 0}, r"q_lora_rank = 0: must be a whole number"),
         ({"qk_rope_head_dim": 5}, r"qk_rope_head_dim = 5: must be even: rotation works on pairs"),
         ({"rope": RopeSpec(dim=2)}, r"rope dim = 2: must equal qk_rope_head_dim = 4"),
@@ -160,6 +163,9 @@ def test_what_a_latent_spec_refuses(fields: dict[str, Any], message: str) -> Non
         ({"dim": 0}, r"rope dim = 0: must be a whole number of at least 1"),
         ({"dim": 7}, r"rope dim = 7: must be an even number of at least 2"),
         ({"dim": "64"}, r"rope dim = '64': must be a whole number"),
+        ({"dim": 64, "interleaved": "yes"}, r"interleaved = 'yes': must be true or false"),
+        ({"dim": 64, "rope_type": []}, r"rope_type = \[\]: must be the name of a kind of scaling"),
+        ({"dim": 64, "parameters": (("factor", None),)}, r"rope factor = None: must be a number, a word or a list"),
         ({"dim": 64, "theta": 0}, r"rope_theta = 0: must be a number above 0"),
         ({"dim": 64, "theta": float("nan")}, r"rope_theta = nan: must be a number above 0"),
         ({"dim": 64, "theta": float("inf")}, r"rope_theta = inf: must be a number above 0"),

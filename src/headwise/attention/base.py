@@ -85,14 +85,15 @@ def as_rotary(rope: Rope | None) -> RotaryEmbedding | None:
     return RotaryEmbedding(rope) if isinstance(rope, RopeSpec) else rope
 
 
-def positions(start: int, count: int, given: Tensor | None, device: torch.device) -> Tensor:
-    """Position ids ``[B or 1, S]``: those given, or ``start … start + count − 1``."""
+def positions(start: int, states: Tensor, given: Tensor | None) -> Tensor:
+    """Position ids ``[B or 1, S]`` of ``[B, S, E]`` states: those given, or ``start … start + S − 1``."""
+    B, S = states.shape[:2]
     if given is None:
-        return torch.arange(start, start + count, device=device)[None]
+        return torch.arange(start, start + S, device=states.device)[None]
     if given.dim() == 1:
         given = given[None]
-    if given.dim() != 2 or given.shape[1] != count:
-        raise ArgumentError("position_ids shape", tuple(given.shape), f"must be [batch or 1, {count}]")
+    if given.dim() != 2 or given.shape[0] not in (1, B) or given.shape[1] != S:
+        raise ArgumentError("position_ids shape", tuple(given.shape), f"must be [{B} or 1, {S}]")
     return given
 
 

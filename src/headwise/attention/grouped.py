@@ -133,7 +133,7 @@ class GroupedQueryAttention(AttentionLayer):
         S = hidden_states.shape[1]
         past = 0 if cache is None or key_value_states is not None else cache.length
         if self.rope is not None:
-            ids = positions(past, S, position_ids, hidden_states.device)
+            ids = positions(past, hidden_states, position_ids)
             cos, sin = self.rope(ids, query.dtype, past + S)
             query = rotate(query, cos, sin, interleaved=self.rope.spec.interleaved)
         if key_value_states is not None:
@@ -181,7 +181,7 @@ class GroupedQueryAttention(AttentionLayer):
             return key, value
         key, value = self._project(source)
         if self.rope is not None:
-            cos, sin = self.rope(positions(0, T, None, source.device), key.dtype, T)
+            cos, sin = self.rope(positions(0, source, None), key.dtype, T)
             key = rotate(key, cos, sin, interleaved=self.rope.spec.interleaved)
         if cache is not None:
             key, value = cache.update(key, value)

@@ -164,7 +164,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         S = hidden_states.shape[1]
         past = 0 if cache is None or key_value_states is not None else cache.length
         if position_embeddings is None:
-            ids = positions(past, S, position_ids, hidden_states.device)
+            ids = positions(past, hidden_states, position_ids)
             position_embeddings = self.rope(ids, hidden_states.dtype, past + S)
         query = split_heads(self._query(hidden_states), self.spec.num_heads)
         q_nope, q_rope = torch.split(query, [self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=-1)
@@ -218,7 +218,7 @@ class MultiHeadLatentAttention(AttentionLayer):
                 rule = f"must be the {cache.length} tokens the cross-attention cache was filled from"
                 raise ArgumentError("key_value_states tokens", T, rule)
             return cache.views()[0]
-        embeddings = self.rope(positions(0, T, None, source.device), source.dtype, T)
+        embeddings = self.rope(positions(0, source, None), source.dtype, T)
         latent = self._latent(source, embeddings)
         return latent if cache is None else cache.update(latent)[0]
 

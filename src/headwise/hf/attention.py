@@ -17,10 +17,15 @@ class LayerCache:
 
     The latent and the rotary key are stored as the "keys" and the "values" are of width 0, so that every stock
     cache holds exactly what is needed and attention reads it in one piece.
+
+    Args:
+        past_key_values: the transformers cache.
+        layer_idx: which of its layers.
+        trim: give only the tokens held. A static cache gives all its slots, which is right only under a mask.
     """
 
-    def __init__(self, past_key_values: Any, layer_idx: int) -> None:
-        self._past, self._layer_idx = past_key_values, layer_idx
+    def __init__(self, past_key_values: Any, layer_idx: int, *, trim: bool) -> None:
+        self._past, self._layer_idx, self._trim = past_key_values, layer_idx, trim
 
     @property
     def length(self) -> int:
@@ -31,7 +36,7 @@ class LayerCache:
         """Append ``[B, 1, S, R + P]`` and return all that is held."""
         (states,) = new
         keys, _ = self._past.update(states, states[..., :0], self._layer_idx)
-        return (keys,)
+        return (keys[:, :, : self.length] if self._trim else keys,)
 
     def views(self) -> tuple[Tensor, ...]:
         """All that is held."""
@@ -46,12 +51,12 @@ class HostedLatentAttention(MultiHeadLatentAttention):
 
     Args:
         spec: what the layer is.
+        config: the model's; its ``attention_dropout`` is kept, and ``eager`` attention returns weights, as stock.
         layer_idx: its place in the model, and in the cache.
         channels: the model's frequency that each of the layer's rotary pairs turns at; repeats allowed.
-        dropout: probability of dropping an attention weight while training.
     """
 
-    def __init__(self, spec: LatentSpec, layer_idx: int, channels: list[int], dropout: float = 0.0) -> None:
+    def __init__(self, spec: LatentSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         super().__init__(
             spec.hidden_size,
             spec.num_heads,
@@ -62,13 +67,14 @@ class HostedLatentAttention(MultiHeadLatentAttention):
             q_lora_rank=spec.q_lora_rank,
             latent_norm=spec.latent_norm,
             bias=spec.bias,
-            dropout=dropout,
+            dropout=float(config.attention_dropout or 0.0),
             rope=spec.rope,
             softmax_scale=spec.softmax_scale,
         )
         if len(channels) != spec.qk_rope_head_dim // 2:
             rule = f"must be {spec.qk_rope_head_dim // 2}, one a rotary pair"
             raise ArgumentError("headwise.rope_channels", len(channels), rule)
+        self.config = config
         self.layer_idx = layer_idx
         self.channels = list(channels)
 
@@ -84,14 +90,17 @@ class HostedLatentAttention(MultiHeadLatentAttention):
         """As transformers' attention modules: the output ``[B, S, E]`` and, when asked for, the weights."""
         channels = torch.tensor(self.channels, device=hidden_states.device)
         cos, sin = (table.index_select(-1, channels) for table in position_embeddings)
+        cache = None
+        if past_key_values is not None:
+            cache = LayerCache(past_key_values, self.layer_idx, trim=attention_mask is None)
         attended = super().forward(
             hidden_states,
             attention_mask=None if attention_mask is None else _as_bool(attention_mask),
             # Without a mask transformers means plain causal; with one, causality is in it.
             is_causal=attention_mask is None,
             position_embeddings=(cos, sin),
-            cache=None if past_key_values is None else LayerCache(past_key_values, self.layer_idx),
-            return_weights=output_attentions,
+            cache=cache,
+            return_weights=output_attentions or self.config._attn_implementation == "eager",
         )
         return attended if isinstance(attended, tuple) else (attended, None)
 

@@ -1,0 +1,143 @@
+"""What `convert` reports and writes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import headwise
+from headwise.checkpoints import load_tokenizer
+from headwise.conversion import input_moments
+from tests.closeness import assert_close
+from tests.real_models import save_tiny
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "source", "qwen2")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def first_tokens(source: Path, count: int) -> torch.Tensor:
+    return torch.tensor([load_tokenizer(source)(TEXT, add_special_tokens=False)["input_ids"][:count]])
+
+
+def test_the_report_is_true_to_the_files(source: Path, tmp_path: Path) -> None:
+    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5)
+    with safe_open(tmp_path / "out/model.safetensors", framework="pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    assert done.parameters_after == sum(torch.Size(shape).numel() for shape in shapes)
+    assert done.disk_bytes == 8 * done.parameters_after
+    # 2 layers of 3 key-value heads, 8 wide, keys and values, 8 bytes each; then half of it.
+    assert done.kv_bytes_per_token_before == 2 * 2 * 3 * 8 * 8
+    assert done.kv_bytes_per_token_after == done.kv_bytes_per_token_before // 2
+    assert done.seconds > 0
+    assert done.peak_rss_bytes is not None
+    assert any("calibrat" in note for note in done.notes)
+    found = headwise.inspect(tmp_path / "out", dtype="float64")
+    assert found.kv_bytes_per_token == done.kv_bytes_per_token_after
+    assert (found.mechanism, found.kv_lora_rank, found.qk_rope_head_dim) == ("mla", 16, 8)
+    json.dumps(done.to_dict())
+
+
+def test_grouped_results_are_stock_folders(source: Path, tmp_path: Path) -> None:
+    headwise.convert(source, tmp_path / "out", to="gqa:1")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["model_type"] == "qwen2"
+    assert config["num_key_value_heads"] == 1
+    assert "headwise" not in config
+    assert headwise.inspect(tmp_path / "out").mechanism == "mqa"
+
+
+def test_the_tokenizer_comes_along(source: Path, tmp_path: Path) -> None:
+    headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5)
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_dtype_is_the_outputs(source: Path, tmp_path: Path) -> None:
+    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=1.0, dtype="bfloat16")
+    assert done.dtype == "bfloat16"
+    assert headwise.load(tmp_path / "out").dtype == torch.bfloat16
+    assert headwise.load(tmp_path / "out", dtype="float32").dtype == torch.float32
+
+
+def test_a_dry_run_writes_nothing_and_says_the_same(source: Path, text: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    options = {"to": "mla", "kv_budget": 0.5, "calibrate": text}
+    dry = headwise.convert(source, tmp_path / "out", dry_run=True, **options)
+    assert sorted(tmp_path.iterdir()) == before
+    assert dry.seconds > 0
+    wet = headwise.convert(source, tmp_path / "out", **options)
+    same = ("kv_bytes_per_token_before", "kv_bytes_per_token_after", "parameters_after", "disk_bytes", "label")
+    assert [getattr(dry, name) for name in same] == [getattr(wet, name) for name in same]
+
+
+def test_the_same_conversion_gives_the_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.4, calibrate=text)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_moments_are_those_of_the_layers_inputs(source: Path, text: Path) -> None:
+    moments, count = input_moments(source, text, tokens=100)
+    assert len(moments) == 2
+    assert count == 100
+    model = headwise.load(source, dtype="float32")
+    seen: list[torch.Tensor] = []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *args: seen.append(args[2][0].double()))
+    ids = first_tokens(source, 100)
+    with torch.inference_mode():
+        model(ids)
+    augmented = torch.cat((seen[0], torch.ones(100, 1, dtype=torch.float64)), dim=1)
+    assert_close(moments[0], augmented.mT @ augmented / 100, 1e-6)
+
+
+def test_calibration_text_lowers_the_error_it_is_meant_to(source: Path, text: Path, tmp_path: Path) -> None:
+    """On the text it studied, a calibrated half-cache model is nearer to the source than a blind one."""
+    ids = first_tokens(source, 128)
+    errors = {}
+    with torch.inference_mode():
+        expected = headwise.load(source)(ids).logits
+        for name, options in (("blind", {}), ("calibrated", {"calibrate": text})):
+            headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.5, **options)
+            errors[name] = float((headwise.load(tmp_path / name)(ids).logits - expected).square().mean())
+    assert errors["calibrated"] < errors["blind"]
+
+
+def test_more_cache_is_less_damage(source: Path, text: Path, tmp_path: Path) -> None:
+    ids = first_tokens(source, 128)
+    errors = []
+    with torch.inference_mode():
+        expected = headwise.load(source)(ids).logits
+        for budget in (0.25, 0.5, 0.75, 1.0):
+            out = tmp_path / f"at-{budget}"
+            headwise.convert(source, out, to="mla", kv_budget=budget, calibrate=text)
+            errors.append(float((headwise.load(out)(ids).logits - expected).square().mean()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-12
+
+
+def test_overwrite_replaces_a_model_folder(source: Path, tmp_path: Path) -> None:
+    headwise.convert(source, tmp_path / "out", to="mha")
+    headwise.convert(source, tmp_path / "out", to="mqa", overwrite=True)
+    assert headwise.inspect(tmp_path / "out").mechanism == "mqa"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_converting_from_mla_is_refused_by_name(source: Path, tmp_path: Path) -> None:
+    headwise.convert(source, tmp_path / "mla", to="mla", kv_budget=0.5)
+    with pytest.raises(headwise.SpecError, match="converting from MLA is not supported"):
+        headwise.convert(tmp_path / "mla", tmp_path / "out", to="gqa:1")

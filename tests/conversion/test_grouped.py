@@ -1,0 +1,40 @@
+"""Mean pooling is a mean over neighbours, with biases; repeating is exact."""
+
+from __future__ import annotations
+
+import torch
+
+from headwise.conversion import convert_to_grouped
+from headwise.specs import GroupedSpec, as_grouped
+
+SOURCE = GroupedSpec(
+    hidden_size=10, num_heads=12, num_kv_heads=6, head_dim=4, v_head_dim=3, bias=("q_proj", "k_proj", "v_proj")
+)
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = {"q_proj": (48, 10), "k_proj": (24, 10), "v_proj": (18, 10), "o_proj": (10, 36)}
+    out = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    return out | {f"{name}.bias": torch.randn(shapes[name][0]) for name in ("q_proj", "k_proj", "v_proj")}
+
+
+def test_mean_pooling_by_hand() -> None:
+    before = state()
+    after = convert_to_grouped(before, SOURCE, as_grouped(SOURCE, 2))
+    assert after["k_proj.weight"].shape == (8, 10)
+    assert after["v_proj.bias"].shape == (6,)
+    keys = before["k_proj.weight"].view(6, 4, 10)
+    assert torch.allclose(after["k_proj.weight"].view(2, 4, 10)[1], (keys[3] + keys[4] + keys[5]) / 3, atol=1e-6)
+    values = before["v_proj.bias"].view(6, 3)
+    assert torch.allclose(after["v_proj.bias"].view(2, 3)[0], values[:3].mean(0), atol=1e-6)
+    for untouched in ("q_proj.weight", "q_proj.bias", "o_proj.weight"):
+        assert after[untouched] is before[untouched]
+
+
+def test_repeating_by_hand() -> None:
+    before = state()
+    after = convert_to_grouped(before, SOURCE, as_grouped(SOURCE, 12))
+    heads = after["k_proj.weight"].view(12, 4, 10)
+    for index in range(12):
+        assert torch.equal(heads[index], before["k_proj.weight"].view(6, 4, 10)[index // 2])

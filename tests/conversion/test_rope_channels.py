@@ -1,0 +1,106 @@
+"""Mixing key heads at one frequency commutes with RoPE; keeping the best channels is optimal by its own measure."""
+
+from __future__ import annotations
+
+import cmath
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise.conversion import concentrate, keep_rotation, mean_rotation
+from headwise.conversion.rope_channels import to_complex, to_real
+
+
+def random_pairs(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.complex128, generator=torch.Generator().manual_seed(seed))
+
+
+def random_gram(size: int, seed: int) -> torch.Tensor:
+    x = torch.randn(3 * size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return x.mT @ x / len(x)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 10**6))
+def test_channels_and_their_way_back_give_the_same_scores_at_any_distance(
+    K: int, group: int, F: int, seed: int
+) -> None:
+    E = 7
+    queries, keys = random_pairs(K * group, F, E, seed=seed), random_pairs(K, F, E, seed=seed + 1)
+    channels = concentrate(queries, keys, random_gram(E, seed + 2))
+    x, y = (torch.randn(E, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + i)) for i in (3, 4))
+    turn = torch.polar(torch.ones(F, dtype=torch.float64), 0.7 * torch.arange(1, F + 1, dtype=torch.float64))
+    q, z = queries @ x.to(torch.complex128), keys @ y.to(torch.complex128)
+    expected = (q.conj() * z.repeat_interleave(group, 0) * turn).sum(-1).real
+    back = channels.back.transpose(0, 1).repeat_interleave(group, 0)
+    through = ((q.conj()[:, :, None] * back) * (channels.keys @ y.to(torch.complex128)) * turn[:, None]).sum((1, 2))
+    assert torch.allclose(through.real, expected, rtol=1e-9, atol=1e-9)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 10**6))
+def test_energy_is_the_channels_own_and_the_queries_is_one(K: int, group: int, F: int, seed: int) -> None:
+    E = 9
+    queries, keys = random_pairs(K * group, F, E, seed=seed), random_pairs(K, F, E, seed=seed + 1)
+    gram = random_gram(E, seed + 2)
+    channels = concentrate(queries, keys, gram)
+    own = ((channels.keys @ gram.to(keys.dtype)) * channels.keys.conj()).sum(-1).real
+    assert torch.allclose(own, channels.energy, rtol=1e-8, atol=1e-10)
+    assert (channels.energy.diff(dim=1) <= 1e-12).all()
+    asked = ((queries @ gram.to(queries.dtype)) * queries.conj()).sum(-1).real.view(K, group, F).sum(1)
+    through = (channels.back.abs().square() * asked.mT[:, :, None]).sum(1)
+    assert torch.allclose(through, torch.ones_like(through), rtol=1e-8)
+
+
+def test_identical_heads_need_one_channel() -> None:
+    one = random_pairs(1, 4, 6, seed=0)
+    channels = concentrate(random_pairs(6, 4, 6, seed=1), one.expand(3, -1, -1), torch.eye(6, dtype=torch.float64))
+    assert (channels.energy[:, 1:] < 1e-12 * channels.energy[:, :1]).all()
+
+
+def test_a_head_nobody_asks_is_ranked_last_and_not_lost() -> None:
+    queries, keys = random_pairs(4, 3, 5, seed=0), random_pairs(2, 3, 5, seed=1)
+    queries[2:] = 0
+    channels = concentrate(queries, keys, torch.eye(5, dtype=torch.float64))
+    assert channels.energy.isfinite().all()
+    assert (channels.energy[:, 1] < 1e-12 * channels.energy[:, 0]).all()
+    restored = channels.back @ channels.keys
+    assert torch.allclose(restored.transpose(0, 1), keys, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_pairs_are_the_rows_rope_rotates_together(interleaved: bool) -> None:
+    weight = torch.arange(2 * 6 * 3, dtype=torch.float64).view(12, 3)
+    pairs = to_complex(weight, 2, interleaved=interleaved)
+    first = weight[7 if interleaved else 9]
+    assert torch.equal(pairs[1, 0], torch.complex(weight[6], first))
+    if not interleaved:
+        assert torch.equal(to_real(pairs).flatten(0, 1), weight)
+
+
+def test_the_mean_rotation_is_the_integral_over_log_distance() -> None:
+    frequencies, longest = (1.0, 0.1, 1e-6), 500
+    steps = 200_000
+    ratio = longest ** (1 / steps)
+    for found, theta in zip(mean_rotation(frequencies, longest).tolist(), frequencies, strict=True):
+        sampled = sum(cmath.exp(-1j * theta * ratio ** (i + 0.5)) for i in range(0, steps, 50)) / (steps / 50)
+        assert abs(found - sampled) < 2e-3
+    assert abs(mean_rotation(frequencies, longest)[2] - 1) < 1e-3
+
+
+@given(st.integers(1, 12), st.integers(0, 10**6))
+def test_the_kept_pairs_are_those_that_lose_most(pairs: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    energy = torch.rand(4, 3, dtype=torch.float64, generator=generator)
+    rotation = torch.polar(
+        torch.rand(4, dtype=torch.float64, generator=generator), torch.zeros(4, dtype=torch.float64)
+    )
+    kept = keep_rotation(energy, rotation, pairs)
+    assert int(kept.sum()) == pairs
+    loss = energy * (1 - rotation.abs().square())[:, None]
+    if pairs < 12:
+        assert loss[kept].min() >= loss[~kept].max() * (1 - 1e-9)
+
+
+def test_pairs_without_any_loss_are_still_as_many_as_asked() -> None:
+    assert int(keep_rotation(torch.zeros(4, 3).double(), torch.ones(4).to(torch.complex128), 5).sum()) == 5

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise import cost
+from headwise.errors import ArgumentError, SpecError
+from headwise.specs import GroupedSpec, LatentSpec, RopeSpec, as_grouped, as_latent, read_spec, split_budget
+from tests.strategies import grouped_specs
+
+LLAMA = read_spec("llama-3-8b").layers[0]
+MLA = read_spec("deepseek-v3").layers[0]
+
+
+@given(grouped_specs(), st.data())
+def test_another_number_of_key_value_heads_changes_nothing_else(spec: GroupedSpec, data: st.DataObject) -> None:
+    own, heads = spec.num_kv_heads, spec.num_heads
+    divisors = [k for k in range(1, heads + 1) if heads % k == 0 and max(own, k) % min(own, k) == 0]
+    kv_heads = data.draw(st.sampled_from(divisors))
+    target = as_grouped(spec, kv_heads)
+    assert target.num_kv_heads == kv_heads
+    assert dataclasses.replace(target, num_kv_heads=own) == spec
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "message"),
+    [
+        (0, r"num_kv_heads = 0: must divide the 32 query heads"),
+        (-8, r"num_kv_heads = -8: must divide the 32 query heads"),
+        (3, r"num_kv_heads = 3: must divide the 32 query heads"),
+        (64, r"num_kv_heads = 64: must divide the 32 query heads"),
+    ],
+)
+def test_key_value_heads_that_cannot_be(kv_heads: int, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        as_grouped(LLAMA, kv_heads)
+
+
+def test_heads_are_merged_or_split_whole() -> None:
+    spec = GroupedSpec(hidden_size=24, num_heads=12, num_kv_heads=6, head_dim=2)
+    with pytest.raises(ArgumentError, match=r"^num_kv_heads = 4: must divide or be a multiple of the source's 6$"):
+        as_grouped(spec, 4)
+
+
+def test_llama_as_mla() -> None:
+    assert as_latent(LLAMA, 512, 64) == LatentSpec(
+        hidden_size=4096,
+        num_heads=32,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        latent_norm=False,
+        rope=RopeSpec(dim=64, theta=500000.0),
+    )
+
+
+def test_every_rotary_channel_kept_leaves_nothing_unrotated() -> None:
+    target = as_latent(LLAMA, 1024, 1024)
+    assert (target.qk_nope_head_dim, target.qk_head_dim) == (0, 1024)
+
+
+@pytest.mark.parametrize(
+    ("bias", "expected"),
+    [
+        ((), ()),
+        (("q_proj", "k_proj", "v_proj"), ("q_proj", "kv_a_proj_with_mqa")),
+        (("v_proj",), ("q_proj", "kv_a_proj_with_mqa")),
+        (("o_proj",), ("o_proj",)),
+        (("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "kv_a_proj_with_mqa", "o_proj")),
+    ],
+)
+def test_biases_that_a_latent_layer_inherits(bias: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    assert as_latent(dataclasses.replace(LLAMA, bias=bias), 512, 64).bias == expected
+
+
+def test_a_window_stays_with_its_layer() -> None:
+    assert as_latent(dataclasses.replace(LLAMA, sliding_window=128), 512, 64).sliding_window == 128
+
+
+@pytest.mark.parametrize("rope_dim", [0, -2, 63, 1026])
+def test_a_rotary_width_that_cannot_be(rope_dim: int) -> None:
+    rule = r"must be even, at least 2 and at most num_kv_heads · head_dim = 1024"
+    with pytest.raises(ArgumentError, match=rf"^qk_rope_head_dim = {rope_dim}: {rule}$"):
+        as_latent(LLAMA, 512, rope_dim)
+
+
+@pytest.mark.parametrize("rank", [0, -1, 2048 - 64 + 1])
+def test_a_latent_width_that_cannot_be(rank: int) -> None:
+    with pytest.raises(ArgumentError, match=rf"^kv_lora_rank = {rank}: must be at least 1 and at most 1984"):
+        as_latent(LLAMA, rank, 64)
+    assert as_latent(LLAMA, 1984, 64).kv_lora_rank == 1984
+
+
+@given(grouped_specs(), st.integers(3, 1200))
+def test_a_budget_is_spent_to_the_last_value_on_a_layer_that_can_be(spec: GroupedSpec, values: int) -> None:
+    whole = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
+    rank, rope_dim = split_budget(spec, values)
+    target = as_latent(spec, rank, rope_dim)
+    assert cost.formulas(target).cache_values(target) == min(values, whole)
+    if values >= whole:
+        assert rope_dim == spec.num_kv_heads * spec.head_dim
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (4096, (1024, 1024)),
+        (2048, (1024, 1024)),
+        (1024, (688, 336)),
+        (512, (336, 176)),
+        (47, (31, 16)),
+        (40, (26, 14)),
+        (3, (1, 2)),
+    ],
+)
+def test_how_llama_splits_a_budget(values: int, expected: tuple[int, int]) -> None:
+    assert split_budget(LLAMA, values) == expected
+
+
+@given(st.integers(96, 2047))
+def test_about_a_third_goes_to_the_rotary_key_in_sixteens(values: int) -> None:
+    _, rope_dim = split_budget(LLAMA, values)
+    assert rope_dim % 16 == 0
+    assert abs(rope_dim - values / 3) <= 8
+
+
+@pytest.mark.parametrize("values", [2, 0, -5])
+def test_a_budget_too_small_for_a_latent_and_a_pair(values: int) -> None:
+    rule = r"must be at least 3 \(a latent and a rotary pair\) of the source's 2048"
+    with pytest.raises(ArgumentError, match=rf"^cache values per token and layer = {values}: {rule}$"):
+        split_budget(LLAMA, values)
+
+
+def test_a_key_of_odd_width_gives_up_the_channel_without_a_pair() -> None:
+    spec = GroupedSpec(hidden_size=30, num_heads=6, num_kv_heads=1, head_dim=5)
+    assert split_budget(spec, 10) == (6, 4)
+    assert as_latent(spec, 6, 4).qk_nope_head_dim == 5
+
+
+def test_mla_is_not_converted() -> None:
+    rule = r"^attention = 'MLA 512 \+ 64': only MHA, MQA and GQA layers are converted$"
+    with pytest.raises(SpecError, match=rule):
+        as_grouped(MLA, 1)
+    with pytest.raises(SpecError, match=rule):
+        as_latent(MLA, 512, 64)
+    with pytest.raises(SpecError, match=rule):
+        split_budget(MLA, 100)
