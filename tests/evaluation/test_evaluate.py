@@ -1,0 +1,91 @@
+"""Evaluation's numbers, against the same numbers taken the long way."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise
+from headwise.checkpoints import load_tokenizer
+from headwise.evaluation import token_windows
+from tests.real_models import save_tiny
+
+TEXT = "Whatever is worth measuring is worth measuring twice, side by side; and saying how. " * 20
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("evaluation")
+    save_tiny(root / "source")
+    (root / "text.txt").write_text(TEXT)
+    headwise.convert(root / "source", root / "half", to="mla", kv_budget=0.5)
+    return root
+
+
+def test_every_number_by_hand(root: Path) -> None:
+    found = headwise.evaluate(
+        root / "half", against=root / "source", text=root / "text.txt", window=300, windows=3, context=20
+    )
+    ids = token_windows(load_tokenizer(root / "source"), TEXT, window=300, windows=3)
+    nll, other_nll, kl, agree = 0.0, 0.0, 0.0, 0
+    with torch.inference_mode():
+        own, other = (headwise.load(root / name)(ids).logits.double().log_softmax(-1) for name in ("half", "source"))
+    for row in range(3):
+        for position in range(299):
+            p, q = other[row, position], own[row, position]
+            nll -= float(q[ids[row, position + 1]])
+            other_nll -= float(p[ids[row, position + 1]])
+            kl += float((p.exp() * (p - q)).sum())
+            agree += int(p.argmax() == q.argmax())
+    tokens = 3 * 299
+    assert found.tokens == tokens
+    assert found.windows == 3
+    assert found.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-5)
+    assert found.reference_perplexity == pytest.approx(math.exp(other_nll / tokens), rel=1e-5)
+    assert found.perplexity_ratio == pytest.approx(math.exp((nll - other_nll) / tokens), rel=1e-5)
+    assert found.kl == pytest.approx(kl / tokens, rel=1e-4)
+    assert found.top1_agreement == pytest.approx(agree / tokens)
+    # float64: 2 layers of 3 key-value heads, 8 wide, keys and values, 8 bytes; and half of that.
+    assert found.reference_cache_bytes_per_token == 2 * 2 * 3 * 8 * 8
+    assert found.cache_bytes_per_token == 2 * 3 * 8 * 8
+    assert found.context == 20
+    assert found.decode_ms > 0
+    assert found.reference_decode_ms is not None
+    assert found.reference_decode_ms > 0
+
+
+def test_a_model_against_itself_is_itself(root: Path) -> None:
+    source = root / "source"
+    found = headwise.evaluate(source, against=source, text=root / "text.txt", window=100, windows=2, context=10)
+    assert found.perplexity_ratio == 1
+    assert found.kl == pytest.approx(0, abs=1e-9)
+    assert found.top1_agreement == 1
+
+
+def test_without_a_reference_there_are_no_comparisons(root: Path) -> None:
+    found = headwise.evaluate(root / "source", text=root / "text.txt", window=100, windows=1, context=10)
+    assert found.perplexity > 1
+    assert found.against is found.perplexity_ratio is found.kl is found.reference_decode_ms is None
+
+
+def test_a_context_longer_than_the_text_is_filled_by_repeating_it(root: Path) -> None:
+    found = headwise.evaluate(root / "source", text=root / "text.txt", window=50, windows=1, context=170)
+    assert found.context == 170
+    assert found.cache_bytes_per_token == 2 * 2 * 3 * 8 * 8
+
+
+def test_windows_do_not_overlap_and_the_rest_is_left(root: Path) -> None:
+    tokenizer = load_tokenizer(root / "source")
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    windows = token_windows(tokenizer, TEXT, window=64)
+    assert windows.flatten().tolist() == ids[: len(ids) // 64 * 64]
+    assert token_windows(tokenizer, TEXT, window=64, windows=2).tolist() == windows[:2].tolist()
+
+
+def test_models_of_different_vocabularies_are_not_compared(root: Path) -> None:
+    save_tiny(root / "other", vocab_size=120)
+    with pytest.raises(headwise.ArgumentError, match="against = 120: has another vocabulary"):
+        headwise.evaluate(root / "source", against=root / "other", text=root / "text.txt", window=50, windows=1)

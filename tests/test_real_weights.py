@@ -1,0 +1,149 @@
+"""The chain on real weights: SmolLM2-135M (dequantised from Q4_1) and glassllm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+
+import headwise
+from headwise.evaluation import cache_nbytes
+from tests.closeness import assert_close
+from tests.real_models import save_glassllm
+
+PROMPT = "The capital of France is Paris, and the capital of Italy is"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("real")
+
+
+@pytest.fixture(scope="module")
+def text(root: Path) -> Path:
+    """Python's own language reference."""
+    path = root / "reference.txt"
+    path.write_text("\n\n".join(topics[name] for name in sorted(topics)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def smollm2(root: Path) -> Path:
+    headwise.convert("smollm2-135m", root / "smollm2", to="gqa:3")
+    return root / "smollm2"
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(0, 49152, (1, 96), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2: Path, ids: torch.Tensor) -> torch.Tensor:
+    return logits(smollm2, ids)
+
+
+@torch.inference_mode()
+def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = headwise.load(folder)(ids).logits
+    return out
+
+
+@pytest.fixture(scope="module")
+def mha(smollm2: Path) -> Path:
+    headwise.convert(smollm2, smollm2.parent / "mha", to="mha")
+    return smollm2.parent / "mha"
+
+
+def test_to_mha_differs_by_exactly_zero(mha: Path, ids: torch.Tensor, expected: torch.Tensor) -> None:
+    assert headwise.inspect(mha).num_kv_heads == 9
+    assert torch.equal(logits(mha, ids), expected)
+
+
+def test_its_nine_heads_pooled_to_three_are_the_original(
+    mha: Path, ids: torch.Tensor, expected: torch.Tensor
+) -> None:
+    headwise.convert(mha, mha.parent / "pooled", to="gqa:3")
+    assert float((logits(mha.parent / "pooled", ids) - expected).abs().max()) < 1e-4
+
+
+def test_lossless_mla(smollm2: Path, text: Path, ids: torch.Tensor, expected: torch.Tensor) -> None:
+    out = smollm2.parent / "lossless"
+    headwise.convert(smollm2, out, to="mla", kv_budget=1.0)
+    assert float((logits(out, ids) - expected).abs().max()) < 1e-3
+    found = headwise.evaluate(out, against=smollm2, text=text, window=512, windows=1, context=64)
+    assert found.perplexity_ratio == pytest.approx(1, abs=1e-4)
+    assert found.kl == pytest.approx(0, abs=1e-5)
+    assert found.top1_agreement == pytest.approx(1, abs=0.005)
+    assert found.cache_bytes_per_token == found.reference_cache_bytes_per_token == 30 * 384 * 4
+
+
+def test_half_the_cache_in_a_fresh_process(smollm2: Path, text: Path) -> None:
+    out = smollm2.parent / "half"
+    done = headwise.convert(smollm2, out, to="mla", kv_budget=0.5, calibrate=text, calibration_tokens=4096)
+    assert done.label == "MLA 128 + 64"
+    assert (done.kv_bytes_per_token_before, done.kv_bytes_per_token_after) == (30 * 384 * 4, 30 * 192 * 4)
+    code = f"""
+import json, sys
+import headwise.hf
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({str(out)!r})
+tokenizer = AutoTokenizer.from_pretrained({str(out)!r})
+ids = tokenizer({PROMPT!r}, return_tensors="pt")
+made = model.generate(**ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+layers = made.past_key_values.layers
+json.dump({{
+    "text": tokenizer.decode(made.sequences[0, ids["input_ids"].shape[1]:]),
+    "tokens": layers[0].keys.shape[2],
+    "bytes": sum(t.nbytes for layer in layers for t in (layer.keys, layer.values)),
+}}, sys.stdout)
+"""
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert fresh.returncode == 0, fresh.stderr
+    said = json.loads(fresh.stdout)
+    assert said["text"].strip()
+    assert said["bytes"] / said["tokens"] == 30 * 192 * 4
+    # Half the cache on little calibration hurts; nonsense would be thousands of times the perplexity.
+    found = headwise.evaluate(out, against=smollm2, text=text, window=512, windows=1, context=64)
+    assert found.perplexity_ratio is not None
+    assert 1 < found.perplexity_ratio < 3
+
+
+def test_stock_cache_of_the_original_is_twice_as_large(smollm2: Path, ids: torch.Tensor) -> None:
+    with torch.inference_mode():
+        cache = headwise.load(smollm2)(ids, use_cache=True).past_key_values
+    assert cache_nbytes(cache) / ids.shape[1] == 30 * 384 * 4
+
+
+def test_glassllm_converts_with_no_change_to_the_code(tmp_path: Path) -> None:
+    source = save_glassllm(tmp_path / "glass")
+    ids = torch.randint(0, 1024, (2, 100), generator=torch.Generator().manual_seed(1))
+    expected = logits(source, ids)
+    for name, options in (("mha", {"to": "mha"}), ("lossless", {"to": "mla", "kv_budget": 1.0})):
+        headwise.convert(source, tmp_path / name, **options)
+        assert_close(logits(tmp_path / name, ids), expected, 1e-5)
+    done = headwise.convert(source, tmp_path / "half", to="mla", kv_budget=0.5)
+    assert done.kv_bytes_per_token_after * 2 == done.kv_bytes_per_token_before
+    assert logits(tmp_path / "half", ids).isfinite().all()
+
+
+def test_the_glassllm_folder_is_the_packages_model(tmp_path: Path) -> None:
+    """The oracle is the package's own numpy forward: a wrong map would make the test above mean nothing."""
+    import importlib.util
+
+    from glassllm.model import GlassLM
+
+    found = importlib.util.find_spec("glassllm")
+    assert found is not None
+    assert found.origin is not None
+    own = GlassLM.load(Path(found.origin).parent / "weights/en.npz")
+    ids = torch.randint(0, 1024, (1, 60), generator=torch.Generator().manual_seed(2))
+    expected = torch.from_numpy(own.forward(ids.numpy()).data)
+    assert_close(logits(save_glassllm(tmp_path / "glass"), ids), expected, 1e-4)
