@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headwise import cost
 from headwise.errors import SpecError
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, RopeSpec, read_config, read_spec
+from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, RopeSpec, catalog, read_config, read_spec
 
 Config = dict[str, Any]
 
@@ -681,3 +681,20 @@ def test_what_transformers_saves_reads_as_what_was_saved() -> None:
         ours, theirs = read_config(config).layers, read_config(saved).layers
         assert [cost.parameters(layer) for layer in theirs] == [cost.parameters(layer) for layer in ours]
         assert [layer.sliding_window for layer in theirs] == [layer.sliding_window for layer in ours]
+
+
+def test_a_window_on_a_model_that_has_none_is_refused() -> None:
+    config = dict(read_catalog_llama(), sliding_window=4096)
+    with pytest.raises(SpecError, match="sliding_window = 4096: must be null: a llama model has none"):
+        read_config(config)
+    assert read_config(dict(config, sliding_window=None)).layers[0].sliding_window is None
+
+
+@pytest.mark.parametrize("name", ["attention_bias"])
+def test_a_switch_is_true_or_false(name: str) -> None:
+    with pytest.raises(SpecError, match=f"{name} = 'false': must be true or false"):
+        read_config({**read_catalog_llama(), name: "false"})
+
+
+def read_catalog_llama() -> dict[str, object]:
+    return dict(catalog()["llama-3-8b"]["config"])

@@ -144,3 +144,12 @@ assert not heavy, heavy
     sources = [str(folder), "deepseek-v3", "smollm2-135m"]
     done = subprocess.run([sys.executable, "-c", script, *sources], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_current_folder_is_a_folder_and_no_name_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert locate(".").kind == "folder"
+    with pytest.raises(ArgumentError, match="source = '': is no file"):
+        locate("")
+    with pytest.raises(ArgumentError, match="is no file"):
+        locate("x" * 5000)

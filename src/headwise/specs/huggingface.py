@@ -37,6 +37,7 @@ _GROUPED: dict[str, bool | str] = {
     "granite": False,
     "smollm3": False,
 }
+_NO_WINDOW = {"llama", "gemma", "olmo", "olmo2", "granite"}
 _QK_NORM = {"qwen3", "qwen3_moe", "gemma3_text"}
 _LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
 _CONTEXT_ONLY_ENCODERS = {"bert", "roberta", "distilbert"}
@@ -100,9 +101,9 @@ def _grouped(config: Config) -> tuple[AttentionSpec, ...]:
     num_kv_heads = _optional_integer(config, "num_key_value_heads")
     bias = _GROUPED[model_type]
     if bias != "qkv":
-        bias = bool(config.get("attention_bias", bias))
+        bias = _flag(config, "attention_bias", bool(bias))
     if model_type == "qwen2_moe":
-        bias = "qkv" if config.get("qkv_bias", True) else False
+        bias = "qkv" if _flag(config, "qkv_bias", True) else False
     scalar = _optional_number(config, "query_pre_attn_scalar")
     scale = _optional_number(config, "attention_multiplier") if scalar is None else scalar**-0.5
     num_layers = _integer(config, "num_hidden_layers")
@@ -145,8 +146,11 @@ def _windows(config: Config, num_layers: int) -> list[int | None]:
     """The sliding window of each layer, by each family's own way of writing it."""
     model_type = config["model_type"]
     # Where the switch is off, Qwen's files hold any number here, 0 among them.
-    off = model_type.startswith("qwen") and not config.get("use_sliding_window", False)
+    off = model_type.startswith("qwen") and not _flag(config, "use_sliding_window", False)
     window = None if off else _optional_integer(config, "sliding_window")
+    if window is not None and model_type in _NO_WINDOW:
+        # Its attention would see every token while its cache kept a window: no reading of it is right.
+        raise SpecError("sliding_window", window, f"must be null: a {model_type} model has none")
     types = config.get("layer_types")
     if types is None:
         if model_type in ("gemma2", "gpt_oss"):
@@ -179,7 +183,7 @@ def _latent(config: Config) -> tuple[AttentionSpec, ...]:
     nope_dim = _integer(config, "qk_nope_head_dim")
     q_lora_rank = _optional_integer(config, "q_lora_rank")
     # DeepSeek-V2's own code always pairs neighbours; V3 says so in `rope_interleave`.
-    rope = _rope(config, rope_dim, interleaved=bool(config.get("rope_interleave", True)), partial=False)
+    rope = _rope(config, rope_dim, interleaved=_flag(config, "rope_interleave", True), partial=False)
     spec = LatentSpec(
         hidden_size=_integer(config, "hidden_size"),
         num_heads=_integer(config, "num_attention_heads"),
@@ -188,7 +192,7 @@ def _latent(config: Config) -> tuple[AttentionSpec, ...]:
         qk_rope_head_dim=rope_dim,
         v_head_dim=_integer(config, "v_head_dim"),
         q_lora_rank=q_lora_rank,
-        bias=latent_bias("hf" if config.get("attention_bias", False) else False, q_lora_rank),
+        bias=latent_bias("hf" if _flag(config, "attention_bias", False) else False, q_lora_rank),
         rope=rope,
         softmax_scale=_yarn_softmax_scale(rope, nope_dim + rope_dim),
     )
@@ -213,7 +217,7 @@ def _gpt2(config: Config) -> tuple[AttentionSpec, ...]:
     """GPT-2, and GPT-BigCode with its ``multi_query``."""
     hidden_size = _integer(config, "n_embd", "hidden_size")
     num_heads = _integer(config, "n_head", "num_attention_heads")
-    multi_query = config["model_type"] == "gpt_bigcode" and config.get("multi_query", True)
+    multi_query = config["model_type"] == "gpt_bigcode" and _flag(config, "multi_query", True)
     spec = GroupedSpec(
         hidden_size=hidden_size,
         num_heads=num_heads,
@@ -229,25 +233,25 @@ def _falcon(config: Config) -> tuple[AttentionSpec, ...]:
     hidden_size = _integer(config, "hidden_size", "n_embed")
     num_heads = _integer(config, "num_attention_heads", "n_head")
     # The first 40B file predates that flag and is told by its model type alone.
-    if config.get("new_decoder_architecture", config["model_type"] == "RefinedWeb"):
+    if _flag(config, "new_decoder_architecture", config["model_type"] == "RefinedWeb"):
         num_kv_heads = _optional_integer(config, "num_kv_heads", "n_head_kv") or num_heads
     else:
-        num_kv_heads = 1 if config.get("multi_query", True) else num_heads
+        num_kv_heads = 1 if _flag(config, "multi_query", True) else num_heads
     head_dim = _divide(hidden_size, num_heads)
     spec = GroupedSpec(
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        bias=grouped_bias(bool(config.get("bias", False))),
-        rope=None if config.get("alibi", False) else _rope(config, head_dim),
+        bias=grouped_bias(_flag(config, "bias", False)),
+        rope=None if _flag(config, "alibi", False) else _rope(config, head_dim),
     )
     return (spec,) * _integer(config, "num_hidden_layers", "n_layer")
 
 
 def _bert(config: Config) -> tuple[AttentionSpec, ...]:
     """Bidirectional encoders: every token sees every other, so nothing is cached."""
-    if config.get("is_decoder", False):
+    if _flag(config, "is_decoder", False):
         raise SpecError("is_decoder", True, f"{config['model_type']} as a decoder is not understood")
     hidden_size = _integer(config, "hidden_size", "dim")
     num_heads = _integer(config, "num_attention_heads", "n_heads")
@@ -333,6 +337,16 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise SpecError(name, value, "must be a number")
     return float(value)
+
+
+def _flag(config: Config, name: str, default: bool) -> bool:
+    """A switch; absent and null are the default, and only true and false are others."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise SpecError(name, value, "must be true or false")
+    return value
 
 
 def _optional_integer(config: Config, *names: str) -> int | None:

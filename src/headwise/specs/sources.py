@@ -43,16 +43,29 @@ def locate(source: str | Path) -> Source:
     if name.startswith("hf://"):
         return Source(name, "hub")
     path = Path(source)
+    if not (name and _exists(path)):
+        return _named(name)
     if path.is_dir():
         return Source(name, "folder", path)
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return Source(name, "gguf", path)
-        if path.suffix == ".json":
-            return Source(name, "config", path)
-        if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
-            raise CheckpointError("source", name, "is a pickle; headwise reads safetensors and GGUF only")
-        raise ArgumentError("source", name, "must be a model folder, a .gguf file or a config.json")
+    if path.suffix == ".gguf":
+        return Source(name, "gguf", path)
+    if path.suffix == ".json":
+        return Source(name, "config", path)
+    if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
+        raise CheckpointError("source", name, "is a pickle; headwise reads safetensors and GGUF only")
+    raise ArgumentError("source", name, "must be a model folder, a .gguf file or a config.json")
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a path; a name too long to be a file's is none."""
+    try:
+        path.stat()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _named(name: str) -> Source:
     if name.lower() == BUNDLED:
         return Source(name, "gguf", bundled_gguf())
     if name.lower() in catalog():
