@@ -265,7 +265,7 @@ def test_scaled_rotary_embeddings(scaling: str, length: int) -> None:
             assert torch.equal(doubled, their)
 
 
-@pytest.mark.parametrize("scaling", [name for name in SCALINGS if name != "proportional"])
+@pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_config_reader_finds_the_scaling(scaling: str) -> None:
     spec = read_config(scaled_config(scaling).to_dict()).layers[0]
     assert spec.rope is not None

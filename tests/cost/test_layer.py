@@ -118,11 +118,14 @@ def test_latent_flops(spec: LatentSpec, B: int, S: int, past: int) -> None:
     n, p, v = spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
     query = E * h * (n + p) if q is None else E * q + q * h * (n + p)
     common = 2 * B * S * (query + E * (R + p) + h * v * E)
+    compared = p + (R if n else 0)
     for causal, seen in ((False, S * T), (True, pairs(S, T, spec.sliding_window))):
         expected = {
             "expanded": common + 2 * B * T * h * R * (n + v) + 2 * B * h * seen * (n + p + v),
             "cached_kv": common + 2 * B * S * h * R * (n + v) + 2 * B * h * seen * (n + p + v),
-            "absorbed": common + 2 * B * S * h * R * (n + v) + 2 * B * h * seen * (2 * R + p),
+            "absorbed": common
+            + 2 * B * S * h * R * (n + v)
+            + 2 * B * h * seen * (compared + R + ("kv_b_proj" in spec.bias)),
         }
         for impl, flops in expected.items():
             assert cost.forward_flops(spec, S, T, batch=B, causal=causal, impl=impl) == flops
@@ -215,7 +218,7 @@ def test_the_best_way_is_the_one_with_fewer_flops(spec: LatentSpec, S: int, past
 
 
 def test_a_draw_is_expanded() -> None:
-    spec = dataclasses.replace(MLA_GUIDE, kv_lora_rank=16)
+    spec = dataclasses.replace(MLA_GUIDE, kv_lora_rank=16, bias=())
     assert [cost.forward_flops(spec, 9, impl=impl) for impl in ("absorbed", "expanded")] == [
         cost.forward_flops(spec, 9)
     ] * 2

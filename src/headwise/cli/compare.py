@@ -14,10 +14,9 @@ from headwise.cli.app import (
     bytes_text,
     count_text,
     emit,
-    err,
     numbers_table,
     out,
-    quiet_transformers,
+    progress_bar,
 )
 
 
@@ -37,9 +36,8 @@ def compare(
     if measure:
         from headwise.measurement import measure_comparison
 
-        quiet_transformers()
-        with err.status("measuring one layer of each"):
-            comparison = measure_comparison(comparison)
+        with progress_bar() as progress:
+            comparison = measure_comparison(comparison, progress=progress)
     if as_json:
         emit(
             {
@@ -52,10 +50,8 @@ def compare(
         )
         return
     out.print(f"[bold]{escape(source)}[/bold] at {context:,} tokens × {batch}, {dtype} cache, causal")
-    headings = ["", "B/token", "cache", "params/layer", "prefill", "decode", "FLOP/B"]
-    table = numbers_table(*headings, *(["decode ms", "prefill ms"] if measure else []))
+    table = numbers_table("", "B/token", "cache", "params/layer", "prefill", "decode", "FLOP/B")
     for row in comparison.rows:
-        timed = [f"{row.decode_ms:.3f}", f"{row.prefill_ms:.1f}"] if measure else []
         table.add_row(
             f"{row.label}{' ◂' if row.is_source else ''}",
             f"{row.kv_bytes_per_token:,}",
@@ -64,9 +60,12 @@ def compare(
             count_text(row.prefill_flops),
             count_text(row.decode_flops),
             f"{row.decode_intensity:.1f}",
-            *timed,
         )
     out.print(table)
     out.print("prefill, decode: FLOPs of all attention layers, of the prompt and of one token at that context")
     if measure:
-        out.print("ms: one layer, float32, random weights, medians of interleaved runs")
+        timed = numbers_table("one layer, float32", "decode ms", "prefill ms")
+        for row in comparison.rows:
+            timed.add_row(row.label, f"{row.decode_ms:.3f}", f"{row.prefill_ms:.1f}")
+        out.print(timed)
+        out.print("random weights, medians of interleaved runs on this machine")

@@ -42,7 +42,7 @@ def stages(spec: LatentSpec, impl: str) -> tuple[Stage, ...]:
     if impl == "absorbed":
         core = (
             PerHead("absorb keys", H, N, R),
-            Core(H, R + P, R),
+            Core(H, *absorbed_widths(spec)),
             PerHead("absorb values", H, R, V),
             Vector("kv_b_proj", up.parameters),
         )
@@ -51,11 +51,21 @@ def stages(spec: LatentSpec, impl: str) -> tuple[Stage, ...]:
     return (*query, *down, *core, Linear("o_proj", H * V, E, biased("o_proj")))
 
 
+def absorbed_widths(spec: LatentSpec) -> tuple[int, int]:
+    """What an absorbed head compares and what it mixes: ``(R + P, R)``.
+
+    Without content dims the scores come from the rotary key alone; a value bias takes one more column, which gathers
+    the sum of each row's weights.
+    """
+    scores = spec.qk_rope_head_dim + (spec.kv_lora_rank if spec.qk_nope_head_dim else 0)
+    return scores, spec.kv_lora_rank + ("kv_b_proj" in spec.bias)
+
+
 def best_impl(spec: LatentSpec, new_tokens: int, total_tokens: int) -> str:
-    """``absorbed`` when it takes fewer FLOPs than ``expanded``: ``R(N+V)(T−S) > ST(2R−N−V)``."""
-    R, NV = spec.kv_lora_rank, spec.qk_nope_head_dim + spec.v_head_dim
-    S, T = new_tokens, total_tokens
-    return "absorbed" if R * NV * (T - S) > S * T * (2 * R - NV) else "expanded"
+    """``absorbed`` when it takes fewer FLOPs than ``expanded``: ``R(N+V)(T−S) > ST(2R−N−V)``, for N > 0, no bias."""
+    S, T, decoded = new_tokens, total_tokens, spec.qk_nope_head_dim + spec.v_head_dim
+    wider = sum(absorbed_widths(spec)) - spec.qk_rope_head_dim - decoded
+    return "absorbed" if spec.kv_lora_rank * decoded * (T - S) > S * T * wider else "expanded"
 
 
 def cache_values(spec: LatentSpec) -> int:

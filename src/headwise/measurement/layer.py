@@ -11,6 +11,7 @@ import torch
 from headwise.attention import AttentionLayer, build
 from headwise.cost import Comparison
 from headwise.measurement.timing import time_interleaved
+from headwise.progress import Progress, silent
 from headwise.specs import AttentionSpec
 
 
@@ -30,6 +31,7 @@ def measure_layers(
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
     repeats: int = 10,
+    progress: Progress = silent,
 ) -> list[LayerTimes]:
     """Time layers of several specs side by side, with random weights and cache.
 
@@ -39,6 +41,7 @@ def measure_layers(
         batch: sequences.
         dtype: of weights, activations and cache.
         repeats: timed rounds over all of them.
+        progress: told of each round.
     """
     layers = [build(replace(spec, sliding_window=None)).to(dtype).eval() for spec in specs]
     prompt = [torch.randn(batch, context, spec.hidden_size, dtype=dtype) for spec in specs]
@@ -55,18 +58,28 @@ def measure_layers(
     def prefill(layer: AttentionLayer, states: torch.Tensor) -> None:
         layer(states, is_causal=True)
 
-    decoding = time_interleaved({str(i): partial(decode, i) for i in range(len(layers))}, repeats=repeats)
+    decoding = time_interleaved(
+        {str(i): partial(decode, i) for i in range(len(layers))},
+        repeats=repeats,
+        stage="decoding",
+        progress=progress,
+    )
     prefilling = time_interleaved(
         {str(i): partial(prefill, layers[i], prompt[i]) for i in range(len(layers))},
         repeats=max(repeats // 3, 3),
         warmup=1,
+        stage="prefilling",
+        progress=progress,
     )
     return [LayerTimes(decoding[str(i)] * 1e3, prefilling[str(i)] * 1e3) for i in range(len(layers))]
 
 
-def measure_comparison(comparison: Comparison, *, dtype: torch.dtype = torch.float32) -> Comparison:
+def measure_comparison(
+    comparison: Comparison, *, dtype: torch.dtype = torch.float32, progress: Progress = silent
+) -> Comparison:
     """The comparison with ``decode_ms`` and ``prefill_ms`` of one layer measured for every row."""
-    times = measure_layers(comparison.specs, context=comparison.context, batch=comparison.batch, dtype=dtype)
+    context, batch = comparison.context, comparison.batch
+    times = measure_layers(comparison.specs, context=context, batch=batch, dtype=dtype, progress=progress)
     rows = tuple(
         replace(row, decode_ms=time.decode_ms, prefill_ms=time.prefill_ms)
         for row, time in zip(comparison.rows, times, strict=True)

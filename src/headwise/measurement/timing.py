@@ -8,9 +8,16 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from headwise.progress import Progress, silent
+
 
 def time_interleaved(
-    calls: Mapping[str, Callable[[], object]], *, repeats: int = 20, warmup: int = 3
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int = 20,
+    warmup: int = 3,
+    stage: str = "timing",
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Median seconds of each call, taken in turn.
 
@@ -18,18 +25,23 @@ def time_interleaved(
         calls: what to time, by name.
         repeats: timed rounds; each round calls every one once.
         warmup: rounds before those.
+        stage: what ``progress`` calls it.
+        progress: told of each round.
     """
-    for _ in range(warmup):
+    for index in range(warmup):
+        progress(stage, index, warmup + repeats)
         for call in calls.values():
             call()
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    for index in range(repeats):
+        progress(stage, warmup + index, warmup + repeats)
         for name, call in calls.items():
             _synchronise()
             start = time.perf_counter()
             call()
             _synchronise()
             times[name].append(time.perf_counter() - start)
+    progress(stage, warmup + repeats, warmup + repeats)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

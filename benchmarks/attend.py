@@ -1,0 +1,84 @@
+"""Time `attend`'s backends over a grid of shapes, interleaved in one process; medians.
+
+    python benchmarks/attend.py --json benchmarks/results/attend.json
+
+The limit beside each time is the larger of cache bytes over the read bandwidth and FLOPs over the matmul peak, both
+measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from headwise.kernels import attend, choose_backend
+from headwise.measurement import matmul_flops_per_second, time_interleaved
+
+HEADS = ((9, 3, 64), (32, 32, 128), (32, 8, 128), (32, 1, 128))
+LENGTHS = (512, 2048, 8192)
+QUERIES = (1, 4, 16, 64)
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of summing 256 MB."""
+    x = torch.ones(64 * 1024**2)
+    return x.nbytes / time_interleaved({"sum": x.sum}, repeats=7, warmup=2)["sum"]
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    bandwidth, flops = read_bandwidth(), matmul_flops_per_second()
+    rows: list[dict[str, Any]] = []
+    print(f"read {bandwidth / 1e9:.1f} GB/s, matmul {flops / 1e9:.0f} GFLOP/s, {torch.get_num_threads()} threads")
+    print(f"{'heads':>12} {'T':>6} {'S':>3} {'packed':>9} {'sdpa':>9} {'expand':>9} {'limit':>8} ms   auto")
+    for H, K, D in HEADS:
+        for T in LENGTHS:
+            k, v = torch.randn(1, K, T, D), torch.randn(1, K, T, D)
+            for S in QUERIES:
+                q = torch.randn(1, H, S, D)
+                calls = {
+                    "packed": partial(attend, q, k, v, is_causal=True, backend="packed"),
+                    "sdpa": partial(attend, q, k, v, is_causal=True, backend="sdpa"),
+                }
+                if S == 1:
+                    calls["expand"] = partial(expand_then_attend, q, k, v)
+                times = time_interleaved(calls, repeats=options.repeats, warmup=2)
+                limit = max((k.nbytes + v.nbytes) / bandwidth, 4 * H * S * T * D / flops)
+                auto = choose_backend(H, K, S, T).backend
+                rows.append({"H": H, "K": K, "D": D, "T": T, "S": S, "limit_s": limit, "auto": auto, **times})
+                shown = " ".join(
+                    f"{times[n] * 1e3:9.3f}" if n in times else " " * 9 for n in ("packed", "sdpa", "expand")
+                )
+                print(f"{H:>4}/{K}/{D:<4} {T:>6} {S:>3} {shown} {limit * 1e3:8.3f}      {auto}")
+    if options.json:
+        document = {
+            "command": "python benchmarks/attend.py",
+            "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "dtype": "float32",
+            "read_bytes_per_second": bandwidth,
+            "matmul_flops_per_second": flops,
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def expand_then_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The usual way: keys and values repeated to every query head first."""
+    group = q.shape[1] // k.shape[1]
+    return F.scaled_dot_product_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+
+
+if __name__ == "__main__":
+    main()
