@@ -1,3 +1,12 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 # A busy machine is slow, not wrong.
@@ -6,3 +15,73 @@ settings.load_profile("headwise")
 
 # Files of a toy mechanism, for `test_adding_a_mechanism.py` to lay over a copy of the package.
 collect_ignore = ["adding_a_mechanism"]
+
+TINY = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 20 thousand parameters with a tokenizer of one token a letter; not to be changed."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny") / "llama"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder)
+    save_letters_tokenizer(folder)
+    return folder
+
+
+def save_letters_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: index for index, letter in enumerate("abcdefghijklmnopqrstuvwxyz .,'", start=2)}
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, **letters}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+
+
+@pytest.fixture
+def tiny_llama(tiny_llama_folder: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(tiny_llama_folder, tmp_path / "tiny"))
+
+
+@pytest.fixture
+def edit_config(tiny_llama: Path) -> Callable[..., None]:
+    """Change keys of the copy's ``config.json``; ``...`` takes one away."""
+
+    def edit(**changes: Any) -> None:
+        path = tiny_llama / "config.json"
+        config = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+    return edit
+
+
+@pytest.fixture
+def edit_weights(tiny_llama: Path) -> Callable[[Callable[[dict[str, Any]], dict[str, Any] | None]], None]:
+    """Change the copy's tensors, in place or by returning others."""
+    from safetensors.torch import load_file, save_file
+
+    def edit(change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+        path = tiny_llama / "model.safetensors"
+        tensors = load_file(path)
+        changed = change(tensors) or tensors
+        save_file({name: t.contiguous() for name, t in changed.items()}, path, metadata={"format": "pt"})
+
+    return edit

@@ -556,7 +556,7 @@ def test_a_size_of_the_wrong_type_is_named(config: Config, field: str, value: ob
         ),
         ({"partial_rotary_factor": "half"}, r"partial_rotary_factor = 'half': must be a number"),
         ({"partial_rotary_factor": 0.4}, r"rope dim = 3: must be an even number"),
-        ({"partial_rotary_factor": 2.0}, r"rope dim = 16: must be at most head_dim = 8"),
+        ({"partial_rotary_factor": 2.0}, r"partial_rotary_factor = 2.0: must be above 0 and at most 1"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0}, "max_position_embeddings": None},
             r"original_max_position_embeddings = None: is required",

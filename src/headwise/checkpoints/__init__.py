@@ -6,7 +6,7 @@ from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo
 from headwise.checkpoints.families import Family, family_names, family_of
 from headwise.checkpoints.folder import FolderCheckpoint, refuse_unsafe
 from headwise.checkpoints.gguf import GgufCheckpoint
-from headwise.checkpoints.tokenizer import load_tokenizer
+from headwise.checkpoints.tokenizer import load_tokenizer, tokenize
 from headwise.checkpoints.writer import FolderWriter, check_output
 from headwise.errors import ArgumentError
 from headwise.specs import fetch_hub, locate
@@ -25,6 +25,7 @@ __all__ = [
     "model_path",
     "open_checkpoint",
     "refuse_unsafe",
+    "tokenize",
 ]
 
 

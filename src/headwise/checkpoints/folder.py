@@ -48,8 +48,8 @@ class FolderCheckpoint(Checkpoint):
                 if dtype not in DTYPES:
                     rule = f"must be one of {', '.join(DTYPES)}: quantised weights are not read"
                     raise CheckpointError(f"{name} dtype", dtype, rule)
-                self.tensors[name] = TensorInfo(tuple(piece.get_shape()), DTYPES[dtype])
-                self._files.setdefault(name, file)
+                if self._files.setdefault(name, file) == file:
+                    self.tensors[name] = TensorInfo(tuple(piece.get_shape()), DTYPES[dtype])
         for name, file in self._files.items():
             if name and name not in self.tensors:
                 raise CheckpointError("tensor", name, f"is in {INDEX} but not in {file.name}")
@@ -88,14 +88,24 @@ def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
     if config.get("auto_map"):
         rule = f"asks to run code from {path}, which headwise never does"
         raise CheckpointError("auto_map", config["auto_map"], rule)
-    if quantization := config.get("quantization_config"):
+    for field in ("quantization_config", "compression_config"):
+        _refuse_quantized(field, config.get(field))
+    if other := config.get("transformers_weights"):
+        raise CheckpointError("transformers_weights", other, f"weights are read from {SINGLE} or {INDEX} only")
+
+
+def _refuse_quantized(field: str, quantization: Any) -> None:
+    if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         rule = "quantised weights are not read; use the original"
-        raise CheckpointError("quantization_config", method, rule)
+        raise CheckpointError(field, method, rule)
 
 
 def _shards(path: Path) -> dict[str, Path]:
     """Tensor name → file; a single file is under the empty name until it is opened."""
+    # One file before several, as transformers has it where a folder has both.
+    if (path / SINGLE).is_file():
+        return {"": path / SINGLE}
     if (path / INDEX).is_file():
         weight_map = read_json(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -106,8 +116,6 @@ def _shards(path: Path) -> dict[str, Path]:
             if not (path / file).is_file():
                 raise CheckpointError("shard", file, f"is named in {INDEX} but missing from {path}")
         return {name: path / file for name, file in weight_map.items()}
-    if (path / SINGLE).is_file():
-        return {"": path / SINGLE}
     for pattern in _PICKLES:
         if found := sorted(path.glob(pattern)):
             rule = "is a pickle, which can run code; headwise reads safetensors and GGUF only"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +32,7 @@ class GgufCheckpoint(Checkpoint):
         self.path = path
         header = read_gguf_header(path)
         self.config = gguf_config(header)
+        self._has_tokenizer = "tokenizer.ggml.model" in header.metadata
         size = path.stat().st_size
         self._stored, self.tensors = {}, {}
         for stored in header.tensors.values():
@@ -39,7 +43,13 @@ class GgufCheckpoint(Checkpoint):
                 rule = "is a GGML type this gguf package does not know"
                 raise CheckpointError(f"{stored.name} type", stored.ggml_type, rule) from None
             block, block_bytes = GGML_QUANT_SIZES[kind]
-            nbytes = int(np.prod(stored.shape)) // block * block_bytes
+            if not _is_readable(kind):
+                rule = "must be a floating or quantised type that the gguf package can dequantise"
+                raise CheckpointError(f"{stored.name} type", kind.name, rule)
+            if not stored.shape or stored.shape[-1] % block:
+                rule = f"rows must be a multiple of {block}, as {kind.name} packs that many numbers together"
+                raise CheckpointError(f"{stored.name} shape", stored.shape, rule)
+            nbytes = math.prod(stored.shape) // block * block_bytes
             if stored.offset + nbytes > size:
                 raise CheckpointError("file", str(path), f"ends before tensor {stored.name}: it is cut short")
             self._stored[name] = (stored, kind, nbytes)
@@ -51,7 +61,7 @@ class GgufCheckpoint(Checkpoint):
         values: dict[str, int] = {}
         for stored, kind, _ in self._stored.values():
             if kind.name not in _PLAIN:
-                values[kind.name] = values.get(kind.name, 0) + int(np.prod(stored.shape))
+                values[kind.name] = values.get(kind.name, 0) + math.prod(stored.shape)
         return max(values, key=lambda name: values[name], default=None)
 
     def _transformers_name(self, stored: str) -> str:
@@ -75,7 +85,9 @@ class GgufCheckpoint(Checkpoint):
             tensor = torch.from_numpy(raw).view(_PLAIN[kind.name]).reshape(stored.shape)
         else:
             rows = raw.reshape(*stored.shape[:-1], -1)
-            tensor = torch.from_numpy(dequantize(rows, kind)).reshape(stored.shape)
+            with np.errstate(all="ignore"):  # a scale that is NaN is refused by name, by whoever reads
+                values = dequantize(rows, kind)
+            tensor = torch.from_numpy(values).reshape(stored.shape)
         if self.family.gguf_interleaved:
             tensor = self._unpermute(name, tensor)
         return tensor
@@ -92,7 +104,29 @@ class GgufCheckpoint(Checkpoint):
         return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
 
     def copy_companions(self, destination: Path) -> None:
-        """Rebuild the tokenizer from the file's metadata and save it."""
+        """Rebuild the tokenizer from the file's metadata, where it has one, and save it."""
         from headwise.checkpoints.tokenizer import load_gguf_tokenizer
 
-        load_gguf_tokenizer(self.path).save_pretrained(destination)
+        if not self._has_tokenizer:
+            return
+        tokenizer = load_gguf_tokenizer(self.path)
+        try:
+            tokenizer.save_pretrained(destination)
+        except Exception as error:  # a full disk is an Exception and no OSError to its Rust half
+            reason = " ".join(str(error).split())
+            raise CheckpointError("tokenizer", str(destination), f"could not be written: {reason}") from None
+
+
+@cache
+def _is_readable(kind: Any) -> bool:
+    """Whether a GGML type is a floating one, or one that can be dequantised; one block of it tells."""
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    if kind.name in _PLAIN:
+        return True
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], dtype=np.uint8), kind)
+    except (NotImplementedError, KeyError):
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from headwise.errors import CheckpointError
@@ -21,8 +22,21 @@ def load_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
-        reason = " ".join(str(error).split())
+        reason = shorten(str(error), 300, placeholder=" …")
         raise CheckpointError("tokenizer", str(path), f"could not be loaded: {reason}") from None
+
+
+def tokenize(tokenizer: Any, text: str, **options: Any) -> Any:
+    """What the tokenizer makes of a text; ``options`` are its own.
+
+    Raises:
+        CheckpointError: it can be loaded but does not work, such as one whose unknown token is not in its vocabulary.
+    """
+    try:
+        return tokenizer(text, verbose=False, **options)
+    except Exception as error:  # its Rust half raises Exception itself
+        reason = shorten(str(error), 300, placeholder=" …")
+        raise CheckpointError("tokenizer", tokenizer.name_or_path, f"could not read the text: {reason}") from None
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
@@ -32,5 +46,5 @@ def load_gguf_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = shorten(str(error), 300, placeholder=" …")
         raise CheckpointError("tokenizer", str(path), f"could not be loaded: {reason}") from None

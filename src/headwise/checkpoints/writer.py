@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,6 +51,7 @@ class FolderWriter:
         check_output(output, overwrite=overwrite)
         self.output = output
         self._partial = output.with_name(f".{output.name}.headwise-partial")
+        self._new_parents: list[Path] = []
         self._tensors = dict(tensors)
         self._shard_of = _assign(tensors, shard_bytes)
         self._pending: dict[str, dict[str, Tensor]] = {}
@@ -59,11 +61,13 @@ class FolderWriter:
 
     def __enter__(self) -> Self:
         try:
+            self._new_parents = [parent for parent in self.output.parents if not parent.exists()]
             self.output.parent.mkdir(parents=True, exist_ok=True)
             if self._partial.exists():
                 shutil.rmtree(self._partial)
             self._partial.mkdir()
         except OSError as error:
+            self._discard()
             raise CheckpointError("output", str(self.output), f"cannot be written: {error.strerror}") from None
         needed = sum(info.nbytes for info in self._tensors.values()) + _HEADROOM
         if (free := shutil.disk_usage(self._partial).free) < needed:
@@ -78,17 +82,17 @@ class FolderWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self._discard()
-            if isinstance(error, OSError):
-                rule = f"could not be written: {error.strerror}"
-                raise CheckpointError("output", str(self.output), rule) from error
-            return
-        assert not self._tensors, f"never added: {sorted(self._tensors)[:3]}"
         try:
-            self._move_into_place()
+            if error is None:
+                assert not self._tensors, f"never added: {sorted(self._tensors)[:3]}"
+                self._move_into_place()
+        except OSError as failure:
+            error = failure
         finally:
             self._discard()
+        if isinstance(error, OSError):
+            rule = f"could not be written: {error.strerror}"
+            raise CheckpointError("output", str(self.output), rule) from error
 
     @property
     def folder(self) -> Path:
@@ -111,22 +115,32 @@ class FolderWriter:
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a JSON file into the folder."""
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        (self._partial / name).write_text(text, encoding="utf-8")
+        # In ASCII: JSON can escape what UTF-8 cannot write, half a surrogate pair.
+        (self._partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
     def _move_into_place(self) -> None:
         if set(self._shard_of.values()) != {SINGLE}:
             total = sum((self._partial / shard).stat().st_size for shard in set(self._shard_of.values()))
             self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": self._shard_of})
         replaced = self.output.with_name(f".{self.output.name}.headwise-replaced")
-        if self.output.exists():
+        if not self.output.exists():
+            os.replace(self._partial, self.output)
+            return
+        shutil.rmtree(replaced, ignore_errors=True)
+        try:
             os.replace(self.output, replaced)
-        os.replace(self._partial, self.output)
+            os.replace(self._partial, self.output)
+        finally:
+            if not self.output.exists():  # interrupted between the two
+                os.replace(replaced, self.output)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _discard(self) -> None:
         self._pending.clear()
         shutil.rmtree(self._partial, ignore_errors=True)
+        for parent in self._new_parents:  # innermost first; one that holds something stays
+            with suppress(OSError):
+                parent.rmdir()
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
@@ -135,11 +149,16 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     Raises:
         ArgumentError: it is taken.
     """
-    if not output.name:
+    if output.name in ("", ".."):
         raise ArgumentError("output", str(output), "must name a folder")
-    if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise ArgumentError("output", str(output), "is a file; it must be a folder or not exist")
-    if output.is_dir() and any(output.iterdir()):
+    try:
+        is_taken = output.is_symlink() or (output.exists() and not output.is_dir())
+        holds_something = output.is_dir() and any(output.iterdir())
+    except OSError as error:
+        raise ArgumentError("output", str(output), f"cannot be used: {error.strerror}") from None
+    if is_taken:
+        raise ArgumentError("output", str(output), "is a file or a link; it must be a folder or not exist")
+    if holds_something:
         if not overwrite:
             raise ArgumentError("output", str(output), "exists and is not empty; say --overwrite to replace it")
         if not (output / "config.json").is_file():

@@ -56,7 +56,12 @@ def root(
 
 def emit(value: dict[str, Any]) -> None:
     """Print a JSON document; a number that JSON has no word for becomes null."""
-    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # a plain terminal, or a file name that is not UTF-8
+        text = json.dumps(_finite(value), indent=2, allow_nan=False)
+    sys.stdout.write(text + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -87,6 +92,11 @@ def progress_bar() -> Iterator[Progress]:
 
     try:
         yield report
+    except BaseException:
+        # The error is all there is to see; the bar's own stop would put an empty line before it.
+        bar.live.transient = True
+        bar.live.stop()
+        raise
     finally:
         if bar.live.is_started:
             bar.stop()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from headwise.cli.app import Json, app, bytes_text, emit, err, numbers_table, out, progress_bar
+from headwise.cli.app import Json, app, bytes_text, count_text, emit, err, numbers_table, out, progress_bar
 from headwise.errors import CheckpointError
 
 CONVERSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -127,28 +127,28 @@ def _versions() -> dict[str, str]:
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    first = results[0]["evaluate"]
-    table = numbers_table("", "cache B/token", "perplexity", "×", "KL", "same top-1", "decode ms", "parameters")
-    table.add_row(
-        "original",
-        f"{first['reference_cache_bytes_per_token']:,.0f}",
-        f"{first['reference_perplexity']:.3f}",
-        "1",
-        "0",
-        "100.0%",
-        f"{first['reference_decode_ms']:.1f}",
-        f"{results[0]['convert']['parameters_before']:,}",
-    )
-    for result in results:
-        found = result["evaluate"]
+    table = numbers_table("", "B/token", "perplexity", "×", "KL", "same top-1", "ms/token", "parameters")
+    first = results[0]
+    found = first["evaluate"]
+    reference = {
+        "cache_bytes_per_token": found["reference_cache_bytes_per_token"],
+        "perplexity": found["reference_perplexity"],
+        "perplexity_ratio": 1.0,
+        "kl": 0.0,
+        "top1_agreement": 1.0,
+        "decode_ms": found["reference_decode_ms"],
+    }
+    rows = [("original", reference, first["convert"]["parameters_before"])]
+    rows += [(result["name"], result["evaluate"], result["convert"]["parameters_after"]) for result in results]
+    for name, numbers, parameters in rows:
         table.add_row(
-            result["name"],
-            f"{found['cache_bytes_per_token']:,.0f}",
-            f"{found['perplexity']:,.3f}",
-            f"{found['perplexity_ratio']:.4f}",
-            f"{found['kl']:.4f}",
-            f"{found['top1_agreement']:.1%}",
-            f"{found['decode_ms']:.1f}",
-            f"{result['convert']['parameters_after']:,}",
+            name,
+            f"{numbers['cache_bytes_per_token']:,.0f}",
+            f"{numbers['perplexity']:,.2f}",
+            f"{numbers['perplexity_ratio']:.4f}",
+            f"{abs(numbers['kl']):.4f}",
+            f"{numbers['top1_agreement']:.1%}",
+            f"{numbers['decode_ms']:.1f}",
+            f"{count_text(parameters)}",
         )
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,10 +16,11 @@ from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_out
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.grouped import convert_to_grouped
 from headwise.conversion.latent import convert_to_latent
-from headwise.conversion.plan import Target, parse_target, plan_layers
+from headwise.conversion.plan import Target, parse_target, plan_layers, refuse_latent
 from headwise.conversion.statistics import WINDOW, input_moments
 from headwise.cost import model as cost
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.evaluation import read_text
 from headwise.hf import as_dtype, check_complete, expected_tensors, model_class
 from headwise.measurement import matmul_flops_per_second, peak_rss_bytes
 from headwise.progress import Progress, silent
@@ -113,27 +115,29 @@ def convert(
         raise ArgumentError("calibrate", str(calibrate), f"goes with mla; {to} is made from the weights alone")
     if calibration_tokens < 2:
         raise ArgumentError("calibration_tokens", calibration_tokens, "must be at least 2")
+    if calibrate is not None:
+        read_text(calibrate, name="calibrate")  # or refused, before any work
     out_dtype = None if dtype is None else as_dtype(dtype)
     destination = Path(output)
     check_output(destination, overwrite=overwrite)
     checkpoint = open_checkpoint(source)
-    if destination.resolve() in (checkpoint.path.resolve(), *checkpoint.path.resolve().parents):
+    real_source = Path(os.path.realpath(checkpoint.path))
+    if Path(os.path.realpath(destination)) in (real_source, *real_source.parents):
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
-    job = _Job(checkpoint, target, out_dtype or checkpoint.dtype)
-    check_complete(checkpoint)
+    job = _Job(checkpoint, target, out_dtype)
 
     grams: list[Tensor] | None = None
     seen = 0
-    if calibrate is not None and not dry_run:
-        grams, seen = input_moments(source, calibrate, tokens=calibration_tokens, progress=progress)
     if dry_run:
         seconds = job.estimate_seconds(calibration_tokens if calibrate is not None else 0)
     else:
         with FolderWriter(destination, job.tensors, overwrite=overwrite) as writer:
+            checkpoint.copy_companions(writer.folder)
+            if calibrate is not None:
+                grams, seen = input_moments(source, calibrate, tokens=calibration_tokens, progress=progress)
             for name, tensor in job.run(grams, progress):
                 writer.add(name, tensor)
             writer.write_json("config.json", job.config())
-            checkpoint.copy_companions(writer.folder)
         seconds = time.perf_counter() - start
     notes = []
     if target.mechanism == "mla" and calibrate is None and not job.is_lossless:
@@ -164,16 +168,21 @@ def convert(
 class _Job:
     """One conversion's plan: what is read, what each layer becomes, what is written."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype | None) -> None:
         self.checkpoint = checkpoint
         self.before = checkpoint.spec
-        self.after = plan_layers(self.before, target)
+        refuse_latent(self.before)  # a better reason than its family's having no file
         self.family = checkpoint.family
-        self.dtype = dtype
+        self.after = plan_layers(self.before, target)
+        # Before anything is made of the sizes the config claims.
+        check_complete(checkpoint)
+        self.dtype = dtype or checkpoint.dtype
         self.channels = [
             [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
         ]
-        self.tensors = {name: TensorInfo(shape, dtype) for name, shape in expected_tensors(self.config()).items()}
+        self.tensors = {
+            name: TensorInfo(shape, self.dtype) for name, shape in expected_tensors(self.config()).items()
+        }
 
     @property
     def method(self) -> str:
@@ -219,14 +228,23 @@ class _Job:
         layer: dict[str, Tensor] = {}
         for name in self.tensors:
             if name not in owner:
-                yield name, self.checkpoint.read(name).to(self.dtype)
+                yield name, self._cast(name, self.checkpoint.read(name))
                 continue
             if owner[name] != done:
                 done = owner[name]
                 progress("converting", done, self.before.num_layers)
                 layer = self.convert_layer(done, None if grams is None else grams[done])
-            yield name, layer[name.removeprefix(self.family.attention.format(layer=done) + ".")].to(self.dtype)
+            own = name.removeprefix(self.family.attention.format(layer=done) + ".")
+            yield name, self._cast(name, layer[own])
         progress("converting", self.before.num_layers, self.before.num_layers)
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor in the output's dtype, whose range may be smaller than the source's."""
+        cast = tensor.to(self.dtype)
+        if not bool(torch.isfinite(cast).all()):
+            rule = f"does not fit in {str(self.dtype).removeprefix('torch.')}; choose a wider dtype"
+            raise CheckpointError("tensor", name, rule)
+        return cast
 
     def convert_layer(self, index: int, gram: Tensor | None) -> dict[str, Tensor]:
         """One layer's new tensors, by the layer's own names."""

@@ -44,7 +44,7 @@ def parse_target(
     Raises:
         ArgumentError: it is none of those, or the sizes do not go with it.
     """
-    match = re.fullmatch(r"(mha|mqa|mla|gqa:(\d+))", to.strip().lower())
+    match = re.fullmatch(r"(mha|mqa|mla|gqa:([0-9]{1,9}))", to.strip().lower())
     if match is None:
         raise ArgumentError("to", to, f"must be {TARGETS}, K the number of key–value heads")
     mechanism = match[1].partition(":")[0]
@@ -66,6 +66,17 @@ def parse_target(
     return Target("mla", kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
 
 
+def refuse_latent(source: ModelSpec) -> None:
+    """Refuse what cannot be a source.
+
+    Raises:
+        SpecError: a layer is MLA already.
+    """
+    for layer in source.layers:
+        if not isinstance(layer, GroupedSpec):
+            raise SpecError("source attention", layer.label, "converting from MLA is not supported")
+
+
 def plan_layers(source: ModelSpec, target: Target) -> ModelSpec:
     """Every layer of the converted model.
 
@@ -73,13 +84,13 @@ def plan_layers(source: ModelSpec, target: Target) -> ModelSpec:
         ArgumentError: the size is outside what a layer has to give.
         SpecError: a layer is of a kind that is not converted.
     """
+    refuse_latent(source)
     return replace(source, layers=tuple(plan_layer(layer, target) for layer in source.layers))
 
 
 def plan_layer(source: AttentionSpec, target: Target) -> AttentionSpec:
     """What one layer becomes; see `plan_layers`."""
-    if not isinstance(source, GroupedSpec):
-        raise SpecError("source attention", source.label, "converting from MLA is not supported")
+    assert isinstance(source, GroupedSpec)
     if target.mechanism != "mla":
         counts = {"mha": source.num_heads, "mqa": 1, "gqa": target.num_kv_heads}
         count = counts[target.mechanism]
@@ -98,7 +109,11 @@ def plan_layer(source: AttentionSpec, target: Target) -> AttentionSpec:
         rule = f"only layers that rotate all {source.head_dim} dims of a head can be converted to mla yet"
         raise SpecError("rotary dims", dims, rule)
     if target.kv_budget is not None:
-        values = int(target.kv_budget * formulas(source).cache_values(source) + 1e-9)
+        whole = formulas(source).cache_values(source)
+        values = int(target.kv_budget * whole + 1e-9)
+        if values < 3:
+            rule = f"leaves {values} of the {whole} values a layer caches; at least 3: a latent and a rotary pair"
+            raise ArgumentError("kv_budget", target.kv_budget, rule)
         return as_latent(source, *split_budget(source, values))
     assert target.kv_lora_rank is not None
     assert target.qk_rope_head_dim is not None

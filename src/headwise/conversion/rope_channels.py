@@ -66,7 +66,7 @@ def concentrate(queries: Tensor, keys: Tensor, gram: Tensor) -> Channels:
     asked = ((queries @ gram.to(queries.dtype)) * queries.conj()).sum(-1).real
     asked = asked.view(K, H // K, F).sum(1).clamp_min(0).sqrt().transpose(0, 1)
     # A head nobody asks must stay invertible: what it holds is then ranked last, not lost.
-    asked = asked.clamp_min(_FLOOR * max(float(asked.max()), torch.finfo(asked.dtype).tiny))
+    asked = asked.clamp_min(_FLOOR * (float(asked.max()) or 1.0))
     scale = asked.to(keys.dtype)
     energy, vectors = torch.linalg.eigh(scale[:, :, None] * moments * scale[:, None, :])
     energy, vectors = energy.flip(-1).clamp_min(0), vectors.flip(-1)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import family_of, load_tokenizer, model_path
-from headwise.evaluation import read_text, token_windows
+from headwise.checkpoints import family_of, load_tokenizer, model_path, tokenize
+from headwise.errors import CheckpointError
+from headwise.evaluation import check_vocabulary, read_text, token_windows
 from headwise.hf import load
 from headwise.progress import Progress, silent
 
@@ -33,14 +34,16 @@ def input_moments(
 
     Raises:
         ArgumentError: the text cannot be read or has fewer than two tokens.
+        CheckpointError: the model is damaged, or computes NaN on the text.
     """
-    content = read_text(text)
+    content = read_text(text, name="calibrate")
     tokenizer = load_tokenizer(model_path(source))
     model = load(source, dtype="float32")
     window = min(WINDOW, int(getattr(model.config, "max_position_embeddings", WINDOW)), tokens)
-    ids = tokenizer(content[: tokens * 32], add_special_tokens=False, verbose=False)["input_ids"]
+    ids = tokenize(tokenizer, content[: tokens * 32], add_special_tokens=False)["input_ids"]
     window = max(min(window, len(ids)), 2)
     batches = token_windows(tokenizer, content, window=window, windows=max(tokens // window, 1), name="calibrate")
+    check_vocabulary({"model": model}, int(batches.max()))
 
     family = family_of(model.config.model_type)
     size = model.config.hidden_size + 1
@@ -67,4 +70,8 @@ def input_moments(
     for handle in handles:
         handle.remove()
     count = batches.numel()
+    for index, total in enumerate(moments):
+        if not bool(torch.isfinite(total).all()):
+            rule = f"makes the model compute NaN or infinite values before layer {index}"
+            raise CheckpointError("calibrate", str(text), rule)
     return [total / count for total in moments], count

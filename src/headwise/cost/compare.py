@@ -8,7 +8,7 @@ from typing import Any
 
 from headwise.cost import layer, model
 from headwise.errors import ArgumentError, SpecError
-from headwise.specs.base import AttentionSpec
+from headwise.specs.base import MAX_SIZE, AttentionSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.latent import LatentSpec
 from headwise.specs.model import ModelSpec
@@ -73,6 +73,8 @@ def compare(
     for name, value in (("context", context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(name, value, "must be a whole number of at least 1")
+        if value > MAX_SIZE:
+            raise ArgumentError(name, value, f"must be at most {MAX_SIZE}")
     spec = source if isinstance(source, ModelSpec) else read_spec(source)
     if not spec.is_causal:
         raise SpecError("model_type", spec.model_type, "is an encoder: it keeps no cache to compare")

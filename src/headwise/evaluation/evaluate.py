@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.checkpoints import load_tokenizer, model_path
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.text import read_text, token_windows
-from headwise.hf import load
+from headwise.hf import as_dtype, load, open_decoder
 from headwise.measurement import time_interleaved
 from headwise.progress import Progress, silent
 
@@ -94,21 +94,33 @@ def evaluate(
     """
     if context < 1:
         raise ArgumentError("context", context, "must be at least 1 token")
+    if dtype is not None:
+        as_dtype(dtype)  # or refused, before any work
     content = read_text(text)
     sources = {"model": model} if against is None else {"model": model, "against": against}
-    tokenizer = load_tokenizer(model_path(sources.get("against", model)))
+    paths = {name: model_path(source) for name, source in sources.items()}
+    # Before the tokenizer, which says less of what is wrong with a folder.
+    positions = {name: open_decoder(path).spec.max_position_embeddings for name, path in paths.items()}
+    tokenizer = load_tokenizer(paths.get("against", paths["model"]))
     batches = token_windows(tokenizer, content, window=window, windows=windows)
     models = {}
-    for step, (name, source) in enumerate(sources.items()):
+    for step, (name, path) in enumerate(paths.items()):
         progress("loading", step, len(sources))
-        models[name] = load(source, dtype=dtype)
+        models[name] = load(path, dtype=dtype)
     check_vocabulary(models, int(batches.max()))
+    for name, longest in positions.items():
+        if longest is not None and context > longest:
+            raise ArgumentError("context", context, f"must be at most the {longest} positions of {sources[name]}")
 
     totals = {"nll": 0.0, "reference_nll": 0.0, "kl": 0.0, "agree": 0.0}
     for index, batch in enumerate(batches):
         progress("perplexity", index, len(batches))
         logits = {name: _logits(m, batch) for name, m in models.items()}
         _score(logits["model"], logits.get("against"), batch, totals)
+        for name, total in (("model", totals["nll"]), ("against", totals["reference_nll"])):
+            if not math.isfinite(total):
+                rule = f"computes NaN or infinite logits in {models[name].dtype}, so there is nothing to measure"
+                raise CheckpointError(name, str(sources[name]), rule)
     progress("perplexity", len(batches), len(batches))
     tokens = len(batches) * (window - 1)
     prompt = batches.flatten()[None, :context]
@@ -117,7 +129,7 @@ def evaluate(
     progress("decoding", 0, 1)
     speed = decode_times(models, prompt)
     progress("decoding", 1, 1)
-    perplexity = math.exp(totals["nll"] / tokens)
+    perplexity = _exp(totals["nll"] / tokens)
     result: dict[str, Any] = {
         "tokens": tokens,
         "perplexity": perplexity,
@@ -125,7 +137,7 @@ def evaluate(
         "decode_ms": speed["model"].decode_ms,
     }
     if against is not None:
-        reference = math.exp(totals["reference_nll"] / tokens)
+        reference = _exp(totals["reference_nll"] / tokens)
         result |= {
             "reference_perplexity": reference,
             "perplexity_ratio": perplexity / reference,
@@ -177,6 +189,8 @@ def decode_times(models: dict[str, Any], prompt: Tensor, *, repeats: int = 12) -
         repeats: timed tokens of each.
     """
     caches = {name: m(prompt, use_cache=True, logits_to_keep=1).past_key_values for name, m in models.items()}
+    for cache in caches.values():
+        cache.activate_past_recording()  # a layer with a sliding window has to be told that tokens will be taken back
     nbytes = {name: cache_nbytes(cache) / prompt.shape[1] for name, cache in caches.items()}
 
     def step(name: str) -> None:
@@ -185,6 +199,14 @@ def decode_times(models: dict[str, Any], prompt: Tensor, *, repeats: int = 12) -
 
     seconds = time_interleaved({name: partial(step, name) for name in models}, repeats=repeats)
     return {name: Speed(nbytes[name], seconds[name] * 1e3) for name in models}
+
+
+def _exp(mean: float) -> float:
+    """A broken model's perplexity can be beyond what a float holds; it is infinite then, and no error."""
+    try:
+        return math.exp(mean)
+    except OverflowError:
+        return math.inf
 
 
 def cache_nbytes(past_key_values: Any) -> int:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.checkpoints import tokenize
 from headwise.errors import ArgumentError
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file.
+def read_text(path: str | Path, *, name: str = "text") -> str:
+    """The text of a UTF-8 file; ``name`` is what an error calls it.
 
     Raises:
         ArgumentError: there is no such file, or it is not UTF-8 text.
@@ -20,9 +21,9 @@ def read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ArgumentError("text", str(path), f"could not be read: {error.strerror}") from None
+        raise ArgumentError(name, str(path), f"could not be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ArgumentError("text", str(path), "must be UTF-8 text") from None
+        raise ArgumentError(name, str(path), "must be UTF-8 text") from None
 
 
 def token_windows(
@@ -47,7 +48,7 @@ def token_windows(
     # No more text than can be needed is tokenised: no tokenizer in use averages over 16 bytes a token for long.
     if windows is not None:
         text = text[: window * windows * 32]
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = tokenize(tokenizer, text, add_special_tokens=False)["input_ids"]
     if len(ids) < window:
         raise ArgumentError(name, f"{len(ids)} tokens", f"must be at least one window of {window} tokens")
     count = len(ids) // window if windows is None else min(windows, len(ids) // window)

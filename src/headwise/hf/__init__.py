@@ -2,7 +2,7 @@
 
 from headwise.hf.attention import HostedLatentAttention, LayerCache
 from headwise.hf.generate import Generation, generate
-from headwise.hf.load import as_dtype, check_complete, expected_tensors, load, model_class, stock_config
+from headwise.hf.load import as_dtype, check_complete, expected_tensors, load, model_class, open_decoder, stock_config
 from headwise.hf.models import hosted_classes, install_attention, register
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "install_attention",
     "load",
     "model_class",
+    "open_decoder",
     "register",
     "stock_config",
 ]

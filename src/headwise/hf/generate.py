@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
-from headwise.checkpoints import load_tokenizer, model_path
-from headwise.errors import ArgumentError
-from headwise.hf.load import load
+from headwise.checkpoints import load_tokenizer, model_path, tokenize
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.hf.load import load, open_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +47,33 @@ def generate(model: str | Path, prompt: str, *, max_new_tokens: int = 40, dtype:
     """
     if max_new_tokens < 1:
         raise ArgumentError("max_new_tokens", max_new_tokens, "must be at least 1")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError("prompt", prompt, "must be UTF-8 text") from None
     path = model_path(model)
+    open_decoder(path)  # says what is wrong with a folder better than its tokenizer can
     tokenizer = load_tokenizer(path)
-    encoded = tokenizer(prompt, return_tensors="pt")
+    encoded = tokenize(tokenizer, prompt, return_tensors="pt")
     count = encoded["input_ids"].shape[1]
     if count == 0:
         raise ArgumentError("prompt", prompt, "must hold at least one token")
     loaded = load(path, dtype=dtype)
-    start = time.perf_counter()
-    ids = loaded.generate(
-        input_ids=encoded["input_ids"],
-        attention_mask=encoded["attention_mask"],
+    vocabulary = loaded.get_input_embeddings().weight.shape[0]
+    if (largest := int(encoded["input_ids"].max())) >= vocabulary:
+        raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
+    stop = loaded.generation_config.eos_token_id
+    if stop is not None and any(type(token) is not int for token in (stop if isinstance(stop, list) else [stop])):
+        raise CheckpointError("eos_token_id", stop, "must be a token's number, or a list of them")
+    # Greedy is greedy: of the folder's own settings (beams, penalties, …) only where to stop is kept.
+    loaded.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
+        eos_token_id=stop,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-    )[0]
+    )
+    start = time.perf_counter()
+    ids = loaded.generate(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"])[0]
     return Generation(
         model=str(model),
         prompt=prompt,

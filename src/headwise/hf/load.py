@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headwise.checkpoints import Checkpoint, GgufCheckpoint, model_path, open_checkpoint
-from headwise.errors import ArgumentError, CheckpointError
+from headwise.checkpoints import Checkpoint, GgufCheckpoint, family_names, model_path, open_checkpoint
+from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecError
+from headwise.specs import HOSTED_PREFIX
 
 
 def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: str | None = None) -> Any:
@@ -25,25 +28,60 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         ArgumentError: there is no such source, or dtype.
         CheckpointError: its files are missing, damaged, pickles, quantised or ask for code of their own.
     """
-    checkpoint = open_checkpoint(model_path(source))
-    # Read what the config describes before transformers does: a refusal in one line rather than a stack.
-    check_complete(checkpoint)
-    as_stored = checkpoint.dtype if dtype is None else as_dtype(dtype)
+    wanted = None if dtype is None else as_dtype(dtype)
+    checkpoint = open_decoder(source)
+    if checkpoint.spec.model_type.removeprefix(HOSTED_PREFIX) in family_names():
+        check_complete(checkpoint)
+    wanted = wanted or checkpoint.dtype
     if isinstance(checkpoint, GgufCheckpoint):
         state = {name: checkpoint.read(name) for name in checkpoint.tensors}
         model = model_class(checkpoint.config).from_pretrained(
-            None, config=stock_config(checkpoint.config), state_dict=state, dtype=as_stored
+            None, config=stock_config(checkpoint.config), state_dict=state, dtype=wanted
         )
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint.path,
-            dtype=as_stored,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+        try:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path,
+                dtype=wanted,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # such as a generation_config.json that is no JSON
+            raise _refused("folder", str(source), error) from None
+        # Of a family without a file here, whose tensors transformers may rename or fuse, only it knows.
+        for name in sorted(found["missing_keys"]):
+            raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
+    check_finite(model)
     model = model.eval()
     return model if device is None else model.to(device)
+
+
+def open_decoder(source: str | Path) -> Checkpoint:
+    """Open a source and read what its config describes, before transformers does: a refusal is one line, not a stack.
+
+    Raises:
+        SpecError: it is not understood, or an encoder.
+        CheckpointError: its files are missing or damaged.
+    """
+    checkpoint = open_checkpoint(model_path(source))
+    if not checkpoint.spec.is_causal:
+        raise SpecError("model_type", checkpoint.spec.model_type, "is an encoder; only decoders can be run")
+    stock_config(checkpoint.config)
+    return checkpoint
+
+
+def check_finite(model: Any) -> None:
+    """Refuse a model that could only answer NaN.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite, in the file or in the dtype it was loaded in.
+    """
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise CheckpointError("tensor", name, f"holds NaN or infinite values in {dtype}")
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -67,21 +105,35 @@ def stock_config(config: dict[str, Any]) -> Any:
     try:
         return CONFIG_MAPPING[config["model_type"]].from_dict(config)
     except Exception as error:  # its validators raise many kinds
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            "config.json", config.get("model_type"), f"is refused by transformers: {reason}"
-        ) from None
+        raise _refused("config.json", config.get("model_type"), error) from None
 
 
 def model_class(config: dict[str, Any]) -> Any:
-    """The class transformers would build for a config."""
-    return AutoModelForCausalLM._model_mapping[type(stock_config(config))]
+    """The class transformers would build for a config.
+
+    Raises:
+        CheckpointError: it has none that generates text.
+    """
+    try:
+        return AutoModelForCausalLM._model_mapping[type(stock_config(config))]
+    except KeyError:
+        rule = "is not a model that generates text"
+        raise CheckpointError("model_type", config.get("model_type"), rule) from None
 
 
 def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape in the model a config describes, tied ones once; nothing is allocated."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(stock_config(config))
+    """Every parameter's shape in the model a config describes, tied ones once; nothing is allocated.
+
+    Raises:
+        CheckpointError: transformers cannot build it.
+    """
+    model_class(config)  # transformers' own refusal names a hundred classes
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sizes that the shapes will show
+            model = AutoModelForCausalLM.from_config(stock_config(config))
+    except Exception as error:  # a size, an activation or a scaling that only its modules look at
+        raise _refused("config.json", config.get("model_type"), error) from None
     tied = set(model.all_tied_weights_keys)
     return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False) if name not in tied}
 
@@ -90,8 +142,12 @@ def check_complete(checkpoint: Checkpoint) -> None:
     """Hold a checkpoint's tensors to the model its config describes.
 
     Raises:
-        CheckpointError: a tensor is missing, of another shape, or of no use to the model.
+        CheckpointError: a tensor is missing, or of another shape.
     """
+    layers = checkpoint.spec.num_layers
+    if layers > len(checkpoint.tensors):
+        rule = f"is more than the {len(checkpoint.tensors)} tensors of {checkpoint.path} can fill"
+        raise CheckpointError("num_hidden_layers", layers, rule)
     expected = expected_tensors(checkpoint.config)
     for name, shape in expected.items():
         if name not in checkpoint.tensors:
@@ -99,3 +155,10 @@ def check_complete(checkpoint: Checkpoint) -> None:
         if checkpoint.tensors[name].shape != shape:
             found = checkpoint.tensors[name].shape
             raise CheckpointError(f"{name} shape", found, f"must be {shape} by the config")
+
+
+def _refused(field: str, value: object, error: Exception) -> HeadwiseError:
+    if isinstance(error, HeadwiseError):
+        return error
+    reason = shorten(str(error), 300, placeholder=" …")
+    return CheckpointError(field, value, f"is refused by transformers: {type(error).__name__}: {reason}")

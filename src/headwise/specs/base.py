@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import math
+import sys
 import types
 from collections.abc import Collection
 from dataclasses import dataclass, fields
@@ -45,10 +45,8 @@ class RopeSpec:
         if self.max_position_embeddings is not None:
             positive("max_position_embeddings", self.max_position_embeddings)
         for name, value in self.parameters:
-            numbers = value if isinstance(value, tuple) else ()
-            if not isinstance(value, int | float | str | tuple) or any(
-                not isinstance(n, int | float) for n in numbers
-            ):
+            numbers = value if isinstance(value, tuple) else () if isinstance(value, str) else (value,)
+            if not all(is_finite(n) for n in numbers):
                 raise SpecError(f"rope {name}", value, "must be a number, a word or a list of numbers")
         # One order, so that equal embeddings compare equal.
         object.__setattr__(self, "parameters", tuple(sorted(self.parameters, key=lambda pair: pair[0])))
@@ -165,16 +163,27 @@ def _switches(spec: RopeSpec | AttentionSpec) -> None:
             raise SpecError(field.name, value, "must be true or false")
 
 
-def positive(name: str, value: int) -> None:
-    """Raise a `SpecError` unless ``value`` is a whole number of at least 1."""
+MAX_SIZE = 2**40
+"""No size of a real model comes near it, and products of sizes below it stay numbers that can be printed."""
+
+
+def positive(name: str, value: int, most: int = MAX_SIZE) -> None:
+    """Raise a `SpecError` unless ``value`` is a whole number of at least 1 and at most ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SpecError(name, value, "must be a whole number of at least 1")
+    if value > most:
+        raise SpecError(name, value, f"must be at most {most}")
 
 
 def positive_number(name: str, value: float) -> None:
     """Raise a `SpecError` unless ``value`` is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not is_finite(value) or value <= 0:
         raise SpecError(name, value, "must be a number above 0")
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a number that a float can hold; JSON's integers know no limit, and its NaN is a float."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def bias_names(

@@ -23,6 +23,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _LONGEST_ARRAY = 1024
 _MAX_DIMS = 8
+_LARGEST_FLOAT32 = 3.4028234e38
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """GGUF's ``general.architecture`` → transformers' ``model_type``, for those whose metadata are understood."""
@@ -205,6 +206,8 @@ def read_gguf_spec(path: Path) -> ModelSpec:
 
 
 def _shortest_float32(value: float) -> float:
+    if abs(value) > _LARGEST_FLOAT32:
+        return value
     for digits in range(1, 10):
         short = float(f"{value:.{digits}g}")
         if struct.pack("<f", short) == struct.pack("<f", value):

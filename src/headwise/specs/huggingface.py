@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headwise.errors import SpecError
-from headwise.specs.base import AttentionSpec, RopeSpec, positive, positive_number, spec_from_dict
+from headwise.specs.base import AttentionSpec, RopeSpec, is_finite, positive, positive_number, spec_from_dict
 from headwise.specs.grouped import GroupedSpec, grouped_bias
 from headwise.specs.latent import LatentSpec, latent_bias
 from headwise.specs.model import ModelSpec
@@ -40,6 +40,7 @@ _GROUPED: dict[str, bool | str] = {
 _NO_WINDOW = {"llama", "gemma", "olmo", "olmo2", "granite"}
 _QK_NORM = {"qwen3", "qwen3_moe", "gemma3_text"}
 _LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
+_MAX_LAYERS = 10_000
 _CONTEXT_ONLY_ENCODERS = {"bert", "roberta", "distilbert"}
 
 
@@ -60,6 +61,7 @@ def read_config(config: Config) -> ModelSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError("model_type", model_type, "must be present: it names the architecture")
+    _optional_number(config, "rms_norm_eps")  # no matter of attention's, but NaN here is NaN everywhere
     layers = _reader(model_type, config)(config)
     return ModelSpec(
         model_type=model_type,
@@ -106,7 +108,7 @@ def _grouped(config: Config) -> tuple[AttentionSpec, ...]:
         bias = "qkv" if _flag(config, "qkv_bias", True) else False
     scalar = _optional_number(config, "query_pre_attn_scalar")
     scale = _optional_number(config, "attention_multiplier") if scalar is None else scalar**-0.5
-    num_layers = _integer(config, "num_hidden_layers")
+    num_layers = _num_layers(config)
     rotated = _rotated(config, num_layers)
     windows = _windows(config, num_layers)
     return tuple(
@@ -196,7 +198,7 @@ def _latent(config: Config) -> tuple[AttentionSpec, ...]:
         rope=rope,
         softmax_scale=_yarn_softmax_scale(rope, nope_dim + rope_dim),
     )
-    return (spec,) * _integer(config, "num_hidden_layers")
+    return (spec,) * _num_layers(config)
 
 
 def _yarn_softmax_scale(rope: RopeSpec | None, qk_head_dim: int) -> float | None:
@@ -225,7 +227,7 @@ def _gpt2(config: Config) -> tuple[AttentionSpec, ...]:
         head_dim=_divide(hidden_size, num_heads),
         bias=grouped_bias(True),
     )
-    return (spec,) * _integer(config, "n_layer", "num_hidden_layers")
+    return (spec,) * _num_layers(config, "n_layer", "num_hidden_layers")
 
 
 def _falcon(config: Config) -> tuple[AttentionSpec, ...]:
@@ -246,7 +248,7 @@ def _falcon(config: Config) -> tuple[AttentionSpec, ...]:
         bias=grouped_bias(_flag(config, "bias", False)),
         rope=None if _flag(config, "alibi", False) else _rope(config, head_dim),
     )
-    return (spec,) * _integer(config, "num_hidden_layers", "n_layer")
+    return (spec,) * _num_layers(config)
 
 
 def _bert(config: Config) -> tuple[AttentionSpec, ...]:
@@ -263,7 +265,7 @@ def _bert(config: Config) -> tuple[AttentionSpec, ...]:
         bias=grouped_bias(True),
         is_causal=False,
     )
-    return (spec,) * _integer(config, "num_hidden_layers", "n_layers")
+    return (spec,) * _num_layers(config)
 
 
 def _hosted(config: Config) -> tuple[AttentionSpec, ...]:
@@ -282,7 +284,7 @@ def _hosted(config: Config) -> tuple[AttentionSpec, ...]:
         layers += [(index, spec) for index in indices]
     layers.sort(key=lambda layer: layer[0])
     covered = [index for index, _ in layers]
-    if covered != list(range(_integer(config, "num_hidden_layers"))):
+    if covered != list(range(_num_layers(config))):
         raise SpecError("headwise.attention", covered, "must cover every layer once")
     return tuple(spec for _, spec in layers)
 
@@ -310,6 +312,11 @@ def _rope(
     fraction = _number(
         "partial_rotary_factor", kept.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     )
+    if not 0 < fraction <= 1:
+        raise SpecError("partial_rotary_factor", fraction, "must be above 0 and at most 1")
+    if rope_type == "proportional":
+        # It keeps the head's whole width and stops the frequencies beyond the fraction instead.
+        kept["partial_rotary_factor"], fraction = fraction, 1.0
     if rope_type in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" not in kept:
         kept["original_max_position_embeddings"] = _integer(
             config, "original_max_position_embeddings", "max_position_embeddings"
@@ -334,7 +341,7 @@ def _optional_number(config: Config, name: str) -> float | None:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not is_finite(value):
         raise SpecError(name, value, "must be a number")
     return float(value)
 
@@ -364,6 +371,13 @@ def _integer(config: Config, *names: str) -> int:
     value = _optional_integer(config, *names)
     if value is None:
         raise SpecError(names[0], None, "is required in config.json")
+    return value
+
+
+def _num_layers(config: Config, *names: str) -> int:
+    value = _integer(config, *(names or ("num_hidden_layers", "n_layer", "n_layers")))
+    # A spec is made for each: a number without sense must not take the machine with it.
+    positive("num_hidden_layers", value, most=_MAX_LAYERS)
     return value
 
 

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import headwise
+from headwise.checkpoints import FolderCheckpoint, FolderWriter, TensorInfo, check_output
+from headwise.errors import ArgumentError, CheckpointError
+
+INFO = {name: TensorInfo((4, 2), torch.float32) for name in ("a", "b", "c")}  # 32 bytes each
+
+
+def fill(writer: FolderWriter, value: float = 0.0) -> None:
+    for name in INFO:
+        writer.add(name, torch.full((4, 2), value))
+    writer.write_json("config.json", {"value": value})
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 20_000, 50_000, 2**31])
+def test_round_trip_in_pieces(tiny_llama_folder: Path, tmp_path: Path, shard_bytes: int) -> None:
+    source = FolderCheckpoint(tiny_llama_folder)
+    out = tmp_path / "out"
+    with FolderWriter(out, source.tensors, shard_bytes=shard_bytes) as writer:
+        for name in source.tensors:
+            writer.add(name, source.read(name))
+        writer.write_json("config.json", source.config)
+        source.copy_companions(writer.folder)
+    written = FolderCheckpoint(out)
+    assert written.tensors == source.tensors
+    for name in source.tensors:
+        assert torch.equal(written.read(name), source.read(name))
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    if shard_bytes == 2**31:
+        assert files == ["model.safetensors"]
+    else:
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert sorted(set(index["weight_map"].values())) == files
+        assert len(files) == (21 if shard_bytes == 1 else len(files)) > 1
+    model = AutoModelForCausalLM.from_pretrained(out)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, source.read(name))
+
+
+def test_shards_are_closed_before_they_grow_too_large(tmp_path: Path) -> None:
+    with FolderWriter(tmp_path / "out", INFO, shard_bytes=64) as writer:
+        fill(writer)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00001-of-00002.safetensors",
+        "c": "model-00002-of-00002.safetensors",
+    }
+
+
+def test_a_conversion_of_shards(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(tiny_llama_folder).save_pretrained(sharded, max_shard_size="20KB")
+    for source, out in ((tiny_llama_folder, "one"), (sharded, "several")):
+        headwise.convert(source, tmp_path / out, to="mla", kv_budget=0.5)
+    one, several = FolderCheckpoint(tmp_path / "one"), FolderCheckpoint(tmp_path / "several")
+    for name in one.tensors:
+        assert torch.equal(one.read(name), several.read(name))
+
+
+def test_nothing_is_seen_before_everything_is_there(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    with FolderWriter(out, INFO) as writer:
+        assert not out.exists()
+        fill(writer)
+        assert not out.exists()
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, OSError(errno.ENOSPC, "No space left on device")])
+def test_a_failure_leaves_no_trace(tmp_path: Path, error: type[BaseException] | BaseException) -> None:
+    expected = CheckpointError if isinstance(error, OSError) else error
+
+    def fail_half_way() -> None:
+        with FolderWriter(tmp_path / "new" / "deeper" / "out", INFO) as writer:
+            writer.add("a", torch.zeros(4, 2))
+            raise error
+
+    with pytest.raises(expected):
+        fail_half_way()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_keeps_parents_that_were_there(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    with pytest.raises(KeyboardInterrupt), FolderWriter(tmp_path / "new" / "deeper" / "out", INFO):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"]
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_overwriting(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for value in (1.0, 2.0):
+        with FolderWriter(out, INFO, overwrite=True) as writer:
+            fill(writer, value)
+            if value == 2.0:
+                assert torch.equal(FolderCheckpoint(out).read("a"), torch.ones(4, 2))
+        assert torch.equal(FolderCheckpoint(out).read("a"), torch.full((4, 2), value))
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_failure_between_the_two_moves_brings_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException, at: int
+) -> None:
+    out = tmp_path / "out"
+    with FolderWriter(out, INFO) as writer:
+        fill(writer, 1.0)
+    replace, moves = os.replace, iter(range(3))
+
+    def failing(source: Path, destination: Path) -> None:
+        if next(moves) == at:
+            raise failure
+        replace(source, destination)
+
+    writer = FolderWriter(out, INFO, overwrite=True)
+    writer.__enter__()
+    fill(writer, 2.0)
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(CheckpointError if isinstance(failure, OSError) else KeyboardInterrupt):
+        writer.__exit__(None, None, None)
+    assert list(tmp_path.iterdir()) == [out]
+    assert torch.equal(FolderCheckpoint(out).read("a"), torch.ones(4, 2))
+
+
+def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    partial, replaced = tmp_path / ".out.headwise-partial", tmp_path / ".out.headwise-replaced"
+    for folder in (partial, replaced):
+        folder.mkdir()
+        (folder / "stale").write_text("x")
+    with FolderWriter(out, INFO) as writer:
+        assert not (writer.folder / "stale").exists()
+        fill(writer)
+    # A run that was killed between its two moves left the old folder under this name: its only copy.
+    assert (replaced / "stale").exists()
+    with FolderWriter(out, INFO, overwrite=True) as writer:
+        fill(writer)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_text_that_utf8_cannot_write(tmp_path: Path) -> None:
+    with FolderWriter(tmp_path / "out", INFO) as writer:
+        fill(writer)
+        writer.write_json("config.json", {"half a pair": "\ud800", "a whole one": "😀"})
+    read = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert read == {"half a pair": "\ud800", "a whole one": "😀"}
+
+
+def test_destinations_that_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    check_output(tmp_path / "empty", overwrite=False)
+    check_output(tmp_path / "nowhere" / "yet", overwrite=False)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("file", "dangling"):
+        with pytest.raises(ArgumentError, match=r"is a file or a link; it must be a folder or not exist"):
+            check_output(tmp_path / name, overwrite=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    with pytest.raises(ArgumentError, match=r"exists and is not empty; say --overwrite"):
+        check_output(tmp_path / "full", overwrite=False)
+    with pytest.raises(ArgumentError, match=r"is not a model folder, so --overwrite will not replace it"):
+        check_output(tmp_path / "full", overwrite=True)
+    for name in ("", ".", "..", "/", "a/.."):
+        with pytest.raises(ArgumentError, match=r"must name a folder"):
+            check_output(Path(name), overwrite=True)

@@ -1,0 +1,335 @@
+"""The command line's manners: JSON, help, interruption, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headwise
+from tests.cli.conftest import Said
+
+COMMANDS = ("inspect", "compare", "convert", "evaluate", "generate", "demo")
+MLA = ("--to", "mla", "--kv-budget", "0.5")
+SMALL = ("--window", "16", "--windows", "2", "--context", "8")
+
+INSPECT = {
+    "model_type",
+    "num_layers",
+    "mechanism",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_bytes_per_token",
+    "attention_parameters_per_layer",
+    "layers",
+}
+ROW = {
+    "mechanism",
+    "label",
+    "attention_parameters_per_layer",
+    "prefill_flops",
+    "decode_flops",
+    "kv_bytes_per_token",
+    "kv_bytes",
+    "decode_intensity",
+}
+CONVERT = {
+    "source",
+    "output",
+    "mechanism",
+    "kv_bytes_per_token_before",
+    "kv_bytes_per_token_after",
+    "parameters_before",
+    "parameters_after",
+    "seconds",
+    "peak_rss_bytes",
+}
+EVALUATE = {
+    "tokens",
+    "perplexity",
+    "reference_perplexity",
+    "perplexity_ratio",
+    "kl",
+    "top1_agreement",
+    "cache_bytes_per_token",
+    "reference_cache_bytes_per_token",
+    "context",
+    "decode_ms",
+    "reference_decode_ms",
+}
+
+
+def run(*arguments: str, code: str = "from headwise.cli import main; main()", **options: Any) -> Any:
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | options.pop("env", {})
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=environment,
+        **options,
+    )
+
+
+NO_TORCH = """
+import sys
+from headwise.cli import main
+try:
+    main()
+except SystemExit as stopped:
+    heavy = {"torch", "transformers", "numpy"} & set(sys.modules)
+    assert not heavy, heavy
+    sys.exit(stopped.code)
+"""
+
+
+def test_a_question_about_a_config_imports_no_torch(tiny_llama: Path) -> None:
+    for arguments in (["inspect", str(tiny_llama / "config.json"), "--json"], ["compare", str(tiny_llama)]):
+        said = run(*arguments, code=NO_TORCH)
+        assert (said.returncode, said.stderr) == (0, "")
+    said = run("inspect", "nowhere", code=NO_TORCH)
+    assert (said.returncode, said.stdout, said.stderr.count("\n")) == (2, "", 1)
+
+
+def test_help_imports_no_torch() -> None:
+    for command in ((), *((name,) for name in COMMANDS)):
+        said = run(*command, "--help", code=NO_TORCH)
+        assert (said.returncode, said.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(cli: Callable[..., Said], command: str) -> None:
+    said = cli(command, "--help")
+    assert said.status == 0
+    assert f"Example: headwise {command} " in said.out
+
+
+def test_version_and_catalog(cli: Callable[..., Said]) -> None:
+    assert cli("--version") == Said(0, f"headwise {headwise.__version__}\n", "")
+    assert "llama-3-8b" in cli("inspect", "--list").out
+    assert "llama-3-8b" in json.loads(cli("inspect", "--list", "--json").out)["catalog"]
+
+
+def document(said: Said) -> Any:
+    assert (said.status, said.err) == (0, "")
+
+    def no_such_thing(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(said.out, parse_constant=no_such_thing)
+
+
+def test_every_command_speaks_json(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
+    inspected = document(cli("inspect", "tiny", "--json"))
+    assert inspected.keys() >= INSPECT
+    assert (inspected["model_type"], inspected["num_layers"], inspected["mechanism"]) == ("llama", 2, "gqa")
+    assert inspected["kv_lora_rank"] is None
+
+    compared = document(cli("compare", "tiny", "--context", "16", "--json"))
+    assert all(row.keys() >= ROW and "decode_ms" not in row for row in compared["rows"])
+    timed = document(cli("compare", "tiny", "--context", "16", "--measure", "--json"))
+    assert all(row.keys() >= ROW | {"decode_ms", "prefill_ms"} for row in timed["rows"])
+
+    planned = document(cli("convert", "tiny", "out", *MLA, "--dry-run", "--json"))
+    assert planned.keys() >= CONVERT
+    assert planned["dry_run"]
+    assert not (here / "out").exists()
+    done = document(cli("convert", "tiny", "out", *MLA, "--calibrate", "text.txt", "--json"))
+    assert done.keys() >= CONVERT
+    assert done["kv_bytes_per_token_before"] == 2 * done["kv_bytes_per_token_after"]
+    assert {key: planned[key] for key in CONVERT - {"seconds", "peak_rss_bytes"}} == {
+        key: done[key] for key in CONVERT - {"seconds", "peak_rss_bytes"}
+    }
+    assert (document(cli("inspect", "out", "--json"))["mechanism"]) == "mla"
+
+    evaluated = document(cli("evaluate", "out", "--against", "tiny", "--text", "text.txt", *SMALL, "--json"))
+    assert evaluated.keys() >= EVALUATE
+    assert None not in evaluated.values()
+    alone = document(cli("evaluate", "tiny", "--text", "text.txt", *SMALL, "--json"))
+    assert alone.keys() >= EVALUATE
+    assert alone["kl"] is None
+
+    said = document(cli("generate", "out", "--prompt", "the quick", "--max-new-tokens", "3", "--json"))
+    assert said["prompt"] == "the quick"
+    assert isinstance(said["text"], str)
+
+
+def test_a_number_json_has_no_word_for(capsys: pytest.CaptureFixture[str]) -> None:
+    from headwise.cli.app import emit
+
+    emit({"perplexity": float("inf"), "rows": [{"kl": float("nan")}]})
+    assert json.loads(capsys.readouterr().out) == {"perplexity": None, "rows": [{"kl": None}]}
+
+
+def test_a_terminal_without_unicode(here: Path, tiny_llama: Path) -> None:
+    plain = {"PYTHONIOENCODING": "ascii"}
+    said = run("compare", "tiny", "--json", env=plain)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "×" in json.loads(said.stdout)["rows"][0]["label"]
+    assert run("compare", "tiny", env=plain).returncode == 0
+    tiny_llama.rename(os.fsdecode(bytes(here) + b"/\xff"))
+    said = run("inspect", os.fsdecode(b"\xff"), "--json")
+    assert json.loads(said.stdout)["source"] == "\udcff"
+
+
+def test_the_console_script_and_a_real_exit(here: Path, tiny_llama: Path) -> None:
+    script = Path(sys.executable).with_name("headwise")
+    said = subprocess.run(
+        [script, "convert", "tiny", "out", "--to", "nonsense"], capture_output=True, text=True, check=False
+    )
+    assert (said.returncode, said.stdout) == (2, "")
+    assert (
+        said.stderr == "headwise: to = 'nonsense': must be mha, gqa:K, mqa or mla, K the number of key–value heads\n"
+    )
+
+
+# --- interruption --------------------------------------------------------------------------------------------
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_ctrl_c_in_the_middle_leaves_nothing(here: Path, tiny_llama: Path, overwrite: bool) -> None:
+    if overwrite:
+        headwise.convert(tiny_llama, here / "out", to="mqa")
+        config = (here / "out" / "config.json").read_bytes()
+    before = left(here)
+
+    def impatient(stage: str, done: int, total: int) -> None:
+        assert (here / ".out.headwise-partial").is_dir()
+        if (stage, done) == ("converting", 1):
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            headwise.convert(
+                tiny_llama, here / "out", to="mla", kv_budget=0.5, overwrite=overwrite, progress=impatient
+            )
+        assert left(here) == before
+    if overwrite:
+        assert (here / "out" / "config.json").read_bytes() == config
+    headwise.convert(tiny_llama, here / "out", to="mla", kv_budget=0.5, overwrite=overwrite)
+    assert left(here) == ["out", "text.txt", "tiny"]
+    assert headwise.inspect(here / "out").mechanism == "mla"
+
+
+SLOWLY = """
+import time
+from headwise.checkpoints import FolderWriter
+from headwise.cli import main
+
+add = FolderWriter.add
+def slowly(self, name, tensor):
+    add(self, name, tensor)
+    print("added", flush=True)
+    time.sleep(0.2)
+FolderWriter.add = slowly
+main()
+"""
+
+
+def test_a_real_ctrl_c(here: Path, tiny_llama: Path, cli: Callable[..., Said]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOWLY, "convert", "tiny", "out", *MLA],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "added\n"
+    assert left(here) == [".out.headwise-partial", "text.txt", "tiny"]
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "headwise: interrupted\n")
+    assert left(here) == ["text.txt", "tiny"]
+    assert cli("convert", "tiny", "out", *MLA).status == 0
+
+
+def test_what_a_kill_leaves_the_next_run_clears(here: Path, tiny_llama: Path, cli: Callable[..., Said]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOWLY, "convert", "tiny", "out", *MLA], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "added\n"
+    process.kill()
+    process.wait(timeout=60)
+    process.stdout.close()
+    assert left(here) == [".out.headwise-partial", "text.txt", "tiny"]
+    assert cli("convert", "tiny", "out", *MLA).status == 0
+    assert left(here) == ["out", "text.txt", "tiny"]
+
+
+# --- a full disk ---------------------------------------------------------------------------------------------
+
+FULL = """
+import resource, sys
+from headwise.cli import main
+
+size = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+main()
+"""
+
+
+@pytest.mark.parametrize("size", [100, 10_000])
+def test_a_full_disk(here: Path, tiny_llama: Path, size: int) -> None:
+    """At a companion file, and in the middle of a shard."""
+    said = run(str(size), "convert", "tiny", "new/out", *MLA, code=FULL)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr.startswith("headwise: output = 'new/out': could not be written: ")
+    assert said.stderr.count("\n") == 1
+    assert left(here) == ["text.txt", "tiny"]
+
+
+def test_too_little_room_is_known_before_it_is_filled(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], tiny_llama: Path
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
+    line = refused("convert", "tiny", "out", *MLA)
+    assert "output = 'out': needs 0.07 GB of disk and 0.00 GB are free" in line
+
+
+# --- progress ------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_silent_until_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Said], here: Path, tiny_llama: Path
+) -> None:
+    assert cli("convert", "tiny", "out", *MLA).err == ""
+    monkeypatch.setattr("headwise.cli.app._PATIENCE", 0.0)
+    said = cli("convert", "tiny", "out", *MLA, "--overwrite", "--json")
+    assert "converting" in said.err
+    json.loads(said.out)
+
+
+def test_an_error_after_a_long_time_is_still_one_line(
+    monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], tiny_llama: Path, edit_weights: Any
+) -> None:
+    monkeypatch.setattr("headwise.cli.app._PATIENCE", 0.0)
+    edit_weights(lambda tensors: tensors["model.norm.weight"][3].fill_(float("nan")) and None)
+    assert "holds NaN" in refused("convert", "tiny", "out", *MLA)
+
+
+def test_inspect_answers_within_a_second(tiny_llama: Path) -> None:
+    best = min(_seconds(tiny_llama) for _ in range(3))
+    assert best < 1.0
+
+
+def _seconds(folder: Path) -> float:
+    start = time.perf_counter()
+    assert run("inspect", str(folder / "config.json")).returncode == 0
+    return time.perf_counter() - start
