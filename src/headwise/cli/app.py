@@ -86,6 +86,8 @@ def progress_bar() -> Iterator[Progress]:
     def report(stage: str, done: int, total: int) -> None:
         if stage not in tasks:
             tasks[stage] = bar.add_task(stage, total=total)
+        elif done == 0:
+            bar.reset(tasks[stage])  # the same stage of another model
         bar.update(tasks[stage], completed=done, total=total)
         if not bar.live.is_started and time.monotonic() - begun > _PATIENCE:
             bar.start()

@@ -127,7 +127,7 @@ def _versions() -> dict[str, str]:
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    table = numbers_table("", "B/token", "perplexity", "×", "KL", "same top-1", "ms/token", "parameters")
+    table = numbers_table("", "B/token", "perplexity", "ratio", "KL", "top-1", "ms/token", "size")
     first = results[0]
     found = first["evaluate"]
     reference = {
@@ -144,8 +144,8 @@ def _table(results: list[dict[str, Any]]) -> Table:
         table.add_row(
             name,
             f"{numbers['cache_bytes_per_token']:,.0f}",
-            f"{numbers['perplexity']:,.2f}",
-            f"{numbers['perplexity_ratio']:.4f}",
+            f"{numbers['perplexity']:.5g}",
+            f"{numbers['perplexity_ratio']:.5g}",
             f"{abs(numbers['kl']):.4f}",
             f"{numbers['top1_agreement']:.1%}",
             f"{numbers['decode_ms']:.1f}",

@@ -107,6 +107,7 @@ def evaluate(
     for step, (name, path) in enumerate(paths.items()):
         progress("loading", step, len(sources))
         models[name] = load(path, dtype=dtype)
+    progress("loading", len(sources), len(sources))
     check_vocabulary(models, int(batches.max()))
     for name, longest in positions.items():
         if longest is not None and context > longest:
