@@ -9,6 +9,7 @@ measured in the same run.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 from functools import partial
@@ -23,7 +24,8 @@ from headwise.measurement import matmul_flops_per_second, time_interleaved
 
 HEADS = ((9, 3, 64), (32, 32, 128), (32, 8, 128), (32, 1, 128))
 LENGTHS = (512, 2048, 8192)
-QUERIES = (1, 4, 16, 64)
+QUERIES = (1, 4, 8, 16, 64)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def read_bandwidth() -> float:
@@ -38,40 +40,44 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
-    bandwidth, flops = read_bandwidth(), matmul_flops_per_second()
+    bandwidth, flops = read_bandwidth(), {dtype: matmul_flops_per_second(dtype) for dtype in DTYPES}
     rows: list[dict[str, Any]] = []
-    print(f"read {bandwidth / 1e9:.1f} GB/s, matmul {flops / 1e9:.0f} GFLOP/s, {torch.get_num_threads()} threads")
-    print(f"{'heads':>12} {'T':>6} {'S':>3} {'packed':>9} {'sdpa':>9} {'expand':>9} {'limit':>8} ms   auto")
-    for H, K, D in HEADS:
-        for T in LENGTHS:
-            k, v = torch.randn(1, K, T, D), torch.randn(1, K, T, D)
-            for S in QUERIES:
-                q = torch.randn(1, H, S, D)
-                calls = {
-                    "packed": partial(attend, q, k, v, is_causal=True, backend="packed"),
-                    "sdpa": partial(attend, q, k, v, is_causal=True, backend="sdpa"),
-                }
-                if S == 1:
-                    calls["expand"] = partial(expand_then_attend, q, k, v)
-                times = time_interleaved(calls, repeats=options.repeats, warmup=2)
-                limit = max((k.nbytes + v.nbytes) / bandwidth, 4 * H * S * T * D / flops)
-                auto = choose_backend(H, K, S, T).backend
-                rows.append({"H": H, "K": K, "D": D, "T": T, "S": S, "limit_s": limit, "auto": auto, **times})
-                shown = " ".join(
-                    f"{times[n] * 1e3:9.3f}" if n in times else " " * 9 for n in ("packed", "sdpa", "expand")
-                )
-                print(f"{H:>4}/{K}/{D:<4} {T:>6} {S:>3} {shown} {limit * 1e3:8.3f}      {auto}")
+    peaks = ", ".join(f"{name(dtype)} matmul {rate / 1e9:.0f} GFLOP/s" for dtype, rate in flops.items())
+    print(f"read {bandwidth / 1e9:.1f} GB/s, {peaks}, {torch.get_num_threads()} threads")
+    print(f"{'':>8} {'heads':>10} {'T':>6} {'S':>3} {'packed':>9} {'sdpa':>9} {'expand':>9} {'limit':>8} ms   auto")
+    for dtype, (H, K, D), T in itertools.product(DTYPES, HEADS, LENGTHS):
+        k, v = torch.randn(1, K, T, D).to(dtype), torch.randn(1, K, T, D).to(dtype)
+        for S in QUERIES:
+            q = torch.randn(1, H, S, D).to(dtype)
+            calls = {
+                "packed": partial(attend, q, k, v, is_causal=True, backend="packed"),
+                "sdpa": partial(attend, q, k, v, is_causal=True, backend="sdpa"),
+            }
+            if S == 1:
+                calls["expand"] = partial(expand_then_attend, q, k, v)
+            times = time_interleaved(calls, repeats=options.repeats, warmup=2)
+            limit = max((k.nbytes + v.nbytes) / bandwidth, 4 * H * S * T * D / flops[dtype])
+            auto = choose_backend(H, K, S, T).backend
+            row = {"dtype": name(dtype), "H": H, "K": K, "D": D, "T": T, "S": S, "limit_s": limit, "auto": auto}
+            rows.append({**row, **times})
+            shown = " ".join(
+                f"{times[n] * 1e3:9.3f}" if n in times else " " * 9 for n in ("packed", "sdpa", "expand")
+            )
+            print(f"{name(dtype):>8} {f'{H}/{K}/{D}':>10} {T:>6} {S:>3} {shown} {limit * 1e3:8.3f}      {auto}")
     if options.json:
         document = {
             "command": "python benchmarks/attend.py",
             "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "dtype": "float32",
             "read_bytes_per_second": bandwidth,
-            "matmul_flops_per_second": flops,
+            "matmul_flops_per_second": {name(dtype): rate for dtype, rate in flops.items()},
             "rows": rows,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def expand_then_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -243,8 +243,8 @@ def test_returned_weights_are_those_after_dropout(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("shape", "weights", "backend", "reason"),
     [
-        ((32, 8, 1, 8192), False, "packed", "4 queries a key–value head: reading the cache once is the cost"),
-        ((128, 1, 1, 4096), False, "packed", "one new token: expanding keys and values would cost more"),
+        ((32, 8, 1, 8192), False, "packed", "few new tokens (1): reading 8 key–value heads once is the cost"),
+        ((128, 1, 1, 4096), False, "packed", "few new tokens (1): reading 1 key–value heads once is the cost"),
         ((8, 8, 512, 512), False, "sdpa", "512 new tokens: blocked softmax, no 512 × 512 scores held"),
         ((8, 8, 512, 512), True, "packed", "the weights are asked for, and SDPA never holds them"),
     ],

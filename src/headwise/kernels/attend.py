@@ -5,7 +5,6 @@ Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -20,9 +19,8 @@ from headwise.kernels.reference import attend_reference
 Backend = Literal["auto", "reference", "sdpa", "packed"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed")
 
-# Queries a key–value head may be asked at once before SDPA's blocking beats packed's single product; from
-# benchmarks/attend.py on 2 AVX-512 cores.
-_PACKED_QUERIES = 32
+# New tokens up to which folding the group into the queries pays; benchmarks/results/attend.json.
+_PACKED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -128,11 +126,18 @@ def attend(
         if return_weights:
             raise ArgumentError("backend", backend, "never holds the weights; use reference, packed or auto")
         return _attend_sdpa(query, key, value, attn_mask, is_causal, scale, dropout_p)
-    if backend not in _EAGER:
-        raise ArgumentError("backend", backend, f"must be one of {', '.join(BACKENDS)}")
     mask = combine_masks(attn_mask, is_causal, (B, H, S, T), query.device)
-    out, weights = _EAGER[backend](query, key, value, mask, scale, dropout_p)
-    return (out, weights) if return_weights else out
+    weights: Tensor | None
+    if backend == "packed":
+        out, weights = attend_packed(query, key, value, mask, scale, dropout_p, return_weights=return_weights)
+    elif backend == "reference":
+        out, weights = attend_reference(query, key, value, mask, scale, dropout_p)
+    else:
+        raise ArgumentError("backend", backend, f"must be one of {', '.join(BACKENDS)}")
+    if not return_weights:
+        return out
+    assert weights is not None
+    return out, weights
 
 
 def choose_backend(H: int, K: int, S: int, T: int, *, return_weights: bool = False) -> Choice:
@@ -143,17 +148,9 @@ def choose_backend(H: int, K: int, S: int, T: int, *, return_weights: bool = Fal
     """
     if return_weights:
         return Choice("packed", "the weights are asked for, and SDPA never holds them")
-    if S * (H // K) <= _PACKED_QUERIES:
-        return Choice("packed", f"{S * (H // K)} queries a key–value head: reading the cache once is the cost")
-    if S == 1:
-        return Choice("packed", "one new token: expanding keys and values would cost more than the product")
+    if S <= _PACKED_TOKENS:
+        return Choice("packed", f"few new tokens ({S}): reading {K} key–value heads once is the cost")
     return Choice("sdpa", f"{S} new tokens: blocked softmax, no {S} × {T} scores held")
-
-
-_EAGER: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "reference": attend_reference,
-    "packed": attend_packed,
-}
 
 
 def _attend_sdpa(

@@ -13,17 +13,37 @@ from headwise.kernels.reference import masked_softmax
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    """As `headwise.kernels.reference.attend_reference`, in plain torch, K and V read in place.
-
-    Scores of all pairs are held at once: ``B·H·S·T`` values, small for few queries.
-    """
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    *,
+    return_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """As `headwise.kernels.reference.attend_reference`, K and V read in place; the weights only when asked for."""
     B, H, S, D = query.shape
-    K, T = key.shape[1], key.shape[2]
-    folded = (query * scale).reshape(B, K, H // K * S, D)
+    K, T, V = key.shape[1], key.shape[2], value.shape[3]
+    group = H // K
+    # SDPA on the CPU is slow in half precision with few queries, and has no blocked path for V ≠ D
+    # (benchmarks/attend.py); plain products then are the better way, at the price of all scores at once.
+    if not return_weights and D == V and query.dtype.itemsize >= 4:
+        folded = query.reshape(B, K, group * S, D)
+        out = F.scaled_dot_product_attention(folded, key, value, _fold(mask, K, group, S), dropout_p, scale=scale)
+        return out.view(B, H, S, V), None
+    folded = (query * scale).reshape(B, K, group * S, D)
     scores = (folded @ key.transpose(-1, -2)).view(B, H, S, T)
     weights = masked_softmax(scores, mask)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0)
-    out = weights.view(B, K, H // K * S, T) @ value
-    return out.view(B, H, S, value.shape[-1]), weights
+    out = weights.view(B, K, group * S, T) @ value
+    return out.view(B, H, S, V), weights if return_weights else None
+
+
+def _fold(mask: Tensor | None, K: int, group: int, S: int) -> Tensor | None:
+    """A mask over ``[B, H, S, T]`` as one over ``[B, K, G·S, T]``."""
+    if mask is None or mask.shape[1:3] == (1, 1):
+        return mask
+    if mask.shape[1] == 1:
+        return mask.repeat(1, 1, group, 1)
+    return mask.expand(-1, -1, S, -1).reshape(mask.shape[0], K, group * S, mask.shape[3])
