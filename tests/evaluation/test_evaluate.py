@@ -27,20 +27,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_number_by_hand(root: Path) -> None:
     found = headwise.evaluate(
-        root / "half", against=root / "source", text=root / "text.txt", window=300, windows=3, context=20
+        root / "half", against=root / "source", text=root / "text.txt", window=200, windows=3, context=20
     )
-    ids = token_windows(load_tokenizer(root / "source"), TEXT, window=300, windows=3)
+    ids = token_windows(load_tokenizer(root / "source"), TEXT, window=200, windows=3)
     nll, other_nll, kl, agree = 0.0, 0.0, 0.0, 0
     with torch.inference_mode():
         own, other = (headwise.load(root / name)(ids).logits.double().log_softmax(-1) for name in ("half", "source"))
     for row in range(3):
-        for position in range(299):
+        for position in range(199):
             p, q = other[row, position], own[row, position]
             nll -= float(q[ids[row, position + 1]])
             other_nll -= float(p[ids[row, position + 1]])
             kl += float((p.exp() * (p - q)).sum())
             agree += int(p.argmax() == q.argmax())
-    tokens = 3 * 299
+    tokens = 3 * 199
     assert found.tokens == tokens
     assert found.windows == 3
     assert found.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-5)
@@ -89,3 +89,20 @@ def test_models_of_different_vocabularies_are_not_compared(root: Path) -> None:
     save_tiny(root / "other", vocab_size=120)
     with pytest.raises(headwise.ArgumentError, match="against = 120: has another vocabulary"):
         headwise.evaluate(root / "source", against=root / "other", text=root / "text.txt", window=50, windows=1)
+
+
+def test_a_model_of_few_positions_is_measured_within_them(root: Path) -> None:
+    found = headwise.evaluate(root / "source", text=root / "text.txt", windows=1)
+    assert (found.window, found.context) == (256, 255)
+    for options, rule in (({"window": 257}, "window = 257: .* at most 256"), ({"context": 256}, "at most 255")):
+        with pytest.raises(headwise.ArgumentError, match=rule):
+            headwise.evaluate(root / "source", text=root / "text.txt", **options)
+
+
+def test_two_dtypes_are_run_in_the_wider_one(root: Path) -> None:
+    headwise.convert(root / "source", root / "narrow", to="mla", kv_budget=0.5, dtype="bfloat16")
+    options = {"text": root / "text.txt", "window": 50, "windows": 1, "context": 10}
+    found = headwise.evaluate(root / "narrow", against=root / "source", **options)
+    assert found.dtype == "float64"
+    assert found.cache_bytes_per_token * 2 == found.reference_cache_bytes_per_token
+    assert headwise.evaluate(root / "narrow", **options).dtype == "bfloat16"

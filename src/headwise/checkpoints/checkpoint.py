@@ -68,7 +68,10 @@ class Checkpoint(ABC):
         """
         if name not in self.tensors:
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
-        tensor = self._read(name)
+        try:
+            tensor = self._read(name)
+        except OSError as error:
+            raise CheckpointError("tensor", name, f"could not be read: {error.strerror or error}") from None
         if not bool(torch.isfinite(tensor).all()):
             kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite values"
             raise CheckpointError("tensor", name, f"holds {kind}")

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise.checkpoints.checkpoint import TensorInfo
+from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo
 from headwise.checkpoints.folder import INDEX, SINGLE
 from headwise.errors import ArgumentError, CheckpointError
 
@@ -87,17 +87,9 @@ class FolderWriter:
                 assert not self._tensors, f"never added: {sorted(self._tensors)[:3]}"
                 self._move_into_place()
         except OSError as failure:
-            error = failure
+            raise self._failed(failure) from failure
         finally:
             self._discard()
-        if isinstance(error, OSError):
-            rule = f"could not be written: {error.strerror}"
-            raise CheckpointError("output", str(self.output), rule) from error
-
-    @property
-    def folder(self) -> Path:
-        """Where files that are not tensors go meanwhile."""
-        return self._partial
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one of the announced tensors."""
@@ -116,7 +108,17 @@ class FolderWriter:
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a JSON file into the folder."""
         # In ASCII: JSON can escape what UTF-8 cannot write, half a surrogate pair.
-        (self._partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        try:
+            (self._partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def add_companions(self, checkpoint: Checkpoint) -> None:
+        """Let the source write its tokenizer and settings into the folder."""
+        try:
+            checkpoint.copy_companions(self._partial)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def _move_into_place(self) -> None:
         if set(self._shard_of.values()) != {SINGLE}:
@@ -134,6 +136,9 @@ class FolderWriter:
             if not self.output.exists():  # interrupted between the two
                 os.replace(replaced, self.output)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        return CheckpointError("output", str(self.output), f"could not be written: {error.strerror or error}")
 
     def _discard(self) -> None:
         self._pending.clear()

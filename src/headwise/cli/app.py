@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -81,7 +81,9 @@ def progress_bar() -> Iterator[Progress]:
     quiet_transformers()
     bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err)
     tasks: dict[str, Any] = {}
-    begun = time.monotonic()
+    patience = threading.Timer(_PATIENCE, bar.start)
+    patience.daemon = True
+    patience.start()
 
     def report(stage: str, done: int, total: int) -> None:
         if stage not in tasks:
@@ -89,17 +91,17 @@ def progress_bar() -> Iterator[Progress]:
         elif done == 0:
             bar.reset(tasks[stage])  # the same stage of another model
         bar.update(tasks[stage], completed=done, total=total)
-        if not bar.live.is_started and time.monotonic() - begun > _PATIENCE:
-            bar.start()
 
     try:
         yield report
     except BaseException:
+        patience.cancel()
         # The error is all there is to see; the bar's own stop would put an empty line before it.
         bar.live.transient = True
         bar.live.stop()
         raise
     finally:
+        patience.cancel()
         if bar.live.is_started:
             bar.stop()
 

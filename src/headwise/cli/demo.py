@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from headwise.cli.app import Json, app, bytes_text, count_text, emit, err, numbers_table, out, progress_bar
-from headwise.errors import CheckpointError
+from headwise.errors import ArgumentError, CheckpointError
 
 CONVERSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mha", {"to": "mha"}),
@@ -39,8 +39,13 @@ def demo(
     digest = hashlib.sha256(bundled_gguf().read_bytes()).hexdigest()
     if not digest.startswith(BUNDLED_SHA256):
         raise CheckpointError("smollm2-135m sha256", digest[:16], f"must begin {BUNDLED_SHA256}: another file")
-    output.mkdir(parents=True, exist_ok=True)
-    study, exam = _texts(output)
+    if windows < 1:
+        raise ArgumentError("windows", windows, "must be at least 1")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        study, exam = _texts(output)
+    except OSError as error:
+        raise ArgumentError("output", str(output), f"cannot be written: {error.strerror}") from None
     original = output / "original"
 
     with progress_bar() as progress:
@@ -80,8 +85,8 @@ def demo(
     seconds = time.perf_counter() - start
     document = {
         "model": "SmolLM2-135M-Instruct, dequantised from Q4_1",
-        "text": "Python's language reference (pydoc_data.topics), its second half",
-        "calibration": "its first half, for mla-half",
+        "text": "Python's language reference (pydoc_data.topics), every second topic",
+        "calibration": "its other topics, for mla-half",
         "machine": {"processor": platform.machine(), "python": platform.python_version(), **_versions()},
         "inspect": inspection.to_dict(),
         "compare": [row.to_dict() for row in comparison.rows],
@@ -146,7 +151,7 @@ def _table(results: list[dict[str, Any]]) -> Table:
             f"{numbers['cache_bytes_per_token']:,.0f}",
             f"{numbers['perplexity']:.5g}",
             f"{numbers['perplexity_ratio']:.5g}",
-            f"{abs(numbers['kl']):.4f}",
+            f"{numbers['kl']:.4f}",
             f"{numbers['top1_agreement']:.1%}",
             f"{numbers['decode_ms']:.1f}",
             f"{count_text(parameters)}",

@@ -17,9 +17,13 @@ def evaluate(
     against: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="The reference, such as what it was converted from.")
     ] = None,
-    window: Annotated[int, typer.Option(help="Tokens a window.")] = 2048,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens a window; 2048, or the model's positions if fewer, when left out.")
+    ] = None,
     windows: Annotated[int, typer.Option(help="How many windows, from the beginning.")] = 6,
-    context: Annotated[int, typer.Option(help="Tokens in the cache while decoding is timed.")] = 512,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in the cache while decoding is timed; 512, or as many as fit.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="To run in; as stored when left out.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -36,7 +36,7 @@ class Conversion:
 
     Attributes:
         mechanism: of the result.
-        method: how the heads were made: ``repeat``, ``mean`` or ``svd``.
+        method: how the heads were made: ``copy``, ``repeat``, ``mean`` or ``svd``.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype.
         kv_bytes_per_token_after: of the result.
         parameters_before: learned numbers in the whole source.
@@ -132,7 +132,7 @@ def convert(
         seconds = job.estimate_seconds(calibration_tokens if calibrate is not None else 0)
     else:
         with FolderWriter(destination, job.tensors, overwrite=overwrite) as writer:
-            checkpoint.copy_companions(writer.folder)
+            writer.add_companions(checkpoint)
             if calibrate is not None:
                 grams, seen = input_moments(source, calibrate, tokens=calibration_tokens, progress=progress)
             for name, tensor in job.run(grams, progress):
@@ -197,7 +197,11 @@ class _Job:
         """Whether the result computes what the source does, beyond rounding."""
         if self.method != "svd":
             return self.method != "mean"
-        return cost.cache_bytes_per_token(self.after) >= cost.cache_bytes_per_token(self.before)
+        return all(
+            new.qk_nope_head_dim == 0 and new.kv_lora_rank >= old.num_kv_heads * old.value_dim
+            for old, new in zip(self.before.layers, self.after.layers, strict=True)
+            if isinstance(old, GroupedSpec) and isinstance(new, LatentSpec)
+        )
 
     def config(self) -> dict[str, Any]:
         """The output's ``config.json``."""

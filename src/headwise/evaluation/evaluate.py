@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from headwise.hf import as_dtype, load, open_decoder
 from headwise.measurement import time_interleaved
 from headwise.progress import Progress, silent
 
+WINDOW = 2048
+CONTEXT = 512
 _CHUNK = 256
 
 
@@ -67,9 +69,9 @@ def evaluate(
     *,
     text: str | Path,
     against: str | Path | None = None,
-    window: int = 2048,
+    window: int | None = None,
     windows: int | None = 6,
-    context: int = 512,
+    context: int | None = None,
     dtype: str | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
@@ -82,36 +84,36 @@ def evaluate(
         model: a model folder, ``.gguf`` or other source with weights.
         text: a UTF-8 file.
         against: the reference, usually what the model was converted from; its tokenizer is used.
-        window: tokens a window.
+        window: tokens a window; 2048, or all the models' positions where they have fewer, when None.
         windows: how many, from the beginning of the text; None for all.
-        context: tokens in the cache while decoding is timed.
-        dtype: to run both in; as stored when None.
+        context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
+        dtype: to run both in; the wider of those they are stored in when None.
         progress: told of each window.
 
     Raises:
         ArgumentError: the text is missing or shorter than a window, or a number is out of range.
         CheckpointError: a model could not be read.
     """
-    if context < 1:
-        raise ArgumentError("context", context, "must be at least 1 token")
     if dtype is not None:
         as_dtype(dtype)  # or refused, before any work
     content = read_text(text)
     sources = {"model": model} if against is None else {"model": model, "against": against}
     paths = {name: model_path(source) for name, source in sources.items()}
     # Before the tokenizer, which says less of what is wrong with a folder.
-    positions = {name: open_decoder(path).spec.max_position_embeddings for name, path in paths.items()}
+    checkpoints = {name: open_decoder(path) for name, path in paths.items()}
+    longest = min(c.spec.max_position_embeddings or WINDOW for c in checkpoints.values())
+    window = _within("window", window, WINDOW, 2, longest)
+    context = _within("context", context, CONTEXT, 1, longest - 1)  # the token that is timed has a position too
     tokenizer = load_tokenizer(paths.get("against", paths["model"]))
     batches = token_windows(tokenizer, content, window=window, windows=windows)
+    # One dtype for both, the wider of the two: bytes and times then differ by the attention alone.
+    common = reduce(torch.promote_types, (checkpoint.dtype for checkpoint in checkpoints.values()))
     models = {}
     for step, (name, path) in enumerate(paths.items()):
         progress("loading", step, len(sources))
-        models[name] = load(path, dtype=dtype)
+        models[name] = load(path, dtype=dtype or common)
     progress("loading", len(sources), len(sources))
     check_vocabulary(models, int(batches.max()))
-    for name, longest in positions.items():
-        if longest is not None and context > longest:
-            raise ArgumentError("context", context, f"must be at most the {longest} positions of {sources[name]}")
 
     totals = {"nll": 0.0, "reference_nll": 0.0, "kl": 0.0, "agree": 0.0}
     for index, batch in enumerate(batches):
@@ -127,9 +129,7 @@ def evaluate(
     prompt = batches.flatten()[None, :context]
     if prompt.shape[1] < context:
         prompt = prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
-    progress("decoding", 0, 1)
-    speed = decode_times(models, prompt)
-    progress("decoding", 1, 1)
+    speed = decode_times(models, prompt, progress=progress)
     perplexity = _exp(totals["nll"] / tokens)
     result: dict[str, Any] = {
         "tokens": tokens,
@@ -142,7 +142,7 @@ def evaluate(
         result |= {
             "reference_perplexity": reference,
             "perplexity_ratio": perplexity / reference,
-            "kl": totals["kl"] / tokens,
+            "kl": max(totals["kl"] / tokens, 0.0),  # never negative but by rounding
             "top1_agreement": totals["agree"] / tokens,
             "reference_cache_bytes_per_token": speed["against"].bytes_per_token,
             "reference_decode_ms": speed["against"].decode_ms,
@@ -158,6 +158,15 @@ def evaluate(
         threads=torch.get_num_threads(),
         **result,
     )
+
+
+def _within(name: str, asked: int | None, usual: int, least: int, most: int) -> int:
+    """A number of tokens that fits the models' positions: the usual one, or as many as there are."""
+    if asked is None:
+        return min(usual, most)
+    if not least <= asked <= most:
+        raise ArgumentError(name, asked, f"must be at least {least} and at most {most}, by the models' positions")
+    return asked
 
 
 def check_vocabulary(models: dict[str, Any], largest: int) -> None:
@@ -181,13 +190,16 @@ class Speed:
     decode_ms: float
 
 
-def decode_times(models: dict[str, Any], prompt: Tensor, *, repeats: int = 12) -> dict[str, Speed]:
+def decode_times(
+    models: dict[str, Any], prompt: Tensor, *, repeats: int = 12, progress: Progress = silent
+) -> dict[str, Speed]:
     """Bytes of cache a token, read off the tensors, and the median time of one more token, the models in turn.
 
     Args:
         models: transformers models.
         prompt: ``[1, context]`` token ids that fill the cache.
         repeats: timed tokens of each.
+        progress: told of each round.
     """
     caches = {name: m(prompt, use_cache=True, logits_to_keep=1).past_key_values for name, m in models.items()}
     for cache in caches.values():
@@ -198,7 +210,9 @@ def decode_times(models: dict[str, Any], prompt: Tensor, *, repeats: int = 12) -
         models[name](prompt[:, -1:], past_key_values=caches[name], use_cache=True)
         caches[name].crop(-1)
 
-    seconds = time_interleaved({name: partial(step, name) for name in models}, repeats=repeats)
+    seconds = time_interleaved(
+        {name: partial(step, name) for name in models}, repeats=repeats, stage="decoding", progress=progress
+    )
     return {name: Speed(nbytes[name], seconds[name] * 1e3) for name in models}
 
 

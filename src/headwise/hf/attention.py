@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.attention import MultiHeadLatentAttention
 from headwise.errors import ArgumentError
-from headwise.specs import LatentSpec
+from headwise.specs import LatentSpec, RopeSpec
 
 
 class LayerCache:
@@ -68,7 +68,7 @@ class HostedLatentAttention(MultiHeadLatentAttention):
             latent_norm=spec.latent_norm,
             bias=spec.bias,
             dropout=float(config.attention_dropout or 0.0),
-            rope=spec.rope,
+            rope=RopeSpec(dim=spec.qk_rope_head_dim),  # cos and sin come from the model; pairs are halves
             softmax_scale=spec.softmax_scale,
         )
         if len(channels) != spec.qk_rope_head_dim // 2:
@@ -77,6 +77,7 @@ class HostedLatentAttention(MultiHeadLatentAttention):
         self.config = config
         self.layer_idx = layer_idx
         self.channels = list(channels)
+        self._index: Tensor | None = None
 
     def forward(  # type: ignore[override]  # transformers' calling convention
         self,
@@ -88,16 +89,17 @@ class HostedLatentAttention(MultiHeadLatentAttention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As transformers' attention modules: the output ``[B, S, E]`` and, when asked for, the weights."""
-        channels = torch.tensor(self.channels, device=hidden_states.device)
-        cos, sin = (table.index_select(-1, channels) for table in position_embeddings)
+        if self._index is None or self._index.device != hidden_states.device:
+            self._index = torch.tensor(self.channels, device=hidden_states.device)
+        cos, sin = (table.index_select(-1, self._index) for table in position_embeddings)
         cache = None
         if past_key_values is not None:
             cache = LayerCache(past_key_values, self.layer_idx, trim=attention_mask is None)
         attended = super().forward(
             hidden_states,
             attention_mask=None if attention_mask is None else _as_bool(attention_mask),
-            # Without a mask transformers means plain causal; with one, causality is in it.
-            is_causal=attention_mask is None,
+            # In a 4-D mask causality is already; without one, or with padding alone, plain causal is meant.
+            is_causal=attention_mask is None or attention_mask.dim() == 2,
             position_embeddings=(cos, sin),
             cache=cache,
             return_weights=output_attentions or self.config._attn_implementation == "eager",

@@ -127,6 +127,11 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     Raises:
         CheckpointError: transformers cannot build it.
     """
+    return _meta_tensors(config)[0]
+
+
+def _meta_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """The parameters' shapes, and the names tied to another of them."""
     model_class(config)  # transformers' own refusal names a hundred classes
     try:
         with torch.device("meta"), warnings.catch_warnings():
@@ -135,26 +140,32 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     except Exception as error:  # a size, an activation or a scaling that only its modules look at
         raise _refused("config.json", config.get("model_type"), error) from None
     tied = set(model.all_tied_weights_keys)
-    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False) if name not in tied}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: tuple(p.shape) for name, p in named if name not in tied}, tied
 
 
 def check_complete(checkpoint: Checkpoint) -> None:
     """Hold a checkpoint's tensors to the model its config describes.
 
     Raises:
-        CheckpointError: a tensor is missing, or of another shape.
+        CheckpointError: a tensor is missing, of another shape, or of no use to the model.
     """
     layers = checkpoint.spec.num_layers
     if layers > len(checkpoint.tensors):
         rule = f"is more than the {len(checkpoint.tensors)} tensors of {checkpoint.path} can fill"
         raise CheckpointError("num_hidden_layers", layers, rule)
-    expected = expected_tensors(checkpoint.config)
+    expected, tied = _meta_tensors(checkpoint.config)
     for name, shape in expected.items():
         if name not in checkpoint.tensors:
             raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
         if checkpoint.tensors[name].shape != shape:
             found = checkpoint.tensors[name].shape
             raise CheckpointError(f"{name} shape", found, f"must be {shape} by the config")
+    for name in checkpoint.tensors:
+        # Old folders store the frequencies, which the config gives anyway.
+        if name not in expected and name not in tied and not name.endswith("rotary_emb.inv_freq"):
+            rule = f"has no place in the model the config of {checkpoint.path} describes"
+            raise CheckpointError("tensor", name, rule)
 
 
 def _refused(field: str, value: object, error: Exception) -> HeadwiseError:

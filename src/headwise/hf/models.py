@@ -30,6 +30,7 @@ def hosted_classes(model_type: str) -> tuple[type[Any], type[Any], type[Any]]:
             "__annotations__": {"headwise": dict[str, Any] | None},
             "model_type": HOSTED_PREFIX + model_type,
             "headwise": None,
+            "base_model_tp_plan": None,  # the family's would split projections that are no longer there
         },
     )
 
@@ -44,7 +45,13 @@ def hosted_classes(model_type: str) -> tuple[type[Any], type[Any], type[Any]]:
         self.post_init()
 
     records = {**(bare_base._can_record_outputs or {}), "attentions": HostedLatentAttention}
-    own = {"config_class": config_class, "_can_record_outputs": records}
+    own = {
+        "config_class": config_class,
+        "_can_record_outputs": records,
+        # Our attention takes masks as tensors; these two implementations hand over something else.
+        "_supports_flash_attn": False,
+        "_supports_flex_attn": False,
+    }
     bare_class = _subclass(bare_base, {**own, "__init__": init_bare})
     causal_class = _subclass(causal_base, {**own, "__init__": init_causal})
     return config_class, bare_class, causal_class
@@ -52,7 +59,9 @@ def hosted_classes(model_type: str) -> tuple[type[Any], type[Any], type[Any]]:
 
 def _subclass(base: type[Any], attributes: dict[str, Any]) -> type[Any]:
     doc = f"{base.__name__}, with headwise's attention."
-    return type(f"Headwise{base.__name__}", (base,), {"__module__": __name__, "__doc__": doc, **attributes})
+    made = type(f"Headwise{base.__name__}", (base,), {"__module__": __name__, "__doc__": doc, **attributes})
+    globals()[made.__name__] = made  # where pickle, and so a spawned worker, looks for it
+    return made
 
 
 def install_attention(model: nn.Module, config: Any) -> None:

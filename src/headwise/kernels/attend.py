@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -16,6 +17,7 @@ from headwise.kernels.mask import combine_masks
 from headwise.kernels.packed import attend_packed
 from headwise.kernels.reference import attend_reference
 
+Shape = Sequence[int]
 Backend = Literal["auto", "reference", "sdpa", "packed"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed")
 
@@ -117,9 +119,9 @@ def attend(
     """
     _check(query, key, value, enable_gqa, dropout_p)
     B, H, S, D = query.shape
-    K, T = key.shape[1], key.shape[2]
+    T = key.shape[2]
     if backend == "auto":
-        backend = choose_backend(H, K, S, T, return_weights=return_weights).backend
+        backend = choose_backend(query.shape, key.shape, value.shape, return_weights=return_weights).backend
     if scale is None:
         scale = D**-0.5
     if backend == "sdpa":
@@ -140,16 +142,20 @@ def attend(
     return out, weights
 
 
-def choose_backend(H: int, K: int, S: int, T: int, *, return_weights: bool = False) -> Choice:
-    """What ``backend="auto"`` would use for H query heads on K key–value heads, S queries and T keys.
+def choose_backend(query: Shape, key: Shape, value: Shape, *, return_weights: bool = False) -> Choice:
+    """What ``backend="auto"`` would use for tensors of these shapes, and why.
 
-    >>> choose_backend(32, 8, 1, 8192).backend
+    >>> choose_backend((1, 32, 1, 128), (1, 8, 8192, 128), (1, 8, 8192, 128)).backend
     'packed'
     """
+    (_, H, S, D), (_, K, T, _), V = query, key, value[3]
     if return_weights:
         return Choice("packed", "the weights are asked for, and SDPA never holds them")
     if S <= _PACKED_TOKENS:
         return Choice("packed", f"few new tokens ({S}): reading {K} key–value heads once is the cost")
+    if K < H and D != V and S <= D + V:
+        # SDPA would repeat keys and values to every query head, H·T·(D + V) numbers; the scores are H·T·S.
+        return Choice("packed", f"{D} ≠ {V} dims, for which SDPA expands {K} key–value heads to {H}")
     return Choice("sdpa", f"{S} new tokens: blocked softmax, no {S} × {T} scores held")
 
 
@@ -182,7 +188,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dropout_
         raise ArgumentError("key shape", tuple(key.shape), f"must be [{B}, K, T, {D}] to match the query")
     if tuple(value.shape[:3]) != (B, K, T):
         raise ArgumentError("value shape", tuple(value.shape), f"must be [{B}, {K}, {T}, V] to match the key")
-    if H % K or (not enable_gqa and H != K):
+    if K < 1 or H % K or (not enable_gqa and H != K):
         rule = f"must divide the {H} query heads" if enable_gqa else f"must be {H} without enable_gqa"
         raise ArgumentError("key heads", K, rule)
     if not 0.0 <= dropout_p < 1.0:

@@ -6,10 +6,13 @@ heads and the product reads each key once. For decoding (S = 1), where the time 
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.kernels.reference import masked_softmax
+
+_FEW = 8
 
 
 def attend_packed(
@@ -32,12 +35,16 @@ def attend_packed(
         folded = query.reshape(B, K, group * S, D)
         out = F.scaled_dot_product_attention(folded, key, value, _fold(mask, K, group, S), dropout_p, scale=scale)
         return out.view(B, H, S, V), None
+    dtype = query.dtype
+    if S > _FEW:
+        # Many scores would be rounded to the inputs' dtype; widening keys and values is then the lesser cost.
+        query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
     folded = (query * scale).reshape(B, K, group * S, D)
     scores = (folded @ key.transpose(-1, -2)).view(B, H, S, T)
     weights = masked_softmax(scores, mask)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0)
-    out = weights.view(B, K, group * S, T) @ value
-    return out.view(B, H, S, V), weights if return_weights else None
+    out = (weights.view(B, K, group * S, T) @ value).view(B, H, S, V).to(dtype)
+    return out, weights.to(dtype) if return_weights else None
 
 
 def _fold(mask: Tensor | None, K: int, group: int, S: int) -> Tensor | None:

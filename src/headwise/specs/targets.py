@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.errors import ArgumentError, SpecError
-from headwise.specs.base import AttentionSpec, RopeSpec
+from headwise.specs.base import AttentionSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.latent import LatentSpec
 
@@ -31,7 +31,8 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
     """The MLA layer that takes the place of a grouped one.
 
     A head keeps its own D content dims beside the rotary ones, and none when every rotary channel is kept; the
-    output projection's bias stays, and query, key and value biases become the query's and the latent's.
+    output projection's bias stays, and query, key and value biases become the query's and the latent's. No
+    ``rope`` is named: which frequency of the model's a rotary pair keeps is found by converting, layer by layer.
 
     Raises:
         ArgumentError: a width is outside what the source has to give.
@@ -56,7 +57,6 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
         qk_rope_head_dim=qk_rope_head_dim,
         v_head_dim=source.value_dim,
         latent_norm=False,
-        rope=None if source.rope is None else RopeSpec(dim=qk_rope_head_dim, theta=source.rope.theta),
         bias=(
             *(("q_proj", "kv_a_proj_with_mqa") if biased else ()),
             *(("o_proj",) if "o_proj" in source.bias else ()),
