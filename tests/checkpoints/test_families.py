@@ -21,7 +21,9 @@ def test_a_file_is_all_a_family_needs() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "base", "", "../llama", "headwise_", "headwise_headwise_llama", "None"])
 def test_names_without_a_file(name: str) -> None:
-    with pytest.raises(SpecError, match=r"^model_type = '.*': cannot be converted yet; can: llama, qwen2$"):
+    with pytest.raises(
+        SpecError, match=r"^model_type = '.*': cannot be converted, or read from GGUF, yet; can: llama, qwen2$"
+    ):
         family_of(name)
 
 

@@ -559,10 +559,14 @@ def _save(kind: str, folder: Path, **config: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "config", "line"),
     [
-        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "model_type = 'gpt2': cannot be converted yet; can: "),
-        ("mistral", {}, "model_type = 'mistral': cannot be converted yet; can: "),
-        ("qwen3", {}, "model_type = 'qwen3': cannot be converted yet; can: "),
-        ("bert", {}, "model_type = 'bert': cannot be converted yet; can: "),
+        (
+            "gpt2",
+            {"n_embd": 32, "n_layer": 2, "n_head": 4},
+            "model_type = 'gpt2': cannot be converted, or read from GGUF, yet; can: ",
+        ),
+        ("mistral", {}, "model_type = 'mistral': cannot be converted, or read from GGUF, yet; can: "),
+        ("qwen3", {}, "model_type = 'qwen3': cannot be converted, or read from GGUF, yet; can: "),
+        ("bert", {}, "model_type = 'bert': cannot be converted, or read from GGUF, yet; can: "),
         (
             "deepseek_v3",
             {
@@ -647,3 +651,15 @@ def test_damaged_gguf(refused: Refused, here: Path, tiny_llama_folder: Path) -> 
         path.write_bytes(whole[: at + 4] + struct.pack("<QQ", size, size) + whole[at + 20 :])
         line = refused("convert", "tiny.gguf", "out", *MLA)
         assert "cut short" in line or "by the config" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--output", "taken"), "output = 'taken': cannot be written"),
+        (("--windows", "0"), "windows = 0: must be at least 1"),
+    ],
+)
+def test_demo_is_refused_before_it_begins(refused: Refused, here: Path, options: tuple[str, ...], line: str) -> None:
+    (here / "taken").write_text("a file")
+    assert line in refused("demo", *options)

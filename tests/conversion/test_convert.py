@@ -141,3 +141,22 @@ def test_converting_from_mla_is_refused_by_name(source: Path, tmp_path: Path) ->
     headwise.convert(source, tmp_path / "mla", to="mla", kv_budget=0.5)
     with pytest.raises(headwise.SpecError, match="converting from MLA is not supported"):
         headwise.convert(tmp_path / "mla", tmp_path / "out", to="gqa:1")
+
+
+def test_only_every_channel_and_the_whole_latent_is_lossless(source: Path, tmp_path: Path) -> None:
+    """As many cached bytes as the source, but spent otherwise, is not the source."""
+    done = headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=36, qk_rope_head_dim=12)
+    assert done.kv_bytes_per_token_after == done.kv_bytes_per_token_before
+    assert any("calibrat" in note for note in done.notes)
+
+
+def test_calibration_uses_all_the_tokens_asked_for(source: Path, text: Path) -> None:
+    assert input_moments(source, text, tokens=300)[1] == 300
+    assert input_moments(source, text, tokens=10**6)[1] > 2000
+
+
+def test_a_tensor_without_a_place_in_the_model_is_refused(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "llama", "attention_bias": False}))
+    with pytest.raises(headwise.CheckpointError, match=r"tensor = '.*bias': has no place in the model"):
+        headwise.convert(source, tmp_path / "out", to="mqa")

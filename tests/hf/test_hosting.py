@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -172,3 +173,33 @@ def test_a_config_that_lost_its_channels_is_refused(folder: Path) -> None:
     config.headwise = {**config.headwise, "rope_channels": [[0]]}
     with pytest.raises(headwise.SpecError, match="rope_channels"):
         AutoModelForCausalLM.from_config(config)
+
+
+@torch.inference_mode()
+def test_a_padding_mask_by_itself_is_still_causal(lossless: Path, ids: torch.Tensor) -> None:
+    """What some attention implementations hand over in the place of a whole mask."""
+    model, source = headwise.load(lossless), headwise.load(lossless.parent / "source")
+    layer = model.model.layers[0].self_attn
+    states = torch.randn(3, 20, 48, dtype=torch.float64)
+    tables = model.model.rotary_emb(states, torch.arange(20)[None])
+    padding = torch.ones(3, 20, dtype=torch.bool)
+    assert torch.equal(layer(states, tables, padding)[0], layer(states, tables)[0])
+    expected = source.model.layers[0].self_attn(states, tables, None)[0]
+    assert_close(layer(states, tables, padding)[0], expected, 1e-9)
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+def test_implementations_whose_masks_are_no_tensors_are_refused(folder: Path, implementation: str) -> None:
+    with pytest.raises((ValueError, ImportError)):
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+
+
+def test_a_worker_can_be_sent_the_model(folder: Path, ids: torch.Tensor) -> None:
+    model = headwise.load(folder)
+    again = pickle.loads(pickle.dumps(model))
+    with torch.inference_mode():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_no_plan_of_the_familys_splits_projections_that_are_gone(folder: Path) -> None:
+    assert AutoConfig.from_pretrained(folder).base_model_tp_plan is None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headwise import cost
 from headwise.errors import ArgumentError, SpecError
-from headwise.specs import GroupedSpec, LatentSpec, RopeSpec, as_grouped, as_latent, read_spec, split_budget
+from headwise.specs import GroupedSpec, LatentSpec, as_grouped, as_latent, read_spec, split_budget
 from tests.strategies import grouped_specs
 
 LLAMA = read_spec("llama-3-8b").layers[0]
@@ -54,7 +54,6 @@ def test_llama_as_mla() -> None:
         qk_rope_head_dim=64,
         v_head_dim=128,
         latent_norm=False,
-        rope=RopeSpec(dim=64, theta=500000.0),
     )
 
 

@@ -1,15 +1,12 @@
 """Model folders and GGUF files, one tensor at a time."""
 
-from pathlib import Path
-
 from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo
-from headwise.checkpoints.families import Family, family_names, family_of
-from headwise.checkpoints.folder import FolderCheckpoint, refuse_unsafe
+from headwise.checkpoints.family import Family, family_names, family_of
+from headwise.checkpoints.folder import FolderCheckpoint
 from headwise.checkpoints.gguf import GgufCheckpoint
+from headwise.checkpoints.open import model_path, open_checkpoint
 from headwise.checkpoints.tokenizer import load_tokenizer, tokenize
 from headwise.checkpoints.writer import FolderWriter, check_output
-from headwise.errors import ArgumentError
-from headwise.specs import fetch_hub, locate
 
 __all__ = [
     "Checkpoint",
@@ -24,26 +21,5 @@ __all__ = [
     "load_tokenizer",
     "model_path",
     "open_checkpoint",
-    "refuse_unsafe",
     "tokenize",
 ]
-
-
-def model_path(source: str | Path) -> Path:
-    """The folder or ``.gguf`` that holds a source's weights; a hub model the user named is fetched.
-
-    Raises:
-        ArgumentError: the source has no weights.
-    """
-    located = locate(source)
-    if located.kind == "hub":
-        return fetch_hub(located.name)
-    if located.kind in ("catalog", "config") or located.path is None:
-        raise ArgumentError("source", str(source), "has no weights: give a model folder, a .gguf or hf://…")
-    return located.path
-
-
-def open_checkpoint(source: str | Path) -> Checkpoint:
-    """Open a model folder, a ``.gguf``, ``smollm2-135m`` or ``hf://owner/name`` for reading."""
-    path = model_path(source)
-    return GgufCheckpoint(path) if path.is_file() else FolderCheckpoint(path)

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.families import Family, family_of
+from headwise.checkpoints.family import Family, family_of
 from headwise.errors import CheckpointError
 from headwise.specs import ModelSpec, read_config
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes weights are read in, by the name safetensors and GGUF both give them."""
 
 
 @dataclass(frozen=True)

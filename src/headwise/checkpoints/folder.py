@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo
+from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
 from headwise.errors import CheckpointError
 from headwise.specs import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
@@ -38,7 +35,6 @@ class FolderCheckpoint(Checkpoint):
         refuse_unsafe(self.config, path)
         self._files = _shards(path)
         self._open: dict[Path, Any] = {}
-        self._stack = ExitStack()
         self.tensors = {}
         for file in sorted(set(self._files.values())):
             handle = self._handle(file)
@@ -58,7 +54,7 @@ class FolderCheckpoint(Checkpoint):
         if file not in self._open:
             try:
                 # safetensors carries no code: a header of JSON, then numbers.
-                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+                self._open[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError, ValueError) as error:
                 rule = f"is not a whole safetensors file ({_one_line(error)})"
                 raise CheckpointError("file", str(file), rule) from None

@@ -12,11 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo
+from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
 from headwise.errors import CheckpointError
 from headwise.specs import gguf_config, read_gguf_header
-
-_PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufCheckpoint(Checkpoint):
@@ -53,14 +51,14 @@ class GgufCheckpoint(Checkpoint):
             if stored.offset + nbytes > size:
                 raise CheckpointError("file", str(path), f"ends before tensor {stored.name}: it is cut short")
             self._stored[name] = (stored, kind, nbytes)
-            self.tensors[name] = TensorInfo(stored.shape, _PLAIN.get(kind.name, torch.float32))
+            self.tensors[name] = TensorInfo(stored.shape, DTYPES.get(kind.name, torch.float32))
         self.quantization = self._commonest_quantization()
 
     def _commonest_quantization(self) -> str | None:
         """The quantised type that holds most of the model's values, or None when none is quantised."""
         values: dict[str, int] = {}
         for stored, kind, _ in self._stored.values():
-            if kind.name not in _PLAIN:
+            if kind.name not in DTYPES:
                 values[kind.name] = values.get(kind.name, 0) + math.prod(stored.shape)
         return max(values, key=lambda name: values[name], default=None)
 
@@ -81,8 +79,8 @@ class GgufCheckpoint(Checkpoint):
         with self.path.open("rb") as file:
             file.seek(stored.offset)
             raw = np.frombuffer(bytearray(file.read(nbytes)), dtype=np.uint8)
-        if kind.name in _PLAIN:
-            tensor = torch.from_numpy(raw).view(_PLAIN[kind.name]).reshape(stored.shape)
+        if kind.name in DTYPES:
+            tensor = torch.from_numpy(raw).view(DTYPES[kind.name]).reshape(stored.shape)
         else:
             rows = raw.reshape(*stored.shape[:-1], -1)
             with np.errstate(all="ignore"):  # a scale that is NaN is refused by name, by whoever reads
@@ -123,7 +121,7 @@ def _is_readable(kind: Any) -> bool:
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
-    if kind.name in _PLAIN:
+    if kind.name in DTYPES:
         return True
     try:
         dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], dtype=np.uint8), kind)

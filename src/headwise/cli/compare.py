@@ -39,15 +39,7 @@ def compare(
         with progress_bar() as progress:
             comparison = measure_comparison(comparison, progress=progress)
     if as_json:
-        emit(
-            {
-                "source": source,
-                "context": context,
-                "batch": batch,
-                "dtype": dtype,
-                "rows": [row.to_dict() for row in comparison.rows],
-            }
-        )
+        emit(comparison.to_dict())
         return
     out.print(f"[bold]{escape(source)}[/bold] at {context:,} tokens × {batch}, {dtype} cache, causal")
     table = numbers_table("", "B/token", "cache", "params/layer", "prefill", "decode", "FLOP/B")

@@ -45,7 +45,6 @@ def evaluate(
         emit(found.to_dict())
         return
     how = f"windows of {found.window}; {found.dtype}, {found.threads} threads"
-    how = f"windows of {found.window}; {found.dtype}, {found.threads} threads"
     out.print(f"{found.tokens:,} tokens of {escape(text)}, {how}")
     table = numbers_table("", "model", "reference") if against is not None else numbers_table("", "model")
     rows: list[tuple[str, float, float | None, str]] = [

@@ -42,10 +42,8 @@ def inspect(
         f"{found.mechanism.upper()} · {bytes_text(found.kv_bytes_per_token)} of cache a token"
         f" ({found.kv_bytes_per_token:,} B, {found.dtype})"
     )
-    if (longest := found.max_position_embeddings) is not None and found.kv_bytes_per_token:
-        groups = ((len(g.layers) * g.kv_bytes_per_token, g.sliding_window) for g in found.layers)
-        whole = sum(size * (longest if window is None else min(longest, window)) for size, window in groups)
-        out.print(f"{bytes_text(whole)} at its longest, {longest:,} tokens")
+    if found.kv_bytes_at_longest:
+        out.print(f"{bytes_text(found.kv_bytes_at_longest)} at its longest, {found.max_position_embeddings:,} tokens")
     table = numbers_table("layers", "attention", "window", "cache B/token", "parameters")
     for group in found.layers:
         table.add_row(

@@ -21,7 +21,7 @@ from headwise.conversion.rope_channels import Channels, concentrate, keep_rotati
 from headwise.specs import GroupedSpec, LatentSpec
 
 KEY_BALANCE = 2.0
-"""How much a unit of key energy counts beside one of value energy in the latent."""
+"""How much all key energy counts beside all value energy in the latent."""
 
 _FLOOR = 1e-6
 
@@ -112,8 +112,8 @@ def joint_latent(
     m = keys.shape[0]
     K, V, _ = output_weight.shape
     weighted_values = (output_weight @ values.view(K, V, -1)).flatten(0, 1)
-    key_scale = KEY_BALANCE / _rms(keys, gram) if m else 1.0
-    value_scale = 1.0 / _rms(weighted_values, gram)
+    key_scale = KEY_BALANCE / _norm(keys, gram) if m else 1.0
+    value_scale = 1.0 / _norm(weighted_values, gram)
     stacked = torch.cat((keys * key_scale, weighted_values * value_scale))
     _, vectors = torch.linalg.eigh(stacked @ gram @ stacked.mT)
     basis = vectors.flip(-1)[:, :rank]
@@ -171,7 +171,7 @@ def _output_weight(w_o: Tensor, source: GroupedSpec) -> Tensor:
     return out
 
 
-def _rms(rows: Tensor, gram: Tensor) -> float:
+def _norm(rows: Tensor, gram: Tensor) -> float:
     energy = float(((rows @ gram) * rows).sum())
     return math.sqrt(max(energy, torch.finfo(torch.float64).tiny))
 

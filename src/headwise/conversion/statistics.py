@@ -39,10 +39,11 @@ def input_moments(
     content = read_text(text, name="calibrate")
     tokenizer = load_tokenizer(model_path(source))
     model = load(source, dtype="float32")
-    window = min(WINDOW, int(getattr(model.config, "max_position_embeddings", WINDOW)), tokens)
     ids = tokenize(tokenizer, content[: tokens * 32], add_special_tokens=False)["input_ids"]
-    window = max(min(window, len(ids)), 2)
-    batches = token_windows(tokenizer, content, window=window, windows=max(tokens // window, 1), name="calibrate")
+    longest = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
+    count = max(-(-min(tokens, len(ids)) // longest), 1)
+    window = max(min(tokens, len(ids)) // count, 2)
+    batches = token_windows(tokenizer, content, window=window, windows=count, name="calibrate")
     check_vocabulary({"model": model}, int(batches.max()))
 
     family = family_of(model.config.model_type)

@@ -48,8 +48,14 @@ class Comparison:
     context: int
     batch: int
     dtype: str
+    source: str
     rows: tuple[Row, ...]
     specs: tuple[AttentionSpec, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as JSON-able values."""
+        own = {"source": self.source, "context": self.context, "batch": self.batch, "dtype": self.dtype}
+        return {**own, "rows": [row.to_dict() for row in self.rows]}
 
 
 def compare(
@@ -57,8 +63,8 @@ def compare(
 ) -> Comparison:
     """What each mechanism would cost in the place of a model's attention.
 
-    The ladder: MHA, every divisor of the head count that halves or keeps the source's KV heads, MQA, and MLA at
-    the source's own cache, a half and a quarter of it, with a third of the values for the rotary key.
+    The ladder: MHA, ever fewer key–value heads (each time about half) down to MQA, the model's own number among
+    them, and MLA at the source's whole cache, a half and a quarter of it, about a third of that for the rotary key.
 
     Args:
         source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
@@ -67,8 +73,9 @@ def compare(
         dtype: the cache's.
 
     Raises:
-        ArgumentError: context or batch is not positive.
-        SpecError: the model keeps no cache, or its layers are of different kinds.
+        ArgumentError: context or batch is not positive, the dtype is not known, or there is no such source.
+        CheckpointError: its files are damaged.
+        SpecError: the architecture is not understood, the model keeps no cache, or its layers are of different kinds.
     """
     for name, value in (("context", context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -100,7 +107,14 @@ def compare(
             )
         )
         specs.append(candidate)
-    return Comparison(context=context, batch=batch, dtype=dtype, rows=tuple(rows), specs=tuple(specs))
+    return Comparison(
+        source=spec.model_type if isinstance(source, ModelSpec) else str(source),
+        context=context,
+        batch=batch,
+        dtype=dtype.removeprefix("torch."),
+        rows=tuple(rows),
+        specs=tuple(specs),
+    )
 
 
 def _like(own: AttentionSpec, candidate: AttentionSpec, *, is_source: bool) -> AttentionSpec:

@@ -26,7 +26,9 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A model's attention. A number that differs from layer to layer, or that the mechanism lacks, is None.
+    """A model's attention, and its cache for a token and at the longest context it was made for.
+
+    A number that differs from layer to layer, or that the mechanism lacks, is None.
 
     ``kv_bytes_per_token`` is all layers', in ``dtype``; ``head_dim`` is a head's whole query–key width.
     """
@@ -46,6 +48,7 @@ class Inspection:
     qk_rope_head_dim: int | None
     dtype: str
     kv_bytes_per_token: int
+    kv_bytes_at_longest: int | None
     attention_parameters_per_layer: int | None
     layers: tuple[LayerGroup, ...]
 
@@ -79,6 +82,7 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16") -> Inspe
     def v_head_dim(own: AttentionSpec) -> int | None:
         return own.value_dim if isinstance(own, GroupedSpec) else getattr(own, "v_head_dim", None)
 
+    longest = spec.max_position_embeddings
     return Inspection(
         source=spec.model_type if isinstance(source, ModelSpec) else str(source),
         model_type=spec.model_type,
@@ -95,6 +99,7 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16") -> Inspe
         qk_rope_head_dim=common(lambda own: getattr(own, "qk_rope_head_dim", None)),
         dtype=dtype.removeprefix("torch."),
         kv_bytes_per_token=model.cache_bytes_per_token(spec, dtype),
+        kv_bytes_at_longest=None if longest is None else model.cache_bytes(spec, longest, dtype=dtype),
         attention_parameters_per_layer=common(layer.parameters),
         layers=tuple(
             LayerGroup(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headwise.checkpoints import Checkpoint, GgufCheckpoint, family_names, model_path, open_checkpoint
+from headwise.checkpoints.checkpoint import DTYPES
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecError
 from headwise.specs import HOSTED_PREFIX
 
@@ -90,10 +91,11 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     Raises:
         ArgumentError: it is not a floating dtype's.
     """
-    value = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if value not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        raise ArgumentError("dtype", str(dtype), "must be float64, float32, float16 or bfloat16")
-    return value
+    name = str(dtype).removeprefix("torch.")
+    for known in DTYPES.values():
+        if str(known) == f"torch.{name}":
+            return known
+    raise ArgumentError("dtype", str(dtype), "must be float64, float32, float16 or bfloat16")
 
 
 def stock_config(config: dict[str, Any]) -> Any:

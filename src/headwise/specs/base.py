@@ -164,6 +164,7 @@ def _switches(spec: RopeSpec | AttentionSpec) -> None:
 
 
 MAX_SIZE = 2**40
+MAX_HEADS = 2**16
 """No size of a real model comes near it, and products of sizes below it stay numbers that can be printed."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.specs.base import AttentionSpec, bias_names, positive, positive_number
+from headwise.specs.base import MAX_HEADS, AttentionSpec, bias_names, positive, positive_number
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 BIAS_SHORTHANDS = {"qkv": ("q_proj", "k_proj", "v_proj"), "hf": PROJECTIONS}
@@ -39,7 +39,8 @@ class GroupedSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
+        positive("num_heads", self.num_heads, most=MAX_HEADS)
+        for name in ("num_kv_heads", "head_dim"):
             positive(name, getattr(self, name))
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)

@@ -41,7 +41,7 @@ _NO_WINDOW = {"llama", "gemma", "olmo", "olmo2", "granite"}
 _QK_NORM = {"qwen3", "qwen3_moe", "gemma3_text"}
 _LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
 _MAX_LAYERS = 10_000
-_CONTEXT_ONLY_ENCODERS = {"bert", "roberta", "distilbert"}
+_ENCODERS = {"bert", "roberta", "distilbert"}
 
 
 def read_config(config: Config) -> ModelSpec:
@@ -86,9 +86,9 @@ def _reader(model_type: str, config: Config) -> Callable[[Config], tuple[Attenti
         return _gpt2
     if model_type in ("falcon", "RefinedWeb", "RefinedWebModel"):
         return _falcon
-    if model_type in _CONTEXT_ONLY_ENCODERS:
+    if model_type in _ENCODERS:
         return _bert
-    known = sorted({*_GROUPED, *_LATENT, *_CONTEXT_ONLY_ENCODERS, "gpt2", "gpt_bigcode", "falcon"})
+    known = sorted({*_GROUPED, *_LATENT, *_ENCODERS, "gpt2", "gpt_bigcode", "falcon"})
     raise SpecError("model_type", model_type, f"is not understood; known: {', '.join(known)}")
 
 

@@ -139,7 +139,8 @@ def fetch_hub(name: str, *, config_only: bool = False) -> Path:
     try:
         if config_only:
             return Path(hf_hub_download(repository, "config.json", **kwargs))
-        patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(repository, allow_patterns=patterns, **kwargs))
+        # Not what some repositories hold beside it: the same weights again, in another layout or in a subfolder.
+        wanted = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja"]
+        return Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=["*/*"], **kwargs))
     except Exception as error:  # the hub client raises many kinds: network, not found, gated
         raise CheckpointError("source", name, f"could not be fetched: {type(error).__name__}: {error}") from None

@@ -1,6 +1,6 @@
 """Llama, and the many checkpoints that share its architecture (SmolLM2, TinyLlama, Yi, …)."""
 
-from headwise.checkpoints.families.base import Family
+from headwise.checkpoints.family import Family
 
 FAMILY = Family(
     model_type="llama",

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Llama's layout with biases on the query, key and value projections."""
 
 from headwise.checkpoints.families import llama
-from headwise.checkpoints.families.base import Family
+from headwise.checkpoints.family import Family
 
 FAMILY = Family(
     model_type="qwen2",

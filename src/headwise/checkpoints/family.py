@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from headwise.errors import CheckpointError
+from headwise.checkpoints import families
+from headwise.errors import CheckpointError, SpecError
+from headwise.specs import HOSTED_PREFIX
 from headwise.specs.base import AttentionSpec
-from headwise.specs.grouped import GroupedSpec
+from headwise.specs.grouped import PROJECTIONS, GroupedSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,6 @@ class Family:
         prefix = self.attention.format(layer=layer)
         names = [f"{name}.weight" for name in PROJECTIONS]
         names += [f"{name}.bias" for name in PROJECTIONS if name in spec.bias]
-        if isinstance(spec, GroupedSpec) and spec.qk_norm is not None:
-            names += ["q_norm.weight", "k_norm.weight"]
         return {name: f"{prefix}.{name}" for name in names}
 
     def read_attention(self, read: Callable[[str], Tensor], layer: int, spec: GroupedSpec) -> dict[str, Tensor]:
@@ -70,3 +70,24 @@ class Family:
                     raise CheckpointError(f"{name} shape", tuple(tensor.shape), f"must be {want} by the config")
             state[own] = tensor
         return state
+
+
+def family_names() -> list[str]:
+    """The families there is a file for."""
+    return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a model type, a converted one's included (``headwise_llama`` is of the llama family).
+
+    Raises:
+        SpecError: there is no such family.
+    """
+    name = model_type.removeprefix(HOSTED_PREFIX)
+    if name not in family_names():
+        raise SpecError(
+            "model_type",
+            name,
+            f"cannot be converted, or read from GGUF, yet; can: {', '.join(family_names())}",
+        )
+    return cast(Family, importlib.import_module(f"{families.__name__}.{name}").FAMILY)

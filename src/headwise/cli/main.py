@@ -1,0 +1,61 @@
+"""The ``headwise`` command's entry point."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+from headwise.errors import HeadwiseError
+
+_INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0, 2 for bad input (one line on stderr), 1 for a failure."""
+    import typer
+
+    from headwise.cli import compare, convert, demo, evaluate, generate, inspect  # noqa: F401  (they register)
+    from headwise.cli.app import app
+
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a table's × on a terminal that has none
+    # typer carries its own copy of click, or uses click's, by version: its public exception tells which.
+    usage_error: type[Exception] = typer.BadParameter.__mro__[1]
+    try:
+        status = app(args=arguments, prog_name="headwise", standalone_mode=False)
+    except HeadwiseError as error:
+        _complain(str(error))
+    except usage_error as error:
+        _complain(_usage(error, arguments))
+    except (KeyboardInterrupt, typer.Abort):
+        status = _INTERRUPTED
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+            raise
+        sys.stderr.write("headwise: out of memory: smaller sizes or another machine are needed\n")
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    if status == _INTERRUPTED:  # typer turns Ctrl-C into this by itself
+        sys.stderr.write("headwise: interrupted\n")
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _usage(error: Exception, arguments: list[str]) -> str:
+    """The parser's own message, with the value it is about, which it leaves out."""
+    message: str = error.format_message()  # type: ignore[attr-defined]
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        for index, argument in reversed(list(enumerate(arguments))):  # of an option said twice, the last counts
+            if argument == option and index + 1 < len(arguments):
+                return f"{option} = {arguments[index + 1]!r}: {message}"
+            if argument.startswith(f"{option}="):
+                return f"{option} = {argument.partition('=')[2]!r}: {message}"
+    return message
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"headwise: {' '.join(message.split())}\n")
+    sys.exit(2)
