@@ -57,7 +57,7 @@ def main() -> None:
                 calls["expand"] = partial(expand_then_attend, q, k, v)
             times = time_interleaved(calls, repeats=options.repeats, warmup=2)
             limit = max((k.nbytes + v.nbytes) / bandwidth, 4 * H * S * T * D / flops[dtype])
-            auto = choose_backend(q.shape, k.shape, v.shape).backend
+            auto = choose_backend(q.shape, k.shape).backend
             row = {"dtype": name(dtype), "H": H, "K": K, "D": D, "T": T, "S": S, "limit_s": limit, "auto": auto}
             rows.append({**row, **times})
             shown = " ".join(

@@ -242,7 +242,11 @@ main()
 """
 
 
-def test_a_real_ctrl_c(here: Path, tiny_llama: Path, cli: Callable[..., Said]) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_it_leaves_nothing(
+    here: Path, tiny_llama: Path, cli: Callable[..., Said], stop: signal.Signals
+) -> None:
+    """Ctrl-C, and what `timeout` and job schedulers send."""
     process = subprocess.Popen(
         [sys.executable, "-c", SLOWLY, "convert", "tiny", "out", *MLA],
         stdout=subprocess.PIPE,
@@ -252,7 +256,7 @@ def test_a_real_ctrl_c(here: Path, tiny_llama: Path, cli: Callable[..., Said]) -
     assert process.stdout is not None
     assert process.stdout.readline() == "added\n"
     assert left(here) == [".out.headwise-partial", "text.txt", "tiny"]
-    process.send_signal(signal.SIGINT)
+    process.send_signal(stop)
     _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, "headwise: interrupted\n")
     assert left(here) == ["text.txt", "tiny"]

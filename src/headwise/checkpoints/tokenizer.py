@@ -8,6 +8,8 @@ from typing import Any
 
 from headwise.errors import CheckpointError
 
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
 
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a model folder or a ``.gguf``.
@@ -17,6 +19,8 @@ def load_tokenizer(path: Path) -> Any:
     """
     if path.is_file():
         return load_gguf_tokenizer(path)
+    if not any((path / name).is_file() for name in _FILES):
+        raise CheckpointError("tokenizer", str(path), f"is missing: the folder has none of {', '.join(_FILES)}")
     from transformers import AutoTokenizer
 
     try:

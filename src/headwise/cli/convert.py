@@ -59,5 +59,9 @@ def convert(
     out.print(f"on disk        {bytes_text(done.disk_bytes)}")
     peak = "" if done.peak_rss_bytes is None else f", peak memory {bytes_text(done.peak_rss_bytes)}"
     out.print(f"{'about ' if dry_run else ''}{done.seconds:.1f} s{peak}")
+    if done.mechanism == "mla" and not dry_run:
+        out.print(
+            f"run it: headwise generate {output} --prompt …, or import headwise.hf and transformers", markup=False
+        )
     for note in done.notes:
         out.print(f"note: {note}", markup=False)

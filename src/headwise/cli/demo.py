@@ -132,7 +132,7 @@ def _versions() -> dict[str, str]:
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    table = numbers_table("", "B/token", "perplexity", "ratio", "KL", "top-1", "ms/token", "size")
+    table = numbers_table("", "B/token", "perplexity", "ratio", "KL", "top-1", "ms/token (orig)", "size")
     first = results[0]
     found = first["evaluate"]
     reference = {
@@ -142,6 +142,7 @@ def _table(results: list[dict[str, Any]]) -> Table:
         "kl": 0.0,
         "top1_agreement": 1.0,
         "decode_ms": found["reference_decode_ms"],
+        "reference_decode_ms": found["reference_decode_ms"],
     }
     rows = [("original", reference, first["convert"]["parameters_before"])]
     rows += [(result["name"], result["evaluate"], result["convert"]["parameters_after"]) for result in results]
@@ -153,7 +154,7 @@ def _table(results: list[dict[str, Any]]) -> Table:
             f"{numbers['perplexity_ratio']:.5g}",
             f"{numbers['kl']:.4f}",
             f"{numbers['top1_agreement']:.1%}",
-            f"{numbers['decode_ms']:.1f}",
+            f"{numbers['decode_ms']:.1f} ({numbers['reference_decode_ms']:.1f})",
             f"{count_text(parameters)}",
         )
     return table

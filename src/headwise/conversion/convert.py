@@ -142,6 +142,9 @@ def convert(
     notes = []
     if target.mechanism == "mla" and calibrate is None and not job.is_lossless:
         notes.append("no calibration text: weights alone decided, and quality suffers; give one with calibrate")
+    if calibrate is not None and not dry_run and seen <= job.before.hidden_size:
+        inputs = job.before.hidden_size
+        notes.append(f"only {seen} calibration tokens for {inputs} inputs: they decide little, and quality suffers")
     if isinstance(checkpoint, GgufCheckpoint) and checkpoint.quantization is not None:
         notes.append(f"the source is dequantised from {checkpoint.quantization}")
     dtype_name = str(job.dtype).removeprefix("torch.")

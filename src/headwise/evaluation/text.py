@@ -50,6 +50,10 @@ def token_windows(
         text = text[: window * windows * 32]
     ids = tokenize(tokenizer, text, add_special_tokens=False)["input_ids"]
     if len(ids) < window:
-        raise ArgumentError(name, f"{len(ids)} tokens", f"must be at least one window of {window} tokens")
+        raise ArgumentError(
+            name,
+            f"{len(ids)} tokens",
+            f"must be at least one window of {window} tokens; a longer text, or a smaller window",
+        )
     count = len(ids) // window if windows is None else min(windows, len(ids) // window)
     return torch.tensor(ids[: count * window]).view(count, window)
