@@ -64,6 +64,19 @@ def main() -> None:
                 f"{times[n] * 1e3:9.3f}" if n in times else " " * 9 for n in ("packed", "sdpa", "expand")
             )
             print(f"{name(dtype):>8} {f'{H}/{K}/{D}':>10} {T:>6} {S:>3} {shown} {limit * 1e3:8.3f}      {auto}")
+    print("\nprefill of unequal widths, S = T: attend pads to one width; torch left alone holds all scores")
+    prefill: list[dict[str, Any]] = []
+    for dtype, (H, D, V, T) in itertools.product(DTYPES, ((9, 128, 64, 2048), (16, 192, 128, 1024))):
+        q, k, v = (torch.randn(1, H, T, width).to(dtype) for width in (D, D, V))
+        calls = {
+            "attend": partial(attend, q, k, v, is_causal=True, backend="sdpa"),
+            "torch": partial(F.scaled_dot_product_attention, q, k, v, is_causal=True),
+        }
+        times = time_interleaved(calls, repeats=options.repeats, warmup=2)
+        prefill.append({"dtype": name(dtype), "H": H, "D": D, "V": V, "T": T, **times})
+        print(
+            f"{name(dtype):>8} {f'{H}/{D}/{V}':>10} {T:>6} {times['attend'] * 1e3:9.1f} {times['torch'] * 1e3:9.1f} ms"
+        )
     if options.json:
         document = {
             "command": "python benchmarks/attend.py",
@@ -72,6 +85,7 @@ def main() -> None:
             "read_bytes_per_second": bandwidth,
             "matmul_flops_per_second": {name(dtype): rate for dtype, rate in flops.items()},
             "rows": rows,
+            "prefill_of_unequal_widths": prefill,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
