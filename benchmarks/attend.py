@@ -74,9 +74,8 @@ def main() -> None:
         }
         times = time_interleaved(calls, repeats=options.repeats, warmup=2)
         prefill.append({"dtype": name(dtype), "H": H, "D": D, "V": V, "T": T, **times})
-        print(
-            f"{name(dtype):>8} {f'{H}/{D}/{V}':>10} {T:>6} {times['attend'] * 1e3:9.1f} {times['torch'] * 1e3:9.1f} ms"
-        )
+        shown = f"{times['attend'] * 1e3:9.1f} {times['torch'] * 1e3:9.1f} ms"
+        print(f"{name(dtype):>8} {f'{H}/{D}/{V}':>10} {T:>6} {shown}")
     if options.json:
         document = {
             "command": "python benchmarks/attend.py",

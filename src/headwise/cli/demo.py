@@ -132,7 +132,7 @@ def _versions() -> dict[str, str]:
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    table = numbers_table("", "B/token", "perplexity", "ratio", "KL", "top-1", "ms/token (orig)", "size")
+    table = numbers_table("", "B/token", "perplexity", "ratio", "KL", "top-1", "ms (orig)", "size")
     first = results[0]
     found = first["evaluate"]
     reference = {
