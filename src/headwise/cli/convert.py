@@ -60,8 +60,6 @@ def convert(
     peak = "" if done.peak_rss_bytes is None else f", peak memory {bytes_text(done.peak_rss_bytes)}"
     out.print(f"{'about ' if dry_run else ''}{done.seconds:.1f} s{peak}")
     if done.mechanism == "mla" and not dry_run:
-        out.print(
-            f"run it: headwise generate {output} --prompt …, or import headwise.hf and transformers", markup=False
-        )
+        out.print("run it with headwise generate, or in transformers after import headwise.hf")
     for note in done.notes:
         out.print(f"note: {note}", markup=False)
