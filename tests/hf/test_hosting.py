@@ -152,7 +152,10 @@ def test_the_bare_model_loads_without_its_head(folder: Path, ids: torch.Tensor) 
 
 
 def test_it_trains(folder: Path, ids: torch.Tensor) -> None:
-    model = headwise.load(folder).train()
+    model = headwise.load(folder)
+    with torch.inference_mode():
+        model(ids)  # what it did before must not get in the way
+    model.train()
     model.activation_checkpointing_enable()
     loss = model(ids, labels=ids).loss
     loss.backward()
@@ -203,3 +206,13 @@ def test_a_worker_can_be_sent_the_model(folder: Path, ids: torch.Tensor) -> None
 
 def test_no_plan_of_the_familys_splits_projections_that_are_gone(folder: Path) -> None:
     assert AutoConfig.from_pretrained(folder).base_model_tp_plan is None
+
+
+@torch.inference_mode()
+def test_it_compiles_whole(folder: Path, ids: torch.Tensor) -> None:
+    model = headwise.load(folder)
+    expected = model(ids, use_cache=False).logits
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_close(compiled(ids, use_cache=False).logits, expected, 1e-12)
+    torch.compiler.reset()

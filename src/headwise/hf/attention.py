@@ -77,7 +77,6 @@ class HostedLatentAttention(MultiHeadLatentAttention):
         self.config = config
         self.layer_idx = layer_idx
         self.channels = list(channels)
-        self._index: Tensor | None = None
 
     def forward(  # type: ignore[override]  # transformers' calling convention
         self,
@@ -89,9 +88,9 @@ class HostedLatentAttention(MultiHeadLatentAttention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As transformers' attention modules: the output ``[B, S, E]`` and, when asked for, the weights."""
-        if self._index is None or self._index.device != hidden_states.device:
-            self._index = torch.tensor(self.channels, device=hidden_states.device)
-        cos, sin = (table.index_select(-1, self._index) for table in position_embeddings)
+        # Made anew: one kept from a call in inference mode could not be used in training.
+        channels = torch.tensor(self.channels, device=hidden_states.device)
+        cos, sin = (table.index_select(-1, channels) for table in position_embeddings)
         cache = None
         if past_key_values is not None:
             cache = LayerCache(past_key_values, self.layer_idx, trim=attention_mask is None)
