@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import platform
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def main() -> None:
         print(f"{name(dtype):>8} {f'{H}/{D}/{V}':>10} {T:>6} {shown}")
     if options.json:
         document = {
-            "command": "python benchmarks/attend.py",
+            "command": " ".join(["python", *sys.argv]),
             "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "read_bytes_per_second": bandwidth,

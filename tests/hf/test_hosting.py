@@ -187,6 +187,7 @@ def test_a_padding_mask_by_itself_is_still_causal(lossless: Path, ids: torch.Ten
     tables = model.model.rotary_emb(states, torch.arange(20)[None])
     padding = torch.ones(3, 20, dtype=torch.bool)
     assert torch.equal(layer(states, tables, padding)[0], layer(states, tables)[0])
+    assert torch.equal(layer(states, tables, padding.long())[0], layer(states, tables)[0])
     expected = source.model.layers[0].self_attn(states, tables, None)[0]
     assert_close(layer(states, tables, padding)[0], expected, 1e-9)
 

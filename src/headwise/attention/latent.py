@@ -7,7 +7,7 @@ V value dim, E hidden. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -303,19 +303,12 @@ def from_spec(
     spec: LatentSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6, impl: Impl = "auto"
 ) -> MultiHeadLatentAttention:
     """The layer a spec describes, freshly initialised."""
-    return MultiHeadLatentAttention(
-        spec.hidden_size,
-        spec.num_heads,
-        kv_lora_rank=spec.kv_lora_rank,
-        qk_nope_head_dim=spec.qk_nope_head_dim,
-        qk_rope_head_dim=spec.qk_rope_head_dim,
-        v_head_dim=spec.v_head_dim,
-        q_lora_rank=spec.q_lora_rank,
-        latent_norm=spec.latent_norm,
-        impl=impl,
-        bias=spec.bias,
-        dropout=dropout,
-        rope=spec.rope,
-        norm_eps=norm_eps,
-        softmax_scale=spec.softmax_scale,
-    )
+    arguments = constructor_arguments(spec)
+    return MultiHeadLatentAttention(**arguments, rope=spec.rope, dropout=dropout, norm_eps=norm_eps, impl=impl)
+
+
+def constructor_arguments(spec: LatentSpec) -> dict[str, Any]:
+    """The layer's arguments that a spec has under the same names; its ``rope`` is left to the caller."""
+    names = ("hidden_size", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    more = ("q_lora_rank", "latent_norm", "bias", "softmax_scale")
+    return {name: getattr(spec, name) for name in (*names, *more)}

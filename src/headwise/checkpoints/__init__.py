@@ -1,6 +1,6 @@
 """Model folders and GGUF files, one tensor at a time."""
 
-from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo
+from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
 from headwise.checkpoints.family import Family, family_names, family_of
 from headwise.checkpoints.folder import FolderCheckpoint
 from headwise.checkpoints.gguf import GgufCheckpoint
@@ -9,6 +9,7 @@ from headwise.checkpoints.tokenizer import load_tokenizer, tokenize
 from headwise.checkpoints.writer import FolderWriter, check_output
 
 __all__ = [
+    "DTYPES",
     "Checkpoint",
     "Family",
     "FolderCheckpoint",
@@ -16,6 +17,7 @@ __all__ = [
     "GgufCheckpoint",
     "TensorInfo",
     "check_output",
+    "dtype_name",
     "family_names",
     "family_of",
     "load_tokenizer",

@@ -18,6 +18,11 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """The dtypes weights are read in, by the name safetensors and GGUF both give them."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``, as configs and reports write it."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """A stored tensor's shape, and the dtype it is read as."""
@@ -26,9 +31,14 @@ class TensorInfo:
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        """How many numbers it holds."""
+        return torch.Size(self.shape).numel()
+
+    @property
     def nbytes(self) -> int:
         """Its size once read."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 class Checkpoint(ABC):

@@ -64,10 +64,9 @@ class Family:
         for own, name in self.attention_names(layer, spec).items():
             projection, _, kind = own.partition(".")
             tensor = read(name)
-            if projection in shapes:
-                want = shapes[projection] if kind == "weight" else shapes[projection][:1]
-                if tuple(tensor.shape) != want:
-                    raise CheckpointError(f"{name} shape", tuple(tensor.shape), f"must be {want} by the config")
+            want = shapes[projection] if kind == "weight" else shapes[projection][:1]
+            if tuple(tensor.shape) != want:
+                raise CheckpointError(f"{name} shape", tuple(tensor.shape), f"must be {want} by the config")
             state[own] = tensor
         return state
 

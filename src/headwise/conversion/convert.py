@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, open_checkpoint
+from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.grouped import convert_to_grouped
 from headwise.conversion.latent import convert_to_latent
@@ -147,18 +147,18 @@ def convert(
         notes.append(f"only {seen} calibration tokens for {inputs} inputs: they decide little, and quality suffers")
     if isinstance(checkpoint, GgufCheckpoint) and checkpoint.quantization is not None:
         notes.append(f"the source is dequantised from {checkpoint.quantization}")
-    dtype_name = str(job.dtype).removeprefix("torch.")
+    written = dtype_name(job.dtype)
     return Conversion(
         source=str(source),
         output=str(output),
         mechanism=job.after.mechanism,
         label=job.after.layers[0].label,
         method=job.method,
-        dtype=dtype_name,
-        kv_bytes_per_token_before=cost.cache_bytes_per_token(job.before, dtype_name),
-        kv_bytes_per_token_after=cost.cache_bytes_per_token(job.after, dtype_name),
-        parameters_before=sum(torch.Size(info.shape).numel() for info in checkpoint.tensors.values()),
-        parameters_after=sum(torch.Size(info.shape).numel() for info in job.tensors.values()),
+        dtype=written,
+        kv_bytes_per_token_before=cost.cache_bytes_per_token(job.before, written),
+        kv_bytes_per_token_after=cost.cache_bytes_per_token(job.after, written),
+        parameters_before=sum(info.numel for info in checkpoint.tensors.values()),
+        parameters_after=sum(info.numel for info in job.tensors.values()),
         disk_bytes=sum(info.nbytes for info in job.tensors.values()),
         calibration_tokens=seen,
         seconds=seconds,
@@ -210,7 +210,7 @@ class _Job:
         """The output's ``config.json``."""
         config = {key: value for key, value in self.checkpoint.config.items() if not key.startswith("_")}
         config.pop("torch_dtype", None)
-        config["dtype"] = str(self.dtype).removeprefix("torch.")
+        config["dtype"] = dtype_name(self.dtype)
         if self.channels:
             config["model_type"] = HOSTED_PREFIX + self.family.model_type
             config["headwise"] = {
@@ -249,7 +249,7 @@ class _Job:
         """The tensor in the output's dtype, whose range may be smaller than the source's."""
         cast = tensor.to(self.dtype)
         if not bool(torch.isfinite(cast).all()):
-            rule = f"does not fit in {str(self.dtype).removeprefix('torch.')}; choose a wider dtype"
+            rule = f"does not fit in {dtype_name(self.dtype)}; choose a wider dtype"
             raise CheckpointError("tensor", name, rule)
         return cast
 
@@ -277,7 +277,7 @@ class _Job:
         per_byte = (time.perf_counter() - start) / self.checkpoint.tensors[name].nbytes
         # Each byte is read, checked, and written again at about the rate it is read.
         copying = 2 * per_byte * sum(info.nbytes for info in self.checkpoint.tensors.values())
-        parameters = sum(torch.Size(info.shape).numel() for info in self.checkpoint.tensors.values())
+        parameters = sum(info.numel for info in self.checkpoint.tensors.values())
         calibrating = 0.0
         if calibration_tokens:
             # A model's forward pass reaches about half of what one large product does.

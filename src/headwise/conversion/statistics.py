@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import family_of, load_tokenizer, model_path, tokenize
+from headwise.checkpoints import family_of, load_tokenizer, model_path
 from headwise.errors import CheckpointError
-from headwise.evaluation import check_vocabulary, read_text, token_windows
+from headwise.evaluation import check_vocabulary, cut_windows, read_text, token_ids
 from headwise.hf import load
 from headwise.progress import Progress, silent
 
@@ -39,11 +39,11 @@ def input_moments(
     content = read_text(text, name="calibrate")
     tokenizer = load_tokenizer(model_path(source))
     model = load(source, dtype="float32")
-    ids = tokenize(tokenizer, content[: tokens * 32], add_special_tokens=False)["input_ids"]
+    ids = token_ids(tokenizer, content, at_most=tokens)
     longest = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
     count = max(-(-min(tokens, len(ids)) // longest), 1)
     window = max(min(tokens, len(ids)) // count, 2)
-    batches = token_windows(tokenizer, content, window=window, windows=count, name="calibrate")
+    batches = cut_windows(ids, window=window, windows=count, name="calibrate")
     check_vocabulary({"model": model}, int(batches.max()))
 
     family = family_of(model.config.model_type)

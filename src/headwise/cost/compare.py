@@ -141,9 +141,9 @@ def ladder(source: AttentionSpec) -> list[AttentionSpec]:
 
 def _grouped_ladder(source: GroupedSpec) -> list[AttentionSpec]:
     counts = {1, source.num_kv_heads, source.num_heads}
+    divisors = [d for d in range(1, source.num_heads) if source.num_heads % d == 0]
     count = source.num_heads
     while count > 1:
-        divisors = [d for d in range(1, count) if source.num_heads % d == 0]
         count = max(d for d in divisors if d <= max(count // 2, 1))
         counts.add(count)
     reachable = [n for n in counts if max(n, source.num_kv_heads) % min(n, source.num_kv_heads) == 0]

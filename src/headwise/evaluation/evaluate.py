@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.checkpoints import load_tokenizer, model_path
+from headwise.checkpoints import dtype_name, load_tokenizer, model_path
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.text import read_text, token_windows
 from headwise.hf import as_dtype, load, open_decoder
@@ -154,7 +154,7 @@ def evaluate(
         window=window,
         windows=len(batches),
         context=context,
-        dtype=str(models["model"].dtype).removeprefix("torch."),
+        dtype=dtype_name(models["model"].dtype),
         threads=torch.get_num_threads(),
         **result,
     )

@@ -45,10 +45,24 @@ def token_windows(
         raise ArgumentError("window", window, "must be at least 2 tokens")
     if windows is not None and windows < 1:
         raise ArgumentError("windows", windows, "must be at least 1")
-    # No more text than can be needed is tokenised: no tokenizer in use averages over 16 bytes a token for long.
-    if windows is not None:
-        text = text[: window * windows * 32]
-    ids = tokenize(tokenizer, text, add_special_tokens=False)["input_ids"]
+    ids = token_ids(tokenizer, text, at_most=None if windows is None else window * windows)
+    return cut_windows(ids, window=window, windows=windows, name=name)
+
+
+def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[int]:
+    """The text's tokens, none added; of a long text no more than about ``at_most`` needs is read."""
+    # No tokenizer in use averages over 16 characters a token for long.
+    some = text if at_most is None else text[: at_most * 32]
+    ids: list[int] = tokenize(tokenizer, some, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name: str = "text") -> Tensor:
+    """Ids as ``[windows, window]``; see `token_windows`.
+
+    Raises:
+        ArgumentError: there are fewer than one window of them.
+    """
     if len(ids) < window:
         raise ArgumentError(
             name,

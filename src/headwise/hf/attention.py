@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention import MultiHeadLatentAttention
+from headwise.attention.latent import constructor_arguments
 from headwise.errors import ArgumentError
 from headwise.specs import LatentSpec, RopeSpec
 
@@ -58,18 +59,9 @@ class HostedLatentAttention(MultiHeadLatentAttention):
 
     def __init__(self, spec: LatentSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         super().__init__(
-            spec.hidden_size,
-            spec.num_heads,
-            kv_lora_rank=spec.kv_lora_rank,
-            qk_nope_head_dim=spec.qk_nope_head_dim,
-            qk_rope_head_dim=spec.qk_rope_head_dim,
-            v_head_dim=spec.v_head_dim,
-            q_lora_rank=spec.q_lora_rank,
-            latent_norm=spec.latent_norm,
-            bias=spec.bias,
+            **constructor_arguments(spec),
             dropout=float(config.attention_dropout or 0.0),
             rope=RopeSpec(dim=spec.qk_rope_head_dim),  # cos and sin come from the model; pairs are halves
-            softmax_scale=spec.softmax_scale,
         )
         if len(channels) != spec.qk_rope_head_dim // 2:
             rule = f"must be {spec.qk_rope_head_dim // 2}, one a rotary pair"
@@ -108,4 +100,4 @@ class HostedLatentAttention(MultiHeadLatentAttention):
 
 def _as_bool(mask: Tensor) -> Tensor:
     """transformers' eager masks are added to the scores: 0 attends, a huge negative number does not."""
-    return mask if mask.dtype == torch.bool else mask == 0
+    return mask == 0 if mask.is_floating_point() else mask

@@ -11,8 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headwise.checkpoints import Checkpoint, GgufCheckpoint, family_names, model_path, open_checkpoint
-from headwise.checkpoints.checkpoint import DTYPES
+from headwise.checkpoints import (
+    DTYPES,
+    Checkpoint,
+    GgufCheckpoint,
+    dtype_name,
+    family_names,
+    model_path,
+    open_checkpoint,
+)
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecError
 from headwise.specs import HOSTED_PREFIX
 
@@ -81,8 +88,8 @@ def check_finite(model: Any) -> None:
     """
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise CheckpointError("tensor", name, f"holds NaN or infinite values in {dtype}")
+            rule = f"holds NaN or infinite values in {dtype_name(parameter.dtype)}"
+            raise CheckpointError("tensor", name, rule)
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -91,9 +98,8 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     Raises:
         ArgumentError: it is not a floating dtype's.
     """
-    name = str(dtype).removeprefix("torch.")
     for known in DTYPES.values():
-        if str(known) == f"torch.{name}":
+        if dtype in (known, str(known), dtype_name(known)):
             return known
     raise ArgumentError("dtype", str(dtype), "must be float64, float32, float16 or bfloat16")
 

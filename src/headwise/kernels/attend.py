@@ -14,15 +14,12 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.kernels.mask import combine_masks
-from headwise.kernels.packed import attend_packed
+from headwise.kernels.packed import FEW_TOKENS, attend_packed
 from headwise.kernels.reference import attend_reference
 
 Shape = Sequence[int]
 Backend = Literal["auto", "reference", "sdpa", "packed"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed")
-
-# New tokens up to which folding the group into the queries pays; benchmarks/results/attend.json.
-_PACKED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,7 @@ def choose_backend(query: Shape, key: Shape, *, return_weights: bool = False) ->
     S, K, T = query[2], key[1], key[2]
     if return_weights:
         return Choice("packed", "the weights are asked for, and SDPA never holds them")
-    if S <= _PACKED_TOKENS:
+    if S <= FEW_TOKENS:
         return Choice("packed", f"few new tokens ({S}): reading {K} key–value heads once is the cost")
     return Choice("sdpa", f"{S} new tokens: blocked softmax, no {S} × {T} scores held")
 
@@ -170,8 +167,8 @@ def _attend_sdpa(
     # torch's own flag is top-left, which agrees with ours only for S = T; it skips the masked half.
     flag = is_causal and attn_mask is None and S == T
     mask = None if flag else combine_masks(attn_mask, is_causal, (B, H, S, T), query.device)
-    # The blocked kernels want one width: columns of zeros change nothing, and take a third of the time of the
-    # path that holds all scores (benchmarks/attend.py).
+    # The blocked kernels want one width: columns of zeros change nothing, and take a third to a half of the time of
+    # the path that holds all scores (prefill_of_unequal_widths in benchmarks/results/attend.json).
     V = value.shape[3]
     width = max(query.shape[3], V)
     query, key, value = (x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in (query, key, value))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from headwise.kernels.reference import masked_softmax
 
-_FEW = 8
+FEW_TOKENS = 8
+"""New tokens up to which folding the group into the queries pays; benchmarks/results/attend.json."""
 
 
 def attend_packed(
@@ -36,7 +37,7 @@ def attend_packed(
         out = F.scaled_dot_product_attention(folded, key, value, _fold(mask, K, group, S), dropout_p, scale=scale)
         return out.view(B, H, S, V), None
     dtype = query.dtype
-    if S > _FEW:
+    if S > FEW_TOKENS:
         # Many scores would be rounded to the inputs' dtype; widening keys and values is then the lesser cost.
         query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
     folded = (query * scale).reshape(B, K, group * S, D)
