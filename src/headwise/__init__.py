@@ -17,11 +17,15 @@ _PUBLIC = {
     "Comparison": "headwise.cost",
     "Conversion": "headwise.conversion",
     "Evaluation": "headwise.evaluation",
+    "ExpertLatentAttention": "headwise.attention",
+    "ExpertLatentSpec": "headwise.specs",
     "Generation": "headwise.hf",
     "GroupedQueryAttention": "headwise.attention",
     "GroupedSpec": "headwise.specs",
     "HeadwiseError": "headwise.errors",
     "Inspection": "headwise.cost",
+    "LatentSpaceAttention": "headwise.attention",
+    "LatentSpaceSpec": "headwise.specs",
     "LatentSpec": "headwise.specs",
     "MissingExtraError": "headwise.errors",
     "ModelSpec": "headwise.specs",
@@ -30,6 +34,7 @@ _PUBLIC = {
     "MultiQueryAttention": "headwise.attention",
     "RopeSpec": "headwise.specs",
     "RotaryEmbedding": "headwise.attention",
+    "SelfAttention": "headwise.attention",
     "SpecError": "headwise.errors",
     "attend": "headwise.kernels",
     "choose_backend": "headwise.kernels",
@@ -44,11 +49,14 @@ _PUBLIC = {
 if TYPE_CHECKING:
     from headwise.attention import (
         AttentionCache,
+        ExpertLatentAttention,
         GroupedQueryAttention,
+        LatentSpaceAttention,
         MultiHeadAttention,
         MultiHeadLatentAttention,
         MultiQueryAttention,
         RotaryEmbedding,
+        SelfAttention,
     )
     from headwise.conversion import Conversion, convert
     from headwise.cost import Comparison, Inspection, compare, inspect
@@ -56,7 +64,14 @@ if TYPE_CHECKING:
     from headwise.evaluation import Evaluation, evaluate
     from headwise.hf import Generation, generate, load
     from headwise.kernels import attend, choose_backend
-    from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, RopeSpec
+    from headwise.specs import (
+        ExpertLatentSpec,
+        GroupedSpec,
+        LatentSpaceSpec,
+        LatentSpec,
+        ModelSpec,
+        RopeSpec,
+    )
 
 __all__ = [
     "ArgumentError",
@@ -65,11 +80,15 @@ __all__ = [
     "Comparison",
     "Conversion",
     "Evaluation",
+    "ExpertLatentAttention",
+    "ExpertLatentSpec",
     "Generation",
     "GroupedQueryAttention",
     "GroupedSpec",
     "HeadwiseError",
     "Inspection",
+    "LatentSpaceAttention",
+    "LatentSpaceSpec",
     "LatentSpec",
     "MissingExtraError",
     "ModelSpec",
@@ -78,6 +97,7 @@ __all__ = [
     "MultiQueryAttention",
     "RopeSpec",
     "RotaryEmbedding",
+    "SelfAttention",
     "SpecError",
     "attend",
     "choose_backend",

@@ -1,16 +1,20 @@
-"""What every attention layer shares: its call, its checks, its cache."""
+"""What every attention layer shares: its call, its checks, its cache.
+
+Shapes: B batch, S new tokens, T all tokens, H query heads, P rotated dims, E hidden.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from headwise.attention.cache import AttentionCache
-from headwise.attention.rope import RotaryEmbedding
-from headwise.errors import ArgumentError
-from headwise.kernels import BACKENDS, Backend
+from headwise.attention.rope import RotaryEmbedding, rotate
+from headwise.errors import ArgumentError, SpecError
+from headwise.kernels import BACKENDS, Backend, attend
 from headwise.specs.base import AttentionSpec, RopeSpec
 
 Rope = RopeSpec | RotaryEmbedding
@@ -30,16 +34,42 @@ class CacheLike(Protocol):
         """All that is held."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """What one forward call asks of a mechanism beside its states.
+
+    ``position_ids`` are the new tokens', ``[B or 1, S]``, and ``rotation`` their cos and sin ``[B or 1, S, P/2]``,
+    None without RoPE; ``total`` counts the tokens so far; ``is_cross`` says that what is attended to is another
+    sequence.
+    """
+
+    attention_mask: Tensor | None
+    is_causal: bool
+    is_cross: bool
+    return_weights: bool
+    position_ids: Tensor
+    rotation: tuple[Tensor, Tensor] | None
+    total: int
+
+
 class AttentionLayer(nn.Module):
-    """Base of the layers.
+    """Base of the layers: a mechanism says what it remembers of a token and how a query attends to that.
 
     Args:
         spec: what the layer is; its cost is `headwise.cost` of this.
+        rope: the rotary embedding, or None.
         dropout: probability of dropping an attention weight while training.
         backend: passed to `headwise.kernels.attend`.
     """
 
-    def __init__(self, spec: AttentionSpec, *, dropout: float = 0.0, backend: Backend = "auto") -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        rope: RotaryEmbedding | None = None,
+        dropout: float = 0.0,
+        backend: Backend = "auto",
+    ) -> None:
         super().__init__()
         if not 0.0 <= dropout < 1.0:
             raise ArgumentError("dropout", dropout, "must be at least 0 and below 1")
@@ -48,6 +78,117 @@ class AttentionLayer(nn.Module):
         self.spec = spec
         self.dropout = dropout
         self.backend: Backend = backend
+        self.rope = rope
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        key_value_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        is_causal: bool = False,
+        position_ids: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        cache: CacheLike | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            hidden_states: ``[B, S, E]``.
+            key_value_states: ``[B, T, E]`` to attend to instead (cross-attention); a cache is then filled by the
+                first call and only read by the next ones.
+            attention_mask: bool or 0/1 integers, True = attend; ``[B, T]`` padding or broadcastable to
+                ``[B, H, S, T]``, T counting the cached tokens, those a window has forgotten included.
+            is_causal: bottom-right causal; combines with the mask. A layer with a sliding window always is.
+            position_ids: ``[B or 1, S]`` for RoPE; the next positions after the cache when None. The keys of
+                cross-attention are at 0 … T − 1.
+            position_embeddings: cos and sin ``[B or 1, S, P/2]`` of the new tokens, in place of the layer's own.
+            cache: read and extended in place.
+            return_weights: also return the attention weights ``[B, H, S, T]``.
+
+        Returns:
+            ``[B, S, E]``, or that and the weights.
+
+        Raises:
+            ArgumentError: shapes do not fit together, or the mechanism cannot do what is asked.
+        """
+        self._check_hidden("hidden_states", hidden_states)
+        is_cross = key_value_states is not None
+        window = self.spec.sliding_window
+        if window is not None and (is_cross or not is_causal):
+            rule = "a layer with a sliding window attends to its own past: is_causal=True, no key_value_states"
+            raise ArgumentError("sliding_window", window, rule)
+        past = 0 if cache is None or is_cross else cache.length
+        total = past + hidden_states.shape[1]
+        ids = positions(past, hidden_states, position_ids)
+        rotation = position_embeddings
+        if rotation is None and self.rope is not None:
+            rotation = self.rope(ids, hidden_states.dtype, total)
+        call = Call(attention_mask, is_causal, is_cross, return_weights, ids, rotation, total)
+        self._refuse(call, position_ids, position_embeddings, cache)
+        memory = self._remembered(hidden_states, key_value_states, rotation, cache)
+        if window is not None and attention_mask is not None:
+            call = replace(call, attention_mask=_latest(attention_mask, total, memory[0].shape[2]))
+        return self._attend(hidden_states, memory, call)
+
+    def _refuse(  # a hook: most mechanisms refuse nothing
+        self,
+        call: Call,
+        position_ids: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        cache: CacheLike | None,
+    ) -> None:
+        """Raise for what this mechanism cannot do, before anything is remembered."""
+
+    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+        """What is remembered of tokens ``[B, S, E]``: ``[B, heads, S, width]`` for each of `cache_shapes`."""
+        raise NotImplementedError
+
+    def _attend(
+        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The layer's output for new tokens that attend to what is remembered of T tokens."""
+        raise NotImplementedError
+
+    def _remembered(
+        self,
+        states: Tensor,
+        source: Tensor | None,
+        rotation: tuple[Tensor, Tensor] | None,
+        cache: CacheLike | None,
+    ) -> tuple[Tensor, ...]:
+        """All that is attended to: of the cached and the new tokens, or of the source of cross-attention."""
+        if source is not None:
+            self._check_hidden("key_value_states", source)
+            T = source.shape[1]
+            if cache is not None and cache.length:
+                if cache.length != T:
+                    rule = f"must be the {cache.length} tokens the cross-attention cache was filled from"
+                    raise ArgumentError("key_value_states tokens", T, rule)
+                return cache.views()
+            states = source
+            rotation = None if self.rope is None else self.rope(positions(0, source, None), source.dtype, T)
+        new = self._states_to_cache(states, rotation)
+        return new if cache is None else cache.update(*new)
+
+    def _kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`headwise.kernels.attend` as this call asks: the mixed values, and the weights or None."""
+        attended = attend(
+            query,
+            key,
+            value,
+            call.attention_mask,
+            self._dropout_p(),
+            call.is_causal,
+            scale,
+            window=self.spec.sliding_window,
+            backend=self.backend,
+            return_weights=call.return_weights,
+        )
+        return attended if isinstance(attended, tuple) else (attended, None)
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """(heads, width) of each tensor this layer caches."""
@@ -69,6 +210,7 @@ class AttentionLayer(nn.Module):
             max_length,
             dtype=dtype or weight.dtype,
             device=device or weight.device,
+            window=self.spec.sliding_window,
         )
 
     def _dropout_p(self) -> float:
@@ -78,6 +220,14 @@ class AttentionLayer(nn.Module):
         if states.dim() != 3 or states.shape[2] != self.spec.hidden_size:
             rule = f"must be [batch, tokens, hidden_size = {self.spec.hidden_size}]"
             raise ArgumentError(f"{name} shape", tuple(states.shape), rule)
+
+
+def rotated(x: Tensor, rotation: tuple[Tensor, Tensor] | None, rope: RotaryEmbedding | None) -> Tensor:
+    """Heads ``[B, heads, S, D]`` turned as a layer's rotary embedding says; unchanged without one."""
+    if rotation is None or rope is None:
+        return x
+    cos, sin = (table.to(x.dtype) for table in rotation)  # under autocast heads are narrower than the layer's input
+    return rotate(x, cos, sin, interleaved=rope.spec.interleaved)
 
 
 def as_rotary(rope: Rope | None) -> RotaryEmbedding | None:
@@ -105,3 +255,22 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """``[B, heads, S, D]`` → ``[B, S, heads·D]``."""
     return x.transpose(1, 2).flatten(-2)
+
+
+def per_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """``[B, heads, S, a]`` by a matrix of each head ``[heads, a, b]``, which is read once for all sequences."""
+    B, _, S, _ = x.shape
+    folded = x.transpose(0, 1).flatten(1, 2)
+    return torch.unflatten(folded @ matrices, 1, (B, S)).transpose(0, 1)
+
+
+def default_head_dim(hidden_size: int, num_heads: int) -> int:
+    """``hidden_size / num_heads``, where it is a whole number."""
+    if num_heads < 1 or hidden_size % num_heads:
+        raise SpecError("num_heads", num_heads, f"must divide hidden_size = {hidden_size}, or give head_dim")
+    return hidden_size // num_heads
+
+
+def _latest(attention_mask: Tensor, total: int, held: int) -> Tensor:
+    """The columns of a mask over all tokens that belong to the latest ones, which a window's cache holds."""
+    return attention_mask[..., -held:] if attention_mask.shape[-1] == total else attention_mask

@@ -17,7 +17,8 @@ class AttentionCache:
     """What a layer remembers of past tokens, in tensors ``[B, heads, max_length, width]``.
 
     Keys and values are two such tensors; MLA's latent and rotary key are one, so that reading both is one pass.
-    Slots beyond ``length`` are uninitialised and never read.
+    Slots beyond those held are uninitialised and never read. With a sliding window there is room for the window's
+    tokens only, and older ones are forgotten.
 
     Args:
         batch_size: B.
@@ -25,6 +26,7 @@ class AttentionCache:
         max_length: tokens there is room for.
         dtype: of the tensors.
         device: of the tensors.
+        window: how many of the latest tokens are kept; all when None.
     """
 
     def __init__(
@@ -35,20 +37,24 @@ class AttentionCache:
         *,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        window: int | None = None,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if value < 1:
                 raise ArgumentError(name, value, "must be at least 1")
-        self.buffers = [
-            torch.empty(batch_size, heads, max_length, width, dtype=dtype, device=device) for heads, width in shapes
-        ]
+        self.max_length = max_length
+        """Tokens it can be told of."""
         self.length = 0
-        """Tokens held."""
+        """Tokens it has been told of, those a window has forgotten included."""
+        room = max_length if window is None else min(max_length, window)
+        self.buffers = [
+            torch.empty(batch_size, heads, room, width, dtype=dtype, device=device) for heads, width in shapes
+        ]
 
     @property
-    def max_length(self) -> int:
-        """Tokens there is room for."""
-        return self.buffers[0].shape[2]
+    def held(self) -> int:
+        """Tokens it still has: all of them, or the window's."""
+        return min(self.length, self.buffers[0].shape[2])
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +62,10 @@ class AttentionCache:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append ``[B, heads, S, width]`` to each tensor and return views of all that is held.
+        """Append ``[B, heads, S, width]`` to each tensor and return all that the new tokens may attend to.
+
+        That is all that is held, as views, or, where a window is full, the window before each new token: at most
+        ``window − 1 + S`` tokens, copied.
 
         Raises:
             ArgumentError: there is no room, or a shape or dtype does not fit.
@@ -70,18 +79,33 @@ class AttentionCache:
             if states.shape != (B, heads, S, width) or states.dtype != buffer.dtype:
                 rule = f"must be {(B, heads, S, width)} {buffer.dtype}"
                 raise ArgumentError("cached states", (tuple(states.shape), states.dtype), rule)
-            buffer[:, :, self.length : end] = states
+        room, held = self.buffers[0].shape[2], self.held
+        if end <= room:
+            for buffer, states in zip(self.buffers, new, strict=True):
+                buffer[:, :, held:end] = states
+            self.length = end
+            return self.views()
+        kept = min(held, room - 1)  # what the first new token still sees
+        seen = tuple(
+            torch.cat((buffer[:, :, held - kept : held], states), dim=2)
+            for buffer, states in zip(self.buffers, new, strict=True)
+        )
+        for buffer, states in zip(self.buffers, seen, strict=True):
+            buffer[:] = states[:, :, -room:]
         self.length = end
-        return self.views()
+        return seen
 
     def views(self) -> tuple[Tensor, ...]:
-        """All that is held, as views ``[B, heads, length, width]``."""
-        return tuple(buffer[:, :, : self.length] for buffer in self.buffers)
+        """All that is held, as views ``[B, heads, held, width]``."""
+        return tuple(buffer[:, :, : self.held] for buffer in self.buffers)
 
     def crop(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens."""
+        """Forget all but the first ``length`` tokens; not once a window has forgotten some of them."""
         if not 0 <= length <= self.length:
             raise ArgumentError("length", length, f"must be between 0 and the {self.length} tokens held")
+        if length < self.length > self.held:
+            room = self.buffers[0].shape[2]
+            raise ArgumentError("length", length, f"cannot be cropped to: only the last {room} tokens are held")
         self.length = length
 
     def reorder(self, indices: Tensor) -> None:
@@ -90,7 +114,7 @@ class AttentionCache:
             rule = f"must be one row number for each of {self.buffers[0].shape[0]} rows"
             raise ArgumentError("indices shape", tuple(indices.shape), rule)
         for buffer in self.buffers:
-            buffer[:, :, : self.length] = buffer[indices, :, : self.length]
+            buffer[:, :, : self.held] = buffer[indices, :, : self.held]
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""

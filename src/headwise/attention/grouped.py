@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from headwise.attention.base import (
     AttentionLayer,
-    CacheLike,
+    Call,
     Rope,
     as_rotary,
+    default_head_dim,
     merge_heads,
-    positions,
+    rotated,
     split_heads,
 )
 from headwise.attention.norm import RMSNorm
-from headwise.attention.rope import rotate
-from headwise.errors import ArgumentError, SpecError
-from headwise.kernels import Backend, attend
+from headwise.errors import SpecError
+from headwise.kernels import Backend
 from headwise.specs.grouped import GroupedSpec, grouped_bias
 
 
@@ -46,6 +46,8 @@ class GroupedQueryAttention(AttentionLayer):
         qk_norm: ``"head"`` for an RMSNorm over each query and key head (Qwen3), ``"full"`` over all heads together.
         norm_eps: of those norms.
         softmax_scale: multiplies the scores; ``1/sqrt(D)`` when None.
+        sliding_window: how many of the latest tokens are attended to; all when None.
+        output_projection: False leaves out ``o_proj``: the output is then the heads' values, ``[B, S, H·V]``.
         backend: passed to `headwise.kernels.attend`.
 
     Raises:
@@ -69,6 +71,8 @@ class GroupedQueryAttention(AttentionLayer):
         qk_norm: str | None = None,
         norm_eps: float = 1e-6,
         softmax_scale: float | None = None,
+        sliding_window: int | None = None,
+        output_projection: bool = True,
         backend: Backend = "auto",
     ) -> None:
         rotary = as_rotary(rope)
@@ -76,93 +80,49 @@ class GroupedQueryAttention(AttentionLayer):
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=_kv_heads(num_heads, num_kv_heads, group_size),
-            head_dim=_head_dim(hidden_size, num_heads) if head_dim is None else head_dim,
+            head_dim=default_head_dim(hidden_size, num_heads) if head_dim is None else head_dim,
             v_head_dim=v_head_dim,
-            bias=grouped_bias(bias),
+            bias=grouped_bias(bias, output_projection=output_projection),
             qk_norm=qk_norm,
             rope=None if rotary is None else rotary.spec,
             softmax_scale=softmax_scale,
+            sliding_window=sliding_window,
+            output_projection=output_projection,
         )
-        super().__init__(spec, dropout=dropout, backend=backend)
+        super().__init__(spec, rope=rotary, dropout=dropout, backend=backend)
         E, H, K, D, V = hidden_size, num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
         self.q_proj = nn.Linear(E, H * D, bias="q_proj" in spec.bias)
         self.k_proj = nn.Linear(E, K * D, bias="k_proj" in spec.bias)
         self.v_proj = nn.Linear(E, K * V, bias="v_proj" in spec.bias)
-        self.o_proj = nn.Linear(H * V, E, bias="o_proj" in spec.bias)
+        self.o_proj: nn.Linear | None = None
+        if output_projection:
+            self.o_proj = nn.Linear(H * V, E, bias="o_proj" in spec.bias)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm is not None:
             self.q_norm = RMSNorm(D if qk_norm == "head" else H * D, norm_eps)
             self.k_norm = RMSNorm(D if qk_norm == "head" else K * D, norm_eps)
-        self.rope = rotary
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """Keys ``[B, K, T, D]`` and values ``[B, K, T, V]``."""
         return (self.spec.num_kv_heads, self.spec.head_dim), (self.spec.num_kv_heads, self.spec.value_dim)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        key_value_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        is_causal: bool = False,
-        position_ids: Tensor | None = None,
-        cache: CacheLike | None = None,
-        return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend.
-
-        Args:
-            hidden_states: ``[B, S, E]``.
-            key_value_states: ``[B, T, E]`` to attend to instead (cross-attention); a cache is then filled by the
-                first call and only read by the next ones.
-            attention_mask: bool or 0/1 integers, True = attend; ``[B, T]`` padding or broadcastable to
-                ``[B, H, S, T]``, T counting the cached tokens.
-            is_causal: bottom-right causal; combines with the mask.
-            position_ids: ``[B or 1, S]`` for RoPE; the next positions after the cache when None. The keys of
-                cross-attention are at 0 … T − 1.
-            cache: read and extended in place.
-            return_weights: also return the attention weights ``[B, H, S, T]``.
-
-        Returns:
-            ``[B, S, E]``, or that and the weights.
-        """
-        self._check_hidden("hidden_states", hidden_states)
-        query = self._heads(self.q_proj(hidden_states), self.spec.num_heads, self.q_norm)
-        S = hidden_states.shape[1]
-        past = 0 if cache is None or key_value_states is not None else cache.length
-        if self.rope is not None:
-            ids = positions(past, hidden_states, position_ids)
-            cos, sin = self.rope(ids, query.dtype, past + S)
-            query = rotate(query, cos, sin, interleaved=self.rope.spec.interleaved)
-        if key_value_states is not None:
-            key, value = self._cross(key_value_states, cache)
-        else:
-            key, value = self._project(hidden_states)
-            if self.rope is not None:
-                key = rotate(key, cos, sin, interleaved=self.rope.spec.interleaved)
-            if cache is not None:
-                key, value = cache.update(key, value)
-        attended = attend(
-            query,
-            key,
-            value,
-            attention_mask,
-            self._dropout_p(),
-            is_causal,
-            self.spec.softmax_scale,
-            backend=self.backend,
-            return_weights=return_weights,
-        )
-        if isinstance(attended, tuple):
-            return self.o_proj(merge_heads(attended[0])), attended[1]
-        out: Tensor = self.o_proj(merge_heads(attended))
-        return out
-
-    def _project(self, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         key = self._heads(self.k_proj(states), self.spec.num_kv_heads, self.k_norm)
-        return key, split_heads(self.v_proj(states), self.spec.num_kv_heads)
+        return rotated(key, rotation, self.rope), split_heads(self.v_proj(states), self.spec.num_kv_heads)
+
+    def _attend(
+        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        query = self._heads(self.q_proj(hidden_states), self.spec.num_heads, self.q_norm)
+        key, value = memory
+        mixed, weights = self._kernel(
+            rotated(query, call.rotation, self.rope), key, value, call, self.spec.softmax_scale
+        )
+        out = merge_heads(mixed)
+        if self.o_proj is not None:
+            out = self.o_proj(out)
+        return out if weights is None else (out, weights)
 
     def _heads(self, projected: Tensor, heads: int, norm: RMSNorm | None) -> Tensor:
         if norm is not None and self.spec.qk_norm == "full":
@@ -170,22 +130,37 @@ class GroupedQueryAttention(AttentionLayer):
         states = split_heads(projected, heads)
         return norm(states) if norm is not None and self.spec.qk_norm == "head" else states
 
-    def _cross(self, source: Tensor, cache: CacheLike | None) -> tuple[Tensor, Tensor]:
-        self._check_hidden("key_value_states", source)
-        T = source.shape[1]
-        if cache is not None and cache.length:
-            if cache.length != T:
-                rule = f"must be the {cache.length} tokens the cross-attention cache was filled from"
-                raise ArgumentError("key_value_states tokens", T, rule)
-            key, value = cache.views()
-            return key, value
-        key, value = self._project(source)
-        if self.rope is not None:
-            cos, sin = self.rope(positions(0, source, None), key.dtype, T)
-            key = rotate(key, cos, sin, interleaved=self.rope.spec.interleaved)
-        if cache is not None:
-            key, value = cache.update(key, value)
-        return key, value
+
+class SelfAttention(GroupedQueryAttention):
+    """One head: scaled dot-product attention of a query, a key and a value projection.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1. Keywords as `GroupedQueryAttention`.
+
+    Args:
+        hidden_size: E.
+        head_dim: width of the query and the key; E when None.
+        v_head_dim: width of the value; ``head_dim`` when None.
+        output_projection: whether a projection back to E follows; without, the output is ``[B, S, v_head_dim]``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        *,
+        output_projection: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            1,
+            1,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            output_projection=output_projection,
+            **kwargs,
+        )
 
 
 class MultiHeadAttention(GroupedQueryAttention):
@@ -225,6 +200,8 @@ def from_spec(spec: GroupedSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6
         qk_norm=spec.qk_norm,
         norm_eps=norm_eps,
         softmax_scale=spec.softmax_scale,
+        sliding_window=spec.sliding_window,
+        output_projection=spec.output_projection,
     )
 
 
@@ -237,9 +214,3 @@ def _kv_heads(num_heads: int, num_kv_heads: int | None, group_size: int | None) 
     if group_size < 1 or num_heads % group_size:
         raise SpecError("group_size", group_size, f"must divide num_heads = {num_heads}")
     return num_heads // group_size
-
-
-def _head_dim(hidden_size: int, num_heads: int) -> int:
-    if num_heads < 1 or hidden_size % num_heads:
-        raise SpecError("num_heads", num_heads, f"must divide hidden_size = {hidden_size}, or give head_dim")
-    return hidden_size // num_heads

@@ -83,6 +83,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     else:
         first, second = rotated[..., : P // 2], rotated[..., P // 2 :]
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        # A single pair has parts of width 1, which torch takes for an image's layout: its columns would lie apart.
+        turned = turned.contiguous()
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""Cost of MHA, MQA and GQA.
+"""Cost of MHA, MQA and GQA, and of one head alone.
 
 Parameters ``E·D·(2H+2K)`` for equal key and value widths; forward FLOPs ``2BSED(2H+2K) + 4BHSTD``; cache
 ``2KD`` values a token.
@@ -6,36 +6,62 @@ Parameters ``E·D·(2H+2K)`` for equal key and value widths; forward FLOPs ``2BS
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
+from headwise.cost.activations import Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
+from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Stage, Vector
-from headwise.errors import SpecError
+from headwise.errors import ArgumentError
 from headwise.specs.grouped import GroupedSpec
 
 IMPLS = ("direct",)
 
 
-def stages(spec: GroupedSpec, impl: str) -> tuple[Stage, ...]:
+def stages(spec: GroupedSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     """The work of one layer, in order."""
-    if impl not in IMPLS:
-        raise SpecError("impl", impl, f"{spec.mechanism} has only {IMPLS}")
-    E, H, K, D, V = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
+    E, H, K = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.num_kv_heads, "K")
+    D = Size(spec.head_dim, "D")
+    V = D if spec.value_dim == spec.head_dim else Size(spec.value_dim, "V")
     norm = {None: (0, 0), "head": (D, D), "full": (H * D, K * D)}[spec.qk_norm]
+    output = (Linear("o_proj", H * V, E, "o_proj" in spec.bias, reads="inner"),) if spec.output_projection else ()
     return (
         Linear("q_proj", E, H * D, "q_proj" in spec.bias),
-        Linear("k_proj", E, K * D, "k_proj" in spec.bias),
-        Linear("v_proj", E, K * V, "v_proj" in spec.bias),
+        Linear("k_proj", E, K * D, "k_proj" in spec.bias, over="source"),
+        Linear("v_proj", E, K * V, "v_proj" in spec.bias, over="source"),
         Vector("q_norm", norm[0]),
         Vector("k_norm", norm[1]),
         Vector("sinks", H if spec.sinks else 0),
         Core(H, D, V),
-        Linear("o_proj", H * V, E, "o_proj" in spec.bias),
+        *output,
     )
 
 
-def best_impl(spec: GroupedSpec, new_tokens: int, total_tokens: int) -> str:
-    """There is one way to compute it."""
-    return "direct"
-
-
-def cache_values(spec: GroupedSpec) -> int:
+def cache_values(spec: GroupedSpec) -> Size:
     """Values cached for a token: every key and value head."""
-    return spec.num_kv_heads * (spec.head_dim + spec.value_dim)
+    K, D = Size(spec.num_kv_heads, "K"), Size(spec.head_dim, "D")
+    return 2 * K * D if spec.value_dim == spec.head_dim else K * (D + Size(spec.value_dim, "V"))
+
+
+def shard(spec: GroupedSpec, ranks: int) -> GroupedSpec:
+    """What one of several ranks holds: its share of the heads, and of the key–value heads at least one."""
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if heads % ranks or max(kv_heads, ranks) % min(kv_heads, ranks):
+        rule = f"must divide num_heads = {heads}, and divide or be a multiple of num_kv_heads = {kv_heads}"
+        raise ArgumentError("ranks", ranks, rule)
+    return replace(spec, num_heads=heads // ranks, num_kv_heads=-(-kv_heads // ranks))
+
+
+def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[Kept, ...]:
+    """What one layer keeps for the backward pass."""
+    E, H, K = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.num_kv_heads, "K")
+    D, V = Size(spec.head_dim, "D"), Size(spec.value_dim, "V")
+    kept = [*kept_inputs(training, E)]
+    if spec.qk_norm is not None:
+        by_head = spec.qk_norm == "head"
+        kept += kept_norm(training, "query", H * D, "new", rows=H if by_head else 1)
+        kept += kept_norm(training, "key", K * D, "total", rows=K if by_head else 1)
+    if spec.rope is not None:
+        kept += kept_rotation(training, Size(spec.rope.dim, "P"))
+    read_from: Literal["merged", "nobody"] = "merged" if spec.output_projection else "nobody"
+    return *kept, *kept_core(training, H, K, D, V, contiguous=spec.rope is not None, read_from=read_from)

@@ -5,8 +5,12 @@ Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1 and appendix C for the absor
 
 from __future__ import annotations
 
-from headwise.cost.stages import Core, Linear, PerHead, Stage, Vector
-from headwise.errors import SpecError
+from dataclasses import replace
+
+from headwise.cost.activations import Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
+from headwise.cost.size import Size
+from headwise.cost.stages import Core, Linear, Over, Product, Stage, Vector
+from headwise.errors import ArgumentError
 from headwise.specs.latent import LatentSpec
 
 IMPLS = ("expanded", "absorbed", "cached_kv")
@@ -14,41 +18,41 @@ IMPLS = ("expanded", "absorbed", "cached_kv")
 ``cached_kv`` decodes only the new tokens' and caches the result (no saving, as some frameworks do)."""
 
 
-def stages(spec: LatentSpec, impl: str) -> tuple[Stage, ...]:
+def stages(spec: LatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     """The work of one layer, in order."""
-    if impl not in IMPLS:
-        raise SpecError("impl", impl, f"must be one of {IMPLS}")
-    E, H, R, P = spec.hidden_size, spec.num_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
-    N, V, Q = spec.qk_nope_head_dim, spec.v_head_dim, spec.q_lora_rank
+    E, H, R = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.kv_lora_rank, "R")
+    N, P, V = Size(spec.qk_nope_head_dim, "N"), Size(spec.qk_rope_head_dim, "P"), Size(spec.v_head_dim, "V")
 
     def biased(name: str) -> bool:
         return name in spec.bias
 
     query: tuple[Stage, ...]
-    if Q is None:
+    if spec.q_lora_rank is None:
         query = (Linear("q_proj", E, H * (N + P), biased("q_proj")),)
     else:
+        Q = Size(spec.q_lora_rank, "Q")
         query = (
             Linear("q_a_proj", E, Q, biased("q_a_proj")),
             Vector("q_a_layernorm", Q if spec.latent_norm else 0),
-            Linear("q_b_proj", Q, H * (N + P), biased("q_b_proj")),
+            Linear("q_b_proj", Q, H * (N + P), biased("q_b_proj"), reads="inner"),
         )
     down = (
-        Linear("kv_a_proj_with_mqa", E, R + P, biased("kv_a_proj_with_mqa")),
+        Linear("kv_a_proj_with_mqa", E, R + P, biased("kv_a_proj_with_mqa"), over="source"),
         Vector("kv_a_layernorm", R if spec.latent_norm else 0),
     )
-    up = Linear("kv_b_proj", R, H * (N + V), biased("kv_b_proj"), over="new" if impl == "cached_kv" else "total")
+    over: Over = "source" if impl == "cached_kv" else "total"
+    up = Linear("kv_b_proj", R, H * (N + V), biased("kv_b_proj"), over=over, reads="inner")
     core: tuple[Stage, ...]
     if impl == "absorbed":
         core = (
-            PerHead("absorb keys", H, N, R),
+            Product("absorb keys", H * N * R),
             Core(H, *absorbed_widths(spec)),
-            PerHead("absorb values", H, R, V),
+            Product("absorb values", H * R * V),
             Vector("kv_b_proj", up.parameters),
         )
     else:
         core = (up, Core(H, N + P, V))
-    return (*query, *down, *core, Linear("o_proj", H * V, E, biased("o_proj")))
+    return (*query, *down, *core, Linear("o_proj", H * V, E, biased("o_proj"), reads="inner"))
 
 
 def absorbed_widths(spec: LatentSpec) -> tuple[int, int]:
@@ -57,17 +61,69 @@ def absorbed_widths(spec: LatentSpec) -> tuple[int, int]:
     Without content dims the scores come from the rotary key alone; a value bias takes one more column, which gathers
     the sum of each row's weights.
     """
-    scores = spec.qk_rope_head_dim + (spec.kv_lora_rank if spec.qk_nope_head_dim else 0)
-    return scores, spec.kv_lora_rank + ("kv_b_proj" in spec.bias)
+    R, P = Size(spec.kv_lora_rank, "R"), Size(spec.qk_rope_head_dim, "P")
+    return R + P if spec.qk_nope_head_dim else P, R + ("kv_b_proj" in spec.bias)
 
 
-def best_impl(spec: LatentSpec, new_tokens: int, total_tokens: int) -> str:
-    """``absorbed`` when it takes fewer FLOPs than ``expanded``: ``R(N+V)(T−S) > ST(2R−N−V)``, for N > 0, no bias."""
-    S, T, decoded = new_tokens, total_tokens, spec.qk_nope_head_dim + spec.v_head_dim
-    wider = sum(absorbed_widths(spec)) - spec.qk_rope_head_dim - decoded
-    return "absorbed" if spec.kv_lora_rank * decoded * (T - S) > S * T * wider else "expanded"
+def best_impl(spec: LatentSpec, new_tokens: int, total_tokens: int, pairs: int) -> str:
+    """``absorbed`` when it takes fewer FLOPs than ``expanded``: ``R(N+V)(T−S) > pairs·(2R−N−V)``, N > 0, no bias."""
+    R, N, P, V = spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
+    wider = (R + P if N else P) + R + ("kv_b_proj" in spec.bias) - (N + P + V)
+    return "absorbed" if R * (N + V) * (total_tokens - new_tokens) > pairs * wider else "expanded"
 
 
-def cache_values(spec: LatentSpec) -> int:
+def cache_values(spec: LatentSpec) -> Size:
     """Values cached for a token: the latent and the one rotary key."""
-    return spec.kv_lora_rank + spec.qk_rope_head_dim
+    return Size(spec.kv_lora_rank, "R") + Size(spec.qk_rope_head_dim, "P")
+
+
+def shard(spec: LatentSpec, ranks: int) -> LatentSpec:
+    """What one of several ranks holds: its share of the heads; the latent, shared by all heads, whole."""
+    if spec.num_heads % ranks:
+        raise ArgumentError("ranks", ranks, f"must divide num_heads = {spec.num_heads}")
+    return replace(spec, num_heads=spec.num_heads // ranks)
+
+
+def activations(spec: LatentSpec, impl: str, training: Training) -> tuple[Kept, ...]:
+    """What one layer keeps for the backward pass."""
+    E, H, R = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.kv_lora_rank, "R")
+    N, P, V = Size(spec.qk_nope_head_dim, "N"), Size(spec.qk_rope_head_dim, "P"), Size(spec.v_head_dim, "V")
+    kept = [*kept_inputs(training, E), *kept_rotation(training, P)]
+    if spec.q_lora_rank is not None:
+        Q = Size(spec.q_lora_rank, "Q")
+        kept += [Kept("q_b_proj input", Q, "new")]
+        kept += kept_norm(training, "q_a_proj output", Q, "new") if spec.latent_norm else ()
+    if spec.latent_norm:
+        kept += kept_norm(training, "kv_a_proj output", R, "total", storage=R + P)
+    if impl == "absorbed":
+        return (*kept, *_kept_absorbed(spec, training, H, R, N, P, V))
+    kept += [Kept("latent and rotary key", R + P, "total")]
+    kept += kept_core(training, H, H, N + P, V, value_storage=H * (N + V))
+    return tuple(kept)
+
+
+def _kept_absorbed(
+    spec: LatentSpec, training: Training, H: Size, R: Size, N: Size, P: Size, V: Size
+) -> tuple[Kept, ...]:
+    """One head of keys and values, views of one tensor; what they mix is laid head by head to be decoded."""
+    biased = "kv_b_proj" in spec.bias
+    mixed = R + biased
+    scored = R + P if spec.qk_nope_head_dim else P
+    queries = (Kept("query before absorption", H * (N + P), "new"),) if spec.qk_nope_head_dim else ()
+    core = kept_core(
+        training,
+        H,
+        Size(1),
+        scored,
+        mixed,
+        key_storage=R + P,
+        value_storage=mixed if biased else Size(0) if scored >= mixed else R + P,
+        read_from="heads",
+    )
+    copied = H > 1 and not training.batch_of_one and (training.fused or biased)
+    return (
+        *queries,
+        *core,
+        *((Kept("mixed latents", H * R, "new"),) if copied else ()),
+        Kept("merged heads", H * V, "new"),
+    )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol, cast
 
-from headwise.cost.stages import Core, Linear, Stage, attended_pairs
+from headwise.cost.activations import Kept, Training, total_bytes
+from headwise.cost.size import Size
+from headwise.cost.stages import Call, Core, Kernel, Linear, Product, Stage, attended_pairs, check_kernel
 from headwise.errors import ArgumentError
 from headwise.specs.base import AttentionSpec, mechanism_module
 
@@ -23,18 +25,27 @@ DTYPE_BYTES = {
 
 
 class Formulas(Protocol):
-    """What ``headwise.cost.<kind>`` provides for a mechanism."""
+    """What ``headwise.cost.<kind>`` provides for a mechanism.
+
+    ``best_impl`` only where there are several implementations, ``shard`` only where heads can be split over ranks.
+    """
 
     IMPLS: tuple[str, ...]
 
-    def stages(self, spec: AttentionSpec, impl: str) -> tuple[Stage, ...]:
+    def stages(self, spec: AttentionSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
         """The work of one layer, in order."""
 
-    def best_impl(self, spec: AttentionSpec, new_tokens: int, total_tokens: int) -> str:
+    def best_impl(self, spec: AttentionSpec, new_tokens: int, total_tokens: int, pairs: int) -> str:
         """The implementation with the fewest FLOPs."""
 
-    def cache_values(self, spec: AttentionSpec) -> int:
+    def cache_values(self, spec: AttentionSpec) -> Size:
         """Values cached for one token."""
+
+    def activations(self, spec: AttentionSpec, impl: str, training: Training) -> tuple[Kept, ...]:
+        """What one layer keeps for the backward pass."""
+
+    def shard(self, spec: AttentionSpec, ranks: int) -> AttentionSpec:
+        """What one of several tensor-parallel ranks holds."""
 
 
 def formulas(spec: AttentionSpec) -> Formulas:
@@ -54,10 +65,17 @@ def dtype_bytes(dtype: str) -> int:
     return DTYPE_BYTES[name]
 
 
-def stages(spec: AttentionSpec, impl: str | None = None) -> tuple[Stage, ...]:
-    """The stages of a layer under an implementation (the mechanism's first when None)."""
+def stages(spec: AttentionSpec, impl: str | None = None, *, new_tokens: int = 1) -> tuple[Stage, ...]:
+    """The stages of a layer under an implementation (the mechanism's first when None).
+
+    Raises:
+        ArgumentError: the mechanism has no such implementation.
+    """
     module = formulas(spec)
-    return module.stages(spec, impl or module.IMPLS[0])
+    impl = impl or module.IMPLS[0]
+    if impl not in module.IMPLS:
+        raise ArgumentError("impl", impl, f"must be one of {', '.join(module.IMPLS)} for {spec.mechanism}")
+    return module.stages(spec, impl, new_tokens)
 
 
 def parameters(spec: AttentionSpec) -> int:
@@ -73,49 +91,252 @@ def forward_flops(
     batch: int = 1,
     causal: bool | None = None,
     impl: str = "auto",
+    cross: bool = False,
+    cached: bool = False,
+    kernel: Kernel = "unfused",
+    softmax: bool = False,
 ) -> int:
-    """FLOPs of one forward pass of one layer, matrix products only.
+    """FLOPs of one forward pass of one layer: its matrix products, and the softmax when asked for.
 
     Args:
         spec: the layer.
         new_tokens: S, tokens passed in; 1 for a decode step.
-        total_tokens: T, tokens attended to, S of them new; S when None (prefill).
+        total_tokens: T, tokens attended to; S when None (prefill). S of them are new, unless ``cross``.
         batch: B.
         causal: count only the pairs the causal mask (and the window) leaves; False counts all S·T, as kernels
             that do not skip would; None is what the spec says.
         impl: one of the mechanism's implementations, or ``auto`` for the one with the fewest FLOPs.
+        cross: the T tokens are another sequence's, whose keys and values are computed too.
+        cached: with ``cross``, those keys and values are in the cache already.
+        kernel: ``unfused``, or ``fused``, which forward differs only in what it pads (`cost.stages.KERNELS`).
+        softmax: add ``SOFTMAX_FLOPS`` for each score.
+
+    Raises:
+        ArgumentError: a count is impossible, or the implementation or kernel is not known.
     """
-    S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
-    if S < 1 or T < S:
-        raise ArgumentError("new_tokens, total_tokens", (S, T), "must satisfy 1 <= new_tokens <= total_tokens")
+    call = call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal, cross=cross, cached=cached)
+    check_kernel(kernel)
+    work = stages(spec, _chosen(spec, impl, call), new_tokens=new_tokens)
+    flops = sum(stage.forward_flops(call, kernel) for stage in work)
+    return int(flops + (sum(s.softmax_flops(call) for s in work if isinstance(s, Core)) if softmax else 0))
+
+
+def backward_flops(
+    spec: AttentionSpec,
+    tokens: int,
+    source_tokens: int | None = None,
+    *,
+    batch: int = 1,
+    causal: bool | None = None,
+    impl: str = "auto",
+    kernel: Kernel = "unfused",
+    input_gradient: bool = True,
+) -> int:
+    """FLOPs of the backward pass of a training step: exactly twice the forward's for an unfused kernel.
+
+    A fused kernel computes the scores again: five products where the forward has two.
+
+    Args:
+        spec: the layer.
+        tokens: S.
+        source_tokens: T of cross-attention; None for self-attention.
+        batch: B.
+        causal: as `forward_flops`.
+        impl: as `forward_flops`.
+        kernel: ``unfused`` or ``fused``.
+        input_gradient: False when the layer's inputs need no gradient, as a model's first layer's: the input side of
+            the projections that read them is then not computed.
+    """
+    cross = source_tokens is not None
+    call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
+    check_kernel(kernel)
+    work = stages(spec, _chosen(spec, impl, call), new_tokens=tokens)
+    return int(sum(stage.backward_flops(call, kernel, input_gradient=input_gradient) for stage in work))
+
+
+def activation_bytes(
+    spec: AttentionSpec,
+    tokens: int,
+    source_tokens: int | None = None,
+    *,
+    batch: int = 1,
+    dtype: str = "float32",
+    causal: bool | None = None,
+    impl: str = "auto",
+    kernel: Kernel = "fused",
+) -> int:
+    """Bytes that a training step keeps of one layer's forward pass until its backward pass, without dropout.
+
+    Every tensor that autograd saves, the layer's input among them and its parameters not.
+
+    Args:
+        spec: the layer.
+        tokens: S.
+        source_tokens: T of cross-attention; None for self-attention.
+        batch: B.
+        dtype: of weights and activations.
+        causal: as `forward_flops`.
+        impl: as `forward_flops`.
+        kernel: ``fused`` holds no scores; ``unfused`` holds them, at least in float32.
+    """
+    kept, call = kept_activations(
+        spec, tokens, source_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
+    )
+    return int(total_bytes(kept, batch=call.batch, new=call.new, total=call.total, value_bytes=dtype_bytes(dtype)))
+
+
+def kept_activations(
+    spec: AttentionSpec,
+    tokens: int,
+    source_tokens: int | None = None,
+    *,
+    batch: int = 1,
+    dtype: str = "float32",
+    causal: bool | None = None,
+    impl: str = "auto",
+    kernel: Kernel = "fused",
+) -> tuple[tuple[Kept, ...], Call]:
+    """The tensors behind `activation_bytes`, and the call they belong to."""
+    cross = source_tokens is not None
+    call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
+    check_kernel(kernel)
+    is_causal = not cross and (spec.is_causal if causal is None else causal)
+    training = Training(
+        fused=kernel == "fused",
+        half=dtype_bytes(dtype) < 4,
+        causal=is_causal and tokens > 1,
+        window=spec.sliding_window is not None and is_causal and spec.sliding_window < tokens,
+        cross=cross,
+        batch_of_one=batch == 1,
+    )
     module = formulas(spec)
-    if impl == "auto":
-        impl = module.best_impl(spec, S, T)
-    causal = spec.is_causal if causal is None else causal
-    pairs = attended_pairs(S, T, causal=causal, window=spec.sliding_window)
-    macs = 0
-    for stage in module.stages(spec, impl):
-        if isinstance(stage, Core):
-            macs += batch * pairs * stage.macs_per_pair()
-        else:
-            macs += stage.macs(batch, S, T)
-    return 2 * macs
+    return module.activations(spec, _chosen(spec, impl, call), training), call
+
+
+def prefill_flops(
+    spec: AttentionSpec, tokens: int, *, chunk: int | None = None, batch: int = 1, causal: bool | None = None
+) -> int:
+    """FLOPs of reading a prompt, at once or in chunks of ``chunk`` tokens that each attend to all before them.
+
+    Chunks cost what one pass costs, but for a latent that is decoded again by every chunk.
+    """
+    size = tokens if chunk is None else chunk
+    if size < 1:
+        raise ArgumentError("chunk", chunk, "must be at least 1")
+    ends = [*range(size, tokens, size), tokens]
+    starts = [0, *ends[:-1]]
+    return sum(
+        forward_flops(spec, end - start, end, batch=batch, causal=causal)
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def decode_flops(spec: AttentionSpec, context: int, new_tokens: int = 1, *, batch: int = 1) -> int:
+    """FLOPs of generating tokens one by one after a context, each charged at its own length.
+
+    The first of them attends to ``context`` tokens and itself.
+    """
+    return sum(
+        forward_flops(spec, 1, context + index + 1, batch=batch, causal=spec.is_causal) for index in range(new_tokens)
+    )
+
+
+def call_of(
+    spec: AttentionSpec,
+    new_tokens: int,
+    total_tokens: int | None = None,
+    *,
+    batch: int = 1,
+    causal: bool | None = None,
+    cross: bool = False,
+    cached: bool = False,
+) -> Call:
+    """One forward pass in numbers that know their formula; arguments as `forward_flops`."""
+    S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
+    if S < 1 or batch < 1 or (1 if cross else S) > T:
+        rule = "must be at least 1" if cross else "must satisfy 1 <= new_tokens <= total_tokens, 1 <= batch"
+        raise ArgumentError("new_tokens, total_tokens, batch", (S, T, batch), rule)
+    if cached and not cross:
+        raise ArgumentError("cached", cached, "is said of cross-attention only: total_tokens says it otherwise")
+    if cross and causal:
+        raise ArgumentError("causal", causal, "must be false for cross-attention")
+    causal = not cross and (spec.is_causal if causal is None else causal)
+    new = Size(S, "S")
+    total = new if T == S and not cross else Size(T, "T")
+    if spec.sliding_window is not None and not cross and S + spec.sliding_window - 1 < T:
+        total = new + Size(spec.sliding_window, "w") - 1  # the cache has forgotten the rest
+    return Call(
+        batch=Size(batch, "B"),
+        new=new,
+        source=(Size(0) if cached else total) if cross else new,
+        total=total,
+        pairs=_pairs(new, total, spec.sliding_window if causal else None, causal=causal),
+    )
+
+
+def _pairs(new: Size, total: Size, window: int | None, *, causal: bool) -> Size:
+    if not causal:
+        return new * total
+    count = attended_pairs(int(new), int(total), causal=True, window=window)
+    if window is not None and window < total:
+        if total - new + 1 >= window:
+            return new * Size(window, "w")
+        formula = "w·S − w·(w − 1)/2" if total == new else "pairs"
+        return Size(count, formula, is_sum=total == new)
+    if int(new) == 1:
+        return new * total
+    past = "S·(T − S) + " if total != new else ""
+    return Size(count, f"{past}S·(S + 1)/2", is_sum=bool(past))
+
+
+def _chosen(spec: AttentionSpec, impl: str, call: Call) -> str:
+    module = formulas(spec)
+    if impl != "auto":
+        return impl
+    if len(module.IMPLS) == 1:
+        return module.IMPLS[0]
+    return module.best_impl(spec, int(call.new), int(call.total), int(call.pairs))
 
 
 def thop_count(spec: AttentionSpec, tokens: int, *, batch: int = 1) -> int:
     """What thop prints as "FLOPs": multiply-adds of the linear layers alone, the scores left out."""
-    return sum(s.macs(batch, tokens, tokens) for s in stages(spec) if isinstance(s, Linear))
+    call = call_of(spec, tokens, batch=batch)
+    work = stages(spec, new_tokens=tokens)
+    return sum(stage.forward_flops(call, "unfused") for stage in work if isinstance(stage, Linear)) // 2
 
 
-def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16") -> int:
-    """Bytes one more token adds to the cache of one layer, while it still grows; 0 for an encoder."""
-    return formulas(spec).cache_values(spec) * dtype_bytes(dtype) if spec.is_causal else 0
+def shard(spec: AttentionSpec, ranks: int) -> AttentionSpec:
+    """The layer as one of ``ranks`` tensor-parallel ranks holds it: its costs are those of one rank.
+
+    Query heads are split; key–value heads too, until a rank has one; an MLA latent is whole on every rank.
+
+    Raises:
+        ArgumentError: the heads cannot be split over so many ranks.
+    """
+    if ranks < 1:
+        raise ArgumentError("ranks", ranks, "must be at least 1")
+    module = formulas(spec)
+    if ranks == 1:
+        return spec
+    if not hasattr(module, "shard"):
+        raise ArgumentError("ranks", ranks, f"must be 1: {spec.mechanism} attention is not split by heads")
+    return module.shard(spec, ranks)
 
 
-def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16") -> int:
+def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16", *, ranks: int = 1) -> int:
+    """Bytes one more token adds to the cache of one layer (on one of several ranks) while it still grows.
+
+    0 for an encoder.
+    """
+    if not spec.is_causal:
+        return 0
+    return int(formulas(spec).cache_values(shard(spec, ranks))) * dtype_bytes(dtype)
+
+
+def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16", ranks: int = 1) -> int:
     """Bytes of one layer's cache at a context of ``tokens``; a sliding window holds no more than its width."""
     held = tokens if spec.sliding_window is None else min(tokens, spec.sliding_window)
-    return batch * held * cache_bytes_per_token(spec, dtype)
+    return batch * held * cache_bytes_per_token(spec, dtype, ranks=ranks)
 
 
 def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens: int = 1) -> float:
@@ -124,11 +345,14 @@ def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens
     GQA ``2(H/K)S/e``; MLA absorbed ``2HS(2R+P)/((R+P)e)``, with e bytes a value.
     """
     module = formulas(spec)
-    impl = module.best_impl(spec, new_tokens, 1_000_000 * new_tokens)
-    macs = 0  # for each token of the cache: its pairs, and its decoding where the latent is expanded
-    for stage in module.stages(spec, impl):
-        if isinstance(stage, Core):
-            macs += new_tokens * stage.macs_per_pair()
-        elif isinstance(stage, Linear) and stage.over == "total":
-            macs += stage.macs(1, new_tokens, 1)
-    return 2 * macs / (module.cache_values(spec) * dtype_bytes(dtype))
+    S, long = new_tokens, 1_000_000 * new_tokens
+    reading = Call(batch=Size(1), new=Size(S), source=Size(S), total=Size(long), pairs=Size(S * long))
+    impl = _chosen(spec, "auto", reading)
+    # What one more token of the cache adds: its pairs, and its decoding where the latent is expanded.
+    call = Call(batch=Size(1), new=Size(S), source=Size(0), total=Size(1), pairs=Size(S))
+    flops = sum(
+        stage.forward_flops(call, "unfused")
+        for stage in module.stages(spec, impl, S)
+        if isinstance(stage, Core) or (isinstance(stage, Linear | Product) and stage.over == "total")
+    )
+    return flops / (int(module.cache_values(spec)) * dtype_bytes(dtype))

@@ -1,7 +1,7 @@
 """The few kinds of work an attention layer is made of.
 
-A mechanism's formulas are the list of its stages; parameters, FLOPs and library counts are sums over that one
-list, so that no number is derived twice. Symbols: B batch, S new tokens, T all key–value tokens.
+A mechanism's formulas are the list of its stages; parameters, FLOPs forward and backward and library counts are sums
+over that one list, so that no number is derived twice. Symbols: B batch, S new tokens, T all key–value tokens.
 """
 
 from __future__ import annotations
@@ -9,41 +9,84 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from headwise.cost.size import Size
+from headwise.errors import ArgumentError
+
+Kernel = Literal["unfused", "fused"]
+KERNELS: tuple[Kernel, ...] = ("unfused", "fused")
+"""How softmax(QKᵀ)V is computed: ``unfused`` holds the scores; ``fused`` never does, so its backward computes them
+again, and on the CPU it pads keys and values of a head to one width."""
+
+Over = Literal["new", "source", "total", "call"]
+"""What a stage is done once for: each new token, each whose keys are new, each key, or each sequence of a call."""
+
+SOFTMAX_FLOPS = 5
+"""Elementwise FLOPs of a softmax for each score: scale, subtract the maximum, exponentiate, add up, divide."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward pass: how many tokens of each sort, and how many (query, key) pairs.
+
+    ``source`` are the tokens whose keys and values are computed: the new ones, all of the source in cross-attention,
+    or none when a cache already holds them. ``pairs`` are those of one head of one sequence that are computed.
+    """
+
+    batch: Size
+    new: Size
+    source: Size
+    total: Size
+    pairs: Size
+
+    def count(self, over: Over) -> Size:
+        """How often a stage is done."""
+        if over == "call":
+            return self.batch
+        return self.batch * {"new": self.new, "source": self.source, "total": self.total}[over]
+
 
 @dataclass(frozen=True)
 class Linear:
-    """A projection ``y = x Wᵀ (+ b)`` of every new token, or (``over="total"``) of every cached one."""
+    """A projection ``y = x Wᵀ (+ b)``; ``reads`` says whether x is the layer's input, which may need no gradient."""
 
     name: str
     in_features: int
     out_features: int
     bias: bool = False
-    over: Literal["new", "total"] = "new"
+    over: Over = "new"
+    reads: Literal["input", "inner"] = "input"
 
     @property
     def parameters(self) -> int:
         """Weights and bias."""
         return self.out_features * (self.in_features + self.bias)
 
-    def macs(self, batch: int, new_tokens: int, total_tokens: int) -> int:
-        """Multiply-adds, the bias not counted."""
-        tokens = new_tokens if self.over == "new" else total_tokens
-        return batch * tokens * self.in_features * self.out_features
+    def forward_flops(self, call: Call, kernel: Kernel) -> Size:
+        """Of the product, the bias not counted."""
+        return 2 * call.count(self.over) * self.in_features * self.out_features
+
+    def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
+        """Of the weight's gradient and, unless nobody asks, of the input's."""
+        sides = 1 if self.reads == "input" and not input_gradient else 2
+        return sides * self.forward_flops(call, kernel)
 
 
 @dataclass(frozen=True)
-class PerHead:
-    """A product of each head's part of the new tokens with a matrix that is counted elsewhere (absorption)."""
+class Product:
+    """A product inside the layer, of ``macs`` multiply-adds a token: heads with their own small matrices."""
 
     name: str
-    heads: int
-    in_features: int
-    out_features: int
+    macs: int
+    over: Over = "new"
     parameters: int = 0
 
-    def macs(self, batch: int, new_tokens: int, total_tokens: int) -> int:
-        """Multiply-adds."""
-        return batch * new_tokens * self.heads * self.in_features * self.out_features
+    def forward_flops(self, call: Call, kernel: Kernel) -> Size:
+        """Of the product."""
+        return 2 * call.count(self.over) * self.macs
+
+    def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
+        """Both factors need a gradient."""
+        return 2 * self.forward_flops(call, kernel)
 
 
 @dataclass(frozen=True)
@@ -53,27 +96,63 @@ class Vector:
     name: str
     parameters: int
 
-    def macs(self, batch: int, new_tokens: int, total_tokens: int) -> int:
+    def forward_flops(self, call: Call, kernel: Kernel) -> Size:
         """None: elementwise work is not a matrix product."""
-        return 0
+        return Size(0)
+
+    def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
+        """None either."""
+        return Size(0)
 
 
 @dataclass(frozen=True)
 class Core:
-    """``softmax(QKᵀ)V`` of all heads; the only stage that sees pairs of tokens."""
+    """``softmax(QKᵀ)V`` of all heads; the only stage that sees pairs of tokens.
+
+    ``can_fuse`` is False where the scores are a sum that no fused kernel takes.
+    """
 
     heads: int
     qk_dim: int
     v_dim: int
     name: str = "attention"
+    can_fuse: bool = True
     parameters: int = 0
 
-    def macs_per_pair(self) -> int:
-        """Multiply-adds for each (query, key) pair that is attended to."""
-        return self.heads * (self.qk_dim + self.v_dim)
+    def forward_flops(self, call: Call, kernel: Kernel) -> Size:
+        """Of the two products, over the pairs that are computed; the softmax is `softmax_flops`."""
+        qk_dim, v_dim = self._widths(kernel)
+        return 2 * call.batch * self.heads * call.pairs * (qk_dim + v_dim)
+
+    def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
+        """Four products; five when the scores have to be computed again."""
+        qk_dim, v_dim = self._widths(kernel)
+        if kernel == "fused" and self.can_fuse:
+            return 2 * call.batch * self.heads * call.pairs * (3 * _size(qk_dim) + 2 * _size(v_dim))
+        return 2 * self.forward_flops(call, kernel)
+
+    def softmax_flops(self, call: Call) -> Size:
+        """Of the softmax alone, `SOFTMAX_FLOPS` for each score."""
+        return SOFTMAX_FLOPS * call.batch * self.heads * call.pairs
+
+    def _widths(self, kernel: Kernel) -> tuple[int, int]:
+        if kernel == "fused" and self.can_fuse:
+            width = max(self.qk_dim, self.v_dim)
+            return width, width
+        return self.qk_dim, self.v_dim
 
 
-Stage = Linear | PerHead | Vector | Core
+Stage = Linear | Product | Vector | Core
+
+
+def check_kernel(kernel: str) -> None:
+    """Raise an `ArgumentError` unless it is one of `KERNELS`."""
+    if kernel not in KERNELS:
+        raise ArgumentError("kernel", kernel, f"must be one of {', '.join(KERNELS)}")
+
+
+def _size(value: int) -> Size:
+    return value if isinstance(value, Size) else Size(value)
 
 
 def attended_pairs(new_tokens: int, total_tokens: int, *, causal: bool, window: int | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from headwise.kernels.attend import BACKENDS, Backend, Choice, attend, choose_backend
 from headwise.kernels.mask import as_bool_mask, causal_mask, combine_masks
+from headwise.kernels.reference import masked_softmax
 
 __all__ = [
     "BACKENDS",
@@ -12,4 +13,5 @@ __all__ = [
     "causal_mask",
     "choose_backend",
     "combine_masks",
+    "masked_softmax",
 ]

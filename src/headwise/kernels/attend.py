@@ -41,6 +41,7 @@ def attend(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     *,
+    window: int | None = ...,
     backend: Backend = ...,
     return_weights: Literal[False] = ...,
 ) -> Tensor: ...
@@ -57,6 +58,7 @@ def attend(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     *,
+    window: int | None = ...,
     backend: Backend = ...,
     return_weights: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -73,6 +75,7 @@ def attend(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     *,
+    window: int | None = ...,
     backend: Backend = ...,
     return_weights: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -88,6 +91,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = True,
     *,
+    window: int | None = None,
     backend: Backend = "auto",
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -105,6 +109,7 @@ def attend(
         is_causal: query i of S sees keys 0 … T − S + i.
         scale: multiplies the scores; ``1/sqrt(D)`` when None.
         enable_gqa: False demands K = H, as torch does.
+        window: with ``is_causal``, how many of the latest keys a query sees; all when None.
         backend: ``auto`` picks by shape (`choose_backend` tells what); the result is the same beyond rounding.
         return_weights: also return the weights ``[B, H, S, T]``; not with ``sdpa``, which never has them.
 
@@ -117,6 +122,10 @@ def attend(
     _check(query, key, value, enable_gqa, dropout_p)
     B, H, S, D = query.shape
     T = key.shape[2]
+    if window is not None and (window < 1 or not is_causal):
+        raise ArgumentError("window", window, "must be at least 1, and is_causal true with it")
+    if window is not None and window >= T:
+        window = None
     if backend == "auto":
         backend = choose_backend(query.shape, key.shape, return_weights=return_weights).backend
     if scale is None:
@@ -124,8 +133,8 @@ def attend(
     if backend == "sdpa":
         if return_weights:
             raise ArgumentError("backend", backend, "never holds the weights; use reference, packed or auto")
-        return _attend_sdpa(query, key, value, attn_mask, is_causal, scale, dropout_p)
-    mask = combine_masks(attn_mask, is_causal, (B, H, S, T), query.device)
+        return _attend_sdpa(query, key, value, attn_mask, is_causal, window, scale, dropout_p)
+    mask = combine_masks(attn_mask, is_causal, (B, H, S, T), query.device, window)
     weights: Tensor | None
     if backend == "packed":
         out, weights = attend_packed(query, key, value, mask, scale, dropout_p, return_weights=return_weights)
@@ -159,19 +168,20 @@ def _attend_sdpa(
     value: Tensor,
     attn_mask: Tensor | None,
     is_causal: bool,
+    window: int | None,
     scale: float,
     dropout_p: float,
 ) -> Tensor:
     B, H, S, _ = query.shape
     T = key.shape[2]
     # torch's own flag is top-left, which agrees with ours only for S = T; it skips the masked half.
-    flag = is_causal and attn_mask is None and S == T
-    mask = None if flag else combine_masks(attn_mask, is_causal, (B, H, S, T), query.device)
-    # The blocked kernels want one width: columns of zeros change nothing, and take a third to a half of the time of
-    # the path that holds all scores (prefill_of_unequal_widths in benchmarks/results/attend.json).
+    flag = is_causal and attn_mask is None and S == T and window is None
+    mask = None if flag else combine_masks(attn_mask, is_causal, (B, H, S, T), query.device, window)
+    # The CPU's blocked kernels know no dropout and want one width: columns of zeros change nothing and take a third
+    # to half the time of the path that holds scores (prefill_of_unequal_widths in benchmarks/results/attend.json).
     V = value.shape[3]
-    width = max(query.shape[3], V)
-    query, key, value = (x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in (query, key, value))
+    width = max(query.shape[3], V) if query.device.type == "cpu" and not dropout_p else 0
+    query, key, value = (x if x.shape[3] >= width else F.pad(x, (0, width - x.shape[3])) for x in (query, key, value))
     out = F.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, flag, scale=scale, enable_gqa=key.shape[1] != H
     )

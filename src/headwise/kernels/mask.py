@@ -11,13 +11,21 @@ from torch import Tensor
 from headwise.errors import ArgumentError
 
 
-def causal_mask(S: int, T: int, device: torch.device | None = None) -> Tensor:
-    """Bottom-right causal mask ``[S, T]``: query i sees keys 0 … T − S + i (none when that is negative)."""
-    return torch.ones(S, T, dtype=torch.bool, device=device).tril(T - S)
+def causal_mask(S: int, T: int, device: torch.device | None = None, window: int | None = None) -> Tensor:
+    """Bottom-right causal mask ``[S, T]``: query i sees keys 0 … T − S + i (none when that is negative).
+
+    With a window it sees only the last ``window`` of those.
+    """
+    mask = torch.ones(S, T, dtype=torch.bool, device=device).tril(T - S)
+    return mask if window is None else mask.triu(T - S - window + 1)
 
 
 def combine_masks(
-    attn_mask: Tensor | None, is_causal: bool, shape: tuple[int, int, int, int], device: torch.device
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+    window: int | None = None,
 ) -> Tensor | None:
     """One bool mask that broadcasts to ``[B, H, S, T]``, or None when every query sees every key.
 
@@ -26,14 +34,15 @@ def combine_masks(
         is_causal: also apply the bottom-right causal mask.
         shape: (B, H, S, T).
         device: where the scores are.
+        window: with ``is_causal``, how many of the latest keys a query sees.
 
     Raises:
         ArgumentError: the mask's dtype or shape is none of those.
     """
     _, _, S, T = shape
     mask = None if attn_mask is None else as_bool_mask(attn_mask, shape)
-    if is_causal and S > 1:
-        triangle = causal_mask(S, T, device)
+    if is_causal and (S > 1 or (window is not None and window < T)):
+        triangle = causal_mask(S, T, device, window)
         mask = triangle[None, None] if mask is None else mask & triangle
     return mask
 

@@ -9,7 +9,6 @@ from headwise.errors import SpecError
 from headwise.specs.base import MAX_HEADS, AttentionSpec, bias_names, positive, positive_number
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-BIAS_SHORTHANDS = {"qkv": ("q_proj", "k_proj", "v_proj"), "hf": PROJECTIONS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +26,7 @@ class GroupedSpec(AttentionSpec):
             heads together (OLMo 2), or None.
         sinks: a learned logit a head that takes part in the softmax and attends to nothing (gpt-oss).
         softcap: scores pass through ``softcap * tanh(score / softcap)`` (Gemma 2), or None.
+        output_projection: whether there is an ``o_proj``; without, the heads' values are the output.
     """
 
     num_heads: int
@@ -36,6 +36,7 @@ class GroupedSpec(AttentionSpec):
     qk_norm: str | None = None
     sinks: bool = False
     softcap: float | None = None
+    output_projection: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +54,7 @@ class GroupedSpec(AttentionSpec):
             positive_number("softcap", self.softcap)
         if self.qk_norm not in (None, "head", "full"):
             raise SpecError("qk_norm", self.qk_norm, 'must be None, "head" or "full"')
-        object.__setattr__(self, "bias", grouped_bias(self.bias))
+        object.__setattr__(self, "bias", grouped_bias(self.bias, output_projection=self.output_projection))
 
     @property
     def value_dim(self) -> int:
@@ -67,7 +68,9 @@ class GroupedSpec(AttentionSpec):
 
     @property
     def mechanism(self) -> str:
-        """``mha``, ``mqa`` or ``gqa``, by the number of key–value heads."""
+        """``mha``, ``mqa`` or ``gqa``, by the number of key–value heads; ``single_head`` when there is one head."""
+        if self.num_heads == 1:
+            return "single_head"
         if self.num_kv_heads == self.num_heads:
             return "mha"
         return "mqa" if self.num_kv_heads == 1 else "gqa"
@@ -75,9 +78,12 @@ class GroupedSpec(AttentionSpec):
     @property
     def label(self) -> str:
         """Such as ``GQA 32/8 × 128``: heads, key–value heads, head dim."""
+        if self.num_heads == 1:
+            return f"single head × {self.head_dim}"
         return f"{self.mechanism.upper()} {self.num_heads}/{self.num_kv_heads} × {self.head_dim}"
 
 
-def grouped_bias(bias: bool | str | Collection[str]) -> tuple[str, ...]:
+def grouped_bias(bias: bool | str | Collection[str], *, output_projection: bool = True) -> tuple[str, ...]:
     """Projection names that carry a bias; ``"qkv"`` is Qwen2's way."""
-    return bias_names(bias, projections=PROJECTIONS, shorthands=BIAS_SHORTHANDS)
+    projections = PROJECTIONS if output_projection else PROJECTIONS[:3]
+    return bias_names(bias, projections=projections, shorthands={"qkv": PROJECTIONS[:3], "hf": projections})

@@ -5,8 +5,7 @@ from __future__ import annotations
 from headwise.specs.tied import TiedSpec
 from torch import Tensor, nn
 
-from headwise.attention.base import AttentionLayer, CacheLike, merge_heads, split_heads
-from headwise.kernels import attend
+from headwise.attention.base import AttentionLayer, Call, merge_heads, split_heads
 
 
 class TiedAttention(AttentionLayer):
@@ -24,22 +23,18 @@ class TiedAttention(AttentionLayer):
         """One tensor for both."""
         return ((self.spec.num_heads, self.spec.head_dim),)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        is_causal: bool = False,
-        cache: CacheLike | None = None,
-    ) -> Tensor:
-        """Attend; arguments as the other layers'."""
-        query = split_heads(self.q_proj(hidden_states), self.spec.num_heads)
-        both = split_heads(self.kv_proj(hidden_states), self.spec.num_heads)
-        if cache is not None:
-            (both,) = cache.update(both)
-        attended = attend(query, both, both, attention_mask, is_causal=is_causal, backend=self.backend)
-        out: Tensor = self.o_proj(merge_heads(attended))
-        return out
+    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+        return (split_heads(self.kv_proj(states), self.spec.num_heads),)
+
+    def _attend(
+        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        (both,) = memory
+        mixed, weights = self._kernel(
+            split_heads(self.q_proj(hidden_states), self.spec.num_heads), both, both, call, None
+        )
+        out: Tensor = self.o_proj(merge_heads(mixed))
+        return out if weights is None else (out, weights)
 
 
 def from_spec(spec: TiedSpec) -> TiedAttention:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from headwise.specs.tied import TiedSpec
 
+from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Stage
 
 IMPLS = ("direct",)
 
 
-def stages(spec: TiedSpec, impl: str) -> tuple[Stage, ...]:
+def stages(spec: TiedSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     """The work of one layer, in order."""
-    width = spec.num_heads * spec.head_dim
+    E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
     return (
-        Linear("q_proj", spec.hidden_size, width),
-        Linear("kv_proj", spec.hidden_size, width),
-        Core(spec.num_heads, spec.head_dim, spec.head_dim),
-        Linear("o_proj", width, spec.hidden_size),
+        Linear("q_proj", E, H * D),
+        Linear("kv_proj", E, H * D, over="source"),
+        Core(H, D, D),
+        Linear("o_proj", H * D, E, reads="inner"),
     )
 
 
-def best_impl(spec: TiedSpec, new_tokens: int, total_tokens: int) -> str:
-    """There is one way to compute it."""
-    return "direct"
-
-
-def cache_values(spec: TiedSpec) -> int:
+def cache_values(spec: TiedSpec) -> Size:
     """One vector a head."""
-    return spec.num_heads * spec.head_dim
+    return Size(spec.num_heads, "H") * Size(spec.head_dim, "D")

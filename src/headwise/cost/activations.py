@@ -1,0 +1,170 @@
+"""Activation memory: what a training step keeps of a layer's forward pass for its backward pass.
+
+A mechanism lists what our layer keeps, as its autograd does: every tensor's storage once, the parameters left out.
+Symbols: B batch, S new tokens, T the tokens attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from headwise.cost.size import Size
+
+KeptOver = Literal["new", "total", "scores", "mask", "queries", "keys", "call", "once"]
+"""What a kept tensor has one entry for: each new token, each token attended to, each pair of a sequence, each pair of
+positions, each position of a query or of a key, each sequence, or nothing: it is kept once."""
+
+Width = Literal["own", "wide", "byte", "index"]
+"""The dtype of the layer, that or float32 if it is narrower, a mask's byte, or an 8-byte index."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One tensor: ``values`` for each thing it is ``over``."""
+
+    name: str
+    values: int
+    over: KeptOver
+    width: Width = "own"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a training step runs a layer.
+
+    Attributes:
+        fused: attention by a fused kernel (SDPA on the CPU), else by the reference's plain products.
+        half: the layer's dtype is narrower than float32.
+        causal: the scores are masked by the causal flag.
+        window: the mask is a sliding window's too, which a fused kernel takes as a tensor.
+        cross: keys and values are another sequence's.
+        batch_of_one: there is one sequence, whose heads need no copy to be laid head by head.
+    """
+
+    fused: bool
+    half: bool
+    causal: bool
+    window: bool
+    cross: bool
+    batch_of_one: bool
+
+    @property
+    def masked(self) -> bool:
+        """Whether unfused scores go through a mask."""
+        return self.causal or self.window
+
+
+def kept_inputs(training: Training, hidden_size: Size) -> tuple[Kept, ...]:
+    """What the first projections read."""
+    source = (Kept("key_value_states", hidden_size, "total"),) if training.cross else ()
+    return Kept("hidden_states", hidden_size, "new"), *source
+
+
+def kept_rotation(training: Training, dims: Size) -> tuple[Kept, ...]:
+    """cos and sin of every position, half the rotated dims each; shared but in cross-attention."""
+    keys = (Kept("cos, sin of keys", dims, "keys"),) if training.cross else ()
+    return Kept("cos, sin", dims, "queries"), *keys
+
+
+def kept_norm(
+    training: Training, name: str, width: Size, over: KeptOver, *, rows: int = 1, storage: Size | None = None
+) -> tuple[Kept, ...]:
+    """An RMSNorm's input (the storage it is a view of, or its float32 copy), inverse norms and normed values."""
+    entry = (
+        Kept(name, width, over, "wide") if training.half else Kept(name, width if storage is None else storage, over)
+    )
+    return entry, Kept(f"{name} inverse norms", rows, over, "wide"), Kept(f"{name} normed", width, over)
+
+
+def kept_core(
+    training: Training,
+    H: Size,
+    K: Size,
+    D: Size,
+    V: Size,
+    *,
+    query_storage: Size | None = None,
+    key_storage: Size | None = None,
+    value_storage: Size | None = None,
+    contiguous: bool = True,
+    read_from: Literal["merged", "heads", "nobody"] = "merged",
+) -> tuple[Kept, ...]:
+    """softmax(QKᵀ)V itself, and its result as whoever reads it keeps it.
+
+    Args:
+        training: how it is run.
+        H: query heads.
+        K: key–value heads, which the unfused way repeats to H.
+        D: width of a query or key head.
+        V: width of a value head; the fused kernel pads the narrower of the two.
+        query_storage: values a token of the tensor that the query is a view of, where they are more than H·D.
+        key_storage: of the tensor that the key is a view of.
+        value_storage: of the tensor that the value is a view of; 0 where it is the key's.
+        contiguous: whether the query is a tensor of its own, head by head; else the fused kernel's output is laid out
+            token by token as the projection is, and merging its heads needs no copy.
+        read_from: whether the heads are merged to be read, read as they are, or are the layer's output.
+    """
+    if training.fused:
+        width = D if D >= V else V
+        mask = (Kept("window's mask", 1, "mask"),) if training.window else ()
+        by_head = V > 1 or not training.batch_of_one
+        copied = by_head if contiguous or width > D else width > V > 1
+        merged = (Kept("merged heads", H * V, "new"),) if copied and H > 1 and read_from == "merged" else ()
+        return (
+            Kept("query", H * width if width > D or query_storage is None else query_storage, "new"),
+            Kept("key", K * width if width > D or key_storage is None else key_storage, "total"),
+            Kept("value", K * width if width > V or value_storage is None else value_storage, "total"),
+            *mask,
+            Kept("attention output", H * width, "new"),
+            Kept("log-sum-exp", H, "new", "wide"),
+            *merged,
+        )
+    is_view = not training.half and (H == 1 or training.batch_of_one)
+    query = query_storage if is_view and query_storage is not None else H * D
+    output = () if read_from == "nobody" else (Kept("attention output", H * V, "new"),)
+    return (
+        Kept("query", query, "new", "wide"),
+        Kept("key", H * D, "total", "wide"),
+        Kept("value", H * V, "total", "wide"),
+        *kept_softmax(training, H),
+        *output,
+    )
+
+
+def kept_softmax(training: Training, H: Size) -> tuple[Kept, ...]:
+    """The weights: of the softmax, and once more after the mask has zeroed rows with nothing to attend to."""
+    weights = Kept("attention weights", H, "scores", "wide")
+    if not training.masked:
+        return (weights,)
+    return weights, Kept("masked weights", H, "scores", "wide"), Kept("masks", 2, "mask", "byte")
+
+
+def total_bytes(kept: Iterable[Kept], *, batch: Size, new: Size, total: Size, value_bytes: int) -> Size:
+    """Bytes of all of it."""
+    result = Size(0)
+    for tensor in kept:
+        result = result + kept_values(tensor, batch=batch, new=new, total=total) * kept_width(tensor, value_bytes)
+    return result
+
+
+def kept_values(tensor: Kept, *, batch: Size, new: Size, total: Size) -> Size:
+    """How many values a kept tensor has."""
+    count: dict[KeptOver, Size] = {
+        "new": batch * new,
+        "total": batch * total,
+        "scores": batch * new * total,
+        "mask": new * total,
+        "queries": new,
+        "keys": total,
+        "call": batch,
+        "once": Size(1),
+    }
+    return count[tensor.over] * tensor.values
+
+
+def kept_width(tensor: Kept, value_bytes: int) -> int:
+    """Bytes of one of its values."""
+    widths: dict[Width, int] = {"own": value_bytes, "wide": max(value_bytes, 4), "byte": 1, "index": 8}
+    return widths[tensor.width]

@@ -1,0 +1,222 @@
+"""Cost of expert-decoded latent attention: the mixture applied to the query, or to the keys and values it decodes.
+
+With one row of gates (a single new token, or gates of the whole sequence) an expanded layer mixes the decoders first
+and decodes once; with a row a token it decodes with one expert after the other and mixes scores and outputs, so that
+no token meets more than one decoder at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headwise.cost.activations import (
+    Kept,
+    KeptOver,
+    Training,
+    kept_core,
+    kept_inputs,
+    kept_softmax,
+)
+from headwise.cost.size import Size
+from headwise.cost.stages import Call, Core, Linear, Product, Stage, Vector
+from headwise.errors import ArgumentError
+from headwise.specs.expert_latent import ExpertLatentSpec
+
+IMPLS = ("expanded", "absorbed")
+"""``expanded`` decodes keys and values; ``absorbed`` folds the mixed decoders into the query and the output, all but
+the rotated channels of the keys, which a rotation by the key's own position parts from the query."""
+
+
+def stages(spec: ExpertLatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
+    """The work of one layer, in order."""
+    E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
+    K, C, X = Size(spec.latent_kv_heads, "K"), Size(spec.kv_dim, "C"), Size(spec.num_experts, "X")
+    one_row = has_one_row(spec, new_tokens)
+    core = _absorbed(spec, H, D, C, X, one_row) if impl == "absorbed" else _expanded(H, D, C, X, one_row)
+    return (
+        Linear("q_proj", E, H * D, "q_proj" in spec.bias),
+        Linear("kv_a_proj", E, 2 * K * C, "kv_a_proj" in spec.bias, over="source"),
+        Linear(
+            "gate_proj",
+            H * D,
+            X,
+            "gate_proj" in spec.bias,
+            over="call" if spec.conditioning == "sequence" else "new",
+            reads="inner",
+        ),
+        Vector("k_experts", X * H * C * D),
+        Vector("v_experts", X * H * C * D),
+        *core,
+        Linear("o_proj", H * D, E, "o_proj" in spec.bias, reads="inner"),
+    )
+
+
+def has_one_row(spec: ExpertLatentSpec, new_tokens: int) -> bool:
+    """Whether all queries of a call have the same gates."""
+    return new_tokens == 1 or spec.conditioning == "sequence"
+
+
+def _expanded(H: Size, D: Size, C: Size, X: Size, one_row: bool) -> tuple[Stage, ...]:
+    if one_row:
+        return (
+            Product("mix decoders", 2 * X * H * C * D, over="call"),
+            Product("decode keys and values", 2 * H * C * D, over="total"),
+            Core(H, D, D),
+        )
+    return Product("decode keys and values", 2 * X * H * C * D, over="total"), Core(H, X * D, X * D, can_fuse=False)
+
+
+def _absorbed(spec: ExpertLatentSpec, H: Size, D: Size, C: Size, X: Size, one_row: bool) -> tuple[Stage, ...]:
+    absorb_values = Product("absorb values", X * H * C * D)
+    if spec.rope is None:
+        return Product("absorb keys", X * H * D * C), Core(H, C, C), absorb_values
+    P = Size(spec.rope.dim, "P")
+    absorb_keys = Product("absorb keys", X * H * (D - P) * C)
+    content = C if spec.rope.dim < spec.head_dim else Size(0)
+    if one_row:
+        return (
+            absorb_keys,
+            Product("mix rotary decoders", X * H * C * P, over="call"),
+            Product("decode rotary keys", H * C * P, over="total"),
+            Core(H, content + P, C, can_fuse=False),
+            absorb_values,
+        )
+    return (
+        absorb_keys,
+        Product("decode rotary keys", X * H * C * P, over="total"),
+        Core(H, content + X * P, C, can_fuse=False),
+        absorb_values,
+    )
+
+
+def best_impl(spec: ExpertLatentSpec, new_tokens: int, total_tokens: int, pairs: int) -> str:
+    """The one with fewer FLOPs."""
+    new, total = Size(new_tokens), Size(total_tokens)
+    call = Call(batch=Size(1), new=new, source=new, total=total, pairs=Size(pairs))
+
+    def flops(impl: str) -> int:
+        return sum(stage.forward_flops(call, "unfused") for stage in stages(spec, impl, new_tokens))
+
+    return "expanded" if flops("expanded") < flops("absorbed") else "absorbed"
+
+
+def cache_values(spec: ExpertLatentSpec) -> Size:
+    """Values cached for a token: the key latents and the value latents."""
+    return 2 * Size(spec.latent_kv_heads, "K") * Size(spec.kv_dim, "C")
+
+
+def shard(spec: ExpertLatentSpec, ranks: int) -> ExpertLatentSpec:
+    """What one of several ranks holds; the ranks add up their gates' logits, the only exchange inside the layer."""
+    heads, latents = spec.num_heads, spec.latent_kv_heads
+    if heads % ranks or max(latents, ranks) % min(latents, ranks):
+        rule = f"must divide num_heads = {heads}, and divide or be a multiple of latent_kv_heads = {latents}"
+        raise ArgumentError("ranks", ranks, rule)
+    return replace(spec, num_heads=heads // ranks, latent_kv_heads=-(-latents // ranks))
+
+
+def activations(spec: ExpertLatentSpec, impl: str, training: Training) -> tuple[Kept, ...]:
+    """What one layer keeps for the backward pass."""
+    E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
+    P = Size(0) if spec.rope is None else Size(spec.rope.dim, "P")
+    by_sequence = spec.conditioning == "sequence"
+    rows: KeptOver = "call" if by_sequence else "new"
+    # The gates of a token read its whole query, and absorption the part of it that is not rotated.
+    query_is_read = not by_sequence or (impl == "absorbed" and D > P)
+    kept = [
+        *kept_inputs(training, E),
+        *((Kept("query", H * D, "new"),) if query_is_read else ()),
+        *((Kept("mean query", H * D, "call"),) if by_sequence else ()),
+        Kept("gates", Size(spec.num_experts, "X"), rows, "wide"),
+        Kept("top-k indices", spec.top_k, rows, "index"),
+        Kept("kept gates", Size(spec.num_experts, "X"), rows),
+    ]
+    if spec.rope is not None:
+        kept += [Kept("cos, sin", P, "queries"), Kept("cos, sin of keys", P, "keys")]
+    kept += (_kept_absorbed if impl == "absorbed" else _kept_expanded)(spec, training, by_sequence)
+    return tuple(kept)
+
+
+def _kept_expanded(spec: ExpertLatentSpec, training: Training, by_sequence: bool) -> list[Kept]:
+    H, D, K = Size(spec.num_heads, "H"), Size(spec.head_dim, "D"), Size(spec.latent_kv_heads, "K")
+    C, X = Size(spec.kv_dim, "C"), Size(spec.num_experts, "X")
+    if by_sequence:
+        core = kept_core(training, H, H, D, D, contiguous=spec.rope is not None)
+        return [Kept("mixed decoders", 2 * H * C * D, "call"), Kept("latents", 2 * K * C, "total"), *core]
+    return [
+        *_kept_rotated_query(spec),
+        Kept("decoders", 2 * X * H * C * D if _are_laid_out(spec, D) else 0, "once"),
+        Kept("latents", 2 * K * C, "total"),
+        Kept("gated queries", X * H * D, "new"),
+        Kept("keys and values of every expert", 2 * X * H * D, "total"),
+        *_kept_weights(training, H),
+        Kept("mixed by every expert", X * H * D, "new"),
+        Kept("merged heads", H * D, "new"),
+    ]
+
+
+def _kept_absorbed(spec: ExpertLatentSpec, training: Training, by_sequence: bool) -> list[Kept]:
+    H, D, K = Size(spec.num_heads, "H"), Size(spec.head_dim, "D"), Size(spec.latent_kv_heads, "K")
+    C, X = Size(spec.kv_dim, "C"), Size(spec.num_experts, "X")
+    P = Size(0) if spec.rope is None else Size(spec.rope.dim, "P")
+    copied = _latents_are_copied(training, K)
+    kept = []
+    if D > P:
+        kept += [Kept("gated query", X * H * (D - P), "new")]
+        kept += [Kept("key decoders", X * H * C * (D - P), "once")] if X > 1 and D - P > 1 else []
+    if spec.rope is None:
+        kept += kept_core(training, H, K, C, C, read_from="heads")
+    else:
+        kept += _kept_rotary(spec, training, by_sequence, H, K, C, X, P)
+        kept += _kept_rotated_query(spec)
+        if D > P:
+            kept += [Kept("absorbed query", H * C, "new")]
+            kept += [Kept("key latents", K * C, "total")] if copied else []
+        kept += [*_kept_weights(training, H), Kept("mixed latents", H * C, "new")]
+        kept += [Kept("value latents", K * C, "total")] if copied else []
+    kept += [Kept("gated latents", X * H * C, "new"), Kept("merged heads", H * D, "new")]
+    kept += [Kept("value decoders", X * H * C * D, "once")] if min(X, H, C) > 1 else []
+    return kept
+
+
+def _kept_rotary(
+    spec: ExpertLatentSpec, training: Training, by_sequence: bool, H: Size, K: Size, C: Size, X: Size, P: Size
+) -> list[Kept]:
+    """Keys of the rotated channels: of one mixture, or of every expert."""
+    if by_sequence:
+        sliced = [Kept("rotary decoders", X * H * C * P, "once")] if spec.head_dim > P else []
+        return [
+            *sliced,
+            Kept("mixed decoders", H * C * P, "call"),
+            Kept("latents", K * C if _latents_are_copied(training, K) else 2 * K * C, "total"),
+            Kept("rotary keys", H * P, "total"),
+        ]
+    return [
+        Kept("decoders", X * H * C * P if _are_laid_out(spec, P) else 0, "once"),
+        Kept("latents", 2 * K * C, "total"),
+        Kept("gated queries", X * H * P, "new"),
+        Kept("rotary keys of every expert", X * H * P, "total"),
+    ]
+
+
+def _kept_rotated_query(spec: ExpertLatentSpec) -> list[Kept]:
+    width = Size(spec.num_heads, "H") * Size(spec.head_dim, "D")
+    return [] if spec.rope is None else [Kept("rotated query", width, "new")]
+
+
+def _are_laid_out(spec: ExpertLatentSpec, width: int) -> bool:
+    """Whether decoders of heads that share a latent have to be copied to lie side by side."""
+    return spec.num_heads > spec.latent_kv_heads and width > 1 and (spec.kv_dim > 1 or width < spec.head_dim)
+
+
+def _latents_are_copied(training: Training, K: Size) -> bool:
+    """Whether the key (or value) latents have to be copied to be read head by head; else both are one tensor."""
+    return K > 1 and not training.batch_of_one
+
+
+def _kept_weights(training: Training, H: Size) -> list[Kept]:
+    """As `kept_softmax`, but in the layer's own dtype once normalised."""
+    softmax = kept_softmax(training, H)
+    weights = Kept("weights in the layer's dtype", H, "scores")
+    if training.masked:
+        return [softmax[0], weights, softmax[2]]
+    return [softmax[0], weights] if training.half else [softmax[0]]

@@ -1,0 +1,158 @@
+"""Counting a real module: its parameters, the FLOPs it runs, what it keeps for the backward pass, its caches.
+
+FLOPs are torch's `FlopCounterMode`'s, with two of its gaps closed: it knows no formula for attention on the CPU,
+which it counts as 0, and it charges a causal kernel for every pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+_SDPA = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """What one call of a module costs, counted while it runs.
+
+    Attributes:
+        parameters: numbers in its parameters, shared ones once.
+        forward_flops: of its matrix products; a multiply-add is 2.
+        causal_flops: the same with fused attention that was told it is causal charged only for the pairs it computes.
+        backward_flops: of the gradients of parameters and inputs, None unless asked for.
+        saved_bytes: what autograd keeps from the forward to the backward pass, parameters left out; None unless
+            asked for.
+        cache_bytes: of the caches among the arguments, after the call.
+        by_operator: forward FLOPs by torch operator.
+    """
+
+    parameters: int
+    forward_flops: int
+    causal_flops: int
+    backward_flops: int | None
+    saved_bytes: int | None
+    cache_bytes: int
+    by_operator: dict[str, int]
+
+
+def count(module: nn.Module, *args: Any, backward: bool = False, **kwargs: Any) -> Count:
+    """Call a module once and count.
+
+    A module on the ``meta`` device is counted without arithmetic; attention there takes unfused products.
+
+    Args:
+        module: any torch module.
+        args: of the call.
+        backward: also count the gradients of the sum of its outputs, and what is kept for them.
+        kwargs: of the call.
+    """
+    counter = _Counter()
+    saved: int | None = None
+    gradients: int | None = None
+    with torch.set_grad_enabled(backward):
+        with counter.running(), _saved_bytes(module) as seen:
+            out = module(*args, **kwargs)
+        forward, causal, by_operator = counter.total, counter.causal, counter.by_operator
+        if backward:
+            saved = seen()
+            outputs = [tensor for tensor in _tensors(out) if tensor.requires_grad]
+            with counter.running():
+                torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+            gradients = counter.total
+    return Count(
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        forward_flops=forward,
+        causal_flops=causal,
+        backward_flops=gradients,
+        saved_bytes=saved,
+        cache_bytes=sum(cache_nbytes(value) for value in (*args, *kwargs.values())),
+        by_operator=by_operator,
+    )
+
+
+def cache_nbytes(value: Any) -> int:
+    """Bytes of every tensor a cache holds, headwise's or transformers'; 0 for anything else."""
+    layers = getattr(value, "layers", None)
+    if isinstance(layers, list):
+        held = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
+        return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+    buffers = getattr(value, "buffers", None)
+    return sum(tensor.nbytes for tensor in buffers) if isinstance(buffers, list) else 0
+
+
+class _Counter:
+    """FlopCounterMode with formulas for every kind of fused attention."""
+
+    def __init__(self) -> None:
+        self.total = self.causal = 0
+        self.by_operator: dict[str, int] = {}
+        self._skipped = 0
+        self._formulas: dict[Any, Callable[..., int]] = {}
+        for name in _SDPA:
+            for op, products in ((name, (1, 1)), (f"{name}_backward", (3, 2))):
+                packet = getattr(torch.ops.aten, op, None)
+                if packet is not None:
+                    self._formulas[packet] = self._formula(packet, *products)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._skipped = 0
+        with FlopCounterMode(display=False, custom_mapping=self._formulas) as mode:
+            yield
+        self.total = mode.get_total_flops()
+        self.causal = self.total - self._skipped
+        self.by_operator = {str(op): int(n) for op, n in mode.get_flop_counts().get("Global", {}).items()}
+
+    def _formula(self, packet: Any, qk_products: int, v_products: int) -> Callable[..., int]:
+        names = [argument.name for argument in packet.default._schema.arguments]
+
+        def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            (B, H, S, D), T, V = given["query"], given["key"][2], given["value"][3]
+            per_pair = 2 * B * H * (qk_products * D + v_products * V)
+            if given.get("is_causal"):
+                # torch's flag is top-left: query i sees keys 0 … i.
+                seen = min(S, T)
+                self._skipped += per_pair * (S * T - seen * (seen + 1) // 2 - (S - seen) * T)
+            return int(per_pair * S * T)
+
+        return flops
+
+
+@contextmanager
+def _saved_bytes(module: nn.Module) -> Iterator[Callable[[], int]]:
+    """Add up the storages that autograd saves, each once; a view keeps all of its storage."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage  # held, so that no later one gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(storage.nbytes() for storage in kept.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

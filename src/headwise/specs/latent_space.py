@@ -1,0 +1,58 @@
+"""Latent-space attention: whole heads in a space narrower than the queries'."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from headwise.errors import SpecError
+from headwise.specs.base import MAX_HEADS, AttentionSpec, bias_names, positive
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "v_out_proj", "o_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpaceSpec(AttentionSpec):
+    """Keys and values projected to a latent that the heads share out among them, of one layer.
+
+    Queries are projected to their full width and cut to the first dims of each head that a latent head has. What
+    the heads mix is projected up to the queries' width before the output projection.
+
+    Attributes:
+        num_heads: H; divides ``latent_dim``.
+        latent_dim: R, width of all key (and of all value) heads together.
+        head_dim: D, width of a query head as projected, of which the first R/H are used.
+    """
+
+    num_heads: int
+    latent_dim: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("num_heads", self.num_heads, most=MAX_HEADS)
+        for name in ("latent_dim", "head_dim"):
+            positive(name, getattr(self, name))
+        if self.latent_dim % self.num_heads:
+            raise SpecError("latent_dim", self.latent_dim, f"must be a multiple of num_heads = {self.num_heads}")
+        if self.latent_head_dim > self.head_dim:
+            rule = f"must be at most num_heads · head_dim = {self.num_heads * self.head_dim}: queries are cut to it"
+            raise SpecError("latent_dim", self.latent_dim, rule)
+        if self.rope is not None and self.rope.dim > self.latent_head_dim:
+            raise SpecError("rope dim", self.rope.dim, f"must be at most latent_dim / H = {self.latent_head_dim}")
+        object.__setattr__(self, "bias", latent_space_bias(self.bias))
+
+    @property
+    def latent_head_dim(self) -> int:
+        """R/H, what a head compares and mixes."""
+        return self.latent_dim // self.num_heads
+
+    @property
+    def label(self) -> str:
+        """Such as ``latent-space 256``: the latent's width."""
+        return f"latent-space {self.latent_dim}"
+
+
+def latent_space_bias(bias: bool | str | Collection[str]) -> tuple[str, ...]:
+    """Projection names that carry a bias."""
+    return bias_names(bias, projections=PROJECTIONS, shorthands={"qkv": PROJECTIONS[:3]})
