@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import headwise
-from headwise.evaluation import cache_nbytes
+from headwise.measurement import cache_nbytes
 from tests.closeness import assert_close
 from tests.real_models import save_glassllm
 

@@ -15,7 +15,9 @@ _PUBLIC = {
     "AttentionCache": "headwise.attention",
     "CheckpointError": "headwise.errors",
     "Comparison": "headwise.cost",
+    "Complexity": "headwise.cost",
     "Conversion": "headwise.conversion",
+    "Count": "headwise.measurement",
     "Evaluation": "headwise.evaluation",
     "ExpertLatentAttention": "headwise.attention",
     "ExpertLatentSpec": "headwise.specs",
@@ -39,7 +41,9 @@ _PUBLIC = {
     "attend": "headwise.kernels",
     "choose_backend": "headwise.kernels",
     "compare": "headwise.cost",
+    "complexity": "headwise.cost",
     "convert": "headwise.conversion",
+    "count": "headwise.measurement",
     "evaluate": "headwise.evaluation",
     "generate": "headwise.hf",
     "inspect": "headwise.cost",
@@ -59,11 +63,12 @@ if TYPE_CHECKING:
         SelfAttention,
     )
     from headwise.conversion import Conversion, convert
-    from headwise.cost import Comparison, Inspection, compare, inspect
+    from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
     from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, SpecError
     from headwise.evaluation import Evaluation, evaluate
     from headwise.hf import Generation, generate, load
     from headwise.kernels import attend, choose_backend
+    from headwise.measurement import Count, count
     from headwise.specs import (
         ExpertLatentSpec,
         GroupedSpec,
@@ -78,7 +83,9 @@ __all__ = [
     "AttentionCache",
     "CheckpointError",
     "Comparison",
+    "Complexity",
     "Conversion",
+    "Count",
     "Evaluation",
     "ExpertLatentAttention",
     "ExpertLatentSpec",
@@ -102,7 +109,9 @@ __all__ = [
     "attend",
     "choose_backend",
     "compare",
+    "complexity",
     "convert",
+    "count",
     "evaluate",
     "generate",
     "inspect",

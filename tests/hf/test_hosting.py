@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 
 import headwise
 import headwise.hf
-from headwise.evaluation import cache_nbytes
+from headwise.measurement import cache_nbytes
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 

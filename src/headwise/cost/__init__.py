@@ -2,6 +2,7 @@
 
 from headwise.cost import model
 from headwise.cost.compare import Comparison, Row, compare, ladder
+from headwise.cost.complexity import Complexity, complexity
 from headwise.cost.inspection import Inspection, inspect
 from headwise.cost.layer import (
     DTYPE_BYTES,
@@ -25,6 +26,7 @@ from headwise.cost.stages import attended_pairs
 __all__ = [
     "DTYPE_BYTES",
     "Comparison",
+    "Complexity",
     "Inspection",
     "Row",
     "activation_bytes",
@@ -33,6 +35,7 @@ __all__ = [
     "cache_bytes",
     "cache_bytes_per_token",
     "compare",
+    "complexity",
     "decode_flops",
     "decode_intensity",
     "dtype_bytes",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headwise.cost.size import Size
+from headwise.cost.stages import Kernel
 
 KeptOver = Literal["new", "total", "scores", "mask", "queries", "keys", "call", "once"]
 """What a kept tensor has one entry for: each new token, each token attended to, each pair of a sequence, each pair of
@@ -35,7 +36,7 @@ class Training:
     """How a training step runs a layer.
 
     Attributes:
-        fused: attention by a fused kernel (SDPA on the CPU), else by the reference's plain products.
+        kernel: attention by a fused kernel (``padded``: SDPA on the CPU), or the reference's plain products.
         half: the layer's dtype is narrower than float32.
         causal: the scores are masked by the causal flag.
         window: the mask is a sliding window's too, which a fused kernel takes as a tensor.
@@ -43,12 +44,17 @@ class Training:
         batch_of_one: there is one sequence, whose heads need no copy to be laid head by head.
     """
 
-    fused: bool
+    kernel: Kernel
     half: bool
     causal: bool
     window: bool
     cross: bool
     batch_of_one: bool
+
+    @property
+    def fused(self) -> bool:
+        """Whether the scores are never held."""
+        return self.kernel != "unfused"
 
     @property
     def masked(self) -> bool:
@@ -98,7 +104,7 @@ def kept_core(
         H: query heads.
         K: key–value heads, which the unfused way repeats to H.
         D: width of a query or key head.
-        V: width of a value head; the fused kernel pads the narrower of the two.
+        V: width of a value head; the padded kernel widens the narrower of the two.
         query_storage: values a token of the tensor that the query is a view of, where they are more than H·D.
         key_storage: of the tensor that the key is a view of.
         value_storage: of the tensor that the value is a view of; 0 where it is the key's.
@@ -107,17 +113,18 @@ def kept_core(
         read_from: whether the heads are merged to be read, read as they are, or are the layer's output.
     """
     if training.fused:
-        width = D if D >= V else V
+        width = V if V > D else D
+        scored, mixed = (width, width) if training.kernel == "padded" else (D, V)
         mask = (Kept("window's mask", 1, "mask"),) if training.window else ()
         by_head = V > 1 or not training.batch_of_one
-        copied = by_head if contiguous or width > D else width > V > 1
+        copied = by_head if contiguous or scored > D else mixed > V > 1
         merged = (Kept("merged heads", H * V, "new"),) if copied and H > 1 and read_from == "merged" else ()
         return (
-            Kept("query", H * width if width > D or query_storage is None else query_storage, "new"),
-            Kept("key", K * width if width > D or key_storage is None else key_storage, "total"),
-            Kept("value", K * width if width > V or value_storage is None else value_storage, "total"),
+            Kept("query", H * scored if scored > D or query_storage is None else query_storage, "new"),
+            Kept("key", K * scored if scored > D or key_storage is None else key_storage, "total"),
+            Kept("value", K * mixed if mixed > V or value_storage is None else value_storage, "total"),
             *mask,
-            Kept("attention output", H * width, "new"),
+            Kept("attention output", H * mixed, "new"),
             Kept("log-sum-exp", H, "new", "wide"),
             *merged,
         )

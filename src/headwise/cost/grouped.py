@@ -55,7 +55,8 @@ def shard(spec: GroupedSpec, ranks: int) -> GroupedSpec:
 def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[Kept, ...]:
     """What one layer keeps for the backward pass."""
     E, H, K = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.num_kv_heads, "K")
-    D, V = Size(spec.head_dim, "D"), Size(spec.value_dim, "V")
+    D = Size(spec.head_dim, "D")
+    V = D if spec.value_dim == spec.head_dim else Size(spec.value_dim, "V")
     kept = [*kept_inputs(training, E)]
     if spec.qk_norm is not None:
         by_head = spec.qk_norm == "head"

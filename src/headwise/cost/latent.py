@@ -110,6 +110,7 @@ def _kept_absorbed(
     mixed = R + biased
     scored = R + P if spec.qk_nope_head_dim else P
     queries = (Kept("query before absorption", H * (N + P), "new"),) if spec.qk_nope_head_dim else ()
+    key_is_copied = training.kernel == "padded" and scored < mixed
     core = kept_core(
         training,
         H,
@@ -117,7 +118,7 @@ def _kept_absorbed(
         scored,
         mixed,
         key_storage=R + P,
-        value_storage=mixed if biased else Size(0) if scored >= mixed else R + P,
+        value_storage=mixed if biased else R + P if key_is_copied else Size(0),
         read_from="heads",
     )
     copied = H > 1 and not training.batch_of_one and (training.fused or biased)

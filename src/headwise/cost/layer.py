@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from headwise.cost.activations import Kept, Training, total_bytes
 from headwise.cost.size import Size
-from headwise.cost.stages import Call, Core, Kernel, Linear, Product, Stage, attended_pairs, check_kernel
+from headwise.cost.stages import Call, Core, Kernel, Linear, Product, Stage, check_kernel
 from headwise.errors import ArgumentError
 from headwise.specs.base import AttentionSpec, mechanism_module
 
@@ -108,7 +108,7 @@ def forward_flops(
         impl: one of the mechanism's implementations, or ``auto`` for the one with the fewest FLOPs.
         cross: the T tokens are another sequence's, whose keys and values are computed too.
         cached: with ``cross``, those keys and values are in the cache already.
-        kernel: ``unfused``, or ``fused``, which forward differs only in what it pads (`cost.stages.KERNELS`).
+        kernel: one of `cost.stages.KERNELS`; forward, only what ``padded`` pads makes a difference.
         softmax: add ``SOFTMAX_FLOPS`` for each score.
 
     Raises:
@@ -116,7 +116,7 @@ def forward_flops(
     """
     call = call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal, cross=cross, cached=cached)
     check_kernel(kernel)
-    work = stages(spec, _chosen(spec, impl, call), new_tokens=new_tokens)
+    work = stages(spec, chosen_impl(spec, impl, call), new_tokens=new_tokens)
     flops = sum(stage.forward_flops(call, kernel) for stage in work)
     return int(flops + (sum(s.softmax_flops(call) for s in work if isinstance(s, Core)) if softmax else 0))
 
@@ -143,14 +143,14 @@ def backward_flops(
         batch: B.
         causal: as `forward_flops`.
         impl: as `forward_flops`.
-        kernel: ``unfused`` or ``fused``.
+        kernel: one of `cost.stages.KERNELS`.
         input_gradient: False when the layer's inputs need no gradient, as a model's first layer's: the input side of
             the projections that read them is then not computed.
     """
     cross = source_tokens is not None
     call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
     check_kernel(kernel)
-    work = stages(spec, _chosen(spec, impl, call), new_tokens=tokens)
+    work = stages(spec, chosen_impl(spec, impl, call), new_tokens=tokens)
     return int(sum(stage.backward_flops(call, kernel, input_gradient=input_gradient) for stage in work))
 
 
@@ -177,7 +177,7 @@ def activation_bytes(
         dtype: of weights and activations.
         causal: as `forward_flops`.
         impl: as `forward_flops`.
-        kernel: ``fused`` holds no scores; ``unfused`` holds them, at least in float32.
+        kernel: one of `cost.stages.KERNELS`; ``unfused`` holds the scores at least in float32.
     """
     kept, call = kept_activations(
         spec, tokens, source_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
@@ -202,7 +202,7 @@ def kept_activations(
     check_kernel(kernel)
     is_causal = not cross and (spec.is_causal if causal is None else causal)
     training = Training(
-        fused=kernel == "fused",
+        kernel=kernel,
         half=dtype_bytes(dtype) < 4,
         causal=is_causal and tokens > 1,
         window=spec.sliding_window is not None and is_causal and spec.sliding_window < tokens,
@@ -210,7 +210,7 @@ def kept_activations(
         batch_of_one=batch == 1,
     )
     module = formulas(spec)
-    return module.activations(spec, _chosen(spec, impl, call), training), call
+    return module.activations(spec, chosen_impl(spec, impl, call), training), call
 
 
 def prefill_flops(
@@ -275,21 +275,20 @@ def call_of(
 
 
 def _pairs(new: Size, total: Size, window: int | None, *, causal: bool) -> Size:
-    if not causal:
+    """`attended_pairs` with its formula."""
+    if not causal or (int(new) == 1 and window is None):
         return new * total
-    count = attended_pairs(int(new), int(total), causal=True, window=window)
-    if window is not None and window < total:
-        if total - new + 1 >= window:
-            return new * Size(window, "w")
-        formula = "w·S − w·(w − 1)/2" if total == new else "pairs"
-        return Size(count, formula, is_sum=total == new)
-    if int(new) == 1:
-        return new * total
-    past = "S·(T − S) + " if total != new else ""
-    return Size(count, f"{past}S·(S + 1)/2", is_sum=bool(past))
+    past = Size(0) if total is new else total - new
+    if window is None or window >= total:
+        return new * past + (new * (new + 1)).halved()
+    w = Size(window, "w")
+    if past + 1 >= window:
+        return new * w
+    return w * new - ((w - past) * (w - past - 1)).halved()
 
 
-def _chosen(spec: AttentionSpec, impl: str, call: Call) -> str:
+def chosen_impl(spec: AttentionSpec, impl: str, call: Call) -> str:
+    """The implementation meant: the one named, or for ``auto`` the one with the fewest FLOPs."""
     module = formulas(spec)
     if impl != "auto":
         return impl
@@ -347,7 +346,7 @@ def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens
     module = formulas(spec)
     S, long = new_tokens, 1_000_000 * new_tokens
     reading = Call(batch=Size(1), new=Size(S), source=Size(S), total=Size(long), pairs=Size(S * long))
-    impl = _chosen(spec, "auto", reading)
+    impl = chosen_impl(spec, "auto", reading)
     # What one more token of the cache adds: its pairs, and its decoding where the latent is expanded.
     call = Call(batch=Size(1), new=Size(S), source=Size(0), total=Size(1), pairs=Size(S))
     flops = sum(

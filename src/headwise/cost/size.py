@@ -6,7 +6,8 @@ from __future__ import annotations
 class Size(int):
     """An int with a formula: sums and products of sizes have the sum or product of their formulas.
 
-    Plain ints take part as the number they are; adding 0 and multiplying by 1 leave no trace.
+    Plain ints take part as the number they are; adding 0 and multiplying by 1 leave no trace. ``symbols`` are the
+    values of the formula's letters.
 
     >>> E, H, D = Size(4096, "E"), Size(32, "H"), Size(128, "D")
     >>> flops = 2 * E * (H * D + 64)
@@ -15,14 +16,25 @@ class Size(int):
     """
 
     formula: str
+    symbols: dict[str, int]
     _is_sum: bool
 
-    def __new__(cls, value: int, formula: str | None = None, *, is_sum: bool = False) -> Size:
-        """A size of this value; its formula is its digits when none is given."""
+    def __new__(cls, value: int, symbol: str | None = None) -> Size:
+        """A size of this value, with a letter for its formula, or its digits when none is given."""
+        if symbol is None:
+            return cls._of(value, str(int(value)), {})
+        return cls._of(value, symbol, {symbol: int(value)})
+
+    @classmethod
+    def _of(cls, value: int, formula: str, symbols: dict[str, int], *, is_sum: bool = False) -> Size:
         size = super().__new__(cls, value)
-        size.formula = str(int(value)) if formula is None else formula
-        size._is_sum = is_sum
+        size.formula, size.symbols, size._is_sum = formula, symbols, is_sum
         return size
+
+    def halved(self) -> Size:
+        """Half of it, where that is a whole number."""
+        assert not int(self) % 2
+        return Size._of(int(self) // 2, f"{self._factor()}/2", self.symbols)
 
     def __add__(self, other: int) -> Size:
         other = _size(other)
@@ -30,14 +42,20 @@ class Size(int):
             return self
         if _is_number(self, 0):
             return other
-        return Size(int(self) + int(other), f"{self.formula} + {other.formula}", is_sum=True)
+        if self.formula == other.formula:
+            return 2 * self
+        formula = f"{self.formula} + {other.formula}"
+        return Size._of(int(self) + int(other), formula, self.symbols | other.symbols, is_sum=True)
 
     def __radd__(self, other: int) -> Size:
         return _size(other) + self
 
     def __sub__(self, other: int) -> Size:
         other = _size(other)
-        return Size(int(self) - int(other), f"{self.formula} − {other._factor()}", is_sum=True)
+        if _is_number(other, 0):
+            return self
+        formula = f"{self.formula} − {other._factor()}"
+        return Size._of(int(self) - int(other), formula, self.symbols | other.symbols, is_sum=True)
 
     def __mul__(self, other: int) -> Size:
         other = _size(other)
@@ -45,13 +63,24 @@ class Size(int):
             return self
         if _is_number(self, 1) or _is_number(other, 0):
             return other
-        return Size(int(self) * int(other), f"{self._factor()}·{other._factor()}")
+        (number, factors), (more, others) = self._factors(), other._factors()
+        coefficient = [str(number * more)] if number * more != 1 else []
+        formula = "·".join([*coefficient, *factors, *others])
+        return Size._of(int(self) * int(other), formula, self.symbols | other.symbols)
 
     def __rmul__(self, other: int) -> Size:
         return _size(other) * self
 
     def _factor(self) -> str:
         return f"({self.formula})" if self._is_sum else self.formula
+
+    def _factors(self) -> tuple[int, list[str]]:
+        """The formula as a number and the factors after it."""
+        if not self._is_sum:
+            head, _, rest = self.formula.partition("·")
+            if head.isdecimal():
+                return int(head), [rest] if rest else []
+        return 1, [self._factor()]
 
 
 def _size(value: int) -> Size:

@@ -12,10 +12,10 @@ from typing import Literal
 from headwise.cost.size import Size
 from headwise.errors import ArgumentError
 
-Kernel = Literal["unfused", "fused"]
-KERNELS: tuple[Kernel, ...] = ("unfused", "fused")
+Kernel = Literal["unfused", "fused", "padded"]
+KERNELS: tuple[Kernel, ...] = ("unfused", "fused", "padded")
 """How softmax(QKᵀ)V is computed: ``unfused`` holds the scores; ``fused`` never does, so its backward computes them
-again, and on the CPU it pads keys and values of a head to one width."""
+again; ``padded`` is fused and pads keys and values of a head to one width, as headwise does on the CPU."""
 
 Over = Literal["new", "source", "total", "call"]
 """What a stage is done once for: each new token, each whose keys are new, each key, or each sequence of a call."""
@@ -127,7 +127,7 @@ class Core:
     def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
         """Four products; five when the scores have to be computed again."""
         qk_dim, v_dim = self._widths(kernel)
-        if kernel == "fused" and self.can_fuse:
+        if kernel != "unfused" and self.can_fuse:
             return 2 * call.batch * self.heads * call.pairs * (3 * _size(qk_dim) + 2 * _size(v_dim))
         return 2 * self.forward_flops(call, kernel)
 
@@ -136,7 +136,7 @@ class Core:
         return SOFTMAX_FLOPS * call.batch * self.heads * call.pairs
 
     def _widths(self, kernel: Kernel) -> tuple[int, int]:
-        if kernel == "fused" and self.can_fuse:
+        if kernel == "padded" and self.can_fuse:
             width = max(self.qk_dim, self.v_dim)
             return width, width
         return self.qk_dim, self.v_dim

@@ -16,7 +16,7 @@ from headwise.checkpoints import dtype_name, load_tokenizer, model_path
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.text import read_text, token_windows
 from headwise.hf import as_dtype, load, open_decoder
-from headwise.measurement import time_interleaved
+from headwise.measurement import cache_nbytes, time_interleaved
 from headwise.progress import Progress, silent
 
 WINDOW = 2048
@@ -222,11 +222,6 @@ def _exp(mean: float) -> float:
         return math.exp(mean)
     except OverflowError:
         return math.inf
-
-
-def cache_nbytes(past_key_values: Any) -> int:
-    """Bytes of every tensor a transformers cache holds."""
-    return sum(t.nbytes for layer in past_key_values.layers for t in (layer.keys, layer.values) if t is not None)
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
