@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -26,13 +26,17 @@ def compare(
     context: Annotated[int, typer.Option(help="Tokens in the cache, and in the prefill.")] = 4096,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     dtype: Annotated[str, typer.Option(help="The cache's dtype.")] = "bfloat16",
+    match: Annotated[
+        Literal["cache", "parameters"] | None,
+        typer.Option(help="Each mechanism at the size nearest the model's own in this, in place of a ladder."),
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Also time one layer of each, float32.")] = False,
     as_json: Json = False,
 ) -> None:
     """Set mechanisms side by side: cache, parameters, FLOPs, intensity. Reads the config alone."""
     from headwise.cost import compare as compare_source
 
-    comparison = compare_source(source, context=context, batch=batch, dtype=dtype)
+    comparison = compare_source(source, context=context, batch=batch, dtype=dtype, match=match)
     if measure:
         from headwise.measurement import measure_comparison
 
@@ -42,8 +46,9 @@ def compare(
         emit(comparison.to_dict())
         return
     out.print(f"[bold]{escape(source)}[/bold] at {context:,} tokens × {batch}, {dtype} cache, causal")
-    table = numbers_table("", "B/token", "cache", "params/layer", "prefill", "decode", "FLOP/B")
-    for row in comparison.rows:
+    table = numbers_table("", "B/token", "cache", "params", "prefill", "decode", "FLOP/B")
+    sections = [row.is_source or row.convert_to is not None for row in comparison.rows]
+    for row, section, following in zip(comparison.rows, sections, [*sections[1:], sections[-1]], strict=True):
         table.add_row(
             f"{row.label}{' ◂' if row.is_source else ''}",
             f"{row.kv_bytes_per_token:,}",
@@ -52,9 +57,14 @@ def compare(
             count_text(row.prefill_flops),
             count_text(row.decode_flops),
             f"{row.decode_intensity:.1f}",
+            end_section=section != following,
         )
     out.print(table)
-    out.print("prefill, decode: FLOPs of all attention layers, of the prompt and of one token at that context")
+    out.print(
+        "params: one attention layer's; prefill, decode: FLOPs of all of them, for the prompt and for one token"
+    )
+    if any(sections) and not all(sections):
+        out.print("above the line: what `headwise convert` makes of it; --json says how")
     if measure:
         timed = numbers_table("one layer, float32", "decode ms", "prefill ms")
         for row in comparison.rows:

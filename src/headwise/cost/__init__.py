@@ -1,7 +1,8 @@
 """What attention costs: closed forms over specs, exact. No torch here."""
 
 from headwise.cost import model
-from headwise.cost.compare import Comparison, Row, compare, ladder
+from headwise.cost.candidates import ladder, matched
+from headwise.cost.compare import Comparison, Row, compare
 from headwise.cost.complexity import Complexity, complexity
 from headwise.cost.inspection import Inspection, inspect
 from headwise.cost.layer import (
@@ -10,6 +11,7 @@ from headwise.cost.layer import (
     backward_flops,
     cache_bytes,
     cache_bytes_per_token,
+    cache_values,
     decode_flops,
     decode_intensity,
     dtype_bytes,
@@ -34,6 +36,7 @@ __all__ = [
     "backward_flops",
     "cache_bytes",
     "cache_bytes_per_token",
+    "cache_values",
     "compare",
     "complexity",
     "decode_flops",
@@ -43,6 +46,7 @@ __all__ = [
     "forward_flops",
     "inspect",
     "ladder",
+    "matched",
     "model",
     "parameters",
     "prefill_flops",

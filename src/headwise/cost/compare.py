@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from headwise.cost import layer, model
+from headwise.cost.candidates import MATCHES, Match, ladder, matched
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs.base import MAX_SIZE, AttentionSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.latent import LatentSpec
 from headwise.specs.model import ModelSpec
 from headwise.specs.sources import read_spec
-from headwise.specs.targets import as_grouped, as_latent, split_budget
+from headwise.specs.targets import as_latent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +22,14 @@ class Row:
     """One mechanism at one size, in the place of the model's own attention.
 
     FLOPs are those of the attention layers of the whole model, causal; ``decode_flops`` is one token's at the
-    stated context. ``decode_ms`` and ``prefill_ms`` are one layer's, measured, when asked for.
+    stated context. ``convert_to`` is what `headwise.convert` is told to make it, None where it cannot.
+    ``decode_ms`` and ``prefill_ms`` are one layer's, measured, when asked for.
     """
 
     mechanism: str
     label: str
     is_source: bool
+    convert_to: str | None
     attention_parameters_per_layer: int
     prefill_flops: int
     decode_flops: int
@@ -38,7 +41,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON-able values; the measured keys only when there is a measurement."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        return {key: value for key, value in asdict(self).items() if value is not None or not key.endswith("_ms")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,31 +52,44 @@ class Comparison:
     batch: int
     dtype: str
     source: str
+    match: str | None
     rows: tuple[Row, ...]
     specs: tuple[AttentionSpec, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON-able values."""
-        own = {"source": self.source, "context": self.context, "batch": self.batch, "dtype": self.dtype}
+        own: dict[str, Any] = {
+            "source": self.source,
+            "context": self.context,
+            "batch": self.batch,
+            "dtype": self.dtype,
+        }
+        own["match"] = self.match
         return {**own, "rows": [row.to_dict() for row in self.rows]}
 
 
 def compare(
-    source: str | Path | ModelSpec, *, context: int = 4096, batch: int = 1, dtype: str = "bfloat16"
+    source: str | Path | ModelSpec,
+    *,
+    context: int = 4096,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    match: Match | None = None,
 ) -> Comparison:
     """What each mechanism would cost in the place of a model's attention.
 
-    The ladder: MHA, ever fewer key–value heads (each time about half) down to MQA, the model's own number among
-    them, and MLA at the source's whole cache, a half and a quarter of it, about a third of that for the rotary key.
+    Layers that are no attention stay as they are, and every candidate keeps each layer's own window.
 
     Args:
         source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
         context: tokens in the cache, and in the prefill.
         batch: sequences.
         dtype: the cache's.
+        match: None for a ladder of sizes (`headwise.cost.ladder`); ``cache`` or ``parameters`` for each mechanism at
+            the one size that is nearest the model's own in that.
 
     Raises:
-        ArgumentError: context or batch is not positive, the dtype is not known, or there is no such source.
+        ArgumentError: context or batch is not positive, a name is not known, or there is no such source.
         CheckpointError: its files are damaged.
         SpecError: the architecture is not understood, the model keeps no cache, or its layers are of different kinds.
     """
@@ -82,22 +98,22 @@ def compare(
             raise ArgumentError(name, value, "must be a whole number of at least 1")
         if value > MAX_SIZE:
             raise ArgumentError(name, value, f"must be at most {MAX_SIZE}")
+    if match is not None and match not in MATCHES:
+        raise ArgumentError("match", match, f"must be one of {', '.join(MATCHES)}")
     spec = source if isinstance(source, ModelSpec) else read_spec(source)
     if not spec.is_causal:
         raise SpecError("model_type", spec.model_type, "is an encoder: it keeps no cache to compare")
-    if len(kinds := {own.kind for own in spec.layers}) > 1:
-        raise SpecError("attention kinds", sorted(kinds), "must be one: layers of several kinds have no one ladder")
-    rows, specs = [], []
-    for candidate in ladder(spec.layers[0]):
-        stack = replace(
-            spec,
-            layers=tuple(_like(own, candidate, is_source=candidate == spec.layers[0]) for own in spec.layers),
-        )
+    own = _attention_of(spec)
+    specs = tuple(ladder(own) if match is None else matched(own, match))
+    rows = []
+    for candidate in specs:
+        stack = spec if candidate == own else _with(spec, candidate)
         rows.append(
             Row(
                 mechanism=candidate.mechanism,
                 label=candidate.label,
-                is_source=candidate == spec.layers[0],
+                is_source=candidate == own,
+                convert_to=_target(own, candidate),
                 attention_parameters_per_layer=layer.parameters(candidate),
                 prefill_flops=model.forward_flops(stack, context, batch=batch, causal=True),
                 decode_flops=model.forward_flops(stack, 1, context, batch=batch, causal=True),
@@ -106,52 +122,45 @@ def compare(
                 decode_intensity=layer.decode_intensity(candidate, dtype=dtype),
             )
         )
-        specs.append(candidate)
     return Comparison(
         source=spec.model_type if isinstance(source, ModelSpec) else str(source),
         context=context,
         batch=batch,
         dtype=dtype.removeprefix("torch."),
+        match=match,
         rows=tuple(rows),
-        specs=tuple(specs),
+        specs=specs,
     )
 
 
-def _like(own: AttentionSpec, candidate: AttentionSpec, *, is_source: bool) -> AttentionSpec:
-    """The candidate in the place of one layer, which keeps its own window."""
-    return own if is_source else replace(candidate, sliding_window=own.sliding_window)
+def _attention_of(spec: ModelSpec) -> AttentionSpec:
+    """The layer that candidates take the place of: the model's attention, which is of one kind."""
+    kinds = {own.kind for own in spec.layers}
+    if len(kinds) > 1:
+        raise SpecError("attention kinds", sorted(kinds), "must be one: layers of several kinds have no one ladder")
+    return spec.layers[0]
 
 
-def ladder(source: AttentionSpec) -> list[AttentionSpec]:
-    """The mechanisms and sizes worth setting beside a layer, from the largest cache down, the layer included."""
-    if isinstance(source, GroupedSpec):
-        return [*_grouped_ladder(source), *_latent_ladder(source)]
-    if isinstance(source, LatentSpec):
-        head_dim = source.qk_nope_head_dim or source.qk_rope_head_dim
-        dense = GroupedSpec(
-            hidden_size=source.hidden_size,
-            num_heads=source.num_heads,
-            num_kv_heads=source.num_heads,
-            head_dim=head_dim,
-            v_head_dim=source.v_head_dim,
-        )
-        return [*_grouped_ladder(dense), source]
-    return [source]
+def _with(spec: ModelSpec, candidate: AttentionSpec) -> ModelSpec:
+    """The model with another attention, each layer keeping its own window."""
+    return replace(spec, layers=tuple(replace(candidate, sliding_window=own.sliding_window) for own in spec.layers))
 
 
-def _grouped_ladder(source: GroupedSpec) -> list[AttentionSpec]:
-    counts = {1, source.num_kv_heads, source.num_heads}
-    divisors = [d for d in range(1, source.num_heads) if source.num_heads % d == 0]
-    count = source.num_heads
-    while count > 1:
-        count = max(d for d in divisors if d <= max(count // 2, 1))
-        counts.add(count)
-    reachable = [n for n in counts if max(n, source.num_kv_heads) % min(n, source.num_kv_heads) == 0]
-    return [as_grouped(source, count) for count in sorted(reachable, reverse=True)]
+def _target(own: AttentionSpec, candidate: AttentionSpec) -> str | None:
+    """The arguments of ``headwise convert`` that make the candidate of the layer."""
+    if candidate == own or not isinstance(own, GroupedSpec):
+        return None
+    if isinstance(candidate, LatentSpec):
+        sizes = f"--kv-lora-rank {candidate.kv_lora_rank} --qk-rope-head-dim {candidate.qk_rope_head_dim}"
+        return f"--to mla {sizes}" if candidate == _as_converted(own, candidate) else None
+    if isinstance(candidate, GroupedSpec) and replace(own, num_kv_heads=candidate.num_kv_heads) == candidate:
+        count = candidate.num_kv_heads
+        return f"--to {candidate.mechanism}" + (f":{count}" if candidate.mechanism == "gqa" else "")
+    return None
 
 
-def _latent_ladder(source: GroupedSpec) -> list[AttentionSpec]:
-    values = source.num_kv_heads * (source.head_dim + source.value_dim)
-    budgets = [values, values // 2, values // 4]
-    sizes = [split_budget(source, budget) for budget in budgets if budget >= 3]  # a latent and a rotary pair
-    return [as_latent(source, rank, rope_dim) for rank, rope_dim in sizes]
+def _as_converted(own: GroupedSpec, candidate: LatentSpec) -> LatentSpec | None:
+    try:
+        return as_latent(own, candidate.kv_lora_rank, candidate.qk_rope_head_dim)
+    except ArgumentError:  # wider than what the source has to give
+        return None

@@ -322,6 +322,11 @@ def shard(spec: AttentionSpec, ranks: int) -> AttentionSpec:
     return module.shard(spec, ranks)
 
 
+def cache_values(spec: AttentionSpec) -> int:
+    """Values that one token adds to the cache of one layer."""
+    return int(formulas(spec).cache_values(spec))
+
+
 def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16", *, ranks: int = 1) -> int:
     """Bytes one more token adds to the cache of one layer (on one of several ranks) while it still grows.
 
@@ -329,7 +334,7 @@ def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16", *, ranks
     """
     if not spec.is_causal:
         return 0
-    return int(formulas(spec).cache_values(shard(spec, ranks))) * dtype_bytes(dtype)
+    return cache_values(shard(spec, ranks)) * dtype_bytes(dtype)
 
 
 def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16", ranks: int = 1) -> int:
@@ -354,4 +359,4 @@ def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens
         for stage in module.stages(spec, impl, S)
         if isinstance(stage, Core) or (isinstance(stage, Linear | Product) and stage.over == "total")
     )
-    return flops / (int(module.cache_values(spec)) * dtype_bytes(dtype))
+    return flops / (cache_values(spec) * dtype_bytes(dtype))

@@ -54,8 +54,8 @@ class ExpertLatentSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``expert-latent 2 × 64, 2 of 8``: latent heads, their width, experts kept of all."""
-        return f"expert-latent {self.latent_kv_heads} × {self.kv_dim}, {self.top_k} of {self.num_experts}"
+        """Such as ``experts 2 × 64, 2 of 8``: latent heads, their width, experts kept of all."""
+        return f"experts {self.latent_kv_heads} × {self.kv_dim}, {self.top_k} of {self.num_experts}"
 
 
 def expert_latent_bias(bias: bool | str | Collection[str]) -> tuple[str, ...]:
