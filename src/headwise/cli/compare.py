@@ -47,8 +47,8 @@ def compare(
         return
     out.print(f"[bold]{escape(source)}[/bold] at {context:,} tokens × {batch}, {dtype} cache, causal")
     table = numbers_table("", "B/token", "cache", "params", "prefill", "decode", "FLOP/B")
-    sections = [row.is_source or row.convert_to is not None for row in comparison.rows]
-    for row, section, following in zip(comparison.rows, sections, [*sections[1:], sections[-1]], strict=True):
+    made = [index for index, row in enumerate(comparison.rows) if row.is_source or row.convert_to is not None]
+    for index, row in enumerate(comparison.rows):
         table.add_row(
             f"{row.label}{' ◂' if row.is_source else ''}",
             f"{row.kv_bytes_per_token:,}",
@@ -57,14 +57,13 @@ def compare(
             count_text(row.prefill_flops),
             count_text(row.decode_flops),
             f"{row.decode_intensity:.1f}",
-            end_section=section != following,
+            end_section=match is None and index == made[-1],
         )
     out.print(table)
-    out.print(
-        "params: one attention layer's; prefill, decode: FLOPs of all of them, for the prompt and for one token"
-    )
-    if any(sections) and not all(sections):
-        out.print("above the line: what `headwise convert` makes of it; --json says how")
+    out.print("params: of one attention layer; prefill, decode: FLOPs of all of them, for the")
+    out.print("prompt and for a token")
+    if match is None and len(made) > 1:
+        out.print("above the gap: what `headwise convert` can make of it; --json says how")
     if measure:
         timed = numbers_table("one layer, float32", "decode ms", "prefill ms")
         for row in comparison.rows:
