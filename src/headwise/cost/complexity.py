@@ -10,9 +10,8 @@ from headwise.cost import layer
 from headwise.cost.activations import kept_values, kept_width
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Kernel, check_kernel
-from headwise.errors import ArgumentError
 from headwise.specs.base import AttentionSpec
-from headwise.specs.sources import read_spec
+from headwise.specs.sources import layer_spec
 
 SYMBOLS = {
     "B": "sequences",
@@ -122,7 +121,7 @@ def complexity(
         ArgumentError: a number is impossible, a name is not known, or there is no such source.
         SpecError: the architecture is not understood.
     """
-    spec = source if isinstance(source, AttentionSpec) else _layer_of(source, index)
+    spec = layer_spec(source, index)
     call = layer.call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal)
     check_kernel(kernel)
     impl = layer.chosen_impl(spec, impl, call)
@@ -172,13 +171,6 @@ def complexity(
         activations={name: _amount(amount) for name, amount in kept_bytes.items() if amount},
         activation_bytes=sum(int(amount) for amount in kept_bytes.values()),
     )
-
-
-def _layer_of(source: str | Path, index: int) -> AttentionSpec:
-    layers = read_spec(source).layers
-    if not 0 <= index < len(layers):
-        raise ArgumentError("layer", index, f"must be between 0 and {len(layers) - 1}")
-    return layers[index]
 
 
 def _amount(value: int) -> Amount:

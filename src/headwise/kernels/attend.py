@@ -183,7 +183,7 @@ def _attend_sdpa(
     width = max(query.shape[3], V) if query.device.type == "cpu" and not dropout_p else 0
     query, key, value = (x if x.shape[3] >= width else F.pad(x, (0, width - x.shape[3])) for x in (query, key, value))
     out = F.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, flag, scale=scale, enable_gqa=key.shape[1] != H
+        query, key, value, mask, dropout_p, flag, scale=scale, enable_gqa=bool(key.shape[1] != H)
     )
     return out[..., :V]
 

@@ -1,18 +1,24 @@
 """Timing, memory, and the machine's own limits."""
 
+from headwise.measurement.counters import LayerCounts, count_layer
 from headwise.measurement.counting import Count, cache_nbytes, count
 from headwise.measurement.layer import LayerTimes, measure_comparison, measure_layers
 from headwise.measurement.memory import peak_rss_bytes
+from headwise.measurement.peers import PeerCount, peer_counts
 from headwise.measurement.timing import matmul_flops_per_second, time_interleaved
 
 __all__ = [
     "Count",
+    "LayerCounts",
     "LayerTimes",
+    "PeerCount",
     "cache_nbytes",
     "count",
+    "count_layer",
     "matmul_flops_per_second",
     "measure_comparison",
     "measure_layers",
     "peak_rss_bytes",
+    "peer_counts",
     "time_interleaved",
 ]

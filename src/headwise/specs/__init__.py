@@ -8,7 +8,7 @@ from headwise.specs.huggingface import HOSTED_PREFIX, read_config
 from headwise.specs.latent import LatentSpec
 from headwise.specs.latent_space import LatentSpaceSpec
 from headwise.specs.model import ModelSpec
-from headwise.specs.sources import Source, catalog, fetch_hub, locate, read_json, read_spec
+from headwise.specs.sources import Source, catalog, fetch_hub, layer_spec, locate, read_json, read_spec
 from headwise.specs.targets import as_grouped, as_latent, split_budget
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "catalog",
     "fetch_hub",
     "gguf_config",
+    "layer_spec",
     "locate",
     "mechanism_module",
     "read_config",

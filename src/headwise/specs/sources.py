@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
+from headwise.specs.base import AttentionSpec
 from headwise.specs.gguf import read_gguf_spec
 from headwise.specs.huggingface import read_config
 from headwise.specs.model import ModelSpec
@@ -115,6 +116,20 @@ def read_spec(source: str | Path) -> ModelSpec:
         return read_gguf_spec(located.path)
     path = located.path / "config.json" if located.kind == "folder" else located.path
     return read_config(read_json(path))
+
+
+def layer_spec(source: str | Path | AttentionSpec, index: int = 0) -> AttentionSpec:
+    """One layer of the model at a source; a layer's spec passes.
+
+    Raises:
+        ArgumentError: the model has no such layer, or there is no such source.
+    """
+    if isinstance(source, AttentionSpec):
+        return source
+    layers = read_spec(source).layers
+    if not 0 <= index < len(layers):
+        raise ArgumentError("layer", index, f"must be between 0 and {len(layers) - 1}")
+    return layers[index]
 
 
 @cache

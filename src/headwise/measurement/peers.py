@@ -1,0 +1,136 @@
+"""What other counters say of a module, each asked in its own way: thop, fvcore, torchinfo, calflops, torch itself."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.metadata
+import io
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerCount:
+    """One counter's answer for one call of a module.
+
+    Attributes:
+        name: the package.
+        version: installed, or None when it is not.
+        printed: the number it gives, in its own unit.
+        unit: ``multiply-adds`` or ``FLOPs``.
+        parameters: what it counts of them, None when it does not say.
+        error: why there is no number.
+    """
+
+    name: str
+    version: str | None
+    printed: int | None = None
+    unit: str = "multiply-adds"
+    parameters: int | None = None
+    error: str | None = None
+
+    @property
+    def flops(self) -> int | None:
+        """The number at 2 FLOPs a multiply-add."""
+        return None if self.printed is None else self.printed * (2 if self.unit == "multiply-adds" else 1)
+
+
+Answer = tuple[int, int | None]
+
+
+def _thop(module: nn.Module, states: Tensor) -> Answer:
+    macs, parameters = importlib.import_module("thop").profile(module, inputs=(states,), verbose=False)
+    return int(macs), int(parameters)
+
+
+def _fvcore(module: nn.Module, states: Tensor) -> Answer:
+    nn_tools = importlib.import_module("fvcore.nn")
+    analysis = nn_tools.FlopCountAnalysis(module, states)
+    analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
+    return int(analysis.total()), int(nn_tools.parameter_count(module)[""])
+
+
+def _torchinfo(module: nn.Module, states: Tensor) -> Answer:
+    found = importlib.import_module("torchinfo").summary(module, input_data=(states,), verbose=0)
+    return int(found.total_mult_adds), int(found.total_params)
+
+
+def _calflops(module: nn.Module, states: Tensor) -> Answer:
+    flops, _, parameters = importlib.import_module("calflops").calculate_flops(
+        model=module, args=[states], print_results=False, output_as_string=False
+    )
+    return int(flops), int(parameters)
+
+
+def _torch(module: nn.Module, states: Tensor) -> Answer:
+    with FlopCounterMode(display=False) as counter:
+        module(states)
+    return counter.get_total_flops(), None
+
+
+PEERS: dict[str, tuple[Callable[[nn.Module, Tensor], Answer], str]] = {
+    "thop": (_thop, "multiply-adds"),
+    "fvcore": (_fvcore, "multiply-adds"),
+    "torchinfo": (_torchinfo, "multiply-adds"),
+    "calflops": (_calflops, "FLOPs"),
+    "torch": (_torch, "FLOPs"),
+}
+
+
+def peer_counts(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> list[PeerCount]:
+    """Ask every installed counter about the call ``module(hidden_states, **kwargs)``.
+
+    Each gets copies of the module and of the arguments, caches among them, and its own output is kept off the
+    terminal. One that fails says so in its ``error``.
+
+    Args:
+        module: any torch module.
+        hidden_states: its input.
+        kwargs: the rest of the call.
+    """
+    return [_ask(name, *PEERS[name], module, hidden_states, kwargs) for name in PEERS]
+
+
+class _Called(nn.Module):
+    """A module with the rest of its arguments filled in: most counters pass inputs by position only."""
+
+    def __init__(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.module, self.kwargs = module, kwargs
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        return self.module(hidden_states, **self.kwargs)
+
+
+def _ask(
+    name: str,
+    counter: Callable[[nn.Module, Tensor], Answer],
+    unit: str,
+    module: nn.Module,
+    hidden_states: Tensor,
+    kwargs: dict[str, Any],
+) -> PeerCount:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return PeerCount(name=name, version=None, unit=unit, error="is not installed (pip install 'headwise[bench]')")
+    called = _Called(copy.deepcopy(module), copy.deepcopy(kwargs)).eval()
+    try:
+        with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            logging.disable(logging.WARNING)
+            printed, parameters = counter(called, hidden_states)
+    except Exception as error:  # somebody else's code on a module it may not know
+        return PeerCount(name=name, version=version, unit=unit, error=f"{type(error).__name__}: {error}"[:200])
+    finally:
+        logging.disable(logging.NOTSET)
+    return PeerCount(name=name, version=version, printed=printed, unit=unit, parameters=parameters)
