@@ -3,8 +3,8 @@
     python benchmarks/counters.py --json benchmarks/results/counters.json
 
 Every mechanism is one layer of hidden size 512 in float32 with random weights. Prefill is 1024 tokens under the
-causal flag; decode is one token after 1023 in the cache. The truth is the sum of the matrix products of the same layer
-run by the eager reference on the meta device, counted by torch at 2 FLOPs a multiply-add, every pair of tokens
+causal flag; decode is one token after 1023 in the cache. The truth is the sum of the matrix products of the same
+layer run by the eager reference on the meta device, counted by torch at 2 FLOPs a multiply-add, every pair of tokens
 included.
 """
 

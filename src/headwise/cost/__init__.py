@@ -7,8 +7,6 @@ from headwise.cost.complexity import Complexity, complexity
 from headwise.cost.inspection import Inspection, inspect
 from headwise.cost.layer import (
     DTYPE_BYTES,
-    activation_bytes,
-    backward_flops,
     cache_bytes,
     cache_bytes_per_token,
     cache_values,
@@ -24,6 +22,7 @@ from headwise.cost.layer import (
     thop_count,
 )
 from headwise.cost.stages import attended_pairs
+from headwise.cost.training import activation_bytes, backward_flops
 
 __all__ = [
     "DTYPE_BYTES",

@@ -10,6 +10,7 @@ from headwise.cost import layer
 from headwise.cost.activations import kept_values, kept_width
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Kernel, check_kernel
+from headwise.cost.training import kept_activations
 from headwise.specs.base import AttentionSpec
 from headwise.specs.sources import layer_spec
 
@@ -129,7 +130,7 @@ def complexity(
     size = Size(layer.dtype_bytes(dtype), "e")
     kept_bytes = {}
     if call.total is call.new:
-        kept, _ = layer.kept_activations(
+        kept, _ = kept_activations(
             spec, new_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
         )
         kept_bytes = {

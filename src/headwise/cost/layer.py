@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol, cast
 
-from headwise.cost.activations import Kept, Training, total_bytes
+from headwise.cost.activations import Kept, Training
 from headwise.cost.size import Size
 from headwise.cost.stages import Call, Core, Kernel, Linear, Product, Stage, check_kernel
 from headwise.errors import ArgumentError
@@ -119,98 +119,6 @@ def forward_flops(
     work = stages(spec, chosen_impl(spec, impl, call), new_tokens=new_tokens)
     flops = sum(stage.forward_flops(call, kernel) for stage in work)
     return int(flops + (sum(s.softmax_flops(call) for s in work if isinstance(s, Core)) if softmax else 0))
-
-
-def backward_flops(
-    spec: AttentionSpec,
-    tokens: int,
-    source_tokens: int | None = None,
-    *,
-    batch: int = 1,
-    causal: bool | None = None,
-    impl: str = "auto",
-    kernel: Kernel = "unfused",
-    input_gradient: bool = True,
-) -> int:
-    """FLOPs of the backward pass of a training step: exactly twice the forward's for an unfused kernel.
-
-    A fused kernel computes the scores again: five products where the forward has two.
-
-    Args:
-        spec: the layer.
-        tokens: S.
-        source_tokens: T of cross-attention; None for self-attention.
-        batch: B.
-        causal: as `forward_flops`.
-        impl: as `forward_flops`.
-        kernel: one of `cost.stages.KERNELS`.
-        input_gradient: False when the layer's inputs need no gradient, as a model's first layer's: the input side of
-            the projections that read them is then not computed.
-    """
-    cross = source_tokens is not None
-    call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
-    check_kernel(kernel)
-    work = stages(spec, chosen_impl(spec, impl, call), new_tokens=tokens)
-    return int(sum(stage.backward_flops(call, kernel, input_gradient=input_gradient) for stage in work))
-
-
-def activation_bytes(
-    spec: AttentionSpec,
-    tokens: int,
-    source_tokens: int | None = None,
-    *,
-    batch: int = 1,
-    dtype: str = "float32",
-    causal: bool | None = None,
-    impl: str = "auto",
-    kernel: Kernel = "fused",
-) -> int:
-    """Bytes that a training step keeps of one layer's forward pass until its backward pass, without dropout.
-
-    Every tensor that autograd saves, the layer's input among them and its parameters not.
-
-    Args:
-        spec: the layer.
-        tokens: S.
-        source_tokens: T of cross-attention; None for self-attention.
-        batch: B.
-        dtype: of weights and activations.
-        causal: as `forward_flops`.
-        impl: as `forward_flops`.
-        kernel: one of `cost.stages.KERNELS`; ``unfused`` holds the scores at least in float32.
-    """
-    kept, call = kept_activations(
-        spec, tokens, source_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
-    )
-    return int(total_bytes(kept, batch=call.batch, new=call.new, total=call.total, value_bytes=dtype_bytes(dtype)))
-
-
-def kept_activations(
-    spec: AttentionSpec,
-    tokens: int,
-    source_tokens: int | None = None,
-    *,
-    batch: int = 1,
-    dtype: str = "float32",
-    causal: bool | None = None,
-    impl: str = "auto",
-    kernel: Kernel = "fused",
-) -> tuple[tuple[Kept, ...], Call]:
-    """The tensors behind `activation_bytes`, and the call they belong to."""
-    cross = source_tokens is not None
-    call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
-    check_kernel(kernel)
-    is_causal = not cross and (spec.is_causal if causal is None else causal)
-    training = Training(
-        kernel=kernel,
-        half=dtype_bytes(dtype) < 4,
-        causal=is_causal and tokens > 1,
-        window=spec.sliding_window is not None and is_causal and spec.sliding_window < tokens,
-        cross=cross,
-        batch_of_one=batch == 1,
-    )
-    module = formulas(spec)
-    return module.activations(spec, chosen_impl(spec, impl, call), training), call
 
 
 def prefill_flops(
