@@ -57,8 +57,8 @@ def test_the_source_row_is_the_model_itself(name: str) -> None:
     row = source_row(comparison)
     assert row.kv_bytes_per_token == cost.model.cache_bytes_per_token(model, "float32")
     assert row.kv_bytes == cost.model.cache_bytes(model, 3000, batch=2, dtype="float32")
-    assert row.prefill_flops == cost.model.forward_flops(model, 3000, batch=2, causal=True)
-    assert row.decode_flops == cost.model.forward_flops(model, 1, 3000, batch=2, causal=True)
+    assert row.prefill_flops == cost.model.attention_flops(model, 3000, batch=2, causal=True)
+    assert row.decode_flops == cost.model.attention_flops(model, 1, 3000, batch=2, causal=True)
     assert row.attention_parameters_per_layer * model.num_layers == cost.model.parameters(model)
     assert row.mechanism == model.mechanism
     assert row.decode_intensity == cost.decode_intensity(model.layers[0], dtype="float32")

@@ -14,6 +14,9 @@ def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
     """The layer a spec describes, freshly initialised; keywords go to the mechanism's ``from_spec``."""
     if spec.sliding_window is not None:
         raise SpecError("sliding_window", spec.sliding_window, "is not supported by the layers yet")
+    for name in ("output_gate", "shares_kv"):
+        if getattr(spec, name, False):
+            raise SpecError(name, True, "is not supported by the layers yet")
     layer = cast(AttentionLayer, mechanism_module("attention", spec.kind).from_spec(spec, **kwargs))
     # A layer is told at each call whether to be causal; its cost is what the model makes of it.
     layer.spec = replace(layer.spec, is_causal=spec.is_causal)

@@ -13,6 +13,7 @@ from headwise.cost.layer import (
     forward_flops,
     parameters,
     stages,
+    state_bytes,
     thop_count,
 )
 from headwise.cost.stages import attended_pairs
@@ -35,5 +36,6 @@ __all__ = [
     "model",
     "parameters",
     "stages",
+    "state_bytes",
     "thop_count",
 ]

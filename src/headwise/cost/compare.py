@@ -87,6 +87,8 @@ def compare(
         raise SpecError("model_type", spec.model_type, "is an encoder: it keeps no cache to compare")
     if len(kinds := {own.kind for own in spec.layers}) > 1:
         raise SpecError("attention kinds", sorted(kinds), "must be one: layers of several kinds have no one ladder")
+    if any(isinstance(own, GroupedSpec) and own.shares_kv for own in spec.layers):
+        raise SpecError("model_type", spec.model_type, "has layers that share keys and values: no ladder is theirs")
     rows, specs = [], []
     for candidate in ladder(spec.layers[0]):
         stack = replace(
@@ -99,8 +101,8 @@ def compare(
                 label=candidate.label,
                 is_source=candidate == spec.layers[0],
                 attention_parameters_per_layer=layer.parameters(candidate),
-                prefill_flops=model.forward_flops(stack, context, batch=batch, causal=True),
-                decode_flops=model.forward_flops(stack, 1, context, batch=batch, causal=True),
+                prefill_flops=model.attention_flops(stack, context, batch=batch, causal=True),
+                decode_flops=model.attention_flops(stack, 1, context, batch=batch, causal=True),
                 kv_bytes_per_token=model.cache_bytes_per_token(stack, dtype),
                 kv_bytes=model.cache_bytes(stack, context, batch=batch, dtype=dtype),
                 decode_intensity=layer.decode_intensity(candidate, dtype=dtype),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol, cast
 
 from headwise.cost.stages import Core, Linear, Stage, attended_pairs
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, SpecError
 from headwise.specs.base import AttentionSpec, mechanism_module
 
 DTYPE_BYTES = {
@@ -115,7 +115,13 @@ def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16") -> int:
 def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16") -> int:
     """Bytes of one layer's cache at a context of ``tokens``; a sliding window holds no more than its width."""
     held = tokens if spec.sliding_window is None else min(tokens, spec.sliding_window)
-    return batch * held * cache_bytes_per_token(spec, dtype)
+    return batch * held * cache_bytes_per_token(spec, dtype) + state_bytes(spec, batch=batch, dtype=dtype)
+
+
+def state_bytes(spec: AttentionSpec, *, batch: int = 1, dtype: str = "bfloat16") -> int:
+    """Bytes of one layer's cache that no token adds to: 0 but for the mechanisms that say ``state_values``."""
+    values = getattr(formulas(spec), "state_values", None)
+    return 0 if values is None else batch * int(values(spec)) * dtype_bytes(dtype)
 
 
 def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens: int = 1) -> float:
@@ -124,6 +130,8 @@ def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens
     GQA ``2(H/K)S/e``; MLA absorbed ``2HS(2R+P)/((R+P)e)``, with e bytes a value.
     """
     module = formulas(spec)
+    if not module.cache_values(spec):
+        raise SpecError("attention", spec.label, "caches nothing that grows, so it has no intensity there")
     impl = module.best_impl(spec, new_tokens, 1_000_000 * new_tokens)
     macs = 0  # for each token of the cache: its pairs, and its decoding where the latent is expanded
     for stage in module.stages(spec, impl):

@@ -1,20 +1,25 @@
 """What a model's attention is: frozen dataclasses, and the readers that fill them. No torch here."""
 
 from headwise.specs.base import AttentionSpec, RopeSpec, mechanism_module, spec_from_dict
+from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.gguf import gguf_config, read_gguf_header
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.huggingface import HOSTED_PREFIX, read_config
 from headwise.specs.latent import LatentSpec
-from headwise.specs.model import ModelSpec
+from headwise.specs.model import BodySpec, ModelSpec
+from headwise.specs.recurrent import RecurrentSpec
 from headwise.specs.sources import Source, catalog, fetch_hub, locate, read_json, read_spec
 from headwise.specs.targets import as_grouped, as_latent, split_budget
 
 __all__ = [
     "HOSTED_PREFIX",
     "AttentionSpec",
+    "BodySpec",
+    "FeedForwardSpec",
     "GroupedSpec",
     "LatentSpec",
     "ModelSpec",
+    "RecurrentSpec",
     "RopeSpec",
     "Source",
     "as_grouped",

@@ -27,6 +27,8 @@ class GroupedSpec(AttentionSpec):
             heads together (OLMo 2), or None.
         sinks: a learned logit a head that takes part in the softmax and attends to nothing (gpt-oss).
         softcap: scores pass through ``softcap * tanh(score / softcap)`` (Gemma 2), or None.
+        output_gate: the query projection makes a gate for each head's output as well (Qwen3-Next).
+        shares_kv: an earlier layer's keys and values are read, and none are made or cached (Gemma 3n).
     """
 
     num_heads: int
@@ -36,6 +38,8 @@ class GroupedSpec(AttentionSpec):
     qk_norm: str | None = None
     sinks: bool = False
     softcap: float | None = None
+    output_gate: bool = False
+    shares_kv: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +79,8 @@ class GroupedSpec(AttentionSpec):
     @property
     def label(self) -> str:
         """Such as ``GQA 32/8 × 128``: heads, key–value heads, head dim."""
-        return f"{self.mechanism.upper()} {self.num_heads}/{self.num_kv_heads} × {self.head_dim}"
+        shared = " shared" if self.shares_kv else ""
+        return f"{self.mechanism.upper()} {self.num_heads}/{self.num_kv_heads} × {self.head_dim}{shared}"
 
 
 def grouped_bias(bias: bool | str | Collection[str]) -> tuple[str, ...]:
