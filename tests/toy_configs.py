@@ -16,7 +16,14 @@ _GPT2 = {"n_embd": 64, "n_head": 8, "n_layer": 3, "n_positions": 50, "vocab_size
 _MOE = {"moe_intermediate_size": 40, "num_experts_per_tok": 2}
 _ROUTED = {**_MOE, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1}
 _LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
-_MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_MLA = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_conv": 4, "mamba_n_groups": 2, "mamba_expand": 2}
 _DELTA = {
     "num_key_value_heads": 2,
@@ -33,7 +40,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
     "ministral": {"head_dim": 8},
-    "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "mixtral": _LOCAL,
     "qwen2": {"num_key_value_heads": 8},
     "qwen2_moe": {**_QWEN_MOE, "num_key_value_heads": 8, "mlp_only_layers": [1]},
@@ -62,7 +76,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "dots1": {**_ROUTED, "num_key_value_heads": 8, "sliding_window": None},
     "minimax_m2": {**_LOCAL, "rotary_dim": 64},
-    "nemotron": {},
+    "nemotron": {"num_key_value_heads": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "ernie4_5": {},
     "arcee": {},
@@ -82,7 +96,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_QWEN_MOE, **_DELTA},
     "lfm2": {"num_key_value_heads": 2, "full_attn_idxs": [1, 4], "conv_L_cache": 3},
     "kimi_linear": {
-        **_ROUTED,
+        "moe_intermediate_size": 40,
+        "num_experts_per_token": 2,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
         **_MLA,
         "q_lora_rank": None,
         "linear_attn_config": {

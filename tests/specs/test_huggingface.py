@@ -41,6 +41,7 @@ FALCON: Config = {"model_type": "falcon", "hidden_size": 64, "num_hidden_layers"
 GPT2: Config = {"model_type": "gpt2", "n_embd": 64, "n_head": 8, "n_layer": 3, "n_positions": 1024}
 BERT: Config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
 GPT_OSS: Config = {"model_type": "gpt_oss", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+KIMI: Config = {"model_type": "kimi_linear"}
 GEMMA2: Config = {"model_type": "gemma2", "sliding_window": 8}
 FULL, LOCAL = "full_attention", "sliding_attention"
 
@@ -504,6 +505,11 @@ def test_an_architecture_that_cannot_be_exact_is_refused_for_a_reason(model_type
         ({"model_type": "stablelm", "qk_layernorm": True}, r"qk_layernorm = True: is not understood in a stablelm"),
         ({"model_type": "phi", "qk_layernorm": True}, r"qk_layernorm = True: is not understood in a phi model"),
         ({"model_type": "gpt_oss", "sliding_window": 8}, r"rope_parameters = None: is required in a gpt_oss"),
+        (
+            {key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"},
+            r"q_lora_rank = None: is required in config.json, as null where",
+        ),
+        ({**KIMI, "mla_use_output_gate": True}, r"mla_use_output_gate = True: is not understood"),
         ({"model_type": "ministral3"}, r"rope_parameters = None: is required in a ministral3 config.json"),
         ({**GPT2, "add_cross_attention": True}, r"add_cross_attention = True: is not understood"),
         ({**BERT, "position_embedding_type": "relative_key"}, r"position_embedding_type = 'relative_key': is not"),

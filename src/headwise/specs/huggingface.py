@@ -76,7 +76,9 @@ def read_config(config: Config) -> ModelSpec:
         hidden_size=layers[0].hidden_size,
         layers=layers,
         vocab_size=optional_integer(config, "vocab_size"),
-        max_position_embeddings=optional_integer(config, "max_position_embeddings", "n_positions"),
+        max_position_embeddings=optional_integer(
+            config, "max_position_embeddings", "n_positions", "model_max_length"
+        ),
         dtype=config.get("dtype", config.get("torch_dtype")),
         body=_body(reader, config, len(layers)),
     )

@@ -11,7 +11,7 @@ from headwise.specs.base import AttentionSpec
 from headwise.specs.latent import LatentSpec, latent_bias
 from headwise.specs.model import BodySpec
 from headwise.specs.readers import body
-from headwise.specs.readers.fields import Config, Reader, flag, integer, num_layers, optional_integer
+from headwise.specs.readers.fields import Config, NotSaidError, Reader, flag, integer, num_layers, optional_integer
 from headwise.specs.readers.rope import read_rope, yarn_softmax_scale
 
 
@@ -19,6 +19,9 @@ def latent_layer(config: Config, *, interleaved: bool | None = None, rotated: bo
     """One MLA layer; ``interleaved`` None is what ``rope_interleave`` says, or True."""
     rope_dim = integer(config, "qk_rope_head_dim")
     nope_dim = integer(config, "qk_nope_head_dim")
+    if "q_lora_rank" not in config:
+        # One transformers class serves models with a query latent (its default) and without.
+        raise NotSaidError("q_lora_rank", None, "is required in config.json, as null where queries have no latent")
     q_lora_rank = optional_integer(config, "q_lora_rank")
     if interleaved is None:
         interleaved = flag(config, "rope_interleave", True)

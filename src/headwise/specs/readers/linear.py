@@ -93,6 +93,10 @@ def _lfm2_body(config: Config, layers: int) -> BodySpec:
 def _kimi_layers(config: Config) -> tuple[AttentionSpec, ...]:
     layers, sizes = num_layers(config), config.get("linear_attn_config")
     sizes = sizes if isinstance(sizes, Mapping) else {}
+    for name in ("mla_use_output_gate", "routed_expert_hidden_size", "attn_res_block_size", "use_full_rank_gate"):
+        if value := {**config, **sizes}.get(name):
+            raise SpecError(name, value, "is not understood: of its kind Kimi Linear alone is")
+    config = {"q_lora_rank": None, **config}  # it has no query latent where it says nothing
     types = listed(config, "layer_types", layers, TYPES)
     if (full := sizes.get("full_attn_layers")) is not None:  # counted from 1
         if not isinstance(full, list):
