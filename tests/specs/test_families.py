@@ -21,7 +21,7 @@ from headwise.specs import (
     read_spec,
 )
 from headwise.specs.readers import READERS
-from tests.meta_models import transformers_config
+from tests.meta_models import meta_model, stored_parts, transformers_config
 from tests.toy_configs import TOYS, UNBUILT
 
 Config = dict[str, Any]
@@ -312,6 +312,22 @@ def test_a_body_nobody_has_written_down_is_left_unread(name: str, fields: Config
 def test_what_a_feed_forward_spec_refuses(fields: Config, message: str) -> None:
     with pytest.raises(SpecError, match=f"^{message}"):
         FeedForwardSpec(**{"hidden_size": 8, "intermediate_size": 8, **fields})
+
+
+def test_gemma3_4b_says_only_what_is_unlike_its_class() -> None:
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    model = read_config({"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text})
+    assert [layer.label for layer in model.layers] == ["GQA 8/4 × 256"] * 34
+    assert [layer.sliding_window for layer in model.layers[4:7]] == [1024, None, 1024]
+    assert (model.vocab_size, model.max_position_embeddings) == (262208, 131072)
+    assert cost.model.weights(model).total == sum(stored_parts(meta_model(text)).values()) == 3_880_263_168
 
 
 def test_the_text_half_takes_what_the_whole_says_of_it() -> None:

@@ -70,6 +70,7 @@ def read_config(config: Config) -> ModelSpec:
         raise SpecError("model_type", model_type, "must be present: it names the architecture")
     optional_number(config, "rms_norm_eps")  # no matter of attention's, but NaN here is NaN everywhere
     reader = _reader(model_type, config)
+    config = {**reader.absent, **config}
     layers = reader.layers(config)
     return ModelSpec(
         model_type=model_type,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headwise.errors import SpecError
@@ -23,10 +24,12 @@ class Reader(NamedTuple):
     Attributes:
         layers: the attention of each layer.
         body: what stands around ``n`` such layers; None where nobody has written it down yet.
+        absent: what a published file leaves to its class, where that is one model's size.
     """
 
     layers: Callable[[Config], tuple[AttentionSpec, ...]]
     body: Callable[[Config, int], BodySpec] | None = None
+    absent: Config = MappingProxyType({})
 
 
 def integer(config: Config, *names: str) -> int:

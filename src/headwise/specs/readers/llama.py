@@ -336,3 +336,6 @@ def _stablelm_body(config: Config, layers: int) -> BodySpec:
 
 
 READERS["stablelm"] = READERS["stablelm"]._replace(body=_stablelm_body)
+# Gemma 3 4B's file says of its text half only what is unlike the class.
+_GEMMA3_4B = {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072}
+READERS["gemma3_text"] = READERS["gemma3_text"]._replace(absent=_GEMMA3_4B)
