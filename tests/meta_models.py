@@ -20,7 +20,7 @@ _PARTS = {
     "head": r"lm_head\.",
     "shared_experts": r"\.(shared_experts?|shared_expert_gate|shared_mlp)\.",
     "experts": r"\.experts\.",
-    "router": r"\.(router|mlp\.gate|mixer\.gate)\.|e_score_correction_bias$",
+    "router": r"\.(router|(mlp|mixer|feed_forward)\.gate)\.|(e_score_correction|expert)_bias$",
     "feed_forward": r"\.(mlp|feed_forward|fc1|fc2|mixer)\.",
     "norms": r"norm|\.ln_\w+\.|\.ln_f\.",
 }
@@ -47,7 +47,11 @@ def stored_parts(model: Any) -> Counter[str]:
             if re.search(rule, type(module).__name__):
                 owners |= {id(parameter): part for parameter in module.parameters()}
     stored = dict(model.named_parameters())
-    stored |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    stored |= {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.endswith(("e_score_correction_bias", "expert_bias"))
+    }
     counts: Counter[str] = Counter()
     for name, tensor in stored.items():
         found = owners.get(id(tensor)) or next((part for part, rule in _PARTS.items() if re.search(rule, name)), name)

@@ -24,7 +24,7 @@ _MLA = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
-_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_conv": 4, "mamba_n_groups": 2, "mamba_expand": 2}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_conv": 4, "mamba_n_groups": 2}
 _DELTA = {
     "num_key_value_heads": 2,
     "linear_num_value_heads": 8,
@@ -95,6 +95,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_QWEN_MOE, **_DELTA},
     "lfm2": {"num_key_value_heads": 2, "full_attn_idxs": [1, 4], "conv_L_cache": 3},
+    "lfm2_moe": {
+        **_MOE,
+        "num_key_value_heads": 2,
+        "num_experts": 6,
+        "layer_types": ["conv", "full_attention"] * 3,
+        "conv_L_cache": 3,
+    },
     "kimi_linear": {
         "moe_intermediate_size": 40,
         "num_experts_per_token": 2,

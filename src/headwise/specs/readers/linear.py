@@ -7,6 +7,7 @@ from functools import partial
 
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
+from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.model import BodySpec
 from headwise.specs.readers import body
 from headwise.specs.readers.deepseek import latent_layer
@@ -14,6 +15,7 @@ from headwise.specs.readers.fields import (
     Config,
     NotSaidError,
     Reader,
+    count,
     divide,
     flag,
     integer,
@@ -85,7 +87,22 @@ def _lfm2_body(config: Config, layers: int) -> BodySpec:
         if (factor := config.get("block_ffn_dim_multiplier", 1.0)) is not None:
             multiple = optional_integer(config, "block_multiple_of") or 256
             width = multiple * -(-int(number("block_ffn_dim_multiplier", factor) * width) // multiple)
-    networks = body.dense()({**config, "intermediate_size": width}, layers)
+    return _lfm2_around(config, body.dense()({**config, "intermediate_size": width}, layers))
+
+
+def _lfm2_moe_body(config: Config, layers: int) -> BodySpec:
+    sparse = FeedForwardSpec(
+        hidden_size=integer(config, "hidden_size"),
+        intermediate_size=integer(config, "moe_intermediate_size"),
+        num_experts=integer(config, "num_experts"),
+        experts_per_token=integer(config, "num_experts_per_tok"),
+        score_correction=flag(config, "use_expert_bias", True),
+    )
+    dense = count(config, "num_dense_layers", 2)
+    return _lfm2_around(config, body.mixture(config, sparse, [i >= dense for i in range(layers)]))
+
+
+def _lfm2_around(config: Config, networks: body.FeedForward) -> BodySpec:
     tied = flag(config, "tie_embedding", flag(config, "tie_word_embeddings", True))
     return body.read_body({**config, "tie_word_embeddings": tied}, networks)
 
@@ -123,5 +140,6 @@ READERS = {
     "qwen3_5_text": Reader(_qwen_layers, partial(read_body, body.dense())),
     "qwen3_5_moe_text": Reader(_qwen_layers, partial(read_body, body.qwen_experts(shared=True, dense_layers=False))),
     "lfm2": Reader(_lfm2_layers, _lfm2_body),
+    "lfm2_moe": Reader(_lfm2_layers, _lfm2_moe_body),
     "kimi_linear": Reader(_kimi_layers, partial(read_body, body.deepseek_experts(first_dense=1, by_type=True))),
 }

@@ -21,6 +21,7 @@ from headwise.specs.readers.fields import (
     listed,
     num_layers,
     number,
+    optional_integer,
     refuse,
 )
 from headwise.specs.readers.mixed import RECURRENT, TYPES, attention_layer, read_body, stack
@@ -62,7 +63,7 @@ def _jamba_body(config: Config, layers: int) -> BodySpec:
 def _mamba2(config: Config) -> RecurrentSpec:
     """Bamba's field names."""
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "mamba_n_heads")
-    width = integer(config, "mamba_expand") * hidden_size
+    width = (optional_integer(config, "mamba_expand") or 2) * hidden_size
     if width % num_heads or config.get("mamba_d_head", "auto") not in ("auto", width // num_heads):
         rule = f"times mamba_n_heads = {num_heads} must be mamba_expand · hidden_size = {width}"
         raise SpecError("mamba_d_head", config.get("mamba_d_head"), rule)
