@@ -33,10 +33,10 @@ def test_a_hybrid_model(cli: Callable[..., Said]) -> None:
         "weights  6.9 G, 1.5 G active for a token, the head tied to the embedding",
         "FLOPs    2.9 G for the first token, 6.2 G at 131,072 tokens",
         "",
-        "layers             attention              B/token      state     weights",
-        "────────────────────────────────────────────────────────────────────────",
-        "the other 36       Mamba-2 48 × 64 × 128        0  794.0 KiB  14,642,576",
-        "every 10th from 5  GQA 12/4 × 128           2,048              6,291,456",
+        "layers              attention              B/token      state     weights",
+        "─────────────────────────────────────────────────────────────────────────",
+        "the other 36        Mamba-2 48 × 64 × 128        0  794.0 KiB  14,642,576",
+        "every 10th of 5–35  GQA 12/4 × 128           2,048              6,291,456",
         "",
     ]
 
@@ -44,7 +44,7 @@ def test_a_hybrid_model(cli: Callable[..., Said]) -> None:
 def test_layers_that_differ_in_their_positions_alone_say_so(cli: Callable[..., Said]) -> None:
     out = cli("inspect", "smollm3-3b").out
     assert re.search(r"the other 27 +GQA 16/4 × 128 ", out)
-    assert re.search(r"every 4th from 3 +GQA 16/4 × 128, no rope ", out)
+    assert re.search(r"every 4th of 3–35 +GQA 16/4 × 128, no rope ", out)
     assert "no rope" not in cli("inspect", "jamba-v0.1").out
 
 
@@ -54,7 +54,7 @@ def test_a_model_whose_attention_alone_is_known(cli: Callable[..., Said], tmp_pa
     said = cli("inspect", path)
     assert said.status == 0
     assert "GQA 8/2 × 256 shared" in said.out
-    assert said.out.endswith("weights and FLOPs: this config says of the attention alone all that they need\n")
+    assert said.out.endswith("the whole model's weights and FLOPs are not known from this config\n")
     assert json.loads(cli("inspect", path, "--json").out)["weights"] is None
 
 
@@ -64,13 +64,22 @@ def test_a_model_whose_attention_alone_is_known(cli: Callable[..., Said], tmp_pa
         ([range(32)], ["0–31"]),
         ([[0]], ["0"]),
         ([[0, 1], [2, 3, 4]], ["0, 1", "2–4"]),
-        ([range(0, 36, 2), range(1, 36, 2)], ["every 2nd from 0", "every 2nd from 1"]),
-        ([range(2, 36, 3), range(5, 36, 6)], ["every 3rd from 2", "every 6th from 5"]),
-        ([[i for i in range(26) if i % 6 != 5], range(5, 26, 6)], ["the other 22", "every 6th from 5"]),
+        ([range(0, 36, 2), range(1, 36, 2)], ["every 2nd of 0–34", "every 2nd of 1–35"]),
+        ([range(2, 36, 3), range(5, 36, 6)], ["every 3rd of 2–35", "every 6th of 5–35"]),
+        ([[i for i in range(26) if i % 6 != 5], range(5, 26, 6)], ["the other 22", "every 6th of 5–23"]),
         ([[2, 5, 8, 10, 12, 14], [0, 1, 3]], ["2, 5, 8, 10, 12, 14", "0, 1, 3"]),
-        ([[i for i in range(40) if i % 3], range(3, 40, 6)], ["the other 26", "every 6th from 3"]),
+        ([[i for i in range(40) if i % 3], range(3, 40, 6)], ["the other 26", "every 6th of 3–39"]),
         ([[*range(9), *range(20, 30)], [*range(9, 20), *range(30, 40)]], ["0, 1 … (19)", "9, 10 … (21)"]),
     ],
 )  # fmt: skip
 def test_layers_by_name(groups: list[list[int]], names: list[str]) -> None:
     assert _names_of([tuple(group) for group in groups]) == names
+
+
+def test_an_encoder_has_no_cache_to_speak_of(cli: Callable[..., Said], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}')
+    assert cli("inspect", path).out.splitlines()[1:3] == [
+        "layers   2 MHA",
+        "cache    none: every token sees every other",
+    ]

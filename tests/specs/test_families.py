@@ -285,6 +285,13 @@ def test_a_wrong_word_about_the_body_is_refused(name: str, fields: Config, messa
         read_config({**TOYS[name], **fields})
 
 
+@pytest.mark.parametrize("shared", [None, 0])
+def test_no_shared_experts_in_either_spelling(shared: int | None) -> None:
+    body = read_config({**TOYS["dots1"], "n_shared_experts": shared}).body
+    assert body is not None
+    assert {network.shared_intermediate_size for network in body.feed_forward if network} == {None}
+
+
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

@@ -60,7 +60,7 @@ def inspect(
     out.print(_layers_table(found))
     out.print()
     if found.weights is None:
-        out.print("[dim]weights and FLOPs: this config says of the attention alone all that they need[/dim]")
+        out.print("the whole model's weights and FLOPs are not known from this config")
     else:
         out.print(_weights_table(found))
 
@@ -74,6 +74,9 @@ def _attention(found: Inspection) -> str:
 
 
 def _print_cache(found: Inspection) -> None:
+    if not found.kv_bytes_per_token and not found.state_bytes:
+        out.print("cache    none: every token sees every other")
+        return
     out.print(
         f"cache    {bytes_text(found.kv_bytes_per_token)} a token ({found.kv_bytes_per_token:,} B, {found.dtype})"
         + (f" and {bytes_text(found.state_bytes)} of state" if found.state_bytes else "")
@@ -137,7 +140,7 @@ def _weights_table(found: Inspection) -> Table:
 
 
 def _names_of(groups: Sequence[tuple[int, ...]]) -> list[str]:
-    """``0–29``, ``every 6th from 5``; the one group without a pattern among several is ``the other 22``."""
+    """``0–29``, ``every 6th of 5–23``; the one group without a pattern among several is ``the other 22``."""
     names = [_pattern(group) for group in groups]
     irregular = names.count(None)
     return [
@@ -152,6 +155,7 @@ def _pattern(indices: tuple[int, ...]) -> str | None:
     if step and indices == tuple(range(indices[0], indices[-1] + 1, step)):
         if step == 1:
             return f"{indices[0]}–{indices[-1]}"
-        return f"every {step}{ {2: 'nd', 3: 'rd'}.get(step, 'th') } from {indices[0]}"
+        ordinal = {2: "2nd", 3: "3rd"}.get(step, f"{step}th")
+        return f"every {ordinal} of {indices[0]}–{indices[-1]}"
     whole = ", ".join(map(str, indices))
     return whole if len(whole) <= _LONGEST_LIST else None

@@ -22,15 +22,15 @@ HOSTED_PREFIX = "headwise_"
 """A converted model's type is this and its family's: ``headwise_llama``."""
 
 _REFUSED = {
-    "an encoder–decoder, whose cache of the source is not counted": (
+    "is an encoder–decoder, and the cache of its source is not counted": (
         "bart", "blenderbot", "longt5", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "t5gemma",
         "switch_transformers", "umt5", "whisper",
     ),
-    "without attention": ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
-    "attention within chunks, which no window describes": ("llama4", "llama4_text"),
-    "sparse attention, whose cost its indexer decides": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
-    "two attentions in a layer": ("longcat_flash",),
-    "attention and Mamba side by side in a layer": ("falcon_h1",),
+    "has no attention": ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
+    "attends within chunks, which no window describes": ("llama4", "llama4_text"),
+    "has sparse attention, whose cost its indexer decides": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
+    "has two attentions in a layer": ("longcat_flash",),
+    "has attention and Mamba side by side in a layer": ("falcon_h1",),
 }  # fmt: skip
 _UNREAD = {
     "kv_lora_rank": "belongs to MLA (a latent), and {} is not an MLA model headwise knows",
@@ -91,7 +91,7 @@ def _reader(model_type: str, config: Config) -> Reader:
         return Reader(_hosted, family.body if family else None)
     for reason, names in _REFUSED.items():
         if model_type in names:
-            raise SpecError("model_type", model_type, f"is not understood: it is {reason}")
+            raise SpecError("model_type", model_type, reason)
     if flag(config, "is_encoder_decoder", False):
         raise SpecError("is_encoder_decoder", True, "is not understood: the cache of the source is not counted")
     for name, rule in _UNREAD.items():

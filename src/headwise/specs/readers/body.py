@@ -94,13 +94,13 @@ def deepseek_experts(*, first_dense: int | None = None, score_correction: bool =
 
     def rule(config: Config, num_layers: int) -> FeedForward:
         width = integer(config, "moe_intermediate_size")
-        shared = optional_integer(config, "n_shared_experts", "num_shared_experts")
+        shared = count(config, "n_shared_experts", count(config, "num_shared_experts", 0))
         sparse = FeedForwardSpec(
             hidden_size=integer(config, "hidden_size"),
             intermediate_size=width,
             num_experts=integer(config, "n_routed_experts", "num_experts", "num_local_experts"),
             experts_per_token=integer(config, "num_experts_per_tok", "num_experts_per_token"),
-            shared_intermediate_size=None if shared is None else shared * width,
+            shared_intermediate_size=shared * width or None,
             score_correction=score_correction,
         )
         types = listed(config, "mlp_layer_types", num_layers, {"dense": "dense", "sparse": "sparse"})
