@@ -253,6 +253,49 @@ def test_what_block_configs_must_say(blocks: Any, message: str) -> None:
         read_config({**NAS, "block_configs": blocks})
 
 
+OPENELM_270M: Config = {
+    "model_type": "openelm",
+    "model_dim": 1280,
+    "num_transformer_layers": 16,
+    "head_dim": 64,
+    "num_query_heads": [12] * 5 + [16] * 7 + [20] * 4,
+    "num_kv_heads": [3] * 5 + [4] * 7 + [5] * 4,
+    "normalize_qk_projections": True,
+    "ffn_multipliers": [0.5, 0.73, 0.97, 1.2, 1.43, 1.67, 1.9, 2.13, 2.37, 2.6, 2.83, 3.07, 3.3, 3.53, 3.77, 4.0],
+    "ffn_dim_divisor": 256,
+    "ffn_with_glu": True,
+    "share_input_output_layers": True,
+    "vocab_size": 32000,
+    "max_context_length": 2048,
+}
+
+
+def test_openelm_grows_layer_by_layer_to_the_weights_it_publishes() -> None:
+    model = read_config(OPENELM_270M)
+    assert [group[0].label for group in model.distinct_layers()] == [
+        "GQA 12/3 × 64",
+        "GQA 16/4 × 64",
+        "GQA 20/5 × 64",
+    ]
+    assert cost.model.weights(model).total == 271_527_168
+    assert cost.model.cache_bytes_per_token(model) == 2 * 2 * 64 * (5 * 3 + 7 * 4 + 4 * 5)
+    assert model.max_position_embeddings == 2048
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_kv_heads": [3] * 15}, r"num_kv_heads = \[3.*\]: must list one number for each of 16 layers"),
+        ({"num_kv_heads": 3}, r"num_kv_heads = 3: must list one number for each of 16 layers"),
+        ({"num_query_heads": [None] * 16}, r"num_heads = None: must be a whole number"),
+        ({"ffn_multipliers": ["a"] * 16}, r"ffn_multipliers = 'a': must be a number"),
+    ],
+)
+def test_what_openelm_must_list(fields: Config, message: str) -> None:
+    with pytest.raises(SpecError, match=f"^{message}"):
+        read_config({**OPENELM_270M, **fields})
+
+
 # --- What stands around the attention
 
 

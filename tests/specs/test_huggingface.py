@@ -467,7 +467,7 @@ def test_a_broken_headwise_block_is_refused(config: Config, message: str) -> Non
 # --- Refusals
 
 
-@pytest.mark.parametrize("model_type", ["openelm", "gemma3n", "hunyuan", ""])
+@pytest.mark.parametrize("model_type", ["zamba2", "gemma3n", "hunyuan", ""])
 def test_an_architecture_that_is_not_understood_is_refused_by_name(model_type: str) -> None:
     with pytest.raises(SpecError, match=rf"^model_type = '{model_type}': is not understood; known: .*qwen3_moe"):
         read_config({**LLAMA, "model_type": model_type})

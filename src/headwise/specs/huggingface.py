@@ -78,7 +78,7 @@ def read_config(config: Config) -> ModelSpec:
         layers=layers,
         vocab_size=optional_integer(config, "vocab_size"),
         max_position_embeddings=optional_integer(
-            config, "max_position_embeddings", "n_positions", "model_max_length"
+            config, "max_position_embeddings", "n_positions", "model_max_length", "max_context_length"
         ),
         dtype=config.get("dtype", config.get("torch_dtype")),
         body=_body(reader, config, len(layers)),

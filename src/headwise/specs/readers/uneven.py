@@ -1,13 +1,27 @@
-"""Stacks whose layers are not all their own: Gemma 3n shares keys and values, Nemotron-NAS skips attention."""
+"""Layers that differ: OpenELM's grow, Gemma 3n's share keys and values, Nemotron-NAS's may lack attention."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from headwise.errors import SpecError
-from headwise.specs.base import AttentionSpec
+from headwise.specs.base import AttentionSpec, RopeSpec
+from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.grouped import GroupedSpec
-from headwise.specs.readers.fields import Config, Reader, count, divide, flag, integer, num_layers, optional_integer
+from headwise.specs.model import BodySpec
+from headwise.specs.readers.body import read_body
+from headwise.specs.readers.fields import (
+    Config,
+    NotSaidError,
+    Reader,
+    count,
+    divide,
+    flag,
+    integer,
+    num_layers,
+    number,
+    optional_integer,
+)
 from headwise.specs.readers.mixed import attention_layer
 from headwise.specs.readers.rope import read_rope
 from headwise.specs.readers.windows import FULL, SLIDING, every_nth_full
@@ -64,4 +78,54 @@ def _nemotron_nas_layers(config: Config) -> tuple[AttentionSpec, ...]:
     return tuple(map(layer, blocks))
 
 
-READERS = {"gemma3n_text": Reader(_gemma3n_layers), "nemotron-nas": Reader(_nemotron_nas_layers)}
+def _openelm_layers(config: Config) -> tuple[AttentionSpec, ...]:
+    """Heads of both kinds are listed layer by layer."""
+    layers = num_layers(config, "num_transformer_layers")
+    head_dim = integer(config, "head_dim")
+    theta = number("rope_freq_constant", config.get("rope_freq_constant", 10000))
+
+    def heads(name: str) -> list[int]:
+        counts = config.get(name)
+        if not isinstance(counts, list) or len(counts) != layers:
+            raise SpecError(name, counts, f"must list one number for each of {layers} layers")
+        return counts
+
+    return tuple(
+        GroupedSpec(
+            hidden_size=integer(config, "model_dim"),
+            num_heads=queries,
+            num_kv_heads=keys,
+            head_dim=head_dim,
+            qk_norm="head" if flag(config, "normalize_qk_projections", True) else None,
+            rope=RopeSpec(
+                dim=head_dim,
+                theta=theta,
+                max_position_embeddings=optional_integer(config, "max_context_length"),
+            ),
+        )
+        for queries, keys in zip(heads("num_query_heads"), heads("num_kv_heads"), strict=True)
+    )
+
+
+def _openelm_body(config: Config, layers: int) -> BodySpec:
+    """Widths are multiples of E, rounded to ``ffn_dim_divisor`` and never down by more than a tenth."""
+    E, divisor = integer(config, "model_dim"), integer(config, "ffn_dim_divisor")
+    multipliers = config.get("ffn_multipliers")
+    if not isinstance(multipliers, list) or len(multipliers) != layers:
+        raise NotSaidError("ffn_multipliers", multipliers, f"must list one number for each of {layers} layers")
+    widths = []
+    for multiplier in multipliers:
+        wanted = number("ffn_multipliers", multiplier) * E
+        width = max(divisor, int(wanted + divisor / 2) // divisor * divisor)
+        widths.append(width + divisor if width < 0.9 * wanted else width)
+    gated = flag(config, "ffn_with_glu", True)
+    networks = tuple(FeedForwardSpec(hidden_size=E, intermediate_size=width, gated=gated) for width in widths)
+    tied = flag(config, "share_input_output_layers", True)
+    return read_body({**config, "tie_word_embeddings": tied}, networks)
+
+
+READERS = {
+    "gemma3n_text": Reader(_gemma3n_layers),
+    "nemotron-nas": Reader(_nemotron_nas_layers),
+    "openelm": Reader(_openelm_layers, _openelm_body),
+}
