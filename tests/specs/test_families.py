@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -45,6 +46,21 @@ def test_what_a_file_leaves_out_is_what_the_familys_class_would_take(name: str, 
     ours, theirs = read_config(TOYS[name]), read_config({**saved, "model_type": name})
     assert theirs.layers == ours.layers
     assert theirs.body == ours.body
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_scale_windows_and_rotated_width_are_those_of_the_built_layers(name: str) -> None:
+    model = meta_model(TOYS[name])
+    built = [m for m in model.modules() if re.search(r"(?<!Delta)Attention$", type(m).__name__)]
+    specs = [layer for layer in read_config(TOYS[name]).layers if layer.kind != "recurrent"]
+    for module, spec in zip(built, specs, strict=True):
+        width = spec.qk_head_dim if isinstance(spec, LatentSpec) else spec.head_dim
+        assert getattr(module, "scaling", width**-0.5) == pytest.approx(spec.softmax_scale or width**-0.5)
+        if name not in ("mistral", "exaone4"):  # whose masks know the window, not their modules
+            assert (getattr(module, "sliding_window", None) or None) == spec.sliding_window
+    rotary = [m for n, m in model.named_modules() if n.endswith("rotary_emb") and hasattr(m, "inv_freq")]
+    rotated = {module.inv_freq.shape[0] for module in rotary}
+    assert rotated in (set(), {layer.rope.dim // 2 for layer in specs if layer.rope})
 
 
 @pytest.mark.parametrize(
