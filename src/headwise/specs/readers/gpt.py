@@ -1,4 +1,4 @@
-"""GPT-2 and the older decoders, each with field names of its own."""
+"""GPT-2, the other older decoders and BERT's encoders, each with field names of its own."""
 
 from __future__ import annotations
 
