@@ -63,6 +63,7 @@ def test_a_model_whose_attention_alone_is_known(cli: Callable[..., Said], tmp_pa
     [
         ([range(32)], ["0–31"]),
         ([[0]], ["0"]),
+        ([[*range(9), *range(20, 30)]], ["0, 1 … (19)"]),
         ([[0, 1], [2, 3, 4]], ["0, 1", "2–4"]),
         ([range(0, 36, 2), range(1, 36, 2)], ["every 2nd of 0–34", "every 2nd of 1–35"]),
         ([range(2, 36, 3), range(5, 36, 6)], ["every 3rd of 2–35", "every 6th of 5–35"]),

@@ -164,6 +164,12 @@ def test_a_token_adds_to_the_cache_only_where_it_grows(model: ModelSpec) -> None
     assert cost.model.cache_bytes(model, 1) == cost.model.cache_bytes_per_token(model) + cost.model.state_bytes(model)
 
 
+def test_a_window_bounds_the_pairs_and_leaves_the_projections() -> None:
+    flops = cost.model.forward_flops(read_spec("gpt-oss-120b"), 1, 100_000)
+    assert flops.attention_pairs == 18 * 4 * 64 * 64 * (128 + 100_000)
+    assert flops.attention_projections == cost.model.forward_flops(read_spec("gpt-oss-120b"), 1).attention_projections
+
+
 def test_an_expert_a_token_does_not_choose_is_stored_and_not_active() -> None:
     model = read_spec("mixtral-8x7b")
     weights, active = cost.model.weights(model), cost.model.weights(model, active=True)
@@ -181,6 +187,13 @@ def test_a_tied_head_stores_nothing_and_costs_as_much() -> None:
 
 
 # --- Refusals
+
+
+def test_a_body_has_a_network_or_none_for_each_layer() -> None:
+    model = read_spec("llama-3-8b")
+    assert model.body is not None
+    with pytest.raises(SpecError, match=r"^feed_forward = 31: must be one for each of 32 layers$"):
+        replace(model, body=replace(model.body, feed_forward=model.body.feed_forward[1:]))
 
 
 def test_a_whole_model_that_is_not_known_is_refused_and_its_attention_is_not() -> None:

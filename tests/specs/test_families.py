@@ -344,6 +344,25 @@ def test_a_wrong_word_about_the_body_is_refused(name: str, fields: Config, messa
         read_config({**TOYS[name], **fields})
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "sparse"),
+    [
+        ("qwen3_moe", {}, [1, 3, 5]),
+        ("qwen3_moe", {"decoder_sparse_step": 3}, [2, 5]),
+        ("qwen2_moe", {}, [0, 2, 3, 4, 5]),
+        ("deepseek_v3", {"first_k_dense_replace": 4}, [4, 5]),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense"] * 2}, [0, 3]),
+        ("jamba", {}, [1, 3, 5]),
+        ("nemotron_h", {}, [3]),
+        ("lfm2_moe", {}, [2, 3, 4, 5]),
+    ],
+)
+def test_which_layers_have_experts(name: str, fields: Config, sparse: list[int]) -> None:
+    body = read_config({**TOYS[name], **fields}).body
+    assert body is not None
+    assert [i for i, network in enumerate(body.feed_forward) if network and network.num_experts] == sparse
+
+
 @pytest.mark.parametrize("shared", [None, 0])
 def test_no_shared_experts_in_either_spelling(shared: int | None) -> None:
     body = read_config({**TOYS["dots1"], "n_shared_experts": shared}).body
