@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from headwise.specs import GroupedSpec, LatentSpec, RopeSpec
+from headwise.specs import (
+    AttentionSpec,
+    BodySpec,
+    FeedForwardSpec,
+    GroupedSpec,
+    LatentSpec,
+    ModelSpec,
+    RecurrentSpec,
+    RopeSpec,
+)
 
 GROUPED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 maybe_window = st.none() | st.integers(1, 40)
@@ -71,3 +82,66 @@ def latent_specs(draw: st.DrawFn) -> LatentSpec:
 
 def specs() -> st.SearchStrategy[GroupedSpec | LatentSpec]:
     return grouped_specs() | latent_specs()
+
+
+@st.composite
+def recurrent_specs(draw: st.DrawFn, hidden_size: int | None = None) -> RecurrentSpec:
+    form = draw(st.sampled_from(["mamba", "mamba2", "gated_delta_net", "kimi_delta", "short_conv", "none"]))
+    size = st.integers(1, 20)
+    sizes: dict[str, int] = {}
+    if form != "none":
+        sizes |= {name: draw(size) for name in ("num_heads", "head_dim", "conv_kernel")}
+    if form not in ("none", "short_conv"):
+        sizes["state_size"] = draw(size)
+        sizes["dt_rank" if form == "mamba" else "num_groups"] = draw(size)
+    projections = [] if form == "none" else ["in_proj", "conv1d", "out_proj"]
+    return RecurrentSpec(
+        form=form,
+        hidden_size=hidden_size or draw(st.integers(1, 300)),
+        bias=tuple(draw(st.sets(st.sampled_from(projections)))) if projections else (),
+        **sizes,
+    )
+
+
+@st.composite
+def feed_forward_specs(draw: st.DrawFn, hidden_size: int) -> FeedForwardSpec:
+    size = st.integers(1, 40)
+    fields: dict[str, object] = {}
+    if draw(st.booleans()):
+        count = draw(st.integers(1, 9))
+        fields = {
+            "num_experts": count,
+            "experts_per_token": draw(st.integers(1, count)),
+            "shared_intermediate_size": draw(st.none() | size),
+            "shared_gate": draw(st.booleans()),
+            "router_bias": draw(st.booleans()),
+            "score_correction": draw(st.booleans()),
+        }
+    return FeedForwardSpec(
+        hidden_size=hidden_size,
+        intermediate_size=draw(size),
+        gated=draw(st.booleans()),
+        bias=draw(st.booleans()),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelSpec:
+    """A whole model of any layers."""
+    E = draw(st.integers(1, 64))
+    kinds = grouped_specs() | latent_specs() | recurrent_specs()
+    layers: list[AttentionSpec] = draw(st.lists(kinds, min_size=1, max_size=4))
+    layers = [replace(layer, hidden_size=E, is_causal=True) for layer in layers]
+    layers = [replace(s, shares_kv=draw(st.booleans())) if isinstance(s, GroupedSpec) else s for s in layers]
+    networks = st.none() | feed_forward_specs(E)
+    body = BodySpec(
+        vocab_size=draw(st.integers(1, 500)),
+        feed_forward=tuple(draw(networks) for _ in layers),
+        norms=draw(st.integers(0, 4)),
+        norm_vectors=draw(st.integers(0, 2)),
+        positions=draw(st.integers(0, 50)),
+        tied=draw(st.booleans()),
+        head_bias=draw(st.booleans()),
+    )
+    return ModelSpec(model_type="toy", hidden_size=E, layers=tuple(layers), body=body)

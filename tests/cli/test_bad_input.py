@@ -89,6 +89,9 @@ def test_a_number_that_is_no_size(refused: Refused, edit_config: Edit, tiny_llam
         ({"rope_parameters": {"rope_type": "yarn", "factor": float("nan")}}, "rope factor = nan: must be a number"),
         ({"rope_parameters": {"partial_rotary_factor": 1e300}}, "partial_rotary_factor = 1e+300: must be above 0"),
         ({"rope_parameters": "x"}, "rope_parameters = 'x': must be a JSON object"),
+        ({"intermediate_size": -1}, "intermediate_size = -1: must be a whole number of at least 1"),
+        ({"intermediate_size": "48"}, "intermediate_size = '48': must be a whole number of at least 1"),
+        ({"intermediate_size": 10**30}, f"intermediate_size = {10**30}: must be at most"),
         ({"model_type": 5}, "model_type = 5: must be present"),
         ({"model_type": "headwise_llama"}, "headwise = None: must hold the attention specs"),
         ({"model_type": "nonsense"}, "model_type = 'nonsense': is not understood"),
@@ -105,10 +108,7 @@ def test_a_config_that_says_what_cannot_be(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"intermediate_size": -1},
         {"intermediate_size": None},
-        {"intermediate_size": "48"},
-        {"intermediate_size": 10**30},
         {"hidden_act": "nonsense"},
         {"dtype": "int8"},
         {"dtype": "float8_e4m3fn"},

@@ -49,6 +49,8 @@ def test_the_report_is_true_to_the_files(source: Path, tmp_path: Path) -> None:
     found = headwise.inspect(tmp_path / "out", dtype="float64")
     assert found.kv_bytes_per_token == done.kv_bytes_per_token_after
     assert (found.mechanism, found.kv_lora_rank, found.qk_rope_head_dim) == ("mla", 16, 8)
+    assert found.weights is not None
+    assert found.weights["total"] == done.parameters_after
     json.dumps(done.to_dict())
 
 

@@ -13,6 +13,7 @@ from headwise.cost import Comparison, Row, compare, ladder
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, catalog, read_config, read_spec
 from tests.strategies import grouped_specs, latent_specs
+from tests.toy_configs import TOYS
 
 
 def source_row(comparison: Comparison) -> Row:
@@ -50,15 +51,18 @@ def test_deepseek_v3_against_the_dense_attention_it_replaces() -> None:
     assert source_row(comparison).kv_bytes_per_token == 70272
 
 
-@pytest.mark.parametrize("name", catalog())
+ONE_KIND = [name for name in catalog() if len({layer.kind for layer in read_spec(name).layers}) == 1]
+
+
+@pytest.mark.parametrize("name", ONE_KIND)
 def test_the_source_row_is_the_model_itself(name: str) -> None:
     model = read_spec(name)
     comparison = compare(model, context=3000, batch=2, dtype="float32")
     row = source_row(comparison)
     assert row.kv_bytes_per_token == cost.model.cache_bytes_per_token(model, "float32")
     assert row.kv_bytes == cost.model.cache_bytes(model, 3000, batch=2, dtype="float32")
-    assert row.prefill_flops == cost.model.forward_flops(model, 3000, batch=2, causal=True)
-    assert row.decode_flops == cost.model.forward_flops(model, 1, 3000, batch=2, causal=True)
+    assert row.prefill_flops == cost.model.attention_flops(model, 3000, batch=2, causal=True)
+    assert row.decode_flops == cost.model.attention_flops(model, 1, 3000, batch=2, causal=True)
     assert row.attention_parameters_per_layer * model.num_layers == cost.model.parameters(model)
     assert row.mechanism == model.mechanism
     assert row.decode_intensity == cost.decode_intensity(model.layers[0], dtype="float32")
@@ -138,3 +142,15 @@ def test_layers_of_two_kinds_have_no_one_ladder() -> None:
     layers = (read_spec("llama-3-8b").layers[0], read_spec("deepseek-v3").layers[0])
     with pytest.raises(SpecError, match=r"^attention kinds = \['grouped', 'latent'\]: must be one: layers"):
         compare(ModelSpec(model_type="toy", hidden_size=4096, layers=layers))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (read_spec("jamba-v0.1"), r"attention kinds = \['grouped', 'recurrent'\]: must be one"),
+        (read_config(TOYS["gemma3n_text"]), r"model_type = 'gemma3n_text': has layers that share keys and values"),
+    ],
+)
+def test_a_stack_that_has_no_one_ladder(source: ModelSpec, message: str) -> None:
+    with pytest.raises(SpecError, match=f"^{message}"):
+        compare(source)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -43,3 +44,39 @@ def test_layers_that_differ_are_told_apart() -> None:
 def test_an_unknown_dtype_is_refused_before_the_source_is_read() -> None:
     with pytest.raises(ArgumentError, match=r"^dtype = 'fp4': must be one of float64"):
         inspect("no-such-model", dtype="fp4")
+
+
+def test_the_whole_model_by_part_and_what_a_token_goes_through() -> None:
+    seen = inspect("mixtral-8x7b")
+    assert seen.weights is not None
+    assert seen.active_weights is not None
+    assert (seen.weights["total"], seen.active_weights["total"]) == (46_702_792_704, 12_879_925_248)
+    assert sum(count for part, count in seen.weights.items() if part != "total") == seen.weights["total"]
+    assert seen.flops_of_first_token is not None
+    assert seen.flops_at_longest is not None
+    # At the longest context only the pairs cost more: 4 for each head, channel and token before.
+    grown = 32 * 4 * 32 * 128 * 32767
+    assert seen.flops_at_longest["total"] - seen.flops_of_first_token["total"] == grown
+    assert seen.flops_at_longest["attention_pairs"] - seen.flops_of_first_token["attention_pairs"] == grown
+
+
+def test_states_and_windows_are_counted_where_they_are() -> None:
+    seen = inspect("granite-4.0-h-tiny", dtype="float32")
+    assert [(len(group.layers), group.kv_bytes_per_token) for group in seen.layers] == [(36, 0), (4, 4096)]
+    assert sum(len(group.layers) * group.state_bytes for group in seen.layers) == seen.state_bytes == 2 * 29270016
+    assert seen.kv_bytes_at_longest == 131072 * seen.kv_bytes_per_token + seen.state_bytes
+    assert seen.kv_bytes_at_longest == sum(len(g.layers) * (g.kv_bytes_at_longest or 0) for g in seen.layers)
+
+
+def test_the_body_is_told_layer_by_layer() -> None:
+    body = json.loads(json.dumps(inspect("deepseek-v3").to_dict()))["body"]
+    dense, sparse = body["feed_forward"]
+    assert (dense["layers"], dense["intermediate_size"], dense["num_experts"]) == ([0, 1, 2], 18432, None)
+    assert (sparse["layers"], sparse["intermediate_size"], sparse["num_experts"]) == (list(range(3, 61)), 2048, 256)
+    assert (body["vocab_size"], body["tied"], body["norms"]) == (129280, False, 2)
+
+
+def test_a_config_that_says_its_attention_alone_is_inspected_without_the_rest() -> None:
+    seen = inspect(replace(read_spec("llama-3-8b"), body=None))
+    assert (seen.weights, seen.active_weights, seen.flops_of_first_token, seen.flops_at_longest) == (None,) * 4
+    assert (seen.body, seen.kv_bytes_per_token) == (None, 131072)

@@ -293,4 +293,6 @@ def test_a_model_costs_the_sum_of_its_layers(layers: list[AnySpec], S: int, past
     assert cost.model.parameters(model) == sum(cost.parameters(s) for s in layers)
     assert cost.model.cache_bytes_per_token(model) == sum(cost.cache_bytes_per_token(s) for s in layers)
     assert cost.model.cache_bytes(model, T, batch=B) == sum(cost.cache_bytes(s, T, batch=B) for s in layers)
-    assert cost.model.forward_flops(model, S, T, batch=B) == sum(cost.forward_flops(s, S, T, batch=B) for s in layers)
+    assert cost.model.attention_flops(model, S, T, batch=B) == sum(
+        cost.forward_flops(s, S, T, batch=B) for s in layers
+    )

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 
 from headwise.errors import CheckpointError, HeadwiseError, SpecError
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, RopeSpec, mechanism_module, spec_from_dict
-from tests.strategies import grouped_specs, latent_specs, rope_specs, specs
+from headwise.specs import (
+    AttentionSpec,
+    GroupedSpec,
+    LatentSpec,
+    ModelSpec,
+    RopeSpec,
+    mechanism_module,
+    spec_from_dict,
+)
+from tests.strategies import grouped_specs, latent_specs, recurrent_specs, rope_specs, specs
 
 GROUPED: dict[str, Any] = {"hidden_size": 64, "num_heads": 8, "num_kv_heads": 2, "head_dim": 8}
 LATENT: dict[str, Any] = {
@@ -23,8 +31,8 @@ LATENT: dict[str, Any] = {
 }
 
 
-@given(specs())
-def test_a_spec_survives_json(spec: GroupedSpec | LatentSpec) -> None:
+@given(specs() | recurrent_specs())
+def test_a_spec_survives_json(spec: AttentionSpec) -> None:
     values = json.loads(json.dumps(spec.to_dict()))
     assert spec_from_dict(values) == spec
     assert hash(spec_from_dict(values)) == hash(spec)

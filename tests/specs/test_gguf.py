@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from headwise import cost
 from headwise.errors import CheckpointError, SpecError
-from headwise.specs import GroupedSpec, ModelSpec, RopeSpec, gguf_config, read_gguf_header, read_spec
+from headwise.specs import (
+    BodySpec,
+    FeedForwardSpec,
+    GroupedSpec,
+    ModelSpec,
+    RopeSpec,
+    gguf_config,
+    read_gguf_header,
+    read_spec,
+)
 from headwise.specs.sources import bundled_gguf
 
 TENSORS = {
@@ -98,6 +107,11 @@ def test_the_spec_and_the_config(tmp_path: Path) -> None:
         vocab_size=5,
         max_position_embeddings=512,
         dtype="float32",
+        body=BodySpec(
+            vocab_size=5,
+            feed_forward=(FeedForwardSpec(hidden_size=64, intermediate_size=128),) * 2,
+            tied=True,
+        ),
     )
     config = gguf_config(read_gguf_header(path))
     assert config["rms_norm_eps"] == 1e-5

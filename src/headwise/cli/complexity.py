@@ -75,6 +75,6 @@ def complexity(
     space.add_row("cache, all", "", bytes_text(found.cache_bytes))
     for name, amount in found.activations.items():
         space.add_row(name, amount.formula, bytes_text(amount.value))
-    if found.activations:
+    if found.activation_bytes is not None:
         space.add_row("kept for the backward pass", "", bytes_text(found.activation_bytes), style="bold")
     out.print(space)

@@ -1,14 +1,31 @@
-"""``headwise inspect``: what a model's attention is, and what it caches."""
+"""``headwise inspect``: what a model is, what it stores, what it caches and what a token costs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
-from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, emit, numbers_table, out
+from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
 from headwise.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from headwise.cost import Inspection
+
+_NAMES = {
+    "none": "without attention",
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2",
+    "gated_delta_net": "Gated DeltaNet",
+    "kimi_delta": "Kimi delta",
+    "short_conv": "short convolution",
+}
+_LONGEST_LIST = 20
+"""Characters of a list of layers that is still shown whole."""
 
 
 @app.command(epilog="Example: headwise inspect llama-3-8b --dtype float16")
@@ -18,7 +35,7 @@ def inspect(
     names: Annotated[bool, typer.Option("--list", help="List the catalog's names instead.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a model's attention is and what a token costs in its cache. Reads the config alone."""
+    """Say what a model is, layer by layer, and what it stores, caches and computes. Reads the config alone."""
     from headwise.cost import inspect as inspect_source
     from headwise.specs import catalog
 
@@ -35,30 +52,110 @@ def inspect(
     if as_json:
         emit(found.to_dict())
         return
+    out.print(f"[bold]{escape(source)}[/bold]: {found.model_type}, hidden {found.hidden_size}")
+    out.print(f"layers   {_attention(found)}")
+    _print_cache(found)
+    _print_flops(found)
+    out.print()
+    out.print(_layers_table(found))
+    out.print()
+    if found.weights is None:
+        out.print("the whole model's weights and FLOPs are not known from this config")
+    else:
+        out.print(_weights_table(found))
+
+
+def _attention(found: Inspection) -> str:
+    """``32 GQA``, or ``36 Gated DeltaNet, 12 GQA`` of a mixed stack."""
+    counts: Counter[str] = Counter()
+    for group in found.layers:
+        counts[_NAMES.get(group.mechanism, group.mechanism.upper())] += len(group.layers)
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common())
+
+
+def _print_cache(found: Inspection) -> None:
+    if not found.kv_bytes_per_token and not found.state_bytes:
+        out.print("cache    none: every token sees every other")
+        return
     out.print(
-        f"[bold]{escape(source)}[/bold]: {found.model_type}, {found.num_layers} layers, hidden {found.hidden_size}"
-    )
-    out.print(
-        f"{found.mechanism.upper()} · {bytes_text(found.kv_bytes_per_token)} of cache a token"
-        f" ({found.kv_bytes_per_token:,} B, {found.dtype})"
+        f"cache    {bytes_text(found.kv_bytes_per_token)} a token ({found.kv_bytes_per_token:,} B, {found.dtype})"
+        + (f" and {bytes_text(found.state_bytes)} of state" if found.state_bytes else "")
     )
     if found.kv_bytes_at_longest:
-        out.print(f"{bytes_text(found.kv_bytes_at_longest)} at its longest, {found.max_position_embeddings:,} tokens")
-    table = numbers_table("layers", "attention", "window", "cache B/token", "parameters")
-    for group in found.layers:
+        out.print(f"         {bytes_text(found.kv_bytes_at_longest)} at {found.max_position_embeddings:,} tokens")
+
+
+def _print_flops(found: Inspection) -> None:
+    if found.weights is None or found.active_weights is None or found.flops_of_first_token is None:
+        return
+    total, active = found.weights["total"], found.active_weights["total"]
+    sparse = f", {count_text(active)} active for a token" if active != total else ""
+    tied = "" if found.weights["head"] else ", the head tied to the embedding"
+    out.print(f"weights  {count_text(total)}{sparse}{tied}")
+    last = ""
+    if found.flops_at_longest is not None and found.max_position_embeddings is not None:
+        last = f", {count_text(found.flops_at_longest['total'])} at {found.max_position_embeddings:,} tokens"
+    out.print(f"FLOPs    {count_text(found.flops_of_first_token['total'])} for the first token{last}")
+
+
+def _layers_table(found: Inspection) -> Table:
+    """One row for each kind of layer; columns that would be empty are left out."""
+    windows = any(group.sliding_window is not None for group in found.layers)
+    states = any(group.state_bytes for group in found.layers)
+    headings = ["layers", "attention", *(["window"] if windows else []), "B/token", *(["state"] if states else [])]
+    table = numbers_table(*headings, "weights")
+    table.columns[1].justify = "left"
+    rotated = any(group.spec["rope"] for group in found.layers)
+    named = _names_of([group.layers for group in found.layers])
+    for group, name in zip(found.layers, named, strict=True):
+        window = "" if group.sliding_window is None else f"{group.sliding_window:,}"
+        state = bytes_text(group.state_bytes) if group.state_bytes else ""
+        unrotated = rotated and group.spec["kind"] != "recurrent" and group.spec["rope"] is None
         table.add_row(
-            _ranges(group.layers),
-            group.label,
-            "" if group.sliding_window is None else f"{group.sliding_window:,}",
+            name,
+            group.label + (", no rope" if unrotated else ""),
+            *([window] if windows else []),
             f"{group.kv_bytes_per_token:,}",
+            *([state] if states else []),
             f"{group.attention_parameters:,}",
         )
-    out.print(table)
+    return table
 
 
-def _ranges(indices: tuple[int, ...]) -> str:
-    """``0–29``, or ``0, 2, 4 … (18)`` when the layers alternate."""
-    if indices == tuple(range(indices[0], indices[-1] + 1)):
-        return str(indices[0]) if len(indices) == 1 else f"{indices[0]}–{indices[-1]}"
-    shown = ", ".join(map(str, indices[:3]))
-    return f"{shown} … ({len(indices)})" if len(indices) > 3 else shown
+def _weights_table(found: Inspection) -> Table:
+    assert found.weights is not None
+    assert found.active_weights is not None
+    sparse = found.weights != found.active_weights
+    table = numbers_table("weights", "all", "share", *(["active"] if sparse else []))
+    for part, count in found.weights.items():
+        if count:
+            table.add_row(
+                part.replace("_", " "),
+                f"{count:,}",
+                f"{100 * count / found.weights['total']:.1f}%",
+                *([f"{found.active_weights[part]:,}"] if sparse else []),
+                style="bold" if part == "total" else None,
+            )
+    return table
+
+
+def _names_of(groups: Sequence[tuple[int, ...]]) -> list[str]:
+    """``0–29``, ``every 6th of 5–23``; the one group without a pattern among several is ``the other 22``."""
+    names = [_pattern(group) for group in groups]
+    irregular = names.count(None)
+    return [
+        name
+        or (f"the other {len(group)}" if irregular == 1 < len(groups) else f"{group[0]}, {group[1]} … ({len(group)})")
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def _pattern(indices: tuple[int, ...]) -> str | None:
+    step = indices[1] - indices[0] if len(indices) > 2 else 0
+    if step and indices == tuple(range(indices[0], indices[-1] + 1, step)):
+        if step == 1:
+            return f"{indices[0]}–{indices[-1]}"
+        ordinal = {2: "2nd", 3: "3rd"}.get(step, f"{step}th")
+        return f"every {ordinal} of {indices[0]}–{indices[-1]}"
+    whole = ", ".join(map(str, indices))
+    return whole if len(whole) <= _LONGEST_LIST else None

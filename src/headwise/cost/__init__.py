@@ -19,6 +19,7 @@ from headwise.cost.layer import (
     prefill_flops,
     shard,
     stages,
+    state_bytes,
     thop_count,
 )
 from headwise.cost.stages import attended_pairs
@@ -51,5 +52,6 @@ __all__ = [
     "prefill_flops",
     "shard",
     "stages",
+    "state_bytes",
     "thop_count",
 ]

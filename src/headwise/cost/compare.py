@@ -13,6 +13,7 @@ from headwise.specs.base import MAX_SIZE, AttentionSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.latent import LatentSpec
 from headwise.specs.model import ModelSpec
+from headwise.specs.recurrent import RecurrentSpec
 from headwise.specs.sources import read_spec
 from headwise.specs.targets import as_latent
 
@@ -21,7 +22,7 @@ from headwise.specs.targets import as_latent
 class Row:
     """One mechanism at one size, in the place of the model's own attention.
 
-    FLOPs are those of the attention layers of the whole model, causal; ``decode_flops`` is one token's at the
+    FLOPs are those of all layers' attention (or what is in its place), causal; ``decode_flops`` is one token's at the
     stated context. ``convert_to`` is what `headwise.convert` is told to make it, None where it cannot.
     ``decode_ms`` and ``prefill_ms`` are one layer's, measured, when asked for.
     """
@@ -115,8 +116,8 @@ def compare(
                 is_source=candidate == own,
                 convert_to=_target(own, candidate),
                 attention_parameters_per_layer=layer.parameters(candidate),
-                prefill_flops=model.forward_flops(stack, context, batch=batch, causal=True),
-                decode_flops=model.forward_flops(stack, 1, context, batch=batch, causal=True),
+                prefill_flops=model.attention_flops(stack, context, batch=batch, causal=True),
+                decode_flops=model.attention_flops(stack, 1, context, batch=batch, causal=True),
                 kv_bytes_per_token=model.cache_bytes_per_token(stack, dtype),
                 kv_bytes=model.cache_bytes(stack, context, batch=batch, dtype=dtype),
                 decode_intensity=layer.decode_intensity(candidate, dtype=dtype),
@@ -134,16 +135,23 @@ def compare(
 
 
 def _attention_of(spec: ModelSpec) -> AttentionSpec:
-    """The layer that candidates take the place of: the model's attention, which is of one kind."""
-    kinds = {own.kind for own in spec.layers}
-    if len(kinds) > 1:
+    """The layer that candidates take the place of: the first of the model's attention, which is of one kind."""
+    attention = [own for own in spec.layers if not isinstance(own, RecurrentSpec)]
+    kinds = {own.kind for own in attention}
+    if len(kinds) != 1:
         raise SpecError("attention kinds", sorted(kinds), "must be one: layers of several kinds have no one ladder")
-    return spec.layers[0]
+    if any(isinstance(own, GroupedSpec) and own.shares_kv for own in attention):
+        raise SpecError("model_type", spec.model_type, "has layers that share keys and values: no ladder is theirs")
+    return attention[0]
 
 
 def _with(spec: ModelSpec, candidate: AttentionSpec) -> ModelSpec:
-    """The model with another attention, each layer keeping its own window."""
-    return replace(spec, layers=tuple(replace(candidate, sliding_window=own.sliding_window) for own in spec.layers))
+    """The model with another attention, each layer keeping its own window, and recurrent layers themselves."""
+    layers = (
+        own if isinstance(own, RecurrentSpec) else replace(candidate, sliding_window=own.sliding_window)
+        for own in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def _target(own: AttentionSpec, candidate: AttentionSpec) -> str | None:

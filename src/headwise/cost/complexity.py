@@ -11,6 +11,7 @@ from headwise.cost.activations import kept_values, kept_width
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Kernel, check_kernel
 from headwise.cost.training import kept_activations
+from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
 from headwise.specs.sources import layer_spec
 
@@ -69,8 +70,9 @@ class Complexity:
         parameters: of all stages.
         cache_bytes_per_token: what one token adds to the cache.
         cache_bytes: of all tokens attended to.
-        activations: what a training step keeps for its backward pass, in bytes, by tensor; none where T is not S.
-        activation_bytes: all of that.
+        activations: what a training step keeps for its backward pass, in bytes, by tensor; none where T is not S, or
+            where headwise has no layer that would tell.
+        activation_bytes: all of that, or None.
     """
 
     label: str
@@ -86,7 +88,7 @@ class Complexity:
     cache_bytes_per_token: Amount
     cache_bytes: int
     activations: dict[str, Amount]
-    activation_bytes: int
+    activation_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able values."""
@@ -130,9 +132,12 @@ def complexity(
     size = Size(layer.dtype_bytes(dtype), "e")
     kept_bytes = {}
     if call.total is call.new:
-        kept, _ = kept_activations(
-            spec, new_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
-        )
+        try:
+            kept, _ = kept_activations(
+                spec, new_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
+            )
+        except SpecError:  # a layer that is inspected and not run here
+            kept = ()
         kept_bytes = {
             tensor.name: kept_values(tensor, batch=call.batch, new=call.new, total=call.total)
             * (size if (width := kept_width(tensor, size)) == size else width)
@@ -170,7 +175,7 @@ def complexity(
         cache_bytes_per_token=_amount(per_token),
         cache_bytes=layer.cache_bytes(spec, int(call.total), batch=batch, dtype=dtype),
         activations={name: _amount(amount) for name, amount in kept_bytes.items() if amount},
-        activation_bytes=sum(int(amount) for amount in kept_bytes.values()),
+        activation_bytes=sum(int(amount) for amount in kept_bytes.values()) if kept_bytes else None,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from headwise.cost.activations import Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Stage, Vector
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, SpecError
 from headwise.specs.grouped import GroupedSpec
 
 IMPLS = ("direct",)
@@ -25,12 +25,16 @@ def stages(spec: GroupedSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     V = D if spec.value_dim == spec.head_dim else Size(spec.value_dim, "V")
     norm = {None: (0, 0), "head": (D, D), "full": (H * D, K * D)}[spec.qk_norm]
     output = (Linear("o_proj", H * V, E, "o_proj" in spec.bias, reads="inner"),) if spec.output_projection else ()
-    return (
-        Linear("q_proj", E, H * D, "q_proj" in spec.bias),
+    keys: tuple[Stage, ...] = (
         Linear("k_proj", E, K * D, "k_proj" in spec.bias, over="source"),
         Linear("v_proj", E, K * V, "v_proj" in spec.bias, over="source"),
-        Vector("q_norm", norm[0]),
         Vector("k_norm", norm[1]),
+    )
+    gated = 2 if spec.output_gate else 1
+    return (
+        Linear("q_proj", E, gated * H * D, "q_proj" in spec.bias),
+        *(() if spec.shares_kv else keys),
+        Vector("q_norm", norm[0]),
         Vector("sinks", H if spec.sinks else 0),
         Core(H, D, V),
         *output,
@@ -38,7 +42,9 @@ def stages(spec: GroupedSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
 
 
 def cache_values(spec: GroupedSpec) -> Size:
-    """Values cached for a token: every key and value head."""
+    """Values cached for a token: every key and value head, or none where an earlier layer's are read."""
+    if spec.shares_kv:
+        return Size(0)
     K, D = Size(spec.num_kv_heads, "K"), Size(spec.head_dim, "D")
     return 2 * K * D if spec.value_dim == spec.head_dim else K * (D + Size(spec.value_dim, "V"))
 
@@ -54,6 +60,9 @@ def shard(spec: GroupedSpec, ranks: int) -> GroupedSpec:
 
 def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[Kept, ...]:
     """What one layer keeps for the backward pass."""
+    for name in ("sinks", "softcap", "output_gate", "shares_kv"):
+        if getattr(spec, name):
+            raise SpecError(name, getattr(spec, name), "has no account of its activations: no layer here runs it")
     E, H, K = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.num_kv_heads, "K")
     D = Size(spec.head_dim, "D")
     V = D if spec.value_dim == spec.head_dim else Size(spec.value_dim, "V")

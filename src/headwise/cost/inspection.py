@@ -1,4 +1,4 @@
-"""`inspect`: what a model's attention is and what it costs, from its config alone."""
+"""`inspect`: what a model is and what it costs, from its config alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.cost import layer, model
-from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec, read_spec
+from headwise.specs import AttentionSpec, BodySpec, FeedForwardSpec, GroupedSpec, LatentSpec, ModelSpec, read_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,8 @@ class LayerGroup:
     label: str
     mechanism: str
     kv_bytes_per_token: int
+    state_bytes: int
+    kv_bytes_at_longest: int | None
     attention_parameters: int
     sliding_window: int | None
     spec: dict[str, Any]
@@ -26,11 +28,14 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A model's attention, and its cache for a token and at the longest context it was made for.
+    """A model: its weights, its attention, its cache for a token and at the longest context it was made for.
 
-    A number that differs from layer to layer, or that the mechanism lacks, is None.
+    A number that differs from layer to layer, or that the mechanism lacks, is None; so is what needs the whole model
+    (``weights``, ``active_weights``, ``flops_…``, ``body``) where only its attention is known.
 
-    ``kv_bytes_per_token`` is all layers', in ``dtype``; ``head_dim`` is a head's whole query–key width.
+    ``kv_bytes_per_token`` is all layers', in ``dtype``, and ``state_bytes`` what no token adds to;
+    ``kv_bytes_at_longest`` counts both, and windows. ``head_dim`` is a head's whole query–key width. The FLOPs
+    are one token's, with nothing before it and at the longest context.
     """
 
     source: str
@@ -48,9 +53,15 @@ class Inspection:
     qk_rope_head_dim: int | None
     dtype: str
     kv_bytes_per_token: int
+    state_bytes: int
     kv_bytes_at_longest: int | None
     attention_parameters_per_layer: int | None
+    weights: dict[str, int] | None
+    active_weights: dict[str, int] | None
+    flops_of_first_token: dict[str, int] | None
+    flops_at_longest: dict[str, int] | None
     layers: tuple[LayerGroup, ...]
+    body: dict[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able values."""
@@ -58,7 +69,7 @@ class Inspection:
 
 
 def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16") -> Inspection:
-    """What a model's attention is, and its cost, without weights and without torch.
+    """What a model is, its attention above all, and what it costs, without weights and without torch.
 
     Args:
         source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
@@ -83,6 +94,11 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16") -> Inspe
         return own.value_dim if isinstance(own, GroupedSpec) else getattr(own, "v_head_dim", None)
 
     longest = spec.max_position_embeddings
+    weights = active = first = last = None
+    if spec.body is not None:
+        weights, active = _parts(model.weights(spec)), _parts(model.weights(spec, active=True))
+        first = _parts(model.forward_flops(spec, 1))
+        last = None if longest is None else _parts(model.forward_flops(spec, 1, longest))
     return Inspection(
         source=spec.model_type if isinstance(source, ModelSpec) else str(source),
         model_type=spec.model_type,
@@ -99,18 +115,39 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16") -> Inspe
         qk_rope_head_dim=common(lambda own: getattr(own, "qk_rope_head_dim", None)),
         dtype=dtype.removeprefix("torch."),
         kv_bytes_per_token=model.cache_bytes_per_token(spec, dtype),
+        state_bytes=model.state_bytes(spec, dtype=dtype),
         kv_bytes_at_longest=None if longest is None else model.cache_bytes(spec, longest, dtype=dtype),
         attention_parameters_per_layer=common(layer.parameters),
+        weights=weights,
+        active_weights=active,
+        flops_of_first_token=first,
+        flops_at_longest=last,
         layers=tuple(
             LayerGroup(
                 layers=indices,
                 label=own.label,
                 mechanism=own.mechanism,
                 kv_bytes_per_token=layer.cache_bytes_per_token(own, dtype),
+                state_bytes=layer.state_bytes(own, dtype=dtype),
+                kv_bytes_at_longest=None if longest is None else layer.cache_bytes(own, longest, dtype=dtype),
                 attention_parameters=layer.parameters(own),
                 sliding_window=own.sliding_window,
                 spec=own.to_dict(),
             )
             for own, indices in spec.distinct_layers()
         ),
+        body=None if spec.body is None else _body(spec.body),
     )
+
+
+def _parts(counts: model.Weights | model.Flops) -> dict[str, int]:
+    return {**asdict(counts), "total": counts.total}
+
+
+def _body(body: BodySpec) -> dict[str, Any]:
+    """As JSON-able values, layers with the same network together."""
+    networks: dict[FeedForwardSpec | None, list[int]] = {}
+    for index, network in enumerate(body.feed_forward):
+        networks.setdefault(network, []).append(index)
+    groups = [{"layers": indices, **asdict(network)} for network, indices in networks.items() if network]
+    return {**asdict(body), "feed_forward": groups}

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from headwise.cost.activations import Kept, Training
 from headwise.cost.size import Size
 from headwise.cost.stages import Call, Core, Kernel, Linear, Product, Stage, check_kernel
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, SpecError
 from headwise.specs.base import AttentionSpec, mechanism_module
 
 DTYPE_BYTES = {
@@ -248,7 +248,15 @@ def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16", *, ranks
 def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16", ranks: int = 1) -> int:
     """Bytes of one layer's cache at a context of ``tokens``; a sliding window holds no more than its width."""
     held = tokens if spec.sliding_window is None else min(tokens, spec.sliding_window)
-    return batch * held * cache_bytes_per_token(spec, dtype, ranks=ranks)
+    return batch * held * cache_bytes_per_token(spec, dtype, ranks=ranks) + state_bytes(
+        spec, batch=batch, dtype=dtype
+    )
+
+
+def state_bytes(spec: AttentionSpec, *, batch: int = 1, dtype: str = "bfloat16") -> int:
+    """Bytes of one layer's cache that no token adds to: 0 but for the mechanisms that say ``state_values``."""
+    values = getattr(formulas(spec), "state_values", None)
+    return 0 if values is None else batch * int(values(spec)) * dtype_bytes(dtype)
 
 
 def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens: int = 1) -> float:
@@ -257,6 +265,8 @@ def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens
     GQA ``2(H/K)S/e``; MLA absorbed ``2HS(2R+P)/((R+P)e)``, with e bytes a value.
     """
     module = formulas(spec)
+    if not cache_values(spec):
+        raise SpecError("attention", spec.label, "caches nothing that grows, so it has no intensity there")
     S, long = new_tokens, 1_000_000 * new_tokens
     reading = Call(batch=Size(1), new=Size(S), source=Size(S), total=Size(long), pairs=Size(S * long))
     impl = chosen_impl(spec, "auto", reading)

@@ -1,24 +1,83 @@
-"""Costs of a whole stack of attention layers: sums over `headwise.cost.layer`."""
+"""Costs of a whole model: sums over its layers, and over what stands around them."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+
 from headwise.cost import layer
-from headwise.specs.model import ModelSpec
+from headwise.cost.feed_forward import parts
+from headwise.cost.stages import Core
+from headwise.errors import SpecError
+from headwise.specs.base import AttentionSpec
+from headwise.specs.feed_forward import FeedForwardSpec
+from headwise.specs.model import BodySpec, ModelSpec
+from headwise.specs.recurrent import RecurrentSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sum:
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(_Sum):
+    """Weights by part. ``mixers`` are the layers' that are no softmax attention; ``head`` is 0 where it is tied."""
+
+    embedding: int = 0
+    positions: int = 0
+    attention: int = 0
+    mixers: int = 0
+    feed_forward: int = 0
+    experts: int = 0
+    shared_experts: int = 0
+    router: int = 0
+    norms: int = 0
+    head: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops(_Sum):
+    """FLOPs by part: matrix products alone, 2 for a multiply-add."""
+
+    attention_projections: int = 0
+    attention_pairs: int = 0
+    mixers: int = 0
+    feed_forward: int = 0
+    experts: int = 0
+    shared_experts: int = 0
+    router: int = 0
+    head: int = 0
+
+
+def weights(model: ModelSpec, *, active: bool = False) -> Weights:
+    """Every number the model stores, by part; with ``active``, those one token goes through.
+
+    Active leaves out the experts a token does not choose, and nothing else: an embedding counts whole, as published
+    counts have it.
+
+    Raises:
+        SpecError: what stands around the attention is not known.
+    """
+    body, counts = _known_body(model), _Counts()
+    vectors, E = body.norm_vectors, model.hidden_size
+    for (spec, network), times in _distinct(model, body):
+        counts.add("mixers" if isinstance(spec, RecurrentSpec) else "attention", times * layer.parameters(spec))
+        for part in parts(network) if network else ():
+            counts.add(part.name, times * part.parameters * (part.used if active else part.stored))
+    counts.add("norms", (model.num_layers * body.norms + 1) * vectors * E)
+    counts.add("embedding", body.vocab_size * E)
+    counts.add("positions", body.positions * E)
+    counts.add("head", (0 if body.tied else body.vocab_size * E) + (body.vocab_size if body.head_bias else 0))
+    return Weights(**counts)
 
 
 def parameters(model: ModelSpec) -> int:
     """Attention parameters of all layers."""
     return sum(layer.parameters(spec) for spec in model.layers)
-
-
-def cache_bytes_per_token(model: ModelSpec, dtype: str = "bfloat16") -> int:
-    """Bytes one more token adds to the cache of all layers, while every layer's still grows."""
-    return sum(layer.cache_bytes_per_token(spec, dtype) for spec in model.layers)
-
-
-def cache_bytes(model: ModelSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16") -> int:
-    """Bytes of the whole cache at a context of ``tokens``."""
-    return sum(layer.cache_bytes(spec, tokens, batch=batch, dtype=dtype) for spec in model.layers)
 
 
 def forward_flops(
@@ -29,9 +88,96 @@ def forward_flops(
     batch: int = 1,
     causal: bool | None = None,
     impl: str = "auto",
+) -> Flops:
+    """FLOPs of one forward pass of the whole model, by part, the head over every new token.
+
+    Args:
+        new_tokens: S, tokens passed in; 1 for a decode step.
+        total_tokens: T, tokens attended to, S of them new; S when None (prefill).
+        batch: B.
+        causal: as in `headwise.cost.forward_flops`, as is ``impl``.
+
+    Raises:
+        ArgumentError: not 1 <= S <= T.
+        SpecError: what stands around the attention is not known.
+    """
+    body, counts = _known_body(model), _Counts()
+    tokens = batch * new_tokens
+    for (spec, network), times in _distinct(model, body):
+        whole = layer.forward_flops(spec, new_tokens, total_tokens, batch=batch, causal=causal, impl=impl)
+        pairs = _pair_flops(spec, new_tokens, total_tokens or new_tokens, batch, causal, impl)
+        counts.add("mixers" if isinstance(spec, RecurrentSpec) else "attention_projections", times * (whole - pairs))
+        counts.add("attention_pairs", times * pairs)
+        for part in parts(network) if network else ():
+            counts.add(part.name, times * tokens * part.used * part.flops)
+    counts.add("head", 2 * tokens * model.hidden_size * body.vocab_size)
+    return Flops(**counts)
+
+
+def attention_flops(
+    model: ModelSpec,
+    new_tokens: int,
+    total_tokens: int | None = None,
+    *,
+    batch: int = 1,
+    causal: bool | None = None,
+    impl: str = "auto",
 ) -> int:
-    """FLOPs of one forward pass through every attention layer (not the MLPs or the head)."""
+    """FLOPs of one forward pass through every layer's attention or mixer, and nothing else."""
     return sum(
         layer.forward_flops(spec, new_tokens, total_tokens, batch=batch, causal=causal, impl=impl)
         for spec in model.layers
     )
+
+
+def shard(model: ModelSpec, ranks: int) -> ModelSpec:
+    """The layers as one of ``ranks`` tensor-parallel ranks holds them (`headwise.cost.shard`).
+
+    What stands around the attention is left as unknown: how it is split is no matter of heads.
+    """
+    return replace(model, layers=tuple(layer.shard(spec, ranks) for spec in model.layers), body=None)
+
+
+def cache_bytes_per_token(model: ModelSpec, dtype: str = "bfloat16") -> int:
+    """Bytes one more token adds to the cache of all layers, while every layer's still grows."""
+    return sum(layer.cache_bytes_per_token(spec, dtype) for spec in model.layers)
+
+
+def cache_bytes_by_layer(
+    model: ModelSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16"
+) -> tuple[int, ...]:
+    """Bytes of each layer's cache at a context of ``tokens``: keys and values within its window, or its state."""
+    return tuple(layer.cache_bytes(spec, tokens, batch=batch, dtype=dtype) for spec in model.layers)
+
+
+def cache_bytes(model: ModelSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16") -> int:
+    """Bytes of the whole cache at a context of ``tokens``."""
+    return sum(cache_bytes_by_layer(model, tokens, batch=batch, dtype=dtype))
+
+
+def state_bytes(model: ModelSpec, *, batch: int = 1, dtype: str = "bfloat16") -> int:
+    """Bytes of it that no token adds to: the states of recurrent layers."""
+    return sum(layer.state_bytes(spec, batch=batch, dtype=dtype) for spec in model.layers)
+
+
+class _Counts(dict[str, int]):
+    def add(self, name: str, value: int) -> None:
+        self[name] = self.get(name, 0) + value
+
+
+def _known_body(model: ModelSpec) -> BodySpec:
+    if model.body is None:
+        rule = "has attention headwise reads, but its config does not say all that is around it, or no reader does"
+        raise SpecError("model_type", model.model_type, rule)
+    return model.body
+
+
+def _distinct(model: ModelSpec, body: BodySpec) -> list[tuple[tuple[AttentionSpec, FeedForwardSpec | None], int]]:
+    """Each different layer, and how many there are: a deep model has few."""
+    return list(Counter(zip(model.layers, body.feed_forward, strict=True)).items())
+
+
+def _pair_flops(spec: AttentionSpec, S: int, T: int, batch: int, causal: bool | None, impl: str) -> int:
+    call = layer.call_of(spec, S, T, batch=batch, causal=causal)
+    work = layer.stages(spec, layer.chosen_impl(spec, impl, call), new_tokens=S)
+    return sum(stage.forward_flops(call, "unfused") for stage in work if isinstance(stage, Core))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headwise.cost.activations import Kept, Training, total_bytes
 from headwise.cost.layer import call_of, chosen_impl, dtype_bytes, formulas, stages
 from headwise.cost.stages import Call, Kernel, check_kernel
+from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
 
 
@@ -97,4 +98,6 @@ def kept_activations(
         batch_of_one=batch == 1,
     )
     module = formulas(spec)
+    if not hasattr(module, "activations"):
+        raise SpecError("attention", spec.label, "has no account of its activations: no layer here runs it")
     return module.activations(spec, chosen_impl(spec, impl, call), training), call

@@ -2,23 +2,28 @@
 
 from headwise.specs.base import AttentionSpec, RopeSpec, mechanism_module, spec_from_dict
 from headwise.specs.expert_latent import ExpertLatentSpec
+from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.gguf import gguf_config, read_gguf_header
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.huggingface import HOSTED_PREFIX, read_config
 from headwise.specs.latent import LatentSpec
 from headwise.specs.latent_space import LatentSpaceSpec
-from headwise.specs.model import ModelSpec
+from headwise.specs.model import BodySpec, ModelSpec
+from headwise.specs.recurrent import RecurrentSpec
 from headwise.specs.sources import Source, catalog, fetch_hub, layer_spec, locate, read_json, read_spec
 from headwise.specs.targets import as_grouped, as_latent, split_budget
 
 __all__ = [
     "HOSTED_PREFIX",
     "AttentionSpec",
+    "BodySpec",
     "ExpertLatentSpec",
+    "FeedForwardSpec",
     "GroupedSpec",
     "LatentSpaceSpec",
     "LatentSpec",
     "ModelSpec",
+    "RecurrentSpec",
     "RopeSpec",
     "Source",
     "as_grouped",

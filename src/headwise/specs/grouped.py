@@ -27,6 +27,8 @@ class GroupedSpec(AttentionSpec):
         sinks: a learned logit a head that takes part in the softmax and attends to nothing (gpt-oss).
         softcap: scores pass through ``softcap * tanh(score / softcap)`` (Gemma 2), or None.
         output_projection: whether there is an ``o_proj``; without, the heads' values are the output.
+        output_gate: the query projection makes a gate for each head's output as well (Qwen3-Next).
+        shares_kv: an earlier layer's keys and values are read, and none are made or cached (Gemma 3n).
     """
 
     num_heads: int
@@ -37,6 +39,8 @@ class GroupedSpec(AttentionSpec):
     sinks: bool = False
     softcap: float | None = None
     output_projection: bool = True
+    output_gate: bool = False
+    shares_kv: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +84,8 @@ class GroupedSpec(AttentionSpec):
         """Such as ``GQA 32/8 × 128``: heads, key–value heads, head dim."""
         if self.num_heads == 1:
             return f"single head × {self.head_dim}"
-        return f"{self.mechanism.upper()} {self.num_heads}/{self.num_kv_heads} × {self.head_dim}"
+        shared = " shared" if self.shares_kv else ""
+        return f"{self.mechanism.upper()} {self.num_heads}/{self.num_kv_heads} × {self.head_dim}{shared}"
 
 
 def grouped_bias(bias: bool | str | Collection[str], *, output_projection: bool = True) -> tuple[str, ...]:

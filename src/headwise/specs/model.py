@@ -1,4 +1,4 @@
-"""What a model is, as far as its attention is concerned."""
+"""What a model is: its attention, layer by layer, and what stands around it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,38 @@ from dataclasses import dataclass
 
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec, positive
+from headwise.specs.feed_forward import FeedForwardSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodySpec:
+    """What a decoder has around its attention: with the layers, every weight it stores.
+
+    Attributes:
+        vocab_size: rows of the embedding and of the head.
+        feed_forward: one a layer, in order; None where a layer has none.
+        norms: norms over E in each layer; one more of their kind stands before the head.
+        norm_vectors: vectors of E a norm learns: 1 a weight, 2 a weight and a bias, 0 neither.
+        positions: rows of a learned position embedding.
+        tied: the head is the embedding.
+        head_bias: the head carries a bias.
+    """
+
+    vocab_size: int
+    feed_forward: tuple[FeedForwardSpec | None, ...]
+    norms: int = 2
+    norm_vectors: int = 1
+    positions: int = 0
+    tied: bool = False
+    head_bias: bool = False
+
+    def __post_init__(self) -> None:
+        positive("vocab_size", self.vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A stack of attention layers and the few sizes around them.
+    """A stack of layers, each with its attention (or what it has in its place), and what is around them.
 
     Attributes:
         model_type: transformers' name of the architecture.
@@ -19,6 +46,7 @@ class ModelSpec:
         vocab_size: rows of the embedding, when the config says.
         max_position_embeddings: longest sequence the model was made for, when the config says.
         dtype: the dtype of the stored weights, when the config says.
+        body: what is around the attention, when the config says all of it and the family's is written down.
     """
 
     model_type: str
@@ -27,15 +55,19 @@ class ModelSpec:
     vocab_size: int | None = None
     max_position_embeddings: int | None = None
     dtype: str | None = None
+    body: BodySpec | None = None
 
     def __post_init__(self) -> None:
         positive("hidden_size", self.hidden_size)
         if not self.layers:
             raise SpecError("num_hidden_layers", 0, "must be at least 1")
+        if self.body is not None and len(self.body.feed_forward) != len(self.layers):
+            rule = f"must be one for each of {len(self.layers)} layers"
+            raise SpecError("feed_forward", len(self.body.feed_forward), rule)
 
     @property
     def num_layers(self) -> int:
-        """How many layers have attention."""
+        """How many layers."""
         return len(self.layers)
 
     @property

@@ -136,7 +136,10 @@ def layer_spec(source: str | Path | AttentionSpec, index: int = 0) -> AttentionS
 def catalog() -> dict[str, dict[str, Any]]:
     """The models headwise knows by name: ``{name: {"source": where from, "config": its config's fields}}``."""
     text = (files("headwise.specs") / "catalog.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    entries = tomllib.loads(text)
+    for entry in entries.values():
+        entry["config"] = {key: None if value == "null" else value for key, value in entry["config"].items()}
+    return entries
 
 
 def fetch_hub(name: str, *, config_only: bool = False) -> Path:

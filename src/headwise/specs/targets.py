@@ -95,4 +95,6 @@ def split_budget(source: AttentionSpec, values: int) -> tuple[int, int]:
 def _grouped(source: AttentionSpec) -> GroupedSpec:
     if not isinstance(source, GroupedSpec):
         raise SpecError("attention", source.label, "only MHA, MQA and GQA layers are converted")
+    if source.output_gate or source.shares_kv:
+        raise SpecError("attention", source.label, "a layer with an output gate or another's keys is not converted")
     return source

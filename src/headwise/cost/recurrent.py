@@ -1,0 +1,69 @@
+"""Cost of layers that are no softmax attention: a state of one size, and nothing that grows with the context.
+
+FLOPs are the projections' alone. Left out: the scan or delta rule itself, the causal convolution and everything
+elementwise, as their counts depend on the kernel (chunk length, parallel or sequential form), not on the layer.
+"""
+
+from __future__ import annotations
+
+from headwise.cost.size import Size
+from headwise.cost.stages import Linear, Stage, Vector
+from headwise.specs.recurrent import RecurrentSpec
+
+IMPLS = ("projections",)
+
+
+def stages(spec: RecurrentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
+    """The work of one layer, in order."""
+    if spec.form == "none":
+        return ()
+    E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
+    N, R = Size(spec.state_size, "N"), Size(spec.dt_rank, "R")
+    width, channels = H * D, _channels(spec)
+    inputs, inner = {
+        "mamba": (
+            2 * width,
+            (
+                Linear("x_proj", width, R + 2 * N, reads="inner"),
+                Vector("norms of dt, B, C", R + 2 * N),
+                Linear("dt_proj", R, width, True, reads="inner"),
+                Vector("A_log, D", width * N + width),
+            ),
+        ),
+        "mamba2": (width + channels + H, (Vector("A_log, D, dt_bias", 3 * H), Vector("norm", width))),
+        "gated_delta_net": (width + channels + 2 * H, (Vector("A_log, dt_bias", 2 * H), Vector("norm", D))),
+        "kimi_delta": (
+            channels + H + 2 * D,
+            (
+                Linear("f_b_proj", D, width, reads="inner"),
+                Linear("g_b_proj", D, width, reads="inner"),
+                Vector("A_log, dt_bias", H + width),
+                Vector("o_norm", D),
+            ),
+        ),
+        "short_conv": (3 * width, ()),
+    }[spec.form]
+    return (
+        Linear("in_proj", E, inputs, "in_proj" in spec.bias),
+        Vector("conv1d", channels * (spec.conv_kernel + ("conv1d" in spec.bias))),
+        *inner,
+        Linear("out_proj", width, E, "out_proj" in spec.bias, reads="inner"),
+    )
+
+
+def cache_values(spec: RecurrentSpec) -> Size:
+    """None: a token more changes the state and adds nothing to it."""
+    return Size(0)
+
+
+def state_values(spec: RecurrentSpec) -> int:
+    """Values a sequence keeps whatever its length: the recurrent state, and the inputs its convolution looks back on.
+
+    The convolution's are counted as transformers' caches hold them, one a tap.
+    """
+    return spec.num_heads * spec.head_dim * spec.state_size + _channels(spec) * spec.conv_kernel
+
+
+def _channels(spec: RecurrentSpec) -> int:
+    """What the convolution runs over: values, and the groups' B and C or keys and queries."""
+    return spec.num_heads * spec.head_dim + 2 * spec.num_groups * spec.state_size

@@ -1,0 +1,68 @@
+"""Multi-head latent attention: DeepSeek-V2 and V3, and the families after them.
+
+``num_key_value_heads`` and ``head_dim`` there mean nothing for the cache.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from headwise.specs.base import AttentionSpec
+from headwise.specs.latent import LatentSpec, latent_bias
+from headwise.specs.model import BodySpec
+from headwise.specs.readers import body
+from headwise.specs.readers.fields import Config, NotSaidError, Reader, flag, integer, num_layers, optional_integer
+from headwise.specs.readers.rope import read_rope, yarn_softmax_scale
+
+
+def latent_layer(config: Config, *, interleaved: bool | None = None, rotated: bool = True) -> LatentSpec:
+    """One MLA layer; ``interleaved`` None is what ``rope_interleave`` says, or True."""
+    rope_dim = integer(config, "qk_rope_head_dim")
+    nope_dim = integer(config, "qk_nope_head_dim")
+    if "q_lora_rank" not in config:
+        # One transformers class serves models with a query latent (its default) and without.
+        raise NotSaidError("q_lora_rank", None, "is required in config.json, as null where queries have no latent")
+    q_lora_rank = optional_integer(config, "q_lora_rank")
+    if interleaved is None:
+        interleaved = flag(config, "rope_interleave", True)
+    rope = read_rope(config, rope_dim, interleaved=interleaved, fraction=None) if rotated else None
+    return LatentSpec(
+        hidden_size=integer(config, "hidden_size"),
+        num_heads=integer(config, "num_attention_heads"),
+        kv_lora_rank=integer(config, "kv_lora_rank"),
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=integer(config, "v_head_dim"),
+        q_lora_rank=q_lora_rank,
+        bias=latent_bias("hf" if flag(config, "attention_bias", False) else False, q_lora_rank),
+        rope=rope,
+        softmax_scale=yarn_softmax_scale(rope, nope_dim + rope_dim),
+    )
+
+
+def _layers(config: Config) -> tuple[AttentionSpec, ...]:
+    return (latent_layer(config),) * num_layers(config)
+
+
+def _minicpm3_layers(config: Config) -> tuple[AttentionSpec, ...]:
+    """It rotates halves, and its published file leaves the width of a value head to its code, E/H."""
+    if config.get("v_head_dim") is None:
+        config = {**config, "v_head_dim": integer(config, "hidden_size") // integer(config, "num_attention_heads")}
+    return (latent_layer(config, interleaved=False),) * num_layers(config)
+
+
+def _body(feed_forward: body.Rule, config: Config, layers: int, *, tied: bool = False) -> BodySpec:
+    return body.read_body(config, feed_forward(config, layers), tied=tied)
+
+
+def _reader(feed_forward: body.Rule) -> Reader:
+    return Reader(_layers, partial(_body, feed_forward))
+
+
+READERS = {
+    "deepseek_v2": _reader(body.deepseek_experts(score_correction=False)),
+    "deepseek_v3": _reader(body.deepseek_experts()),
+    "kimi_k2": _reader(body.deepseek_experts()),
+    "glm4_moe_lite": _reader(body.deepseek_experts(first_dense=1, by_type=True)),
+    "minicpm3": Reader(_minicpm3_layers, partial(_body, body.dense(bias="mlp_bias"), tied=True)),
+}

@@ -1,0 +1,37 @@
+"""What the readers of mixed stacks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headwise.specs.base import AttentionSpec, RopeSpec
+from headwise.specs.grouped import GroupedSpec, grouped_bias
+from headwise.specs.model import BodySpec
+from headwise.specs.readers import body
+from headwise.specs.readers.fields import Config, divide, flag, integer, optional_integer
+from headwise.specs.readers.windows import FULL
+
+RECURRENT = "linear_attention"
+TYPES = {FULL: FULL, "attention": FULL, RECURRENT: RECURRENT, "mamba": RECURRENT}
+"""``layer_types`` of today's files and of older ones."""
+
+
+def attention_layer(config: Config, rope: RopeSpec | None = None, **rest: Any) -> GroupedSpec:
+    """The layers of softmax attention, in Llama's field names; ``rest`` overrides."""
+    hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    sizes = {
+        "num_kv_heads": optional_integer(config, "num_key_value_heads") or num_heads,
+        "head_dim": optional_integer(config, "head_dim") or divide(hidden_size, num_heads),
+        "bias": grouped_bias(flag(config, "attention_bias", False)),
+    }
+    return GroupedSpec(hidden_size=hidden_size, num_heads=num_heads, rope=rope, **{**sizes, **rest})
+
+
+def stack(types: list[str], attention: AttentionSpec, recurrent: AttentionSpec) -> tuple[AttentionSpec, ...]:
+    """Attention in the layers of full attention, the recurrent layer in all others."""
+    return tuple(attention if name == FULL else recurrent for name in types)
+
+
+def read_body(feed_forward: body.Rule, config: Config, layers: int, **rest: Any) -> BodySpec:
+    """The body of a family whose networks follow a rule."""
+    return body.read_body(config, feed_forward(config, layers), **rest)

@@ -1,0 +1,100 @@
+"""The sliding window of each layer, by each family's own way of writing it.
+
+A rule takes the config and the number of layers, and answers with a window or None for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headwise.errors import SpecError
+from headwise.specs.readers.fields import Config, NotSaidError, count, flag, listed, optional_integer
+
+Windows = list[int | None]
+Rule = Callable[[Config, int], Windows]
+FULL, SLIDING = "full_attention", "sliding_attention"
+_KNOWN = {FULL: FULL, SLIDING: SLIDING}
+
+
+def no_window(config: Config, num_layers: int) -> Windows:
+    """A family that has no windows: its attention would see every token while its cache kept a few."""
+    window = optional_integer(config, "sliding_window")
+    if window is not None:
+        raise SpecError("sliding_window", window, f"must be null: a {config['model_type']} model has none")
+    return _by_type(config, num_layers, window, [FULL] * num_layers)
+
+
+def every_layer(absent: int | None = None) -> Rule:
+    """One window for all layers; ``absent`` where the file does not name it (null is none)."""
+
+    def rule(config: Config, num_layers: int) -> Windows:
+        window = optional_integer(config, "sliding_window", absent=absent)
+        return _by_type(config, num_layers, window, [FULL if window is None else SLIDING] * num_layers)
+
+    return rule
+
+
+def every_nth_full(period: int, *, may_be_null: bool = False) -> Rule:
+    """Every ``period``-th layer sees all (or ``sliding_window_pattern``-th, where the file says)."""
+
+    def rule(config: Config, num_layers: int) -> Windows:
+        window = optional_integer(config, "sliding_window")
+        nth = optional_integer(config, "sliding_window_pattern", "_sliding_window_pattern") or period
+        if window is None and may_be_null and "sliding_window" in config:
+            return [None] * num_layers
+        types = [FULL if (i + 1) % nth == 0 else SLIDING for i in range(num_layers)]
+        return _by_type(config, num_layers, window, types)
+
+    return rule
+
+
+def switched(default: Callable[[Config, int], list[str]]) -> Rule:
+    """Qwen's: off unless ``use_sliding_window``; beside a switch that is off any number may stand, 0 among them."""
+
+    def rule(config: Config, num_layers: int) -> Windows:
+        on = flag(config, "use_sliding_window", False)
+        window = optional_integer(config, "sliding_window") if on else None
+        types = (
+            [FULL] * num_layers
+            if window is None or config.get("layer_types") is not None
+            else default(config, num_layers)
+        )
+        return _by_type(config, num_layers, window, types, off=not on)
+
+    return rule
+
+
+def upper_layers(config: Config, num_layers: int) -> list[str]:
+    """Layers from ``max_window_layers`` on slide."""
+    if config.get("max_window_layers") is None:
+        raise NotSaidError("max_window_layers", None, "must be a whole number of at least 0")
+    first = count(config, "max_window_layers", 0)
+    return [SLIDING if i >= first else FULL for i in range(num_layers)]
+
+
+def all_layers(config: Config, num_layers: int) -> list[str]:
+    """Every layer slides."""
+    return [SLIDING] * num_layers
+
+
+def must_be_listed(config: Config, num_layers: int) -> list[str]:
+    """No default is safe: releases of transformers differ on it."""
+    raise SpecError("layer_types", None, f"is required where {config['model_type']} has use_sliding_window")
+
+
+def above_max_window_layers(config: Config, num_layers: int) -> Windows:
+    """dots.llm1's: no switch, and a file without a window has none."""
+    window = optional_integer(config, "sliding_window")
+    types = (
+        [FULL] * num_layers
+        if window is None or config.get("layer_types") is not None
+        else upper_layers(config, num_layers)
+    )
+    return _by_type(config, num_layers, window, types)
+
+
+def _by_type(config: Config, num_layers: int, window: int | None, types: list[str], *, off: bool = False) -> Windows:
+    types = listed(config, "layer_types", num_layers, _KNOWN) or types
+    if SLIDING in types and window is None and not off:
+        raise SpecError("sliding_window", None, "is required where layer_types has sliding_attention")
+    return [window if name == SLIDING else None for name in types]
