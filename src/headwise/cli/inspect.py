@@ -32,6 +32,7 @@ _LONGEST_LIST = 20
 def inspect(
     source: Annotated[str | None, typer.Argument(help=SOURCES_OR_NAME, show_default=False)] = None,
     dtype: Annotated[str, typer.Option(help="The cache's dtype.")] = "bfloat16",
+    ranks: Annotated[int, typer.Option(help="Tensor-parallel ranks that the heads are split over.")] = 1,
     names: Annotated[bool, typer.Option("--list", help="List the catalog's names instead.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -48,7 +49,7 @@ def inspect(
         return
     if source is None:
         raise ArgumentError("source", source, "is required (or --list)")
-    found = inspect_source(source, dtype=dtype)
+    found = inspect_source(source, dtype=dtype, ranks=ranks)
     if as_json:
         emit(found.to_dict())
         return
@@ -83,6 +84,12 @@ def _print_cache(found: Inspection) -> None:
     )
     if found.kv_bytes_at_longest:
         out.print(f"         {bytes_text(found.kv_bytes_at_longest)} at {found.max_position_embeddings:,} tokens")
+    if found.ranks > 1:
+        whole = found.kv_bytes_at_longest_of_rank
+        out.print(
+            f"         {bytes_text(found.kv_bytes_per_token_of_rank)} a token on each of {found.ranks} ranks"
+            + (f", {bytes_text(whole)} at {found.max_position_embeddings:,}" if whole else "")
+        )
 
 
 def _print_flops(found: Inspection) -> None:

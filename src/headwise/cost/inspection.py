@@ -35,7 +35,8 @@ class Inspection:
 
     ``kv_bytes_per_token`` is all layers', in ``dtype``, and ``state_bytes`` what no token adds to;
     ``kv_bytes_at_longest`` counts both, and windows. ``head_dim`` is a head's whole query–key width. The FLOPs
-    are one token's, with nothing before it and at the longest context.
+    are one token's, with nothing before it and at the longest context. ``kv_bytes_…_of_rank`` is what each of
+    ``ranks`` tensor-parallel ranks holds of the cache.
     """
 
     source: str
@@ -55,6 +56,9 @@ class Inspection:
     kv_bytes_per_token: int
     state_bytes: int
     kv_bytes_at_longest: int | None
+    ranks: int
+    kv_bytes_per_token_of_rank: int
+    kv_bytes_at_longest_of_rank: int | None
     attention_parameters_per_layer: int | None
     weights: dict[str, int] | None
     active_weights: dict[str, int] | None
@@ -68,16 +72,17 @@ class Inspection:
         return asdict(self)
 
 
-def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16") -> Inspection:
+def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: int = 1) -> Inspection:
     """What a model is, its attention above all, and what it costs, without weights and without torch.
 
     Args:
         source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
         dtype: the cache's.
+        ranks: tensor-parallel ranks that the heads are split over.
 
     Raises:
         SpecError: the architecture is not understood.
-        ArgumentError: there is no such source or dtype.
+        ArgumentError: there is no such source or dtype, or the heads cannot be split so.
         CheckpointError: its files are damaged.
     """
     layer.dtype_bytes(dtype)
@@ -93,7 +98,7 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16") -> Inspe
     def v_head_dim(own: AttentionSpec) -> int | None:
         return own.value_dim if isinstance(own, GroupedSpec) else getattr(own, "v_head_dim", None)
 
-    longest = spec.max_position_embeddings
+    longest, rank = spec.max_position_embeddings, model.shard(spec, ranks)
     weights = active = first = last = None
     if spec.body is not None:
         weights, active = _parts(model.weights(spec)), _parts(model.weights(spec, active=True))
@@ -117,6 +122,9 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16") -> Inspe
         kv_bytes_per_token=model.cache_bytes_per_token(spec, dtype),
         state_bytes=model.state_bytes(spec, dtype=dtype),
         kv_bytes_at_longest=None if longest is None else model.cache_bytes(spec, longest, dtype=dtype),
+        ranks=ranks,
+        kv_bytes_per_token_of_rank=model.cache_bytes_per_token(rank, dtype),
+        kv_bytes_at_longest_of_rank=None if longest is None else model.cache_bytes(rank, longest, dtype=dtype),
         attention_parameters_per_layer=common(layer.parameters),
         weights=weights,
         active_weights=active,

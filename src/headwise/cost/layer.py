@@ -80,7 +80,7 @@ def stages(spec: AttentionSpec, impl: str | None = None, *, new_tokens: int = 1)
 
 def parameters(spec: AttentionSpec) -> int:
     """Learned numbers in one layer: weights, biases, norms."""
-    return sum(stage.parameters for stage in stages(spec))
+    return int(sum(stage.parameters for stage in stages(spec)))
 
 
 def forward_flops(
@@ -161,9 +161,11 @@ def call_of(
 ) -> Call:
     """One forward pass in numbers that know their formula; arguments as `forward_flops`."""
     S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
-    if S < 1 or batch < 1 or (1 if cross else S) > T:
-        rule = "must be at least 1" if cross else "must satisfy 1 <= new_tokens <= total_tokens, 1 <= batch"
-        raise ArgumentError("new_tokens, total_tokens, batch", (S, T, batch), rule)
+    if batch < 1:
+        raise ArgumentError("batch", batch, "must be at least 1")
+    if S < 1 or (1 if cross else S) > T:
+        rule = "must be at least 1" if cross else "must satisfy 1 <= new_tokens <= total_tokens"
+        raise ArgumentError("new_tokens, total_tokens", (S, T), rule)
     if cached and not cross:
         raise ArgumentError("cached", cached, "is said of cross-attention only: total_tokens says it otherwise")
     if cross and causal:

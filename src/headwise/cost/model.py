@@ -180,4 +180,4 @@ def _distinct(model: ModelSpec, body: BodySpec) -> list[tuple[tuple[AttentionSpe
 def _pair_flops(spec: AttentionSpec, S: int, T: int, batch: int, causal: bool | None, impl: str) -> int:
     call = layer.call_of(spec, S, T, batch=batch, causal=causal)
     work = layer.stages(spec, layer.chosen_impl(spec, impl, call), new_tokens=S)
-    return sum(stage.forward_flops(call, "unfused") for stage in work if isinstance(stage, Core))
+    return int(sum(stage.forward_flops(call, "unfused") for stage in work if isinstance(stage, Core)))

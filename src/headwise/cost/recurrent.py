@@ -6,8 +6,11 @@ elementwise, as their counts depend on the kernel (chunk length, parallel or seq
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headwise.cost.size import Size
 from headwise.cost.stages import Linear, Stage, Vector
+from headwise.errors import ArgumentError
 from headwise.specs.recurrent import RecurrentSpec
 
 IMPLS = ("projections",)
@@ -62,6 +65,13 @@ def state_values(spec: RecurrentSpec) -> int:
     The convolution's are counted as transformers' caches hold them, one a tap.
     """
     return spec.num_heads * spec.head_dim * spec.state_size + _channels(spec) * spec.conv_kernel
+
+
+def shard(spec: RecurrentSpec, ranks: int) -> RecurrentSpec:
+    """What one of several ranks holds: its share of the heads, and of the groups at least one."""
+    if spec.num_heads % ranks:
+        raise ArgumentError("ranks", ranks, f"must divide the {spec.num_heads} heads of {spec.mechanism}")
+    return replace(spec, num_heads=spec.num_heads // ranks, num_groups=-(-spec.num_groups // ranks))
 
 
 def _channels(spec: RecurrentSpec) -> int:

@@ -42,7 +42,7 @@ class Size(int):
             return self
         if _is_number(self, 0):
             return other
-        if self.formula == other.formula:
+        if self.formula == other.formula and int(self) == int(other):
             return 2 * self
         formula = f"{self.formula} + {other.formula}"
         return Size._of(int(self) + int(other), formula, self.symbols | other.symbols, is_sum=True)
