@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from headwise import cost
 from headwise.errors import SpecError
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, RopeSpec, catalog, read_config, read_spec
+from headwise.specs import (
+    AttentionSpec,
+    GroupedSpec,
+    LatentSpec,
+    ModelSpec,
+    RopeSpec,
+    catalog,
+    hosted_attention,
+    read_config,
+    read_spec,
+)
+from tests.strategies import specs
 from tests.toy_configs import TOYS
 
 Config = dict[str, Any]
@@ -746,3 +757,15 @@ def test_a_switch_is_true_or_false(name: str) -> None:
 
 def read_catalog_llama() -> dict[str, object]:
     return dict(catalog()["llama-3-8b"]["config"])
+
+
+@given(st.lists(specs(), min_size=1, max_size=4))
+def test_any_spec_comes_back_from_a_config_headwise_writes(layers: list[AttentionSpec]) -> None:
+    model = ModelSpec(model_type="headwise_llama", hidden_size=layers[0].hidden_size, layers=tuple(layers))
+    config = {
+        "model_type": "headwise_llama",
+        "num_hidden_layers": len(layers),
+        "hidden_size": layers[0].hidden_size,
+        "headwise": {"attention": hosted_attention(model)},
+    }
+    assert read_config(json.loads(json.dumps(config))).layers == model.layers

@@ -24,7 +24,7 @@ from headwise.evaluation import read_text
 from headwise.hf import as_dtype, check_complete, expected_tensors, model_class
 from headwise.measurement import matmul_flops_per_second, peak_rss_bytes
 from headwise.progress import Progress, silent
-from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec
+from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, hosted_attention
 
 FORMAT = 1
 """Version of the ``headwise`` block in a converted ``config.json``."""
@@ -215,9 +215,7 @@ class _Job:
             config["model_type"] = HOSTED_PREFIX + self.family.model_type
             config["headwise"] = {
                 "format": FORMAT,
-                "attention": [
-                    {"layers": list(indices), **spec.to_dict()} for spec, indices in self.after.distinct_layers()
-                ],
+                "attention": hosted_attention(self.after),
                 "rope_channels": self.channels,
             }
         else:

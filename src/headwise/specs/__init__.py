@@ -5,7 +5,7 @@ from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.gguf import gguf_config, read_gguf_header
 from headwise.specs.grouped import GroupedSpec
-from headwise.specs.huggingface import HOSTED_PREFIX, read_config
+from headwise.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
 from headwise.specs.latent import LatentSpec
 from headwise.specs.latent_space import LatentSpaceSpec
 from headwise.specs.model import BodySpec, ModelSpec
@@ -31,6 +31,7 @@ __all__ = [
     "catalog",
     "fetch_hub",
     "gguf_config",
+    "hosted_attention",
     "layer_spec",
     "locate",
     "mechanism_module",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec, spec_from_dict
@@ -110,6 +111,14 @@ def _body(reader: Reader, config: Config, layers: int) -> BodySpec | None:
         return reader.body(config, layers)
     except NotSaidError:
         return None
+
+
+def hosted_attention(model: ModelSpec) -> list[dict[str, Any]]:
+    """Every layer's attention as ``headwise.attention`` of a ``config.json`` holds it; `read_config` reads it back.
+
+    The model's type is then `HOSTED_PREFIX` and its family's.
+    """
+    return [{"layers": list(indices), **spec.to_dict()} for spec, indices in model.distinct_layers()]
 
 
 def _hosted(config: Config) -> tuple[AttentionSpec, ...]:
