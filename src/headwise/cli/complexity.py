@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import typer
+from rich.columns import Columns
 from rich.markup import escape
 
 from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
@@ -42,36 +43,29 @@ def complexity(
         return
     how = "" if found.impl == "direct" else f", {found.impl}"
     out.print(f"[bold]{escape(source)}[/bold], layer {layer}: {found.label}{how}, {kernel} kernel, {found.dtype}")
-    out.print(
-        " · ".join(
-            f"{name} = {value:,} {SYMBOLS.get(name, 'bytes a value')}" for name, value in found.symbols.items()
-        )
-    )
+    legend = [f"{name} = {value:,} {SYMBOLS.get(name, 'bytes a value')}" for name, value in found.symbols.items()]
+    out.print(Columns(legend, padding=(0, 2)))
     trained = bool(found.activations)  # a step that reads a cache is none of training
-    time = numbers_table("time", "FLOPs", "forward", "backward", "parameters")
+    headings = ["forward", *(["backward"] if trained else []), "parameters"]
+    time = numbers_table("time", "FLOPs", *headings)
     time.columns[1].justify = "left"
     for stage in found.stages:
+        forward, backward = stage.forward_flops, stage.backward_flops
         time.add_row(
             stage.name,
-            stage.forward_flops.formula if stage.forward_flops.value else "",
-            count_text(stage.forward_flops.value) if stage.forward_flops.value else "",
-            count_text(stage.backward_flops.value) if stage.backward_flops.value and trained else "",
+            forward.formula if forward.value else "",
+            count_text(forward.value) if forward.value else "",
+            *([count_text(backward.value) if backward.value else ""] if trained else []),
             f"{stage.parameters.value:,}" if stage.parameters.value else "",
         )
-    time.add_row(
-        "in all",
-        "",
-        count_text(found.forward_flops),
-        count_text(found.backward_flops) if trained else "",
-        f"{found.parameters:,}",
-        style="bold",
-    )
-    time.add_row("softmax, apart", found.softmax_flops.formula, count_text(found.softmax_flops.value), "", "")
+    totals = [found.forward_flops, *([found.backward_flops] if trained else [])]
+    time.add_row("in all", "", *map(count_text, totals), f"{found.parameters:,}", style="bold")
+    time.add_row("softmax, apart", found.softmax_flops.formula, count_text(found.softmax_flops.value))
     out.print(time)
     space = numbers_table("space", "bytes", "")
     space.columns[1].justify = "left"
     per_token = found.cache_bytes_per_token
-    space.add_row("cache, a token", per_token.formula, bytes_text(per_token.value))
+    space.add_row("cache, a token", per_token.formula, f"{per_token.value:,} B")
     space.add_row("cache, all", "", bytes_text(found.cache_bytes))
     for name, amount in found.activations.items():
         space.add_row(name, amount.formula, bytes_text(amount.value))

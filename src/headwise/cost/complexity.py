@@ -31,6 +31,8 @@ SYMBOLS = {
     "C": "width of a latent head",
     "X": "experts",
     "R/H": "latent width of a head",
+    "M": "numbers of state a value",
+    "Δ": "rank of the time step",
     "w": "sliding window",
 }
 

@@ -21,7 +21,7 @@ def stages(spec: RecurrentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]
     if spec.form == "none":
         return ()
     E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
-    N, R = Size(spec.state_size, "N"), Size(spec.dt_rank, "R")
+    N, R = Size(spec.state_size, "M"), Size(spec.dt_rank, "Δ")
     width, channels = H * D, _channels(spec)
     inputs, inner = {
         "mamba": (
