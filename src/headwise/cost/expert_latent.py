@@ -90,7 +90,14 @@ def _absorbed(spec: ExpertLatentSpec, H: Size, D: Size, C: Size, X: Size, one_ro
 
 
 def best_impl(spec: ExpertLatentSpec, new_tokens: int, total_tokens: int, pairs: int) -> str:
-    """The one with fewer FLOPs."""
+    """The one with fewer FLOPs.
+
+    For one new token that is ``absorbed`` whatever the sizes: each side mixes X decoders once, and then decoding a
+    cached key and value, ``2CD + 2D``, is more than reading its latents, ``2C``, and decoding its P <= D rotated
+    channels, ``CP + P``.
+    """
+    if new_tokens == 1:
+        return "absorbed"
     new, total = Size(new_tokens), Size(total_tokens)
     call = Call(batch=Size(1), new=new, source=new, total=total, pairs=Size(pairs))
 

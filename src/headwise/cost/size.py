@@ -2,91 +2,113 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+Term = tuple[int, tuple[str, ...]]
+"""A coefficient and the factors after it."""
+
 
 class Size(int):
-    """An int with a formula: sums and products of sizes have the sum or product of their formulas.
+    """An int with a formula: sums, differences and products of sizes remember what they were made of.
 
-    Plain ints take part as the number they are; adding 0 and multiplying by 1 leave no trace. ``symbols`` are the
-    values of the formula's letters.
+    Plain ints take part as the number they are. The formula is written only when it is asked for.
 
     >>> E, H, D = Size(4096, "E"), Size(32, "H"), Size(128, "D")
-    >>> flops = 2 * E * (H * D + 64)
+    >>> flops = 2 * E * (H * D + H * D + 64)
     >>> int(flops), flops.formula
-    (34078720, '2·E·(H·D + 64)')
+    (67633152, '2·E·(2·H·D + 64)')
     """
 
-    formula: str
-    symbols: dict[str, int]
-    _is_sum: bool
+    _made: str | tuple[Literal["+", "-", "*", "/2"], Size, Size] | None
 
     def __new__(cls, value: int, symbol: str | None = None) -> Size:
-        """A size of this value, with a letter for its formula, or its digits when none is given."""
-        if symbol is None:
-            return cls._of(value, str(int(value)), {})
-        return cls._of(value, symbol, {symbol: int(value)})
-
-    @classmethod
-    def _of(cls, value: int, formula: str, symbols: dict[str, int], *, is_sum: bool = False) -> Size:
+        """A size of this value: a letter's, or a plain number."""
         size = super().__new__(cls, value)
-        size.formula, size.symbols, size._is_sum = formula, symbols, is_sum
+        size._made = symbol
         return size
+
+    @property
+    def formula(self) -> str:
+        """Such as ``2·E·(H·D + 64)``."""
+        return _written(self._terms())
+
+    @property
+    def symbols(self) -> dict[str, int]:
+        """The letters of the formula and their values."""
+        if isinstance(self._made, tuple):
+            return self._made[1].symbols | self._made[2].symbols
+        return {} if self._made is None else {self._made: int(self)}
 
     def halved(self) -> Size:
         """Half of it, where that is a whole number."""
         assert not int(self) % 2
-        return Size._of(int(self) // 2, f"{self._factor()}/2", self.symbols)
+        return _made(int(self) // 2, "/2", self, self)
 
     def __add__(self, other: int) -> Size:
-        other = _size(other)
-        if _is_number(other, 0):
-            return self
-        if _is_number(self, 0):
-            return other
-        if self.formula == other.formula and int(self) == int(other):
-            return 2 * self
-        formula = f"{self.formula} + {other.formula}"
-        return Size._of(int(self) + int(other), formula, self.symbols | other.symbols, is_sum=True)
+        return _made(int(self) + int(other), "+", self, _size(other))
 
     def __radd__(self, other: int) -> Size:
-        return _size(other) + self
+        return _made(int(other) + int(self), "+", _size(other), self)
 
     def __sub__(self, other: int) -> Size:
-        other = _size(other)
-        if _is_number(other, 0):
-            return self
-        formula = f"{self.formula} − {other._factor()}"
-        return Size._of(int(self) - int(other), formula, self.symbols | other.symbols, is_sum=True)
+        return _made(int(self) - int(other), "-", self, _size(other))
 
     def __mul__(self, other: int) -> Size:
-        other = _size(other)
-        if _is_number(other, 1) or _is_number(self, 0):
-            return self
-        if _is_number(self, 1) or _is_number(other, 0):
-            return other
-        (number, factors), (more, others) = self._factors(), other._factors()
-        coefficient = [str(number * more)] if number * more != 1 else []
-        formula = "·".join([*coefficient, *factors, *others])
-        return Size._of(int(self) * int(other), formula, self.symbols | other.symbols)
+        return _made(int(self) * int(other), "*", self, _size(other))
 
     def __rmul__(self, other: int) -> Size:
-        return _size(other) * self
+        return _made(int(other) * int(self), "*", _size(other), self)
 
-    def _factor(self) -> str:
-        return f"({self.formula})" if self._is_sum else self.formula
+    def _terms(self) -> list[Term]:
+        """The formula as a sum; like terms are one."""
+        if self._made is None:
+            return [(int(self), ())] if self else []
+        if isinstance(self._made, str):
+            return [(1, (self._made,))]
+        how, left, right = self._made
+        if how == "/2":
+            return [(1, (f"{_factor(left._terms())}/2",))]
+        if how == "*":
+            return _product(left._terms(), right._terms())
+        sign = 1 if how == "+" else -1
+        found: dict[tuple[str, ...], int] = {}
+        for coefficient, factors in [*left._terms(), *((sign * c, f) for c, f in right._terms())]:
+            found[factors] = found.get(factors, 0) + coefficient
+        return [(coefficient, factors) for factors, coefficient in found.items() if coefficient]
 
-    def _factors(self) -> tuple[int, list[str]]:
-        """The formula as a number and the factors after it."""
-        if not self._is_sum:
-            head, _, rest = self.formula.partition("·")
-            if head.isdecimal():
-                return int(head), [rest] if rest else []
-        return 1, [self._factor()]
+
+def _made(value: int, how: Literal["+", "-", "*", "/2"], left: Size, right: Size) -> Size:
+    size = Size(value)
+    size._made = (how, left, right)
+    return size
 
 
 def _size(value: int) -> Size:
     return value if isinstance(value, Size) else Size(value)
 
 
-def _is_number(size: Size, value: int) -> bool:
-    """Whether it is this number and not a symbol that happens to have its value."""
-    return int(size) == value and size.formula == str(value)
+def _product(left: list[Term], right: list[Term]) -> list[Term]:
+    if not left or not right:
+        return []
+    coefficient = 1
+    factors: list[str] = []
+    for terms in (left, right):
+        if len(terms) == 1:
+            coefficient *= terms[0][0]
+            factors.extend(terms[0][1])
+        else:
+            factors.append(_factor(terms))
+    return [(coefficient, tuple(factors))]
+
+
+def _factor(terms: list[Term]) -> str:
+    return f"({_written(terms)})" if len(terms) > 1 else _written(terms)
+
+
+def _written(terms: list[Term]) -> str:
+    text = ""
+    for coefficient, factors in terms:
+        number = [] if abs(coefficient) == 1 and factors else [str(abs(coefficient))]
+        sign = ("− " if coefficient < 0 else "+ ") if text else ("−" if coefficient < 0 else "")
+        text += f"{' ' if text else ''}{sign}{'·'.join([*number, *factors])}"
+    return text or "0"
