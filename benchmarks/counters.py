@@ -33,7 +33,7 @@ from headwise import (
     count,
 )
 from headwise.attention import AttentionLayer
-from headwise.measurement import peer_counts
+from headwise.measurement import filled_cache, peer_counts
 
 E, TOKENS = 512, 1024
 COUNTERS = ("headwise", "thop", "fvcore", "torchinfo", "calflops", "torch")
@@ -58,10 +58,7 @@ def call_of(layer: AttentionLayer, phase: str, device: str) -> tuple[torch.Tenso
     """The new tokens' states and the rest of the arguments."""
     if phase == "prefill":
         return torch.randn(1, TOKENS, E, device=device), {"is_causal": True}
-    cache = layer.new_cache(1, TOKENS, device=device)
-    for buffer in cache.buffers:
-        buffer.normal_()
-    cache.length = TOKENS - 1
+    cache = filled_cache(layer.to(device), 1, TOKENS - 1, TOKENS)
     return torch.randn(1, 1, E, device=device), {"is_causal": True, "cache": cache}
 
 

@@ -29,6 +29,7 @@ _PUBLIC = {
     "LatentSpaceAttention": "headwise.attention",
     "LatentSpaceSpec": "headwise.specs",
     "LatentSpec": "headwise.specs",
+    "LayerCounts": "headwise.measurement",
     "MissingExtraError": "headwise.errors",
     "ModelSpec": "headwise.specs",
     "MultiHeadAttention": "headwise.attention",
@@ -44,6 +45,7 @@ _PUBLIC = {
     "complexity": "headwise.cost",
     "convert": "headwise.conversion",
     "count": "headwise.measurement",
+    "count_layer": "headwise.measurement",
     "evaluate": "headwise.evaluation",
     "generate": "headwise.hf",
     "inspect": "headwise.cost",
@@ -68,7 +70,7 @@ if TYPE_CHECKING:
     from headwise.evaluation import Evaluation, evaluate
     from headwise.hf import Generation, generate, load
     from headwise.kernels import attend, choose_backend
-    from headwise.measurement import Count, count
+    from headwise.measurement import Count, LayerCounts, count, count_layer
     from headwise.specs import (
         ExpertLatentSpec,
         GroupedSpec,
@@ -97,6 +99,7 @@ __all__ = [
     "LatentSpaceAttention",
     "LatentSpaceSpec",
     "LatentSpec",
+    "LayerCounts",
     "MissingExtraError",
     "ModelSpec",
     "MultiHeadAttention",
@@ -112,6 +115,7 @@ __all__ = [
     "complexity",
     "convert",
     "count",
+    "count_layer",
     "evaluate",
     "generate",
     "inspect",
@@ -120,6 +124,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "cost":  # a room whose functions are used under its name
+        return importlib.import_module("headwise.cost")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headwise.attention.cache import AttentionCache
 from headwise.attention.rope import RotaryEmbedding, rotate
 from headwise.errors import ArgumentError, SpecError
-from headwise.kernels import BACKENDS, Backend, attend
+from headwise.kernels import BACKENDS, Backend, as_bool_mask, attend
 from headwise.specs.base import AttentionSpec, RopeSpec
 
 Rope = RopeSpec | RotaryEmbedding
@@ -39,7 +39,7 @@ class Call:
     """What one forward call asks of a mechanism beside its states.
 
     ``position_ids`` are the new tokens', ``[B or 1, S]``, and ``rotation`` their cos and sin ``[B or 1, S, P/2]``,
-    None without RoPE; ``total`` counts the tokens so far; ``is_cross`` says that what is attended to is another
+    both None without RoPE; ``total`` counts the tokens so far; ``is_cross`` says that what is attended to is another
     sequence.
     """
 
@@ -47,7 +47,7 @@ class Call:
     is_causal: bool
     is_cross: bool
     return_weights: bool
-    position_ids: Tensor
+    position_ids: Tensor | None
     rotation: tuple[Tensor, Tensor] | None
     total: int
 
@@ -100,9 +100,9 @@ class AttentionLayer(nn.Module):
                 first call and only read by the next ones.
             attention_mask: bool or 0/1 integers, True = attend; ``[B, T]`` padding or broadcastable to
                 ``[B, H, S, T]``, T counting the cached tokens, those a window has forgotten included.
-            is_causal: bottom-right causal; combines with the mask. A layer with a sliding window always is.
-            position_ids: ``[B or 1, S]`` for RoPE; the next positions after the cache when None. The keys of
-                cross-attention are at 0 … T − 1.
+            is_causal: bottom-right causal; combines with the mask. A layer with a sliding window demands it.
+            position_ids: ``[B or 1, S]`` for RoPE; the next positions after the cache when None. In cross-attention
+                keys are at 0 … T − 1, and queries at 0 … S − 1 of each call unless given.
             position_embeddings: cos and sin ``[B or 1, S, P/2]`` of the new tokens, in place of the layer's own.
             cache: read and extended in place.
             return_weights: also return the attention weights ``[B, H, S, T]``.
@@ -121,10 +121,14 @@ class AttentionLayer(nn.Module):
             raise ArgumentError("sliding_window", window, rule)
         past = 0 if cache is None or is_cross else cache.length
         total = past + hidden_states.shape[1]
-        ids = positions(past, hidden_states, position_ids)
-        rotation = position_embeddings
-        if rotation is None and self.rope is not None:
-            rotation = self.rope(ids, hidden_states.dtype, total)
+        ids, rotation = None, position_embeddings
+        if position_ids is not None or (self.rope is not None and rotation is None):
+            ids = positions(past, hidden_states, position_ids)
+            if self.rope is not None and rotation is None:
+                rotation = self.rope(ids, hidden_states.dtype, total)
+        self._check_mask(attention_mask, hidden_states, key_value_states, cache, total)
+        if return_weights and self.backend == "sdpa":
+            raise ArgumentError("backend", "sdpa", "never holds the weights; use reference, packed or auto")
         call = Call(attention_mask, is_causal, is_cross, return_weights, ids, rotation, total)
         self._refuse(call, position_ids, position_embeddings, cache)
         memory = self._remembered(hidden_states, key_value_states, rotation, cache)
@@ -140,6 +144,21 @@ class AttentionLayer(nn.Module):
         cache: CacheLike | None,
     ) -> None:
         """Raise for what this mechanism cannot do, before anything is remembered."""
+
+    def _check_mask(
+        self,
+        mask: Tensor | None,
+        states: Tensor,
+        source: Tensor | None,
+        cache: CacheLike | None,
+        total: int,
+    ) -> None:
+        """Raise for a mask that does not fit before anything is remembered; a foreign cache's length is its own."""
+        if mask is None or not (cache is None or isinstance(cache, AttentionCache)):
+            return
+        B, S, _ = states.shape
+        heads = mask.shape[1] if mask.dim() == 4 else 1  # the kernel knows how many there are
+        as_bool_mask(mask, (B, heads, S, total if source is None else source.shape[1]))
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         """What is remembered of tokens ``[B, S, E]``: ``[B, heads, S, width]`` for each of `cache_shapes`."""

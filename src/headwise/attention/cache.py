@@ -90,8 +90,11 @@ class AttentionCache:
             torch.cat((buffer[:, :, held - kept : held], states), dim=2)
             for buffer, states in zip(self.buffers, new, strict=True)
         )
-        for buffer, states in zip(self.buffers, seen, strict=True):
-            buffer[:] = states[:, :, -room:]
+        if S == 1:  # what the new token sees is just what is to be held
+            self.buffers = [states.detach() for states in seen]
+        else:
+            for buffer, states in zip(self.buffers, seen, strict=True):
+                buffer[:] = states[:, :, -room:]
         self.length = end
         return seen
 

@@ -43,8 +43,8 @@ class ExpertLatentAttention(AttentionLayer):
     """Latent key and value heads, decoded for each query by the mixture of experts its gates choose.
 
     A token caches ``2·K·C`` values. Query head i reads latent head ``i // (H / K)``; gates are a softmax over all
-    experts of which the ``top_k`` largest are kept as they are, without renormalising. No call holds more than one
-    decoder's keys or values for a token.
+    experts of which the ``top_k`` largest are kept as they are, without renormalising. Without gradients no call
+    holds more than one decoder's keys or values for a token.
 
     Args:
         hidden_size: E.
@@ -61,10 +61,11 @@ class ExpertLatentAttention(AttentionLayer):
             takes the fewer FLOPs. The result is the same.
         bias: True for every projection, ``"qkv"``, or projection names; the experts have none.
         dropout: probability of dropping an attention weight while training.
-        rope: rotary embedding of the decoded queries and keys, or None. Positions must run on without gaps.
+        rope: rotary embedding of the decoded queries and keys, or None. Positions must run on without gaps: those of
+            cached tokens are counted back from the new ones'.
         softmax_scale: multiplies the scores; ``1/sqrt(D)`` when None.
         sliding_window: how many of the latest tokens are attended to; all when None.
-        backend: passed to `headwise.kernels.attend`.
+        backend: passed to `headwise.kernels.attend`; scores that are summed over experts or channels need none.
 
     Raises:
         SpecError: the sizes do not fit together.
@@ -77,8 +78,8 @@ class ExpertLatentAttention(AttentionLayer):
         hidden_size: int,
         num_heads: int,
         *,
-        latent_kv_heads: int = 8,
-        kv_dim: int = 64,
+        latent_kv_heads: int,
+        kv_dim: int,
         num_experts: int = 8,
         top_k: int = 2,
         conditioning: Literal["token", "sequence"] = "token",
@@ -139,7 +140,11 @@ class ExpertLatentAttention(AttentionLayer):
             )
             if position_embeddings is not None:
                 raise ArgumentError("position_embeddings", "given", f"must be left to the layer; positions {rule}")
-            if position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any()):
+            if (
+                position_ids is not None
+                and position_ids.shape[-1] > 1
+                and bool((position_ids.diff(dim=-1) != 1).any())
+            ):
                 raise ArgumentError("position_ids", position_ids.tolist(), rule)
         if self.spec.conditioning == "sequence":
             rule = 'must not be given with conditioning="sequence", whose gates see every token; use "token"'
@@ -177,9 +182,9 @@ class ExpertLatentAttention(AttentionLayer):
         if self.spec.conditioning == "sequence":
             projected = self._mean_query(projected, call)
         logits = self.gate_proj(projected)
-        gates = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(logits.dtype)
-        top = gates.topk(self.spec.top_k, dim=-1)
-        return torch.zeros_like(gates).scatter(-1, top.indices, top.values)
+        gates = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        top = gates.topk(self.spec.top_k, dim=-1)  # before they are rounded, which makes ties
+        return torch.zeros_like(gates).scatter(-1, top.indices, top.values).to(logits.dtype)
 
     def _mean_query(self, projected: Tensor, call: Call) -> Tensor:
         """``[B, 1, H·D]``; padding is no part of the sequence, so masked tokens have no say."""
@@ -256,6 +261,7 @@ class ExpertLatentAttention(AttentionLayer):
         if call.is_cross:
             ids, length = steps, T
         else:
+            assert call.position_ids is not None
             ids, length = call.position_ids[:, -1:] - (T - 1) + steps, call.total
         rotation: tuple[Tensor, Tensor] = self.rope(ids, latent.dtype, length)
         return rotation
@@ -308,9 +314,11 @@ def _grouped_product(x: Tensor, y: Tensor) -> Tensor:
     return (x.reshape(B, K, H // K * S, a) @ y).view(B, H, S, y.shape[3])
 
 
-def from_spec(spec: ExpertLatentSpec, *, dropout: float = 0.0, impl: Impl = "auto") -> ExpertLatentAttention:
+def from_spec(
+    spec: ExpertLatentSpec, *, dropout: float = 0.0, impl: Impl = "auto", backend: Backend = "auto"
+) -> ExpertLatentAttention:
     """The layer a spec describes, freshly initialised."""
     names = ("hidden_size", "num_heads", "latent_kv_heads", "kv_dim", "num_experts", "top_k", "conditioning")
     more = ("head_dim", "bias", "rope", "softmax_scale", "sliding_window")
     arguments = {name: getattr(spec, name) for name in (*names, *more)}
-    return ExpertLatentAttention(**arguments, dropout=dropout, impl=impl)
+    return ExpertLatentAttention(**arguments, dropout=dropout, impl=impl, backend=backend)

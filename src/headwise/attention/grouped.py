@@ -183,7 +183,9 @@ class MultiQueryAttention(GroupedQueryAttention):
         super().__init__(hidden_size, num_heads, 1, **kwargs)
 
 
-def from_spec(spec: GroupedSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6) -> GroupedQueryAttention:
+def from_spec(
+    spec: GroupedSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6, backend: Backend = "auto"
+) -> GroupedQueryAttention:
     """The layer a spec describes, freshly initialised."""
     for field in ("sinks", "softcap"):
         if getattr(spec, field):
@@ -201,6 +203,7 @@ def from_spec(spec: GroupedSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6
         norm_eps=norm_eps,
         softmax_scale=spec.softmax_scale,
         sliding_window=spec.sliding_window,
+        backend=backend,
         output_projection=spec.output_projection,
     )
 

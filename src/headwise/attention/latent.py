@@ -200,11 +200,21 @@ class MultiHeadLatentAttention(AttentionLayer):
 
 
 def from_spec(
-    spec: LatentSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6, impl: Impl = "auto"
+    spec: LatentSpec,
+    *,
+    dropout: float = 0.0,
+    norm_eps: float = 1e-6,
+    impl: Impl = "auto",
+    backend: Backend = "auto",
 ) -> MultiHeadLatentAttention:
     """The layer a spec describes, freshly initialised."""
     arguments = constructor_arguments(spec)
-    return MultiHeadLatentAttention(**arguments, rope=spec.rope, dropout=dropout, norm_eps=norm_eps, impl=impl)
+    layer = MultiHeadLatentAttention(
+        **arguments, rope=spec.rope, dropout=dropout, norm_eps=norm_eps, impl=impl, backend=backend
+    )
+    if spec.rope is None:  # a rotary key that nothing turns (Kimi Linear), or that its host turns
+        layer.rope, layer.spec = None, spec
+    return layer
 
 
 def constructor_arguments(spec: LatentSpec) -> dict[str, Any]:

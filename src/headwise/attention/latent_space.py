@@ -102,7 +102,7 @@ class LatentSpaceAttention(AttentionLayer):
         return out if weights is None else (out, weights)
 
 
-def from_spec(spec: LatentSpaceSpec, *, dropout: float = 0.0) -> LatentSpaceAttention:
+def from_spec(spec: LatentSpaceSpec, *, dropout: float = 0.0, backend: Backend = "auto") -> LatentSpaceAttention:
     """The layer a spec describes, freshly initialised."""
     return LatentSpaceAttention(
         spec.hidden_size,
@@ -114,4 +114,5 @@ def from_spec(spec: LatentSpaceSpec, *, dropout: float = 0.0) -> LatentSpaceAtte
         rope=spec.rope,
         softmax_scale=spec.softmax_scale,
         sliding_window=spec.sliding_window,
+        backend=backend,
     )

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 
 from headwise.cost import formulas
 from headwise.errors import ArgumentError, SpecError
-from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec, as_grouped, as_latent, split_budget
+from headwise.specs import (
+    AttentionSpec,
+    GroupedSpec,
+    ModelSpec,
+    as_grouped,
+    as_latent,
+    refuse_as_latent,
+    split_budget,
+)
 
 TARGETS = "mha, gqa:K, mqa or mla"
 
@@ -96,18 +104,7 @@ def plan_layer(source: AttentionSpec, target: Target) -> AttentionSpec:
         count = counts[target.mechanism]
         assert count is not None
         return as_grouped(source, count)
-    for field, value in (
-        ("qk_norm", source.qk_norm),
-        ("sliding_window", source.sliding_window),
-        ("sinks", source.sinks or None),
-        ("softcap", source.softcap),
-    ):
-        if value is not None:
-            raise SpecError(field, value, "a layer with it cannot be converted to mla yet")
-    if source.rope is None or source.rope.dim != source.head_dim:
-        dims = None if source.rope is None else source.rope.dim
-        rule = f"only layers that rotate all {source.head_dim} dims of a head can be converted to mla yet"
-        raise SpecError("rotary dims", dims, rule)
+    refuse_as_latent(source)
     if target.kv_budget is not None:
         whole = formulas(source).cache_values(source)
         values = int(target.kv_budget * whole + 1e-9)

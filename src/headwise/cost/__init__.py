@@ -22,11 +22,12 @@ from headwise.cost.layer import (
     state_bytes,
     thop_count,
 )
-from headwise.cost.stages import attended_pairs
+from headwise.cost.stages import KERNELS, attended_pairs
 from headwise.cost.training import activation_bytes, backward_flops
 
 __all__ = [
     "DTYPE_BYTES",
+    "KERNELS",
     "Comparison",
     "Complexity",
     "Inspection",

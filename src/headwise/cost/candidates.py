@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from headwise.cost import layer
-from headwise.specs.base import AttentionSpec
+from headwise.specs.base import AttentionSpec, RopeSpec
 from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.latent import LatentSpec
@@ -29,10 +29,12 @@ def ladder(source: AttentionSpec) -> list[AttentionSpec]:
     three budgets, and one head of the same width as all heads.
     """
     if isinstance(source, GroupedSpec):
-        return [*_grouped_ladder(source), *_latent_ladder(source), *_designs(source)]
+        rotary = source.rope is not None
+        designs = _designs(source, layer.cache_values(source), rotary=rotary)
+        return [*_grouped_ladder(source), *_latent_ladder(source), *designs]
     if isinstance(source, LatentSpec):
         dense = _dense(source)
-        return [*_grouped_ladder(dense), source, *_designs(dense, layer.cache_values(source))]
+        return [*_grouped_ladder(dense), source, *_designs(dense, layer.cache_values(source), rotary=True)]
     return [source]
 
 
@@ -81,7 +83,7 @@ def _families(source: GroupedSpec | LatentSpec) -> list[Callable[[int], Attentio
 
     def expert_latent(size: int) -> ExpertLatentSpec:
         K = between or 1
-        return ExpertLatentSpec(hidden_size=E, num_heads=H, head_dim=D, latent_kv_heads=K, kv_dim=size)
+        return _experts(dense, K, size, rotary=rotary)
 
     def single(size: int) -> AttentionSpec | None:
         return GroupedSpec(hidden_size=E, num_heads=1, num_kv_heads=1, head_dim=size * step)
@@ -150,25 +152,37 @@ def _grouped_ladder(source: GroupedSpec) -> list[AttentionSpec]:
 
 
 def _latent_ladder(source: GroupedSpec) -> list[AttentionSpec]:
+    if source.num_kv_heads * source.head_dim < 2:  # nothing to make a rotary pair of
+        return []
     values = source.num_kv_heads * (source.head_dim + source.value_dim)
     budgets = [values, values // 2, values // 4]
     sizes = [split_budget(source, budget) for budget in budgets if budget >= 3]  # a latent and a rotary pair
     return [as_latent(source, rank, rope_dim) for rank, rope_dim in sizes]
 
 
-def _designs(dense: GroupedSpec, values: int | None = None) -> list[AttentionSpec]:
-    """Latent-space and expert-latent attention with ``values`` (or the layer's own) cached, half and a quarter of
-    them, and one wide head."""
+def _designs(dense: GroupedSpec, values: int, *, rotary: bool) -> list[AttentionSpec]:
+    """Latent-space and expert-latent attention with ``values`` cached, half and a quarter of them; one wide head."""
     E, H, D = dense.hidden_size, dense.num_heads, dense.head_dim
-    values = layer.cache_values(dense) if values is None else values
     K = _kv_heads(dense) or 1
     widths = dict.fromkeys(min(D, max(1, values // part // (2 * H))) for part in (1, 2, 4))
     latents = dict.fromkeys(max(1, values // part // (2 * K)) for part in (1, 2, 4))
     return [
         *(LatentSpaceSpec(hidden_size=E, num_heads=H, latent_dim=H * width, head_dim=D) for width in widths),
-        *(
-            ExpertLatentSpec(hidden_size=E, num_heads=H, head_dim=D, latent_kv_heads=K, kv_dim=width)
-            for width in latents
-        ),
+        *(_experts(dense, K, width, rotary=rotary) for width in latents),
         GroupedSpec(hidden_size=E, num_heads=1, num_kv_heads=1, head_dim=H * D),
     ]
+
+
+def _experts(dense: GroupedSpec, latent_kv_heads: int, kv_dim: int, *, rotary: bool) -> ExpertLatentSpec:
+    """With RoPE on an eighth of a head's dims: rotated keys are decoded at every step, so more would be the cost."""
+    D = dense.head_dim
+    theta = 10000.0 if dense.rope is None else dense.rope.theta
+    rope = RopeSpec(dim=max(2, D // 16 * 2), theta=theta) if rotary and D > 1 else None
+    return ExpertLatentSpec(
+        hidden_size=dense.hidden_size,
+        num_heads=dense.num_heads,
+        head_dim=D,
+        latent_kv_heads=latent_kv_heads,
+        kv_dim=kv_dim,
+        rope=rope,
+    )

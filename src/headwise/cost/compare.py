@@ -15,7 +15,7 @@ from headwise.specs.latent import LatentSpec
 from headwise.specs.model import ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
 from headwise.specs.sources import read_spec
-from headwise.specs.targets import as_latent
+from headwise.specs.targets import as_latent, refuse_as_latent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,8 @@ def compare(
     Raises:
         ArgumentError: context or batch is not positive, a name is not known, or there is no such source.
         CheckpointError: its files are damaged.
-        SpecError: the architecture is not understood, the model keeps no cache, or its layers are of different kinds.
+        SpecError: the architecture is not understood, the model keeps no cache, or its attention is not of one kind
+            and size, or shares keys and values, or is gated.
     """
     for name, value in (("context", context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -140,8 +141,13 @@ def _attention_of(spec: ModelSpec) -> AttentionSpec:
     kinds = {own.kind for own in attention}
     if len(kinds) != 1:
         raise SpecError("attention kinds", sorted(kinds), "must be one: layers of several kinds have no one ladder")
-    if any(isinstance(own, GroupedSpec) and own.shares_kv for own in attention):
-        raise SpecError("model_type", spec.model_type, "has layers that share keys and values: no ladder is theirs")
+    for name, what in (("shares_kv", "share keys and values"), ("output_gate", "gate their output")):
+        if any(getattr(own, name, False) for own in attention):
+            raise SpecError("model_type", spec.model_type, f"has layers that {what}: nothing is set beside them")
+    sizes = {replace(own, sliding_window=None, rope=None, softmax_scale=None) for own in attention}
+    if len(sizes) > 1:
+        rule = "must be of one size to be compared: each candidate takes the place of all of them"
+        raise SpecError("attention", [own.label for own in sizes], rule)
     return attention[0]
 
 
@@ -159,6 +165,10 @@ def _target(own: AttentionSpec, candidate: AttentionSpec) -> str | None:
     if candidate == own or not isinstance(own, GroupedSpec):
         return None
     if isinstance(candidate, LatentSpec):
+        try:
+            refuse_as_latent(own)
+        except SpecError:
+            return None
         sizes = f"--kv-lora-rank {candidate.kv_lora_rank} --qk-rope-head-dim {candidate.qk_rope_head_dim}"
         return f"--to mla {sizes}" if candidate == _as_converted(own, candidate) else None
     if isinstance(candidate, GroupedSpec) and replace(own, num_kv_heads=candidate.num_kv_heads) == candidate:

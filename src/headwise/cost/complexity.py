@@ -13,6 +13,7 @@ from headwise.cost.stages import Core, Kernel, check_kernel
 from headwise.cost.training import kept_activations
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
+from headwise.specs.model import ModelSpec
 from headwise.specs.sources import layer_spec
 
 SYMBOLS = {
@@ -62,7 +63,7 @@ class Complexity:
     Attributes:
         label: the layer.
         impl: the implementation the stages are of.
-        kernel: one of `cost.stages.KERNELS`.
+        kernel: one of `headwise.cost.KERNELS`.
         dtype: of weights, activations and cache.
         symbols: the letters of the formulas and their values.
         stages: in order.
@@ -98,7 +99,7 @@ class Complexity:
 
 
 def complexity(
-    source: str | Path | AttentionSpec,
+    source: str | Path | ModelSpec | AttentionSpec,
     new_tokens: int,
     total_tokens: int | None = None,
     *,
@@ -106,8 +107,8 @@ def complexity(
     batch: int = 1,
     causal: bool | None = None,
     impl: str = "auto",
-    kernel: Kernel = "unfused",
-    dtype: str = "float32",
+    kernel: Kernel = "fused",
+    dtype: str = "bfloat16",
 ) -> Complexity:
     """Time and space of one layer by stage, as formulas and as numbers.
 
@@ -119,7 +120,7 @@ def complexity(
         batch: B.
         causal: as `headwise.cost.forward_flops`.
         impl: as `headwise.cost.forward_flops`.
-        kernel: one of `cost.stages.KERNELS`.
+        kernel: one of `headwise.cost.KERNELS`.
         dtype: of weights, activations and cache.
 
     Raises:

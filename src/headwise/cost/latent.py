@@ -10,7 +10,7 @@ from dataclasses import replace
 from headwise.cost.activations import Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Over, Product, Stage, Vector
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, SpecError
 from headwise.specs.latent import LatentSpec
 
 IMPLS = ("expanded", "absorbed", "cached_kv")
@@ -88,7 +88,11 @@ def activations(spec: LatentSpec, impl: str, training: Training) -> tuple[Kept, 
     """What one layer keeps for the backward pass."""
     E, H, R = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.kv_lora_rank, "R")
     N, P, V = Size(spec.qk_nope_head_dim, "N"), Size(spec.qk_rope_head_dim, "P"), Size(spec.v_head_dim, "V")
-    kept = [*kept_inputs(training, E), *kept_rotation(training, P)]
+    if impl == "cached_kv":
+        raise SpecError("impl", impl, "has no account of its activations: no layer here runs it")
+    kept = [*kept_inputs(training, E)]
+    if spec.rope is not None:
+        kept += kept_rotation(training, P)
     if spec.q_lora_rank is not None:
         Q = Size(spec.q_lora_rank, "Q")
         kept += [Kept("q_b_proj input", Q, "new")]

@@ -27,7 +27,8 @@ DTYPE_BYTES = {
 class Formulas(Protocol):
     """What ``headwise.cost.<kind>`` provides for a mechanism.
 
-    ``best_impl`` only where there are several implementations, ``shard`` only where heads can be split over ranks.
+    Only where they apply: ``best_impl`` (several implementations), ``shard`` (heads can be split over ranks),
+    ``activations`` (headwise has the layer) and ``state_values`` (a state of one size).
     """
 
     IMPLS: tuple[str, ...]
@@ -72,10 +73,15 @@ def stages(spec: AttentionSpec, impl: str | None = None, *, new_tokens: int = 1)
         ArgumentError: the mechanism has no such implementation.
     """
     module = formulas(spec)
-    impl = impl or module.IMPLS[0]
-    if impl not in module.IMPLS:
-        raise ArgumentError("impl", impl, f"must be one of {', '.join(module.IMPLS)} for {spec.mechanism}")
-    return module.stages(spec, impl, new_tokens)
+    return module.stages(spec, known_impl(spec, impl or module.IMPLS[0]), new_tokens)
+
+
+def known_impl(spec: AttentionSpec, impl: str) -> str:
+    """The name of an implementation, if the mechanism has it."""
+    names = formulas(spec).IMPLS
+    if impl not in names:
+        raise ArgumentError("impl", impl, f"must be one of {', '.join(names)} for {spec.mechanism}")
+    return impl
 
 
 def parameters(spec: AttentionSpec) -> int:
@@ -108,7 +114,7 @@ def forward_flops(
         impl: one of the mechanism's implementations, or ``auto`` for the one with the fewest FLOPs.
         cross: the T tokens are another sequence's, whose keys and values are computed too.
         cached: with ``cross``, those keys and values are in the cache already.
-        kernel: one of `cost.stages.KERNELS`; forward, only what ``padded`` pads makes a difference.
+        kernel: one of `headwise.cost.KERNELS`; forward, only what ``padded`` pads makes a difference.
         softmax: add ``SOFTMAX_FLOPS`` for each score.
 
     Raises:
@@ -168,9 +174,10 @@ def call_of(
         raise ArgumentError("new_tokens, total_tokens", (S, T), rule)
     if cached and not cross:
         raise ArgumentError("cached", cached, "is said of cross-attention only: total_tokens says it otherwise")
-    if cross and causal:
-        raise ArgumentError("causal", causal, "must be false for cross-attention")
-    causal = not cross and (spec.is_causal if causal is None else causal)
+    if causal is None:
+        causal = spec.is_causal and not cross
+    if causal and S > T:
+        raise ArgumentError("causal", causal, f"must be false for {S} queries of {T} source tokens")
     new = Size(S, "S")
     total = new if T == S and not cross else Size(T, "T")
     if spec.sliding_window is not None and not cross and S + spec.sliding_window - 1 < T:
@@ -180,7 +187,7 @@ def call_of(
         new=new,
         source=(Size(0) if cached else total) if cross else new,
         total=total,
-        pairs=_pairs(new, total, spec.sliding_window if causal else None, causal=causal),
+        pairs=_pairs(new, total, spec.sliding_window if causal and not cross else None, causal=causal),
     )
 
 
@@ -201,7 +208,7 @@ def chosen_impl(spec: AttentionSpec, impl: str, call: Call) -> str:
     """The implementation meant: the one named, or for ``auto`` the one with the fewest FLOPs."""
     module = formulas(spec)
     if impl != "auto":
-        return impl
+        return known_impl(spec, impl)
     if len(module.IMPLS) == 1:
         return module.IMPLS[0]
     return module.best_impl(spec, int(call.new), int(call.total), int(call.pairs))
@@ -237,22 +244,15 @@ def cache_values(spec: AttentionSpec) -> int:
     return int(formulas(spec).cache_values(spec))
 
 
-def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16", *, ranks: int = 1) -> int:
-    """Bytes one more token adds to the cache of one layer (on one of several ranks) while it still grows.
-
-    0 for an encoder.
-    """
-    if not spec.is_causal:
-        return 0
-    return cache_values(shard(spec, ranks)) * dtype_bytes(dtype)
+def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16") -> int:
+    """Bytes one more token adds to the cache of one layer, while it still grows; 0 for an encoder."""
+    return cache_values(spec) * dtype_bytes(dtype) if spec.is_causal else 0
 
 
-def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16", ranks: int = 1) -> int:
+def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16") -> int:
     """Bytes of one layer's cache at a context of ``tokens``; a sliding window holds no more than its width."""
     held = tokens if spec.sliding_window is None else min(tokens, spec.sliding_window)
-    return batch * held * cache_bytes_per_token(spec, dtype, ranks=ranks) + state_bytes(
-        spec, batch=batch, dtype=dtype
-    )
+    return batch * held * cache_bytes_per_token(spec, dtype) + state_bytes(spec, batch=batch, dtype=dtype)
 
 
 def state_bytes(spec: AttentionSpec, *, batch: int = 1, dtype: str = "bfloat16") -> int:

@@ -87,7 +87,6 @@ def forward_flops(
     *,
     batch: int = 1,
     causal: bool | None = None,
-    impl: str = "auto",
 ) -> Flops:
     """FLOPs of one forward pass of the whole model, by part, the head over every new token.
 
@@ -95,7 +94,7 @@ def forward_flops(
         new_tokens: S, tokens passed in; 1 for a decode step.
         total_tokens: T, tokens attended to, S of them new; S when None (prefill).
         batch: B.
-        causal: as in `headwise.cost.forward_flops`, as is ``impl``.
+        causal: as in `headwise.cost.forward_flops`.
 
     Raises:
         ArgumentError: not 1 <= S <= T.
@@ -104,8 +103,8 @@ def forward_flops(
     body, counts = _known_body(model), _Counts()
     tokens = batch * new_tokens
     for (spec, network), times in _distinct(model, body):
-        whole = layer.forward_flops(spec, new_tokens, total_tokens, batch=batch, causal=causal, impl=impl)
-        pairs = _pair_flops(spec, new_tokens, total_tokens or new_tokens, batch, causal, impl)
+        whole = layer.forward_flops(spec, new_tokens, total_tokens, batch=batch, causal=causal)
+        pairs = _pair_flops(spec, new_tokens, total_tokens or new_tokens, batch, causal)
         counts.add("mixers" if isinstance(spec, RecurrentSpec) else "attention_projections", times * (whole - pairs))
         counts.add("attention_pairs", times * pairs)
         for part in parts(network) if network else ():
@@ -121,12 +120,11 @@ def attention_flops(
     *,
     batch: int = 1,
     causal: bool | None = None,
-    impl: str = "auto",
 ) -> int:
     """FLOPs of one forward pass through every layer's attention or mixer, and nothing else."""
     return sum(
-        layer.forward_flops(spec, new_tokens, total_tokens, batch=batch, causal=causal, impl=impl)
-        for spec in model.layers
+        times * layer.forward_flops(spec, new_tokens, total_tokens, batch=batch, causal=causal)
+        for spec, times in Counter(model.layers).items()
     )
 
 
@@ -147,7 +145,8 @@ def cache_bytes_by_layer(
     model: ModelSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16"
 ) -> tuple[int, ...]:
     """Bytes of each layer's cache at a context of ``tokens``: keys and values within its window, or its state."""
-    return tuple(layer.cache_bytes(spec, tokens, batch=batch, dtype=dtype) for spec in model.layers)
+    each = {spec: layer.cache_bytes(spec, tokens, batch=batch, dtype=dtype) for spec in set(model.layers)}
+    return tuple(each[spec] for spec in model.layers)
 
 
 def cache_bytes(model: ModelSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16") -> int:
@@ -177,7 +176,7 @@ def _distinct(model: ModelSpec, body: BodySpec) -> list[tuple[tuple[AttentionSpe
     return list(Counter(zip(model.layers, body.feed_forward, strict=True)).items())
 
 
-def _pair_flops(spec: AttentionSpec, S: int, T: int, batch: int, causal: bool | None, impl: str) -> int:
+def _pair_flops(spec: AttentionSpec, S: int, T: int, batch: int, causal: bool | None) -> int:
     call = layer.call_of(spec, S, T, batch=batch, causal=causal)
-    work = layer.stages(spec, layer.chosen_impl(spec, impl, call), new_tokens=S)
+    work = layer.stages(spec, layer.chosen_impl(spec, "auto", call), new_tokens=S)
     return int(sum(stage.forward_flops(call, "unfused") for stage in work if isinstance(stage, Core)))

@@ -69,8 +69,10 @@ def state_values(spec: RecurrentSpec) -> int:
 
 def shard(spec: RecurrentSpec, ranks: int) -> RecurrentSpec:
     """What one of several ranks holds: its share of the heads, and of the groups at least one."""
-    if spec.num_heads % ranks:
-        raise ArgumentError("ranks", ranks, f"must divide the {spec.num_heads} heads of {spec.mechanism}")
+    groups = spec.num_groups or ranks
+    if spec.num_heads % ranks or max(groups, ranks) % min(groups, ranks):
+        rule = f"must divide the {spec.num_heads} heads, and divide or be a multiple of the {spec.num_groups} groups"
+        raise ArgumentError("ranks", ranks, rule)
     return replace(spec, num_heads=spec.num_heads // ranks, num_groups=-(-spec.num_groups // ranks))
 
 

@@ -45,19 +45,19 @@ class Size(int):
         return _made(int(self) // 2, "/2", self, self)
 
     def __add__(self, other: int) -> Size:
-        return _made(int(self) + int(other), "+", self, _size(other))
+        return _made(int(self) + int(other), "+", self, as_size(other))
 
     def __radd__(self, other: int) -> Size:
-        return _made(int(other) + int(self), "+", _size(other), self)
+        return _made(int(other) + int(self), "+", as_size(other), self)
 
     def __sub__(self, other: int) -> Size:
-        return _made(int(self) - int(other), "-", self, _size(other))
+        return _made(int(self) - int(other), "-", self, as_size(other))
 
     def __mul__(self, other: int) -> Size:
-        return _made(int(self) * int(other), "*", self, _size(other))
+        return _made(int(self) * int(other), "*", self, as_size(other))
 
     def __rmul__(self, other: int) -> Size:
-        return _made(int(other) * int(self), "*", _size(other), self)
+        return _made(int(other) * int(self), "*", as_size(other), self)
 
     def _terms(self) -> list[Term]:
         """The formula as a sum; like terms are one."""
@@ -83,7 +83,8 @@ def _made(value: int, how: Literal["+", "-", "*", "/2"], left: Size, right: Size
     return size
 
 
-def _size(value: int) -> Size:
+def as_size(value: int) -> Size:
+    """A plain number as a size; a size passes."""
     return value if isinstance(value, Size) else Size(value)
 
 

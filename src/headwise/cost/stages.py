@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from headwise.cost.size import Size
+from headwise.cost.size import Size, as_size
 from headwise.errors import ArgumentError
 
 Kernel = Literal["unfused", "fused", "padded"]
@@ -128,7 +128,7 @@ class Core:
         """Four products; five when the scores have to be computed again."""
         qk_dim, v_dim = self._widths(kernel)
         if kernel != "unfused" and self.can_fuse:
-            return 2 * call.batch * self.heads * call.pairs * (3 * _size(qk_dim) + 2 * _size(v_dim))
+            return 2 * call.batch * self.heads * call.pairs * (3 * as_size(qk_dim) + 2 * as_size(v_dim))
         return 2 * self.forward_flops(call, kernel)
 
     def softmax_flops(self, call: Call) -> Size:
@@ -149,10 +149,6 @@ def check_kernel(kernel: str) -> None:
     """Raise an `ArgumentError` unless it is one of `KERNELS`."""
     if kernel not in KERNELS:
         raise ArgumentError("kernel", kernel, f"must be one of {', '.join(KERNELS)}")
-
-
-def _size(value: int) -> Size:
-    return value if isinstance(value, Size) else Size(value)
 
 
 def attended_pairs(new_tokens: int, total_tokens: int, *, causal: bool, window: int | None = None) -> int:

@@ -17,7 +17,7 @@ def backward_flops(
     batch: int = 1,
     causal: bool | None = None,
     impl: str = "auto",
-    kernel: Kernel = "unfused",
+    kernel: Kernel = "fused",
     input_gradient: bool = True,
 ) -> int:
     """FLOPs of the backward pass of a training step: exactly twice the forward's for an unfused kernel.
@@ -31,7 +31,7 @@ def backward_flops(
         batch: B.
         causal: as `forward_flops`.
         impl: as `forward_flops`.
-        kernel: one of `cost.stages.KERNELS`.
+        kernel: one of `headwise.cost.KERNELS`.
         input_gradient: False when the layer's inputs need no gradient, as a model's first layer's: the input side of
             the projections that read them is then not computed.
     """
@@ -48,7 +48,7 @@ def activation_bytes(
     source_tokens: int | None = None,
     *,
     batch: int = 1,
-    dtype: str = "float32",
+    dtype: str = "bfloat16",
     causal: bool | None = None,
     impl: str = "auto",
     kernel: Kernel = "fused",
@@ -65,7 +65,7 @@ def activation_bytes(
         dtype: of weights and activations.
         causal: as `forward_flops`.
         impl: as `forward_flops`.
-        kernel: one of `cost.stages.KERNELS`; ``unfused`` holds the scores at least in float32.
+        kernel: one of `headwise.cost.KERNELS`; ``unfused`` holds the scores at least in float32.
     """
     kept, call = kept_activations(
         spec, tokens, source_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
@@ -79,7 +79,7 @@ def kept_activations(
     source_tokens: int | None = None,
     *,
     batch: int = 1,
-    dtype: str = "float32",
+    dtype: str = "bfloat16",
     causal: bool | None = None,
     impl: str = "auto",
     kernel: Kernel = "fused",
@@ -88,7 +88,7 @@ def kept_activations(
     cross = source_tokens is not None
     call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
     check_kernel(kernel)
-    is_causal = not cross and (spec.is_causal if causal is None else causal)
+    is_causal = (spec.is_causal and not cross) if causal is None else causal
     training = Training(
         kernel=kernel,
         half=dtype_bytes(dtype) < 4,

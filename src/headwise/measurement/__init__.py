@@ -2,7 +2,7 @@
 
 from headwise.measurement.counters import LayerCounts, count_layer
 from headwise.measurement.counting import Count, cache_nbytes, count
-from headwise.measurement.layer import LayerTimes, measure_comparison, measure_layers
+from headwise.measurement.layer import LayerTimes, filled_cache, measure_comparison, measure_layers
 from headwise.measurement.memory import peak_rss_bytes
 from headwise.measurement.peers import PeerCount, peer_counts
 from headwise.measurement.timing import matmul_flops_per_second, time_interleaved
@@ -15,6 +15,7 @@ __all__ = [
     "cache_nbytes",
     "count",
     "count_layer",
+    "filled_cache",
     "matmul_flops_per_second",
     "measure_comparison",
     "measure_layers",

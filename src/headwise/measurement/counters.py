@@ -11,8 +11,9 @@ import torch
 from headwise.attention import AttentionLayer, build
 from headwise.cost import forward_flops, parameters
 from headwise.measurement.counting import count
+from headwise.measurement.layer import filled_cache
 from headwise.measurement.peers import PeerCount, peer_counts
-from headwise.specs import AttentionSpec, layer_spec
+from headwise.specs import AttentionSpec, ModelSpec, layer_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,11 @@ class LayerCounts:
 
 @torch.inference_mode()
 def count_layer(
-    source: str | Path | AttentionSpec, new_tokens: int, total_tokens: int | None = None, *, index: int = 0
+    source: str | Path | ModelSpec | AttentionSpec,
+    new_tokens: int,
+    total_tokens: int | None = None,
+    *,
+    index: int = 0,
 ) -> LayerCounts:
     """Build one layer with random float32 weights, run one causal call of it, and ask every counter.
 
@@ -83,9 +88,5 @@ def _call(layer: AttentionLayer, new_tokens: int, total_tokens: int) -> tuple[to
     states = torch.randn(1, new_tokens, layer.spec.hidden_size)
     kwargs: dict[str, Any] = {"is_causal": layer.spec.is_causal}
     if total_tokens > new_tokens:
-        cache = layer.new_cache(1, total_tokens)
-        for buffer in cache.buffers:
-            buffer.normal_()
-        cache.length = total_tokens - new_tokens
-        kwargs["cache"] = cache
+        kwargs["cache"] = filled_cache(layer, 1, total_tokens - new_tokens, total_tokens)
     return states, kwargs

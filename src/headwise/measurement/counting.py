@@ -68,8 +68,11 @@ def count(module: nn.Module, *args: Any, backward: bool = False, **kwargs: Any) 
         if backward:
             saved = seen()
             outputs = [tensor for tensor in _tensors(out) if tensor.requires_grad]
-            with counter.running():
-                torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+            given = [*module.parameters(), *_tensors([*args, *kwargs.values()])]
+            inputs = [tensor for tensor in given if tensor.requires_grad]
+            with counter.running():  # nobody's .grad is touched
+                seeds = [torch.ones_like(tensor) for tensor in outputs]
+                torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
             gradients = counter.total
     return Count(
         parameters=sum(parameter.numel() for parameter in module.parameters()),

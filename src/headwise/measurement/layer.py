@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from headwise.attention import AttentionLayer, build
+from headwise.attention import AttentionCache, AttentionLayer, build
 from headwise.cost import Comparison
 from headwise.measurement.timing import time_interleaved
 from headwise.progress import Progress, silent
@@ -36,23 +36,19 @@ def measure_layers(
     """Time layers of several specs side by side, with random weights and cache.
 
     Args:
-        specs: the layers; a sliding window is left out, as the layers do not take one yet.
+        specs: the layers.
         context: tokens in the cache for a decode step of one token, and in the prefill.
         batch: sequences.
         dtype: of weights, activations and cache.
         repeats: timed rounds over all of them.
         progress: told of each round.
     """
-    layers = [build(replace(spec, sliding_window=None)).to(dtype).eval() for spec in specs]
+    layers = [build(spec).to(dtype).eval() for spec in specs]
     prompt = [torch.randn(batch, context, spec.hidden_size, dtype=dtype) for spec in specs]
-    caches = [layer.new_cache(batch, context) for layer in layers]
-    for cache in caches:
-        for buffer in cache.buffers:
-            buffer.normal_()
-        cache.length = context
+    caches = [filled_cache(layer, batch, context, context) for layer in layers]
 
     def decode(i: int) -> None:
-        caches[i].crop(context - 1)
+        caches[i].length = context - 1  # a full window could not be cropped, and what it holds makes no difference
         layers[i](prompt[i][:, :1], is_causal=True, cache=caches[i])
 
     def prefill(layer: AttentionLayer, states: torch.Tensor) -> None:
@@ -72,6 +68,15 @@ def measure_layers(
         progress=progress,
     )
     return [LayerTimes(decoding[str(i)] * 1e3, prefilling[str(i)] * 1e3) for i in range(len(layers))]
+
+
+def filled_cache(layer: AttentionLayer, batch: int, length: int, max_length: int) -> AttentionCache:
+    """A layer's cache that holds noise in the place of ``length`` tokens."""
+    cache = layer.new_cache(batch, max_length)
+    for buffer in cache.buffers:
+        buffer.normal_()
+    cache.length = length
+    return cache
 
 
 def measure_comparison(

@@ -123,6 +123,7 @@ def _ask(
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return PeerCount(name=name, version=None, unit=unit, error="is not installed (pip install 'headwise[bench]')")
+    disabled = logging.root.manager.disable
     called = _Called(copy.deepcopy(module), copy.deepcopy(kwargs)).eval()
     try:
         with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -132,5 +133,5 @@ def _ask(
     except Exception as error:  # somebody else's code on a module it may not know
         return PeerCount(name=name, version=version, unit=unit, error=f"{type(error).__name__}: {error}"[:200])
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
     return PeerCount(name=name, version=version, printed=printed, unit=unit, parameters=parameters)

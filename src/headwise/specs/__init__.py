@@ -11,7 +11,7 @@ from headwise.specs.latent_space import LatentSpaceSpec
 from headwise.specs.model import BodySpec, ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
 from headwise.specs.sources import Source, catalog, fetch_hub, layer_spec, locate, read_json, read_spec
-from headwise.specs.targets import as_grouped, as_latent, split_budget
+from headwise.specs.targets import as_grouped, as_latent, refuse_as_latent, split_budget
 
 __all__ = [
     "HOSTED_PREFIX",
@@ -39,6 +39,7 @@ __all__ = [
     "read_gguf_header",
     "read_json",
     "read_spec",
+    "refuse_as_latent",
     "spec_from_dict",
     "split_budget",
 ]

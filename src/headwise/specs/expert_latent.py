@@ -29,8 +29,8 @@ class ExpertLatentSpec(AttentionSpec):
 
     num_heads: int
     head_dim: int
-    latent_kv_heads: int = 8
-    kv_dim: int = 64
+    latent_kv_heads: int
+    kv_dim: int
     num_experts: int = 8
     top_k: int = 2
     conditioning: str = "token"
@@ -54,8 +54,9 @@ class ExpertLatentSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``experts 2 × 64, 2 of 8``: latent heads, their width, experts kept of all."""
-        return f"experts {self.latent_kv_heads} × {self.kv_dim}, {self.top_k} of {self.num_experts}"
+        """Such as ``experts 2 × 64, 2/8, P 16``: latent heads and their width, experts kept of all, rotated dims."""
+        rotated = "" if self.rope is None else f", P {self.rope.dim}"
+        return f"experts {self.latent_kv_heads} × {self.kv_dim}, {self.top_k}/{self.num_experts}{rotated}"
 
 
 def expert_latent_bias(bias: bool | str | Collection[str]) -> tuple[str, ...]:

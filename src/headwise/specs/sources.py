@@ -118,7 +118,7 @@ def read_spec(source: str | Path) -> ModelSpec:
     return read_config(read_json(path))
 
 
-def layer_spec(source: str | Path | AttentionSpec, index: int = 0) -> AttentionSpec:
+def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -> AttentionSpec:
     """One layer of the model at a source; a layer's spec passes.
 
     Raises:
@@ -126,7 +126,7 @@ def layer_spec(source: str | Path | AttentionSpec, index: int = 0) -> AttentionS
     """
     if isinstance(source, AttentionSpec):
         return source
-    layers = read_spec(source).layers
+    layers = (source if isinstance(source, ModelSpec) else read_spec(source)).layers
     if not 0 <= index < len(layers):
         raise ArgumentError("layer", index, f"must be between 0 and {len(layers) - 1}")
     return layers[index]

@@ -64,6 +64,27 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
     )
 
 
+def refuse_as_latent(source: AttentionSpec) -> None:
+    """Raise for a layer that can be set beside MLA and not be converted to it.
+
+    Raises:
+        SpecError: it has norms, a window, sinks or a softcap, or does not rotate all of its channels.
+    """
+    source = _grouped(source)
+    for field, value in (
+        ("qk_norm", source.qk_norm),
+        ("sliding_window", source.sliding_window),
+        ("sinks", source.sinks or None),
+        ("softcap", source.softcap),
+    ):
+        if value is not None:
+            raise SpecError(field, value, "a layer with it cannot be converted to mla yet")
+    if source.rope is None or source.rope.dim != source.head_dim:
+        dims = None if source.rope is None else source.rope.dim
+        rule = f"only layers that rotate all {source.head_dim} dims of a head can be converted to mla yet"
+        raise SpecError("rotary dims", dims, rule)
+
+
 def split_budget(source: AttentionSpec, values: int) -> tuple[int, int]:
     """Spend ``values`` cached numbers a token on a latent and a rotary key.
 
