@@ -377,7 +377,6 @@ def test_build_makes_the_layer_a_spec_describes(is_causal: bool) -> None:
     [
         ({"sinks": True}, "sinks = True: is not supported by the layers yet"),
         ({"softcap": 50.0}, "softcap = 50.0: is not supported by the layers yet"),
-        ({"sliding_window": 128}, "sliding_window = 128: is not supported by the layers yet"),
     ],
 )
 def test_build_refuses_what_the_layers_do_not_do(changes: dict[str, Any], message: str) -> None:

@@ -390,12 +390,6 @@ def test_build_makes_the_layer_a_spec_describes(is_causal: bool) -> None:
             assert norm is None or norm.eps == 0.25
 
 
-def test_build_refuses_a_sliding_window() -> None:
-    spec = LatentSpec(hidden_size=16, num_heads=3, sliding_window=64, **SMALL)
-    with pytest.raises(SpecError, match="sliding_window = 64: is not supported by the layers yet"):
-        build(spec)
-
-
 def test_its_rope_is_deepseeks_unless_told() -> None:
     assert make().spec.rope == RopeSpec(dim=4, interleaved=True)
     rope = RotaryEmbedding(RopeSpec(dim=4), [0.5, 0.5])

@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 
 from headwise.errors import CheckpointError, HeadwiseError, SpecError
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, RopeSpec, mechanism_module, spec_from_dict
-from tests.strategies import grouped_specs, latent_specs, rope_specs, specs
+from headwise.specs import (
+    ExpertLatentSpec,
+    GroupedSpec,
+    LatentSpaceSpec,
+    LatentSpec,
+    ModelSpec,
+    RopeSpec,
+    mechanism_module,
+    spec_from_dict,
+)
+from tests.strategies import AnySpec, grouped_specs, latent_specs, rope_specs, specs
 
 GROUPED: dict[str, Any] = {"hidden_size": 64, "num_heads": 8, "num_kv_heads": 2, "head_dim": 8}
 LATENT: dict[str, Any] = {
@@ -24,17 +33,18 @@ LATENT: dict[str, Any] = {
 
 
 @given(specs())
-def test_a_spec_survives_json(spec: GroupedSpec | LatentSpec) -> None:
+def test_a_spec_survives_json(spec: AnySpec) -> None:
     values = json.loads(json.dumps(spec.to_dict()))
     assert spec_from_dict(values) == spec
     assert hash(spec_from_dict(values)) == hash(spec)
 
 
 @given(specs())
-def test_to_dict_begins_with_the_kind_and_has_every_field(spec: GroupedSpec | LatentSpec) -> None:
+def test_to_dict_begins_with_the_kind_and_has_every_field(spec: AnySpec) -> None:
     values = spec.to_dict()
     assert next(iter(values)) == "kind"
-    assert values["kind"] == ("grouped" if isinstance(spec, GroupedSpec) else "latent")
+    kinds = {LatentSpec: "latent", LatentSpaceSpec: "latent_space", ExpertLatentSpec: "expert_latent"}
+    assert values["kind"] == kinds.get(type(spec), "grouped")
     assert set(values) == {"kind", *(field.name for field in dataclasses.fields(spec))}
 
 
@@ -46,6 +56,9 @@ def test_rope_parameters_in_another_order_are_the_same_rope(rope: RopeSpec) -> N
 @given(grouped_specs())
 def test_the_mechanism_is_the_number_of_key_value_heads(spec: GroupedSpec) -> None:
     expected = {spec.num_heads: "mha"}.get(spec.num_kv_heads, "mqa" if spec.num_kv_heads == 1 else "gqa")
+    if spec.num_heads == 1:
+        assert (spec.mechanism, spec.label) == ("single_head", f"single head × {spec.head_dim}")
+        return
     assert spec.mechanism == expected
     assert spec.label == f"{expected.upper()} {spec.num_heads}/{spec.num_kv_heads} × {spec.head_dim}"
     assert spec.group_size * spec.num_kv_heads == spec.num_heads

@@ -151,6 +151,8 @@ def _grouped_ladder(source: GroupedSpec) -> list[AttentionSpec]:
 
 
 def _latent_ladder(source: GroupedSpec) -> list[AttentionSpec]:
+    if source.num_kv_heads * source.head_dim < 2:  # nothing to make a rotary pair of
+        return []
     values = source.num_kv_heads * (source.head_dim + source.value_dim)
     budgets = [values, values // 2, values // 4]
     sizes = [split_budget(source, budget) for budget in budgets if budget >= 3]  # a latent and a rotary pair
