@@ -7,6 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from headwise.cost import formulas
+from headwise.cost.stages import KERNELS, Kernel
 from headwise.specs import (
     AttentionSpec,
     ExpertLatentSpec,
@@ -179,7 +181,7 @@ def causal(spec: AttentionSpec, **changes: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny layer and how it is called; ``source`` are the tokens of cross-attention, None in self-attention."""
+    """A tiny layer and how it is trained; ``source`` are the tokens of cross-attention, None in self-attention."""
 
     spec: AnySpec
     impl: str
@@ -188,21 +190,28 @@ class Case:
     source: int | None
     is_causal: bool
     dtype: str
+    kernel: Kernel
+    input_gradient: bool
 
 
 @st.composite
 def cases(draw: st.DrawFn, mechanism: str) -> Case:
-    """Calls with more tokens than the packed way takes, so that a backend is the one its name says."""
     spec = draw(specs_of(mechanism, tiny=True))
     looks_ahead = isinstance(spec, ExpertLatentSpec) and spec.conditioning == "sequence"
     source = draw(st.none() | st.integers(1, 20)) if spec.sliding_window is None else None
-    impls = ["expanded", "absorbed"] if isinstance(spec, LatentSpec | ExpertLatentSpec) else ["direct"]
     return Case(
         spec=spec,
-        impl=draw(st.sampled_from(impls)),
+        impl=draw(st.sampled_from(impls(spec))),
         batch=draw(st.integers(1, 3)),
         tokens=draw(st.integers(1, 16)),
         source=source,
         is_causal=spec.sliding_window is not None or (source is None and not looks_ahead and draw(st.booleans())),
         dtype=draw(st.sampled_from(["float32", "float32", "float64", "bfloat16"])),
+        kernel=draw(st.sampled_from(KERNELS)),
+        input_gradient=draw(st.booleans()),
     )
+
+
+def impls(spec: AttentionSpec) -> tuple[str, ...]:
+    """The implementations that the spec's layer has."""
+    return tuple(impl for impl in formulas(spec).IMPLS if impl != "cached_kv")

@@ -19,6 +19,7 @@ from tests.strategies import (
     causal,
     expert_latent_specs,
     grouped_specs,
+    impls,
     latent_space_specs,
     latent_specs,
     specs,
@@ -26,11 +27,6 @@ from tests.strategies import (
 
 tokens, batches, kernels = st.integers(1, 300), st.integers(1, 4), st.sampled_from(KERNELS)
 dtypes = st.sampled_from(["float32", "float64", "bfloat16"])
-
-
-def impls(spec: AnySpec) -> tuple[str, ...]:
-    """Those a layer has."""
-    return tuple(impl for impl in cost.formulas(spec).IMPLS if impl != "cached_kv")
 
 
 def all_costs(spec: AnySpec, S: int, past: int, B: int, **call: Any) -> dict[str, int]:
