@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.attention import MultiHeadLatentAttention, RotaryEmbedding, build
 from headwise.errors import ArgumentError, SpecError
 from headwise.kernels import BACKENDS, Backend
 from headwise.specs import LatentSpec, RopeSpec
-from tests.by_hand import attend_by_rows, may_attend, rms_by_hand, rotate_by_hand
+from tests.by_hand import attend_by_rows, may_attend, project, rms_by_hand, rotate_by_hand
 from tests.closeness import assert_close
 
 IMPLS = ["expanded", "absorbed"]
@@ -48,12 +48,6 @@ def both(*, seed: int = 0, **kwargs: Any) -> list[MultiHeadLatentAttention]:
 
 def hidden(*size: int, seed: int = 1) -> Tensor:
     return torch.randn(*size, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def project(linear: nn.Linear | None, x: Tensor) -> Tensor:
-    assert linear is not None
-    out = x @ linear.weight.T
-    return out if linear.bias is None else out + linear.bias
 
 
 def by_hand(
