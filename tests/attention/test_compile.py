@@ -12,22 +12,31 @@ from torch import Tensor
 
 from headwise.attention import (
     AttentionLayer,
+    ExpertLatentAttention,
     GroupedQueryAttention,
+    LatentSpaceAttention,
     MultiHeadAttention,
     MultiHeadLatentAttention,
     MultiQueryAttention,
+    SelfAttention,
 )
 from headwise.specs import RopeSpec
 from tests.closeness import assert_close
 
 ROPE = RopeSpec(dim=8)
 LATENT: dict[str, Any] = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+EXPERTS: dict[str, Any] = {"latent_kv_heads": 2, "kv_dim": 16, "num_experts": 3}
 LAYERS: dict[str, Callable[[], AttentionLayer]] = {
     "gqa": lambda: GroupedQueryAttention(32, 4, 2, rope=ROPE, qk_norm="head", bias="qkv"),
     "mha": lambda: MultiHeadAttention(32, 4),
     "mqa": lambda: MultiQueryAttention(32, 4, rope=ROPE),
     "mla expanded": lambda: MultiHeadLatentAttention(32, 4, **LATENT, impl="expanded"),
     "mla absorbed": lambda: MultiHeadLatentAttention(32, 4, **LATENT, impl="absorbed", q_lora_rank=12, bias=True),
+    "single head": lambda: SelfAttention(32, 16, 8, rope=ROPE, output_projection=True),
+    "latent space": lambda: LatentSpaceAttention(32, 2, rope=ROPE, bias=True),
+    "experts expanded": lambda: ExpertLatentAttention(32, 4, **EXPERTS, rope=ROPE, impl="expanded"),
+    "experts absorbed": lambda: ExpertLatentAttention(32, 4, **EXPERTS, bias=True, impl="absorbed"),
+    "experts auto": lambda: ExpertLatentAttention(32, 4, **EXPERTS, rope=RopeSpec(dim=4)),
     "mla auto": lambda: MultiHeadLatentAttention(32, 4, **LATENT),
 }
 
@@ -73,7 +82,7 @@ def test_every_layer_is_one_graph(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's own
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
-@pytest.mark.parametrize("name", ["gqa", "mla absorbed"])
+@pytest.mark.parametrize("name", ["gqa", "mla absorbed", "experts absorbed"])
 @torch.no_grad()
 def test_generated_code_decodes_the_same(name: str) -> None:
     torch.manual_seed(0)
