@@ -80,6 +80,33 @@ def test_every_layer_is_one_graph(name: str) -> None:
     assert len(graphs) == 3
 
 
+WINDOWED: dict[str, Callable[[], AttentionLayer]] = {
+    "gqa": lambda: GroupedQueryAttention(32, 4, 2, rope=ROPE, sliding_window=5),
+    "experts": lambda: ExpertLatentAttention(32, 4, **EXPERTS, rope=ROPE, impl="absorbed", sliding_window=5),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@torch.no_grad()
+def test_a_forgetting_cache_is_taken_whole_too(name: str) -> None:
+    """Steps past the window, all of one shape, compile no more."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    layer = WINDOWED[name]().eval()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    ours, theirs, compiled_so_far = layer.new_cache(2, 50), layer.new_cache(2, 50), []
+    for tokens in (3, *(1,) * 8):
+        x = hidden(tokens, seed=tokens)
+        assert_close(compiled(x, is_causal=True, cache=ours), layer(x, is_causal=True, cache=theirs), 1e-5)
+        compiled_so_far.append(len(graphs))
+    assert compiled_so_far[-1] == compiled_so_far[-4]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's own
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
 @pytest.mark.parametrize("name", ["gqa", "mla absorbed", "experts absorbed"])

@@ -13,7 +13,6 @@ from torch import Tensor
 from headwise import cost
 from headwise.errors import ArgumentError, SpecError
 from headwise.kernels import BACKENDS, Backend
-from headwise.specs import ExpertLatentSpec
 from tests.attention.layers import LAYERS, experts, gradients_are_right, hidden, randomized
 from tests.by_hand import may_attend
 from tests.closeness import assert_close
@@ -159,8 +158,6 @@ def test_a_later_token_changes_only_the_window_after_it() -> None:
 
 
 def test_gates_of_a_sequence_take_no_window() -> None:
-    layer = experts(conditioning="sequence", sliding_window=3).double()
-    assert isinstance(layer.spec, ExpertLatentSpec)
-    for is_causal in (False, True):
-        with pytest.raises(ArgumentError):
-            layer(hidden(2, 4), is_causal=is_causal)
+    rule = r"sliding_window = 3: must be None with conditioning = \"sequence\""
+    with pytest.raises(SpecError, match=rule):
+        experts(conditioning="sequence", sliding_window=3)
