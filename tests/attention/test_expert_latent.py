@@ -279,6 +279,9 @@ def test_gates_of_a_sequence_refuse_what_must_not_look_ahead() -> None:
             "attention_mask = 'a row for each of 4 queries'",
         ),
     ]
+    two_rows = torch.ones(2, 2).bool()[None, None]
+    with pytest.raises(ArgumentError, match="attention_mask = 'a row for each of 2 queries'"):
+        layer(x[:, :2], attention_mask=two_rows)
     for call, said in cases:
         with pytest.raises(ArgumentError, match=re.escape(f"{said}: {rule}")):
             layer(x, **call)

@@ -93,10 +93,18 @@ def test_masks_over_all_tokens_lose_the_forgotten_ones(shape: tuple[int, ...]) -
     caches = layer.new_cache(2, 9), full.new_cache(2, 9)
     layer(x[:, :7], is_causal=True, cache=caches[0])
     full(x[:, :7], is_causal=True, cache=caches[1])
-    # In full attention keys of the last layer's input are those of any layer's: one layer, its window as a mask.
     seen = (mask[:, None, None] if mask.dim() == 2 else mask) & band(9, 4)[:, :, 7:]
     expected = full(x[:, 7:], attention_mask=seen, cache=caches[1])
     assert_close(layer(x[:, 7:], attention_mask=mask, is_causal=True, cache=caches[0]), expected, 1e-12)
+
+
+@pytest.mark.parametrize("keys", [3, 8, 10])
+def test_a_mask_of_other_tokens_is_refused(keys: int) -> None:
+    layer, x = make("grouped", sliding_window=4), hidden(2, 9)
+    cache = layer.new_cache(2, 9)
+    layer(x[:, :7], is_causal=True, cache=cache)
+    with pytest.raises(ArgumentError, match=rf"attention_mask shape = \(2, {keys}\): a 2-D mask is padding"):
+        layer(x[:, 7:], attention_mask=torch.ones(2, keys).bool(), is_causal=True, cache=cache)
 
 
 @pytest.mark.parametrize("name", LAYERS)
