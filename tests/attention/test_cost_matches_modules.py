@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -155,8 +156,8 @@ def test_a_kernel_told_it_is_causal_computes_the_pairs_it_is_charged_for(
 ) -> None:
     spec = causal(data.draw(specs_of(mechanism, tiny=True)), sliding_window=None)
     impl = data.draw(st.sampled_from(impls(spec)))
-    # Scores that are a sum over experts are never fused.
-    assume(all(getattr(stage, "can_fuse", True) for stage in cost.stages(spec, impl, new_tokens=tokens)))
+    if isinstance(spec, ExpertLatentSpec):  # the one way of theirs whose scores are no sum, and so are fused
+        spec, impl = replace(spec, rope=None), "absorbed"
     layer = layer_of(spec, impl, kernel="fused").to_empty(device="cpu")
     counted = count(layer, states(layer, 2, tokens, device="cpu"), is_causal=True)
     for is_causal, flops in ((True, counted.causal_flops), (False, counted.forward_flops)):
