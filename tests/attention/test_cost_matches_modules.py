@@ -24,7 +24,7 @@ from headwise.attention import (
 )
 from headwise.kernels import Backend
 from headwise.measurement.counting import count
-from headwise.specs import ExpertLatentSpec, LatentSpec
+from headwise.specs import ExpertLatentSpec, GroupedSpec, LatentSpec
 from tests.strategies import (
     MECHANISMS,
     AnySpec,
@@ -90,7 +90,8 @@ def test_a_training_step(mechanism: str, data: st.DataObject) -> None:
         )
     kept = cost.activation_bytes(spec, S, T, causal=case.is_causal, dtype=case.dtype, **asked)
     # A latent one wide, or a single token, lies in memory every way at once, and torch saves itself some copies.
-    assert kept == counted.saved_bytes or S == 1 or getattr(spec, "kv_dim", 2) == 1
+    single = S == 1 and not (isinstance(spec, GroupedSpec) and case.kernel == "unfused")
+    assert kept == counted.saved_bytes or single or getattr(spec, "kv_dim", 2) == 1
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
