@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from headwise.attention import (
     MultiQueryAttention,
     build,
 )
+from headwise.cost.stages import KERNELS, Kernel
 from headwise.kernels import Backend
 from headwise.measurement.counting import count
-from headwise.specs import ExpertLatentSpec, GroupedSpec, LatentSpec
+from headwise.specs import ExpertLatentSpec, GroupedSpec, LatentSpec, RopeSpec
 from tests.strategies import (
     MECHANISMS,
     AnySpec,
@@ -70,8 +72,12 @@ def call_of(case: Case, layer: AttentionLayer, device: str) -> tuple[Tensor, dic
 def test_a_training_step(mechanism: str, data: st.DataObject) -> None:
     """Parameters; FLOPs forward and backward, of CPU kernels and on meta; bytes kept between the two."""
     case = data.draw(cases(mechanism))
+    assert case.spec.mechanism == mechanism
+    assert_a_training_step_costs(case)
+
+
+def assert_a_training_step_costs(case: Case) -> None:
     spec, B, S, T = case.spec, case.batch, case.tokens, case.source
-    assert spec.mechanism == mechanism
     layer = layer_of(spec, case.impl, kernel=case.kernel, dtype=case.dtype)
     assert layer.spec == spec
     assert cost.parameters(spec) == sum(parameter.numel() for parameter in layer.parameters())
@@ -92,6 +98,37 @@ def test_a_training_step(mechanism: str, data: st.DataObject) -> None:
     # A latent one wide, or a single token, lies in memory every way at once, and torch saves itself some copies.
     single = S == 1 and not (isinstance(spec, GroupedSpec) and case.kernel == "unfused")
     assert kept == counted.saved_bytes or single or getattr(spec, "kv_dim", 2) == 1
+
+
+MLA: dict[str, Any] = {"hidden_size": 12, "num_heads": 3, "kv_lora_rank": 7, "qk_nope_head_dim": 4}
+MLA |= {"qk_rope_head_dim": 4, "v_head_dim": 5, "rope": RopeSpec(dim=4, interleaved=True)}
+EXPERT: dict[str, Any] = {"hidden_size": 12, "num_heads": 4, "head_dim": 6, "latent_kv_heads": 2, "kv_dim": 5}
+EXPERT |= {"num_experts": 3, "is_causal": False}
+EDGES = {
+    "no content, narrow rotary key": LatentSpec(**MLA | {"qk_nope_head_dim": 0}),
+    "no content, wide rotary key": LatentSpec(**MLA | {"qk_nope_head_dim": 0, "kv_lora_rank": 3}),
+    "value bias": LatentSpec(**MLA, bias=("kv_b_proj",)),
+    "no content, value bias": LatentSpec(**MLA | {"qk_nope_head_dim": 0, "bias": ("kv_b_proj",)}),
+    "one head": LatentSpec(**MLA | {"num_heads": 1}),
+    "experts": ExpertLatentSpec(**EXPERT),
+    "one expert": ExpertLatentSpec(**EXPERT | {"num_experts": 1, "top_k": 1}),
+    "one expert head": ExpertLatentSpec(**EXPERT | {"num_heads": 1, "latent_kv_heads": 1}),
+    "one dim beside the rotation": ExpertLatentSpec(**EXPERT | {"head_dim": 3, "rope": RopeSpec(dim=2)}),
+    "all rotated": ExpertLatentSpec(**EXPERT, rope=RopeSpec(dim=6)),
+    "one dim a head": ExpertLatentSpec(**EXPERT | {"head_dim": 1}),
+    "partly rotated sequence": ExpertLatentSpec(**EXPERT, rope=RopeSpec(dim=4), conditioning="sequence"),
+    "all rotated sequence": ExpertLatentSpec(**EXPERT, rope=RopeSpec(dim=6), conditioning="sequence"),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_training_step_at_the_edges(edge: str, kernel: Kernel) -> None:
+    spec: Any = EDGES[edge]
+    is_causal = getattr(spec, "conditioning", "token") == "token"
+    for impl, batch, source in itertools.product(impls(spec), (1, 2), (None, 5)):
+        case = Case(spec, impl, batch, 9, source, is_causal and source is None, "float32", kernel, True)
+        assert_a_training_step_costs(case)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
