@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ from hypothesis import strategies as st
 
 from headwise import cost
 from headwise.errors import ArgumentError
-from headwise.specs import ExpertLatentSpec, GroupedSpec, LatentSpaceSpec, LatentSpec, ModelSpec, read_spec
+from headwise.specs import (
+    ExpertLatentSpec,
+    GroupedSpec,
+    LatentSpaceSpec,
+    LatentSpec,
+    ModelSpec,
+    RopeSpec,
+    read_spec,
+)
 from tests.strategies import AnySpec, expert_latent_specs, grouped_specs, latent_space_specs, latent_specs, specs
 
 tokens, batches = st.integers(1, 300), st.integers(1, 4)
@@ -230,6 +239,18 @@ def test_the_best_way_is_the_one_with_fewer_flops(
     _, seen, total = ways(spec, S, S + past)[causal]
     best = cost.formulas(spec).best_impl(spec, S, total, seen)
     assert absorbed == expanded or best == ("absorbed" if absorbed < expanded else "expanded")
+
+
+def test_the_best_way_of_experts_whatever_is_rotated() -> None:
+    for D, P, C, X in itertools.product((2, 4), (0, 2, 4), (1, 3, 6), (1, 2, 3)):
+        if P > D:
+            continue
+        rope = RopeSpec(dim=P) if P else None
+        sizes = {"head_dim": D, "kv_dim": C, "num_experts": X, "top_k": 1, "rope": rope}
+        spec = ExpertLatentSpec(hidden_size=8, num_heads=4, latent_kv_heads=2, **sizes)
+        for S, T in ((1, 1), (1, 9), (4, 4), (4, 9), (2, 50), (30, 30)):
+            ways = [cost.forward_flops(spec, S, T, impl=impl) for impl in ("absorbed", "expanded")]
+            assert cost.forward_flops(spec, S, T) == min(ways)
 
 
 def test_a_draw_is_expanded() -> None:
