@@ -8,16 +8,20 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def may_attend(mask: Tensor | None, is_causal: bool, shape: tuple[int, int, int, int]) -> Tensor:
-    """Which of the pairs ``[B, H, S, T]`` a mask and bottom-right causality leave, pair by pair."""
+def may_attend(
+    mask: Tensor | None, is_causal: bool, shape: tuple[int, int, int, int], window: int | None = None
+) -> Tensor:
+    """Which of the pairs ``[B, H, S, T]`` a mask, bottom-right causality and a window leave, pair by pair."""
     B, H, S, T = shape
     values = None if mask is None else mask.tolist()
 
     def kept(b: int, h: int, s: int, t: int) -> bool:
         if is_causal and t > T - S + s:
+            return False
+        if window is not None and t <= T - S + s - window:
             return False
         if mask is None or values is None:
             return True
@@ -29,6 +33,13 @@ def may_attend(mask: Tensor | None, is_causal: bool, shape: tuple[int, int, int,
     return torch.tensor(
         [[[[kept(b, h, s, t) for t in range(T)] for s in range(S)] for h in range(H)] for b in range(B)]
     )
+
+
+def project(linear: nn.Linear | None, x: Tensor) -> Tensor:
+    """``x Wᵀ + b``."""
+    assert linear is not None
+    out = x @ linear.weight.T
+    return out if linear.bias is None else out + linear.bias
 
 
 def attend_by_rows(query: Tensor, key: Tensor, value: Tensor, kept: Tensor, scale: float | None = None) -> Tensor:

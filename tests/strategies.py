@@ -1,25 +1,42 @@
-"""Random valid specs."""
+"""Random valid specs, and random calls of layers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import strategies as st
 
+from headwise.cost import formulas
+from headwise.cost.stages import Kernel
 from headwise.specs import (
     AttentionSpec,
     BodySpec,
+    ExpertLatentSpec,
     FeedForwardSpec,
     GroupedSpec,
+    LatentSpaceSpec,
     LatentSpec,
     ModelSpec,
     RecurrentSpec,
     RopeSpec,
+    expert_latent,
+    grouped,
+    latent_space,
 )
 
-GROUPED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-maybe_window = st.none() | st.integers(1, 40)
+AnySpec = GroupedSpec | LatentSpec | LatentSpaceSpec | ExpertLatentSpec
+GROUPED_PROJECTIONS = grouped.PROJECTIONS
+MECHANISMS = ("single_head", "mha", "mqa", "gqa", "mla", "latent_space", "expert_latent")
 maybe_scale = st.none() | st.floats(1e-3, 10.0)
+
+
+def maybe_windows(largest: int = 40) -> st.SearchStrategy[int | None]:
+    return st.none() | st.integers(1, largest)
+
+
+def biases(projections: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.sets(st.sampled_from(projections)).map(tuple)
 
 
 @st.composite
@@ -37,51 +54,171 @@ def rope_specs(draw: st.DrawFn, dims: st.SearchStrategy[int] | None = None) -> R
 
 
 @st.composite
-def grouped_specs(draw: st.DrawFn) -> GroupedSpec:
-    kv_heads, group, half_dim = draw(st.integers(1, 6)), draw(st.integers(1, 6)), draw(st.integers(1, 16))
-    rope_dims = st.integers(1, half_dim).map(lambda half: 2 * half)
+def maybe_rope(draw: st.DrawFn, width: int, *, tiny: bool) -> RopeSpec | None:
+    """None, or a rotation of some or all of ``width`` dims."""
+    if width < 2 or not draw(st.booleans()):
+        return None
+    dims = st.integers(1, width // 2).map(lambda half: 2 * half)
+    if tiny:
+        return RopeSpec(dim=draw(dims), interleaved=draw(st.booleans()))
+    return draw(rope_specs(dims))
+
+
+@st.composite
+def grouped_specs(draw: st.DrawFn, *, mechanism: str | None = None, tiny: bool = False) -> GroupedSpec:
+    """``tiny`` are small, and of what the layers do."""
+    kv_heads, group = draw(st.integers(1, 4 if tiny else 6)), draw(st.integers(1, 4 if tiny else 6))
+    if mechanism in ("mqa", "single_head"):
+        kv_heads = 1
+    if mechanism in ("mha", "single_head"):
+        group = 1
+    if mechanism in ("mha", "gqa"):
+        kv_heads += 1
+    if mechanism in ("mqa", "gqa"):
+        group += 1
+    head_dim, output = draw(st.integers(1, 9 if tiny else 32)), draw(st.sampled_from([True, True, True, False]))
     return GroupedSpec(
-        hidden_size=draw(st.integers(1, 300)),
+        hidden_size=draw(st.integers(1, 24 if tiny else 300)),
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
-        head_dim=2 * half_dim,
-        v_head_dim=draw(st.none() | st.integers(1, 32)),
-        bias=tuple(draw(st.sets(st.sampled_from(GROUPED_PROJECTIONS)))),
+        head_dim=head_dim,
+        v_head_dim=draw(st.none() | st.integers(1, 9 if tiny else 32)),
+        bias=draw(biases(GROUPED_PROJECTIONS if output else GROUPED_PROJECTIONS[:3])),
         qk_norm=draw(st.sampled_from([None, "head", "full"])),
-        sinks=draw(st.booleans()),
-        softcap=draw(maybe_scale),
+        sinks=False if tiny else draw(st.booleans()),
+        softcap=None if tiny else draw(maybe_scale),
+        output_projection=output,
         is_causal=draw(st.booleans()),
-        sliding_window=draw(maybe_window),
-        rope=draw(st.none() | rope_specs(rope_dims)),
+        sliding_window=draw(maybe_windows(12 if tiny else 40)),
+        rope=draw(maybe_rope(head_dim, tiny=tiny)),
         softmax_scale=draw(maybe_scale),
     )
 
 
 @st.composite
-def latent_specs(draw: st.DrawFn) -> LatentSpec:
-    rope_dim = 2 * draw(st.integers(1, 16))
-    q_lora_rank = draw(st.none() | st.integers(1, 64))
+def latent_specs(draw: st.DrawFn, *, tiny: bool = False) -> LatentSpec:
+    rope_dim = 2 * draw(st.integers(1, 3 if tiny else 16))
+    q_lora_rank = draw(st.none() | st.integers(1, 9 if tiny else 64))
     query = ("q_proj",) if q_lora_rank is None else ("q_a_proj", "q_b_proj")
-    projections = (*query, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    rope = st.builds(RopeSpec, dim=st.just(rope_dim), interleaved=st.booleans())
     return LatentSpec(
-        hidden_size=draw(st.integers(1, 300)),
-        num_heads=draw(st.integers(1, 16)),
-        kv_lora_rank=draw(st.integers(1, 64)),
-        qk_nope_head_dim=draw(st.integers(0, 32)),
+        hidden_size=draw(st.integers(1, 24 if tiny else 300)),
+        num_heads=draw(st.integers(1, 5 if tiny else 16)),
+        kv_lora_rank=draw(st.integers(1, 12 if tiny else 64)),
+        qk_nope_head_dim=draw(st.integers(0, 6 if tiny else 32)),
         qk_rope_head_dim=rope_dim,
-        v_head_dim=draw(st.integers(1, 32)),
+        v_head_dim=draw(st.integers(1, 9 if tiny else 32)),
         q_lora_rank=q_lora_rank,
         latent_norm=draw(st.booleans()),
-        bias=tuple(draw(st.sets(st.sampled_from(projections)))),
+        bias=draw(biases((*query, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))),
         is_causal=draw(st.booleans()),
-        sliding_window=draw(maybe_window),
-        rope=draw(st.none() | rope_specs(st.just(rope_dim))),
+        sliding_window=draw(maybe_windows(12 if tiny else 40)),
+        rope=draw(rope if tiny else st.none() | rope_specs(st.just(rope_dim))),
         softmax_scale=draw(maybe_scale),
     )
 
 
-def specs() -> st.SearchStrategy[GroupedSpec | LatentSpec]:
-    return grouped_specs() | latent_specs()
+@st.composite
+def latent_space_specs(draw: st.DrawFn, *, tiny: bool = False) -> LatentSpaceSpec:
+    heads, width = draw(st.integers(1, 5 if tiny else 16)), draw(st.integers(1, 6 if tiny else 24))
+    return LatentSpaceSpec(
+        hidden_size=draw(st.integers(1, 24 if tiny else 300)),
+        num_heads=heads,
+        latent_dim=heads * width,
+        head_dim=width + draw(st.integers(0, 4 if tiny else 16)),
+        bias=draw(biases(latent_space.PROJECTIONS)),
+        is_causal=draw(st.booleans()),
+        sliding_window=draw(maybe_windows(12 if tiny else 40)),
+        rope=draw(maybe_rope(width, tiny=tiny)),
+        softmax_scale=draw(maybe_scale),
+    )
+
+
+@st.composite
+def expert_latent_specs(draw: st.DrawFn, *, tiny: bool = False) -> ExpertLatentSpec:
+    latent_heads, group = draw(st.integers(1, 3 if tiny else 6)), draw(st.integers(1, 3 if tiny else 6))
+    experts, head_dim = draw(st.integers(1, 4 if tiny else 8)), draw(st.integers(1, 9 if tiny else 32))
+    conditioning = draw(st.sampled_from(["token", "token", "sequence"]))
+    return ExpertLatentSpec(
+        hidden_size=draw(st.integers(1, 24 if tiny else 300)),
+        num_heads=latent_heads * group,
+        head_dim=head_dim,
+        latent_kv_heads=latent_heads,
+        kv_dim=draw(st.integers(1, 7 if tiny else 32)),
+        num_experts=experts,
+        top_k=draw(st.integers(1, experts)),
+        conditioning=conditioning,
+        bias=draw(biases(expert_latent.PROJECTIONS)),
+        is_causal=conditioning == "token" and draw(st.booleans()),
+        sliding_window=draw(maybe_windows(12 if tiny else 40)) if conditioning == "token" else None,
+        rope=draw(maybe_rope(head_dim, tiny=tiny)),
+        softmax_scale=draw(maybe_scale),
+    )
+
+
+def specs(*, tiny: bool = False) -> st.SearchStrategy[AnySpec]:
+    return (
+        grouped_specs(tiny=tiny)
+        | latent_specs(tiny=tiny)
+        | latent_space_specs(tiny=tiny)
+        | expert_latent_specs(tiny=tiny)
+    )
+
+
+def specs_of(mechanism: str, *, tiny: bool = False) -> st.SearchStrategy[AnySpec]:
+    """Specs of one of `MECHANISMS`."""
+    if mechanism == "mla":
+        return latent_specs(tiny=tiny)
+    if mechanism == "latent_space":
+        return latent_space_specs(tiny=tiny)
+    if mechanism == "expert_latent":
+        return expert_latent_specs(tiny=tiny)
+    return grouped_specs(mechanism=mechanism, tiny=tiny)
+
+
+def causal(spec: AttentionSpec, **changes: Any) -> Any:
+    """The spec as a decoder's: causal, its gates a token's where it has gates."""
+    if isinstance(spec, ExpertLatentSpec):
+        changes = {"conditioning": "token", **changes}
+    return replace(spec, is_causal=True, **changes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny layer and how it is trained; ``source`` are the tokens of cross-attention, None in self-attention."""
+
+    spec: AnySpec
+    impl: str
+    batch: int
+    tokens: int
+    source: int | None
+    is_causal: bool
+    dtype: str
+    kernel: Kernel
+    input_gradient: bool
+
+
+@st.composite
+def cases(draw: st.DrawFn, mechanism: str) -> Case:
+    spec = draw(specs_of(mechanism, tiny=True))
+    looks_ahead = isinstance(spec, ExpertLatentSpec) and spec.conditioning == "sequence"
+    source = draw(st.none() | st.integers(1, 20)) if spec.sliding_window is None else None
+    return Case(
+        spec=spec,
+        impl=draw(st.sampled_from(impls(spec))),
+        batch=draw(st.integers(1, 3)),
+        tokens=draw(st.integers(1, 16)),
+        source=source,
+        is_causal=spec.sliding_window is not None or (source is None and not looks_ahead and draw(st.booleans())),
+        dtype=draw(st.sampled_from(["float32", "float32", "float64", "bfloat16"])),
+        kernel=draw(st.sampled_from(["unfused", "padded"])),
+        input_gradient=draw(st.booleans()),
+    )
+
+
+def impls(spec: AttentionSpec) -> tuple[str, ...]:
+    """The implementations that the spec's layer has."""
+    return tuple(impl for impl in formulas(spec).IMPLS if impl != "cached_kv")
 
 
 @st.composite

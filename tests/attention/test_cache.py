@@ -164,3 +164,82 @@ def test_sizes_below_one_are_refused() -> None:
         AttentionCache(0, SHAPES, 7, dtype=torch.float32)
     with pytest.raises(ArgumentError, match="max_length = 0: must be at least 1"):
         AttentionCache(2, SHAPES, 0, dtype=torch.float32)
+
+
+# --- With a window
+
+
+def windowed(window: int = 3, max_length: int = 9) -> AttentionCache:
+    return AttentionCache(2, SHAPES, max_length, dtype=torch.float32, window=window)
+
+
+def joined(*parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(states, dim=2) for states in zip(*parts, strict=True))
+
+
+def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], *, last: int | None = None) -> None:
+    for given, wanted in zip(actual, expected, strict=True):
+        assert torch.equal(given, wanted if last is None else wanted[:, :, -last:])
+
+
+@pytest.mark.parametrize(("window", "max_length", "room"), [(3, 9, 3), (9, 3, 3), (3, 3, 3), (1, 9, 1)])
+def test_a_window_has_room_for_its_tokens_only(window: int, max_length: int, room: int) -> None:
+    cache = windowed(window, max_length)
+    assert (cache.max_length, cache.length, cache.held) == (max_length, 0, 0)
+    assert cache.nbytes == 2 * room * (3 * 4 + 2 * 5) * 4
+
+
+def test_an_update_returns_the_window_before_each_new_token() -> None:
+    cache, parts = windowed(), [tokens(count, seed) for seed, count in enumerate((2, 1, 1, 4, 1))]
+    held = 0
+    for index, part in enumerate(parts):
+        seen = cache.update(*part)
+        held += part[0].shape[2]
+        so_far, new = joined(*parts[: index + 1]), part[0].shape[2]
+        assert_same(seen, so_far, last=min(held, 2 + new))
+        assert_same(cache.views(), so_far, last=min(held, 3))
+        assert (cache.length, cache.held) == (held, min(held, 3))
+    with pytest.raises(ArgumentError, match="cache length = 10: is over max_length = 9"):
+        cache.update(*tokens(1, 9))
+
+
+def test_a_window_not_yet_full_gives_views() -> None:
+    cache = windowed()
+    for count in (2, 1):
+        for seen, buffer in zip(cache.update(*tokens(count, count)), cache.buffers, strict=True):
+            assert seen.data_ptr() == buffer.data_ptr()
+
+
+def test_what_was_returned_stays_when_the_window_moves_on() -> None:
+    cache = windowed()
+    cache.update(*tokens(3, 1))
+    seen = cache.update(*tokens(2, 2))
+    before = tuple(part.clone() for part in seen)
+    cache.update(*tokens(2, 3))
+    assert_same(seen, before)
+
+
+def test_crop_is_refused_once_something_is_forgotten() -> None:
+    cache, first = windowed(), tokens(3, 1)
+    cache.update(*first)
+    cache.crop(2)
+    assert_same(cache.views(), tuple(states[:, :, :2] for states in first))
+    cache.update(*tokens(2, 2))
+    cache.crop(4)  # nothing is taken away
+    for length in (3, 0):
+        with pytest.raises(ArgumentError, match=f"length = {length}: cannot be cropped to: only the last 3 tokens"):
+            cache.crop(length)
+    assert cache.length == 4
+    cache.reset()
+    assert (cache.length, cache.held) == (0, 0)
+    second = tokens(2, 3)
+    assert_same(cache.update(*second), second)
+
+
+def test_a_full_window_is_reordered_whole() -> None:
+    cache, first, second = windowed(), tokens(5, 1), tokens(1, 2)
+    cache.update(*first)
+    cache.reorder(torch.tensor([1, 1]))
+    assert_same(cache.views(), tuple(states[[1, 1]] for states in first), last=3)
+    moved = joined(tuple(states[[1, 1]] for states in first), second)
+    assert_same(cache.update(*second), moved, last=3)

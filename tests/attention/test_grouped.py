@@ -20,7 +20,7 @@ from headwise.attention import (
 from headwise.errors import ArgumentError, SpecError
 from headwise.kernels import BACKENDS, Backend
 from headwise.specs import GroupedSpec, RopeSpec
-from tests.by_hand import attend_by_rows, may_attend, rms_by_hand, rotate_by_hand
+from tests.by_hand import attend_by_rows, may_attend, project, rms_by_hand, rotate_by_hand
 from tests.closeness import assert_close
 
 ROPE = RopeSpec(dim=4, theta=100.0)
@@ -60,11 +60,6 @@ def randomize(layer: GroupedQueryAttention, seed: int) -> GroupedQueryAttention:
 
 def hidden(*size: int, seed: int = 1) -> Tensor:
     return torch.randn(*size, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def project(linear: torch.nn.Linear, x: Tensor) -> Tensor:
-    out = x @ linear.weight.T
-    return out if linear.bias is None else out + linear.bias
 
 
 def by_hand(
@@ -377,7 +372,6 @@ def test_build_makes_the_layer_a_spec_describes(is_causal: bool) -> None:
     [
         ({"sinks": True}, "sinks = True: is not supported by the layers yet"),
         ({"softcap": 50.0}, "softcap = 50.0: is not supported by the layers yet"),
-        ({"sliding_window": 128}, "sliding_window = 128: is not supported by the layers yet"),
     ],
 )
 def test_build_refuses_what_the_layers_do_not_do(changes: dict[str, Any], message: str) -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.attention import MultiHeadLatentAttention, RotaryEmbedding, build
 from headwise.errors import ArgumentError, SpecError
 from headwise.kernels import BACKENDS, Backend
 from headwise.specs import LatentSpec, RopeSpec
-from tests.by_hand import attend_by_rows, may_attend, rms_by_hand, rotate_by_hand
+from tests.by_hand import attend_by_rows, may_attend, project, rms_by_hand, rotate_by_hand
 from tests.closeness import assert_close
 
 IMPLS = ["expanded", "absorbed"]
@@ -48,12 +48,6 @@ def both(*, seed: int = 0, **kwargs: Any) -> list[MultiHeadLatentAttention]:
 
 def hidden(*size: int, seed: int = 1) -> Tensor:
     return torch.randn(*size, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def project(linear: nn.Linear | None, x: Tensor) -> Tensor:
-    assert linear is not None
-    out = x @ linear.weight.T
-    return out if linear.bias is None else out + linear.bias
 
 
 def by_hand(
@@ -388,12 +382,6 @@ def test_build_makes_the_layer_a_spec_describes(is_causal: bool) -> None:
         assert layer.dropout == 0.125
         for norm in (layer.q_a_layernorm, layer.kv_a_layernorm):
             assert norm is None or norm.eps == 0.25
-
-
-def test_build_refuses_a_sliding_window() -> None:
-    spec = LatentSpec(hidden_size=16, num_heads=3, sliding_window=64, **SMALL)
-    with pytest.raises(SpecError, match="sliding_window = 64: is not supported by the layers yet"):
-        build(spec)
 
 
 def test_its_rope_is_deepseeks_unless_told() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -8,11 +9,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from headwise import cost
-from headwise.errors import ArgumentError, SpecError
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, read_spec
-from tests.strategies import grouped_specs, latent_specs, specs
+from headwise.errors import ArgumentError
+from headwise.specs import (
+    ExpertLatentSpec,
+    GroupedSpec,
+    LatentSpaceSpec,
+    LatentSpec,
+    ModelSpec,
+    RopeSpec,
+    read_spec,
+)
+from tests.strategies import AnySpec, expert_latent_specs, grouped_specs, latent_space_specs, latent_specs, specs
 
-AnySpec = GroupedSpec | LatentSpec
 tokens, batches = st.integers(1, 300), st.integers(1, 4)
 
 GUIDE: dict[str, Any] = {"hidden_size": 256, "num_heads": 8, "head_dim": 32, "bias": "hf"}
@@ -55,12 +63,16 @@ def test_the_guides_weights_alone(kv_heads: int, parameters: int) -> None:
     )
 
 
+def test_the_guides_latent_space_weights() -> None:
+    assert cost.parameters(LatentSpaceSpec(hidden_size=512, num_heads=8, latent_dim=256, head_dim=64)) == 917504
+
+
 # --- The closed forms, written out again
 
 
 def grouped_parameters(spec: GroupedSpec) -> int:
     E, h, k, d, v = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
-    weights = E * d * (h + k) + E * v * (h + k)
+    weights = E * d * (h + k) + E * v * (k + (h if spec.output_projection else 0))
     biases = {"q_proj": h * d, "k_proj": k * d, "v_proj": k * v, "o_proj": E}
     norms = {None: 0, "head": 2 * d, "full": (h + k) * d}
     return weights + sum(biases[name] for name in spec.bias) + norms[spec.qk_norm] + (h if spec.sinks else 0)
@@ -95,21 +107,56 @@ def test_latent_parameters(spec: LatentSpec) -> None:
     assert cost.parameters(spec) == latent_parameters(spec)
 
 
+@given(latent_space_specs())
+def test_latent_space_parameters(spec: LatentSpaceSpec) -> None:
+    E, R, W = spec.hidden_size, spec.latent_dim, spec.num_heads * spec.head_dim
+    outputs = {"q_proj": W, "k_proj": R, "v_proj": R, "v_out_proj": W, "o_proj": E}
+    biases = sum(outputs[name] for name in spec.bias)
+    assert cost.parameters(spec) == 2 * E * W + 2 * E * R + R * W + biases
+
+
+@given(expert_latent_specs())
+def test_expert_latent_parameters(spec: ExpertLatentSpec) -> None:
+    E, h, d, k, C, X = sizes_of(spec)
+    outputs = {"q_proj": h * d, "kv_a_proj": 2 * k * C, "gate_proj": X, "o_proj": E}
+    biases = sum(outputs[name] for name in spec.bias)
+    for impl in ("expanded", "absorbed"):
+        expected = 2 * E * h * d + 2 * E * k * C + h * d * X + 2 * X * h * C * d + biases
+        assert sum(stage.parameters for stage in cost.stages(spec, impl, new_tokens=3)) == expected
+
+
+def sizes_of(spec: ExpertLatentSpec) -> tuple[int, ...]:
+    return spec.hidden_size, spec.num_heads, spec.head_dim, spec.latent_kv_heads, spec.kv_dim, spec.num_experts
+
+
 def pairs(S: int, T: int, window: int | None) -> int:
     return sum(min(position, window or position) for position in range(T - S + 1, T + 1))
+
+
+def held(S: int, T: int, window: int | None) -> int:
+    """The keys of a call: a window's cache has forgotten those that no new token sees."""
+    return T if window is None else min(T, S + window - 1)
+
+
+def ways(spec: AnySpec, S: int, T: int) -> list[tuple[bool, int, int]]:
+    """(causal, pairs, keys) of a call that computes all pairs, and of one that computes those the mask leaves."""
+    total = held(S, T, spec.sliding_window)
+    return [(False, S * total, total), (True, pairs(S, T, spec.sliding_window), total)]
 
 
 @given(grouped_specs(), batches, tokens, tokens)
 def test_grouped_flops(spec: GroupedSpec, B: int, S: int, past: int) -> None:
     E, h, k, d, v, T = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, S + past
-    projections = 2 * B * S * E * (d + v) * (h + k)
-    full = projections + 2 * B * h * S * T * (d + v)
-    causal = projections + 2 * B * h * pairs(S, T, spec.sliding_window) * (d + v)
-    assert cost.forward_flops(spec, S, T, batch=B, causal=False) == full
-    assert cost.forward_flops(spec, S, T, batch=B, causal=True) == causal
-    assert cost.forward_flops(spec, S, T, batch=B) == (causal if spec.is_causal else full)
-    if v == d:
-        assert full == 2 * B * S * E * d * (2 * h + 2 * k) + 4 * B * h * S * T * d
+    projections = 2 * B * S * E * (d * (h + k) + v * (k + (h if spec.output_projection else 0)))
+    for causal, seen, _ in ways(spec, S, T):
+        expected = projections + 2 * B * h * seen * (d + v)
+        assert cost.forward_flops(spec, S, T, batch=B, causal=causal) == expected
+        if causal == spec.is_causal:
+            assert cost.forward_flops(spec, S, T, batch=B) == expected
+        if v == d and spec.output_projection:
+            assert expected == 2 * B * S * E * d * (2 * h + 2 * k) + 4 * B * h * seen * d
+        softmax = cost.forward_flops(spec, S, T, batch=B, causal=causal, softmax=True)
+        assert softmax - expected == 5 * B * h * seen
 
 
 @given(latent_specs(), batches, tokens, tokens)
@@ -119,9 +166,9 @@ def test_latent_flops(spec: LatentSpec, B: int, S: int, past: int) -> None:
     query = E * h * (n + p) if q is None else E * q + q * h * (n + p)
     common = 2 * B * S * (query + E * (R + p) + h * v * E)
     compared = p + (R if n else 0)
-    for causal, seen in ((False, S * T), (True, pairs(S, T, spec.sliding_window))):
+    for causal, seen, total in ways(spec, S, T):
         expected = {
-            "expanded": common + 2 * B * T * h * R * (n + v) + 2 * B * h * seen * (n + p + v),
+            "expanded": common + 2 * B * total * h * R * (n + v) + 2 * B * h * seen * (n + p + v),
             "cached_kv": common + 2 * B * S * h * R * (n + v) + 2 * B * h * seen * (n + p + v),
             "absorbed": common
             + 2 * B * S * h * R * (n + v)
@@ -131,116 +178,109 @@ def test_latent_flops(spec: LatentSpec, B: int, S: int, past: int) -> None:
             assert cost.forward_flops(spec, S, T, batch=B, causal=causal, impl=impl) == flops
 
 
+@given(latent_space_specs(), batches, tokens, tokens)
+def test_latent_space_flops(spec: LatentSpaceSpec, B: int, S: int, past: int) -> None:
+    E, R, W = spec.hidden_size, spec.latent_dim, spec.num_heads * spec.head_dim
+    for causal, seen, _ in ways(spec, S, S + past):
+        expected = 2 * B * S * (2 * E * W + 2 * E * R + R * W) + 4 * B * seen * R
+        assert cost.forward_flops(spec, S, S + past, batch=B, causal=causal) == expected
+
+
+@given(expert_latent_specs(), batches, st.just(1) | tokens, tokens)
+def test_expert_latent_flops(spec: ExpertLatentSpec, B: int, S: int, past: int) -> None:
+    E, h, d, k, C, X = sizes_of(spec)
+    p = 0 if spec.rope is None else spec.rope.dim
+    one_row = S == 1 or spec.conditioning == "sequence"
+    gates = 1 if spec.conditioning == "sequence" else S
+    common = 2 * B * S * (2 * E * h * d + 2 * E * k * C) + 2 * B * gates * h * d * X
+    for causal, seen, total in ways(spec, S, S + past):
+        if causal and spec.conditioning == "sequence":
+            continue
+        if one_row:
+            expanded = 4 * B * X * h * C * d + 4 * B * total * h * C * d + 4 * B * h * seen * d
+            rotary = 2 * B * X * h * C * p + 2 * B * total * h * C * p + 2 * B * h * seen * p
+        else:
+            expanded = 4 * B * total * X * h * C * d + 4 * B * h * seen * X * d
+            rotary = 2 * B * total * X * h * C * p + 2 * B * h * seen * X * p
+        content = 2 * B * S * X * h * C * (d - p) + (2 * B * h * seen * C if d > p else 0)
+        absorbed = content + rotary + 2 * B * h * seen * C + 2 * B * S * X * h * C * d
+        for impl, flops in {"expanded": expanded, "absorbed": absorbed}.items():
+            assert cost.forward_flops(spec, S, S + past, batch=B, causal=causal, impl=impl) == common + flops
+
+
 @given(specs(), batches, tokens, st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]))
 def test_cache_bytes(spec: AnySpec, B: int, T: int, dtype: str) -> None:
     size = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}[dtype]
     if isinstance(spec, GroupedSpec):
         values = spec.num_kv_heads * spec.head_dim + spec.num_kv_heads * spec.value_dim
-    else:
+    elif isinstance(spec, LatentSpec):
         values = spec.kv_lora_rank + spec.qk_rope_head_dim
+    elif isinstance(spec, LatentSpaceSpec):
+        values = 2 * spec.latent_dim
+    else:
+        values = 2 * spec.latent_kv_heads * spec.kv_dim
     per_token = values * size if spec.is_causal else 0
     assert cost.cache_bytes_per_token(spec, dtype) == per_token
     assert cost.cache_bytes(spec, T, batch=B, dtype=dtype) == B * min(T, spec.sliding_window or T) * per_token
 
 
-# --- One mechanism is another at the edge
-
-
-@given(grouped_specs(), tokens, tokens)
-def test_as_many_key_value_heads_as_heads_cost_mha_and_one_costs_mqa(spec: GroupedSpec, S: int, past: int) -> None:
-    E, h, d, v = spec.hidden_size, spec.num_heads, spec.head_dim, spec.value_dim
-    plain = {"bias": (), "qk_norm": None, "sinks": False, "is_causal": True, "sliding_window": None}
-    mha = dataclasses.replace(spec, num_kv_heads=h, **plain)
-    mqa = dataclasses.replace(spec, num_kv_heads=1, **plain)
-    core = 2 * h * (d + v) * pairs(S, S + past, None)
-    assert cost.parameters(mha) == 2 * E * h * (d + v)
-    assert cost.forward_flops(mha, S, S + past) == 2 * S * 2 * E * h * (d + v) + core
-    assert cost.cache_bytes_per_token(mha, "int8") == h * (d + v)
-    assert cost.decode_intensity(mha) == 1
-    assert cost.parameters(mqa) == E * (h + 1) * (d + v)
-    assert cost.forward_flops(mqa, S, S + past) == 2 * S * E * (h + 1) * (d + v) + core
-    assert cost.cache_bytes_per_token(mqa, "int8") == d + v
-    assert cost.decode_intensity(mqa) == h
-
-
-# --- More is more
-
-
-@given(specs(), tokens, st.integers(1, 50), tokens)
-def test_costs_grow_with_tokens(spec: AnySpec, S: int, more: int, past: int) -> None:
-    T = S + past
-    for impl in cost.formulas(spec).IMPLS:
-        flops = cost.forward_flops(spec, S, T, impl=impl)
-        assert cost.forward_flops(spec, S + more, T + more, impl=impl) > flops
-        assert cost.forward_flops(spec, S, T + more, impl=impl) >= flops
-    assert cost.cache_bytes(spec, T + more) >= cost.cache_bytes(spec, T)
-    unbounded = dataclasses.replace(spec, sliding_window=None, is_causal=True)
-    assert cost.cache_bytes(unbounded, T + more) > cost.cache_bytes(unbounded, T)
-
-
-@given(specs(), tokens, tokens, st.integers(2, 4))
-def test_costs_grow_with_heads(spec: AnySpec, S: int, past: int, times: int) -> None:
-    wider = dataclasses.replace(spec, num_heads=spec.num_heads * times)
-    assert cost.parameters(wider) > cost.parameters(spec)
-    for impl in cost.formulas(spec).IMPLS:
-        flops = [cost.forward_flops(s, S, S + past, impl=impl) for s in (spec, wider)]
-        assert flops[0] < flops[1]
-    # Query heads are not cached.
-    assert cost.cache_bytes_per_token(wider) == cost.cache_bytes_per_token(spec)
-
-
-@given(grouped_specs(), st.integers(2, 4))
-def test_costs_grow_with_key_value_heads(spec: GroupedSpec, times: int) -> None:
-    spec = dataclasses.replace(spec, num_heads=spec.num_heads * times, is_causal=True)
-    wider = dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads * times)
-    assert cost.parameters(wider) > cost.parameters(spec)
-    assert cost.forward_flops(wider, 5, 9) > cost.forward_flops(spec, 5, 9)
-    assert cost.cache_bytes_per_token(wider) == times * cost.cache_bytes_per_token(spec)
-
-
-@given(specs(), tokens, tokens, st.integers(2, 5))
-def test_costs_are_a_batch_times_one(spec: AnySpec, S: int, past: int, B: int) -> None:
-    assert cost.forward_flops(spec, S, S + past, batch=B) == B * cost.forward_flops(spec, S, S + past)
-    assert cost.cache_bytes(spec, S, batch=B) == B * cost.cache_bytes(spec, S)
-
-
 # --- Absorbed or expanded
 
 
-@given(latent_specs(), tokens, tokens)
-def test_the_best_way_is_the_one_with_fewer_flops(spec: LatentSpec, S: int, past: int) -> None:
-    T = S + past
+@given(latent_specs() | expert_latent_specs(), tokens, tokens, st.booleans())
+def test_the_best_way_is_the_one_with_fewer_flops(
+    spec: LatentSpec | ExpertLatentSpec, S: int, past: int, causal: bool
+) -> None:
+    causal = causal and getattr(spec, "conditioning", "token") == "token"
     absorbed, expanded = (
-        cost.forward_flops(spec, S, T, causal=False, impl=impl) for impl in ("absorbed", "expanded")
+        cost.forward_flops(spec, S, S + past, causal=causal, impl=impl) for impl in ("absorbed", "expanded")
     )
-    assert cost.formulas(spec).best_impl(spec, S, T) == ("absorbed" if absorbed < expanded else "expanded")
-    assert cost.forward_flops(spec, S, T, causal=False) == min(absorbed, expanded)
+    assert cost.forward_flops(spec, S, S + past, causal=causal) == min(absorbed, expanded)
+    _, seen, total = ways(spec, S, S + past)[causal]
+    best = cost.formulas(spec).best_impl(spec, S, total, seen)
+    assert absorbed == expanded or best == ("absorbed" if absorbed < expanded else "expanded")
+
+
+def test_the_best_way_of_experts_whatever_is_rotated() -> None:
+    for D, P, C, X in itertools.product((2, 4), (0, 2, 4), (1, 3, 6), (1, 2, 3)):
+        if P > D:
+            continue
+        rope = RopeSpec(dim=P) if P else None
+        sizes = {"head_dim": D, "kv_dim": C, "num_experts": X, "top_k": 1, "rope": rope}
+        spec = ExpertLatentSpec(hidden_size=8, num_heads=4, latent_kv_heads=2, **sizes)
+        for S, T in ((1, 1), (1, 9), (4, 4), (4, 9), (2, 50), (30, 30)):
+            ways = [cost.forward_flops(spec, S, T, impl=impl) for impl in ("absorbed", "expanded")]
+            assert cost.forward_flops(spec, S, T) == min(ways)
 
 
 def test_a_draw_is_expanded() -> None:
     spec = dataclasses.replace(MLA_GUIDE, kv_lora_rank=16, bias=())
-    assert [cost.forward_flops(spec, 9, impl=impl) for impl in ("absorbed", "expanded")] == [
-        cost.forward_flops(spec, 9)
+    assert [cost.forward_flops(spec, 9, causal=False, impl=impl) for impl in ("absorbed", "expanded")] == [
+        cost.forward_flops(spec, 9, causal=False)
     ] * 2
-    assert cost.formulas(spec).best_impl(spec, 9, 9) == "expanded"
+    assert cost.formulas(spec).best_impl(spec, 9, 9, 81) == "expanded"
 
 
 def test_deepseek_v3_absorbs_below_171_new_tokens() -> None:
     spec = read_spec("deepseek-v3").layers[0]
     best = cost.formulas(spec).best_impl
-    assert [best(spec, S, 10**9) for S in (1, 170, 171)] == ["absorbed", "absorbed", "expanded"]
-    assert best(spec, 4096, 4096) == "expanded"
+    assert [best(spec, S, 10**9, S * 10**9) for S in (1, 170, 171)] == ["absorbed", "absorbed", "expanded"]
+    assert best(spec, 4096, 4096, 4096**2) == "expanded"
 
 
 @given(specs(), st.sampled_from([1, 2, 7, 200, 5000]))
 def test_intensity_is_the_flops_that_one_more_cached_token_costs(spec: AnySpec, S: int) -> None:
-    # A spec at its own crossover is decided by the last token of a long cache; both answers are right there.
-    impl = cost.formulas(spec).best_impl(spec, S, 1_000_000 * S)
-    assume(impl == cost.formulas(spec).best_impl(spec, S, 10**15))
-    spec = dataclasses.replace(spec, is_causal=True)
+    module = cost.formulas(spec)
+    spec = dataclasses.replace(spec, sliding_window=None)  # with a window nothing is added any more
+    impl = module.IMPLS[0]
+    if len(module.IMPLS) > 1:
+        # A spec at its own crossover is decided by the last token of a long cache; both answers are right there.
+        impl = module.best_impl(spec, S, 1_000_000 * S, 1_000_000 * S * S)
+        assume(impl == module.best_impl(spec, S, 10**15, S * 10**15))
     step = cost.forward_flops(spec, S, 10**9 + 1, causal=False, impl=impl)
     step -= cost.forward_flops(spec, S, 10**9, causal=False, impl=impl)
-    assert cost.decode_intensity(spec, new_tokens=S) == step / cost.cache_bytes_per_token(spec)
+    bytes_per_token = 2 * int(module.cache_values(spec))
+    assert cost.decode_intensity(spec, new_tokens=S) == step / bytes_per_token
 
 
 @given(grouped_specs(), st.integers(1, 9))
@@ -260,6 +300,58 @@ def test_new_tokens_are_some_of_all_tokens(S: int, T: int | None) -> None:
         cost.forward_flops(MLA_GUIDE, S, T)
 
 
+@pytest.mark.parametrize(("S", "T"), [(0, 4), (3, 0)])
+def test_cross_attention_has_tokens_on_both_sides(S: int, T: int) -> None:
+    with pytest.raises(ArgumentError, match=rf"= \({S}, {T}\): must be at least 1$"):
+        cost.forward_flops(MLA_GUIDE, S, T, cross=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"new_tokens": 1.5}, r"^new_tokens = 1\.5: must be a whole number$"),
+        ({"new_tokens": True}, r"^new_tokens = True: must be a whole number$"),
+        ({"new_tokens": 3, "batch": 0}, r"^batch = 0: must be at least 1$"),
+        ({"new_tokens": 3, "batch": 2.0}, r"^batch = 2\.0: must be a whole number$"),
+        ({"new_tokens": 3, "causal": "no"}, r"^causal = 'no': must be True, False or None$"),
+        ({"new_tokens": 5, "total_tokens": 4, "causal": True, "cross": True}, r"^causal = True: must be false for 5"),
+    ],
+)
+def test_impossible_calls(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        cost.forward_flops(MLA_GUIDE, **arguments)
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(-1, 1), (2.5, 1), (True, 1), (4, 0), (4, -1)])
+def test_a_cache_of_impossible_size(tokens: Any, batch: int) -> None:
+    with pytest.raises(ArgumentError, match=r"^(tokens|batch) = "):
+        cost.cache_bytes(MLA_GUIDE, tokens, batch=batch)
+
+
+def test_a_causal_source_leaves_the_pairs_of_the_bottom_right_mask() -> None:
+    whole, causal = (
+        cost.forward_flops(MLA_GUIDE, 3, 4, causal=c, cross=True, impl="expanded") for c in (False, True)
+    )
+    head = MLA_GUIDE.qk_head_dim + MLA_GUIDE.v_head_dim
+    assert whole - causal == 2 * MLA_GUIDE.num_heads * head * (3 * 4 - (2 + 3 + 4))
+
+
+def test_cross_attention_alone_is_said_to_be_cached() -> None:
+    with pytest.raises(ArgumentError, match=r"^cached = True: is said of cross-attention only"):
+        cost.forward_flops(MLA_GUIDE, 3, 4, cached=True)
+
+
+@pytest.mark.parametrize("function", [cost.forward_flops, cost.backward_flops, cost.activation_bytes])
+def test_an_unknown_kernel(function: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^kernel = 'flash': must be one of unfused, fused, padded$"):
+        function(MLA_GUIDE, 3, kernel="flash")
+
+
+def test_a_chunk_is_some_tokens() -> None:
+    with pytest.raises(ArgumentError, match=r"^chunk = 0: must be at least 1$"):
+        cost.prefill_flops(MLA_GUIDE, 3, chunk=0)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "int4", "", "torch.bool"])
 def test_an_unknown_dtype(dtype: str) -> None:
     with pytest.raises(
@@ -277,9 +369,11 @@ def test_dtypes_by_torchs_names() -> None:
 
 
 def test_an_unknown_implementation() -> None:
-    with pytest.raises(SpecError, match=r"^impl = 'fused': must be one of \('expanded', 'absorbed', 'cached_kv'\)$"):
+    with pytest.raises(
+        ArgumentError, match=r"^impl = 'fused': must be one of expanded, absorbed, cached_kv for mla$"
+    ):
         cost.forward_flops(MLA_GUIDE, 1, impl="fused")
-    with pytest.raises(SpecError, match=r"^impl = 'absorbed': mqa has only \('direct',\)$"):
+    with pytest.raises(ArgumentError, match=r"^impl = 'absorbed': must be one of direct for mqa$"):
         cost.forward_flops(GroupedSpec(**GUIDE, num_kv_heads=1), 1, impl="absorbed")
 
 

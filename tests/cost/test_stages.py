@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.cost import attended_pairs
-from headwise.cost.stages import Core, Linear, PerHead, Vector
+from headwise.cost.size import Size
+from headwise.cost.stages import KERNELS, Call, Core, Kernel, Linear, Product, Vector
 
 maybe_window = st.none() | st.integers(1, 40)
 new_tokens, past_tokens = st.integers(1, 24), st.integers(0, 24)
@@ -49,17 +52,50 @@ def test_a_prompt_in_chunks_sees_what_the_whole_prompt_sees(S: int, past: int, w
     assert first + attended_pairs(S, T, causal=True, window=window) == whole
 
 
-def test_a_linear_stage_runs_over_new_tokens_or_all() -> None:
-    stage = Linear("proj", 3, 5, bias=True)
-    assert stage.parameters == 20
-    assert stage.macs(2, 7, 11) == 2 * 7 * 15
-    assert dataclasses.replace(stage, over="total").macs(2, 7, 11) == 2 * 11 * 15
+CALL = Call(batch=Size(2), new=Size(7), source=Size(5), total=Size(11), pairs=Size(60))
 
 
-def test_the_other_stages() -> None:
-    assert PerHead("absorb", 4, 3, 5).macs(2, 7, 11) == 2 * 7 * 4 * 15
-    assert PerHead("absorb", 4, 3, 5).parameters == 0
-    assert Vector("norm", 9).parameters == 9
-    assert Vector("norm", 9).macs(2, 7, 11) == 0
-    assert Core(4, 3, 5).macs_per_pair() == 4 * 8
-    assert Core(4, 3, 5).parameters == 0
+@pytest.mark.parametrize(("over", "tokens"), [("new", 14), ("source", 10), ("total", 22), ("call", 2)])
+def test_a_stage_is_done_for_the_tokens_it_is_over(over: Any, tokens: int) -> None:
+    assert CALL.count(over) == tokens
+    assert Linear("proj", 3, 5, over=over).forward_flops(CALL, "unfused") == 2 * tokens * 15
+    assert Product("absorb", 13, over=over).forward_flops(CALL, "unfused") == 2 * tokens * 13
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_linear_stage(kernel: Kernel) -> None:
+    stage = Linear("proj", 3, 5)
+    assert (stage.parameters, Linear("proj", 3, 5, bias=True).parameters) == (15, 20)
+    forward = 2 * 14 * 15
+    assert Linear("proj", 3, 5, bias=True).forward_flops(CALL, kernel) == forward
+    # Without a gradient of the layer's input only the weight's is computed; inner projections always have both.
+    assert stage.backward_flops(CALL, kernel, input_gradient=True) == 2 * forward
+    assert stage.backward_flops(CALL, kernel, input_gradient=False) == forward
+    inner = Linear("proj", 3, 5, reads="inner")
+    assert inner.backward_flops(CALL, kernel, input_gradient=False) == 2 * forward
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_products_and_vectors(kernel: Kernel) -> None:
+    product, vector = Product("absorb", 13), Vector("norm", 9)
+    assert (product.parameters, vector.parameters) == (0, 9)
+    assert product.forward_flops(CALL, kernel) == 2 * 14 * 13
+    for wanted in (False, True):
+        assert product.backward_flops(CALL, kernel, input_gradient=wanted) == 4 * 14 * 13
+        assert vector.backward_flops(CALL, kernel, input_gradient=wanted) == 0
+    assert vector.forward_flops(CALL, kernel) == 0
+
+
+@given(st.integers(1, 9), st.integers(1, 99), st.integers(1, 99))
+def test_the_core_forward_and_backward(heads: int, D: int, V: int) -> None:
+    core, scores, width = Core(heads, D, V), 2 * heads * 60, max(D, V)
+    assert core.parameters == 0
+    assert core.forward_flops(CALL, "unfused") == 2 * scores * (D + V)
+    assert core.backward_flops(CALL, "unfused", input_gradient=False) == 4 * scores * (D + V)
+    # A fused kernel pads to one width, and its backward has the scores' product a second time.
+    assert core.forward_flops(CALL, "fused") == 4 * scores * width
+    assert core.backward_flops(CALL, "fused", input_gradient=False) == 10 * scores * width
+    assert core.softmax_flops(CALL) == 5 * scores
+    never = dataclasses.replace(core, can_fuse=False)
+    assert never.forward_flops(CALL, "fused") == core.forward_flops(CALL, "unfused")
+    assert never.backward_flops(CALL, "fused", input_gradient=True) == 4 * scores * (D + V)

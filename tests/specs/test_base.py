@@ -11,7 +11,9 @@ from hypothesis import given
 from headwise.errors import CheckpointError, HeadwiseError, SpecError
 from headwise.specs import (
     AttentionSpec,
+    ExpertLatentSpec,
     GroupedSpec,
+    LatentSpaceSpec,
     LatentSpec,
     ModelSpec,
     RopeSpec,
@@ -39,10 +41,11 @@ def test_a_spec_survives_json(spec: AttentionSpec) -> None:
 
 
 @given(specs())
-def test_to_dict_begins_with_the_kind_and_has_every_field(spec: GroupedSpec | LatentSpec) -> None:
+def test_to_dict_begins_with_the_kind_and_has_every_field(spec: AttentionSpec) -> None:
     values = spec.to_dict()
     assert next(iter(values)) == "kind"
-    assert values["kind"] == ("grouped" if isinstance(spec, GroupedSpec) else "latent")
+    kinds = {LatentSpec: "latent", LatentSpaceSpec: "latent_space", ExpertLatentSpec: "expert_latent"}
+    assert values["kind"] == kinds.get(type(spec), "grouped")
     assert set(values) == {"kind", *(field.name for field in dataclasses.fields(spec))}
 
 
@@ -54,6 +57,9 @@ def test_rope_parameters_in_another_order_are_the_same_rope(rope: RopeSpec) -> N
 @given(grouped_specs())
 def test_the_mechanism_is_the_number_of_key_value_heads(spec: GroupedSpec) -> None:
     expected = {spec.num_heads: "mha"}.get(spec.num_kv_heads, "mqa" if spec.num_kv_heads == 1 else "gqa")
+    if spec.num_heads == 1:
+        assert (spec.mechanism, spec.label) == ("single_head", f"single head × {spec.head_dim}")
+        return
     assert spec.mechanism == expected
     assert spec.label == f"{expected.upper()} {spec.num_heads}/{spec.num_kv_heads} × {spec.head_dim}"
     assert spec.group_size * spec.num_kv_heads == spec.num_heads

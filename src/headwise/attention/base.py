@@ -15,7 +15,7 @@ from headwise.attention.cache import AttentionCache
 from headwise.attention.rope import RotaryEmbedding, rotate
 from headwise.errors import ArgumentError, SpecError
 from headwise.kernels import BACKENDS, Backend, as_bool_mask, attend
-from headwise.specs.base import AttentionSpec, RopeSpec
+from headwise.specs.base import AttentionSpec, RopeSpec, positive
 
 Rope = RopeSpec | RotaryEmbedding
 
@@ -71,7 +71,7 @@ class AttentionLayer(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        if not 0.0 <= dropout < 1.0:
+        if isinstance(dropout, str) or dropout is None or not 0.0 <= dropout < 1.0:
             raise ArgumentError("dropout", dropout, "must be at least 0 and below 1")
         if backend not in BACKENDS:
             raise ArgumentError("backend", backend, f"must be one of {', '.join(BACKENDS)}")
@@ -105,7 +105,7 @@ class AttentionLayer(nn.Module):
                 keys are at 0 … T − 1, and queries at 0 … S − 1 of each call unless given.
             position_embeddings: cos and sin ``[B or 1, S, P/2]`` of the new tokens, in place of the layer's own.
             cache: read and extended in place.
-            return_weights: also return the attention weights ``[B, H, S, T]``.
+            return_weights: also return the attention weights ``[B, H, S, T]``; with a window, T are those it holds.
 
         Returns:
             ``[B, S, E]``, or that and the weights.
@@ -121,6 +121,7 @@ class AttentionLayer(nn.Module):
             raise ArgumentError("sliding_window", window, rule)
         past = 0 if cache is None or is_cross else cache.length
         total = past + hidden_states.shape[1]
+        self._check_rotation(position_embeddings, hidden_states.shape[1])
         ids, rotation = None, position_embeddings
         if position_ids is not None or (self.rope is not None and rotation is None):
             ids = positions(past, hidden_states, position_ids)
@@ -144,6 +145,14 @@ class AttentionLayer(nn.Module):
         cache: CacheLike | None,
     ) -> None:
         """Raise for what this mechanism cannot do, before anything is remembered."""
+
+    def _check_rotation(self, given: tuple[Tensor, Tensor] | None, S: int) -> None:
+        for table in given or ():
+            pairs = table.shape[-1] if self.rope is None else self.rope.spec.dim // 2
+            if table.dim() != 3 or table.shape[1:] != (S, pairs):
+                raise ArgumentError(
+                    "position_embeddings shape", tuple(table.shape), f"must be [B or 1, {S}, {pairs}]"
+                )
 
     def _check_mask(
         self,
@@ -181,6 +190,9 @@ class AttentionLayer(nn.Module):
         if source is not None:
             self._check_hidden("key_value_states", source)
             T = source.shape[1]
+            if source.shape[0] != states.shape[0]:
+                rule = f"must be {states.shape[0]}, as of hidden_states"
+                raise ArgumentError("key_value_states batch", source.shape[0], rule)
             if cache is not None and cache.length:
                 if cache.length != T:
                     rule = f"must be the {cache.length} tokens the cross-attention cache was filled from"
@@ -236,8 +248,8 @@ class AttentionLayer(nn.Module):
         return self.dropout if self.training else 0.0
 
     def _check_hidden(self, name: str, states: Tensor) -> None:
-        if states.dim() != 3 or states.shape[2] != self.spec.hidden_size:
-            rule = f"must be [batch, tokens, hidden_size = {self.spec.hidden_size}]"
+        if states.dim() != 3 or states.shape[2] != self.spec.hidden_size or not states.shape[1]:
+            rule = f"must be [batch, tokens, hidden_size = {self.spec.hidden_size}], at least one token"
             raise ArgumentError(f"{name} shape", tuple(states.shape), rule)
 
 
@@ -251,6 +263,8 @@ def rotated(x: Tensor, rotation: tuple[Tensor, Tensor] | None, rope: RotaryEmbed
 
 def as_rotary(rope: Rope | None) -> RotaryEmbedding | None:
     """A module from a spec; a module and None pass."""
+    if rope is not None and not isinstance(rope, RopeSpec | RotaryEmbedding):
+        raise ArgumentError("rope", rope, "must be a RopeSpec, a RotaryEmbedding or None")
     return RotaryEmbedding(rope) if isinstance(rope, RopeSpec) else rope
 
 
@@ -285,7 +299,9 @@ def per_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 def default_head_dim(hidden_size: int, num_heads: int) -> int:
     """``hidden_size / num_heads``, where it is a whole number."""
-    if num_heads < 1 or hidden_size % num_heads:
+    positive("hidden_size", hidden_size)
+    positive("num_heads", num_heads)
+    if hidden_size % num_heads:
         raise SpecError("num_heads", num_heads, f"must divide hidden_size = {hidden_size}, or give head_dim")
     return hidden_size // num_heads
 

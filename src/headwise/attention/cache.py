@@ -39,9 +39,10 @@ class AttentionCache:
         device: torch.device | str | None = None,
         window: int | None = None,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
-            if value < 1:
-                raise ArgumentError(name, value, "must be at least 1")
+        given = (("batch_size", batch_size), ("max_length", max_length), ("window", 1 if window is None else window))
+        for name, value in given:
+            if not isinstance(value, int) or value < 1:
+                raise ArgumentError(name, value, "must be a whole number of at least 1")
         self.max_length = max_length
         """Tokens it can be told of."""
         self.length = 0
@@ -113,7 +114,7 @@ class AttentionCache:
 
     def reorder(self, indices: Tensor) -> None:
         """Make row b hold what row ``indices[b]`` held, as beam search asks."""
-        if indices.shape != (self.buffers[0].shape[0],):
+        if indices.shape != (self.buffers[0].shape[0],) or indices.dtype == torch.bool:
             rule = f"must be one row number for each of {self.buffers[0].shape[0]} rows"
             raise ArgumentError("indices shape", tuple(indices.shape), rule)
         for buffer in self.buffers:

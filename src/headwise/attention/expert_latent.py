@@ -152,8 +152,8 @@ class ExpertLatentAttention(AttentionLayer):
                 if given:
                     raise ArgumentError(name, given, rule)
             mask = call.attention_mask
-            if mask is not None and mask.dim() == 4 and mask.shape[2] > 1:
-                raise ArgumentError("attention_mask", f"a row for each of {mask.shape[2]} queries", rule)
+            if mask is not None and mask.dim() == 4 and max(mask.shape[1:3]) > 1:
+                raise ArgumentError("attention_mask shape", tuple(mask.shape), f"with a row a query or a head {rule}")
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         latents = split_heads(self.kv_a_proj(states), 2 * self.spec.latent_kv_heads)

@@ -126,8 +126,8 @@ def numbers_table(*headings: str) -> Table:
 
 def bytes_text(count: float) -> str:
     """Bytes in the unit that reads best."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(count) < 1024 or unit == "PiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError
@@ -135,8 +135,8 @@ def bytes_text(count: float) -> str:
 
 def count_text(count: float) -> str:
     """A large number with the prefix that reads best."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(count) < 1000 or prefix == "T":
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(count) < 1000 or prefix == "E":
             return f"{count:.1f} {prefix}".rstrip()
         count /= 1000
     raise AssertionError

@@ -56,10 +56,10 @@ def complexity(
             forward.formula if forward.value else "",
             count_text(forward.value) if forward.value else "",
             *([count_text(backward.value) if backward.value else ""] if trained else []),
-            f"{stage.parameters.value:,}" if stage.parameters.value else "",
+            count_text(stage.parameters.value) if stage.parameters.value else "",
         )
     totals = [found.forward_flops, *([found.backward_flops] if trained else [])]
-    time.add_row("in all", "", *map(count_text, totals), f"{found.parameters:,}", style="bold")
+    time.add_row("in all", "", *map(count_text, totals), count_text(found.parameters), style="bold")
     time.add_row("softmax, apart", found.softmax_flops.formula, count_text(found.softmax_flops.value))
     out.print(time)
     space = numbers_table("space", "bytes", "")

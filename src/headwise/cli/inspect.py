@@ -45,7 +45,7 @@ def inspect(
             emit({"catalog": {name: entry["source"] for name, entry in catalog().items()}})
         else:
             for name, entry in catalog().items():
-                out.print(f"{name:<20} {entry['source']}")
+                out.print(f"{name:<20} {entry['source']}", soft_wrap=True)
         return
     if source is None:
         raise ArgumentError("source", source, "is required (or --list)")

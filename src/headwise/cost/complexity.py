@@ -8,11 +8,13 @@ from typing import Any
 
 from headwise.cost import layer
 from headwise.cost.activations import kept_values, kept_width
+from headwise.cost.latent import expanded_cache_values
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Kernel, check_kernel
 from headwise.cost.training import kept_activations
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
+from headwise.specs.latent import LatentSpec
 from headwise.specs.model import ModelSpec
 from headwise.specs.sources import layer_spec
 
@@ -150,7 +152,7 @@ def complexity(
         (stage, stage.forward_flops(call, kernel), stage.backward_flops(call, kernel, input_gradient=True))
         for stage in work
     ]
-    per_token = layer.formulas(spec).cache_values(spec) * size
+    per_token = _cached(spec, impl) * size
     softmax = sum((stage.softmax_flops(call) for stage in work if isinstance(stage, Core)), Size(0))
     symbols: dict[str, int] = {}
     for amount in (*(flops for _, flops, _ in costs), *kept_bytes.values(), per_token):
@@ -176,10 +178,19 @@ def complexity(
         backward_flops=sum(int(backward) for _, _, backward in costs),
         parameters=sum(int(stage.parameters) for stage in work),
         cache_bytes_per_token=_amount(per_token),
-        cache_bytes=layer.cache_bytes(spec, int(call.total), batch=batch, dtype=dtype),
+        cache_bytes=int(call.total) * batch * int(per_token) + layer.state_bytes(spec, batch=batch, dtype=dtype),
         activations={name: _amount(amount) for name, amount in kept_bytes.items() if amount},
         activation_bytes=sum(int(amount) for amount in kept_bytes.values()) if kept_bytes else None,
     )
+
+
+def _cached(spec: AttentionSpec, impl: str) -> Size:
+    """Values a token adds to the cache: none in an encoder, every head's where an MLA layer caches them decoded."""
+    if not spec.is_causal:
+        return Size(0)
+    if isinstance(spec, LatentSpec) and impl == "cached_kv":
+        return expanded_cache_values(spec)
+    return layer.formulas(spec).cache_values(spec)
 
 
 def _amount(value: int) -> Amount:

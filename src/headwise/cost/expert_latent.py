@@ -18,7 +18,7 @@ from headwise.cost.activations import (
     kept_softmax,
 )
 from headwise.cost.size import Size
-from headwise.cost.stages import Call, Core, Linear, Product, Stage, Vector
+from headwise.cost.stages import Core, Linear, Product, Stage, Vector
 from headwise.errors import ArgumentError
 from headwise.specs.expert_latent import ExpertLatentSpec
 
@@ -90,21 +90,16 @@ def _absorbed(spec: ExpertLatentSpec, H: Size, D: Size, C: Size, X: Size, one_ro
 
 
 def best_impl(spec: ExpertLatentSpec, new_tokens: int, total_tokens: int, pairs: int) -> str:
-    """The one with fewer FLOPs.
-
-    For one new token that is ``absorbed`` whatever the sizes: each side mixes X decoders once, and then decoding a
-    cached key and value, ``2CD + 2D``, is more than reading its latents, ``2C``, and decoding its P <= D rotated
-    channels, ``CP + P``.
-    """
-    if new_tokens == 1:
-        return "absorbed"
-    new, total = Size(new_tokens), Size(total_tokens)
-    call = Call(batch=Size(1), new=new, source=new, total=total, pairs=Size(pairs))
-
-    def flops(impl: str) -> int:
-        return sum(stage.forward_flops(call, "unfused") for stage in stages(spec, impl, new_tokens))
-
-    return "expanded" if flops("expanded") < flops("absorbed") else "absorbed"
+    """The one with fewer FLOPs, found in plain numbers a head: a layer asks while it is compiled."""
+    D, C, X = spec.head_dim, spec.kv_dim, spec.num_experts
+    P = 0 if spec.rope is None else spec.rope.dim
+    one_row = has_one_row(spec, new_tokens)
+    decoders = 1 if one_row else X
+    decoded = C * (decoders * total_tokens + (X if one_row else 0))  # a dim of all keys, and its decoders' mixture
+    expanded = 2 * D * decoded + pairs * 2 * decoders * D
+    content = C if P < D else 0
+    absorbed = new_tokens * X * C * (2 * D - P) + P * decoded + pairs * (content + decoders * P + C)
+    return "expanded" if expanded < absorbed else "absorbed"
 
 
 def cache_values(spec: ExpertLatentSpec) -> Size:

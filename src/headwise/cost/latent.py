@@ -77,6 +77,12 @@ def cache_values(spec: LatentSpec) -> Size:
     return Size(spec.kv_lora_rank, "R") + Size(spec.qk_rope_head_dim, "P")
 
 
+def expanded_cache_values(spec: LatentSpec) -> Size:
+    """Values cached for a token where a framework caches the decoded keys and values (``cached_kv``)."""
+    N, P, V = Size(spec.qk_nope_head_dim, "N"), Size(spec.qk_rope_head_dim, "P"), Size(spec.v_head_dim, "V")
+    return Size(spec.num_heads, "H") * (N + P + V)
+
+
 def shard(spec: LatentSpec, ranks: int) -> LatentSpec:
     """What one of several ranks holds: its share of the heads; the latent, shared by all heads, whole."""
     if spec.num_heads % ranks:

@@ -134,9 +134,9 @@ def prefill_flops(
 
     Chunks cost what one pass costs, but for a latent that is decoded again by every chunk.
     """
+    whole("tokens", tokens, 1)
     size = tokens if chunk is None else chunk
-    if size < 1:
-        raise ArgumentError("chunk", chunk, "must be at least 1")
+    whole("chunk", size, 1)
     ends = [*range(size, tokens, size), tokens]
     starts = [0, *ends[:-1]]
     return sum(
@@ -150,6 +150,8 @@ def decode_flops(spec: AttentionSpec, context: int, new_tokens: int = 1, *, batc
 
     The first of them attends to ``context`` tokens and itself.
     """
+    whole("context", context, 0)
+    whole("new_tokens", new_tokens, 1)
     return sum(
         forward_flops(spec, 1, context + index + 1, batch=batch, causal=spec.is_causal) for index in range(new_tokens)
     )
@@ -167,11 +169,17 @@ def call_of(
 ) -> Call:
     """One forward pass in numbers that know their formula; arguments as `forward_flops`."""
     S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
+    for name, value in (("new_tokens", S), ("total_tokens", T), ("batch", batch)):
+        whole(name, value)
     if batch < 1:
         raise ArgumentError("batch", batch, "must be at least 1")
     if S < 1 or (1 if cross else S) > T:
         rule = "must be at least 1" if cross else "must satisfy 1 <= new_tokens <= total_tokens"
         raise ArgumentError("new_tokens, total_tokens", (S, T), rule)
+    if causal not in (None, True, False):
+        raise ArgumentError("causal", causal, "must be True, False or None")
+    if cross and spec.sliding_window is not None:
+        raise ArgumentError("cross", cross, "is not for a layer with a sliding window, which attends to its own past")
     if cached and not cross:
         raise ArgumentError("cached", cached, "is said of cross-attention only: total_tokens says it otherwise")
     if causal is None:
@@ -196,12 +204,20 @@ def _pairs(new: Size, total: Size, window: int | None, *, causal: bool) -> Size:
     if not causal or (int(new) == 1 and window is None):
         return new * total
     past = Size(0) if total is new else total - new
-    if window is None or window >= total:
+    if window is None or (window >= total and past + 1 < window):
         return new * past + (new * (new + 1)).halved()
     w = Size(window, "w")
     if past + 1 >= window:
         return new * w
     return w * new - ((w - past) * (w - past - 1)).halved()
+
+
+def whole(name: str, value: int, least: int | None = None) -> None:
+    """Raise an `ArgumentError` unless ``value`` is a whole number (of at least ``least``)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentError(name, value, "must be a whole number")
+    if least is not None and value < least:
+        raise ArgumentError(name, value, f"must be at least {least}")
 
 
 def chosen_impl(spec: AttentionSpec, impl: str, call: Call) -> str:
@@ -229,8 +245,7 @@ def shard(spec: AttentionSpec, ranks: int) -> AttentionSpec:
     Raises:
         ArgumentError: the heads cannot be split over so many ranks.
     """
-    if ranks < 1:
-        raise ArgumentError("ranks", ranks, "must be at least 1")
+    whole("ranks", ranks, 1)
     module = formulas(spec)
     if ranks == 1:
         return spec
@@ -251,6 +266,8 @@ def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16") -> int:
 
 def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16") -> int:
     """Bytes of one layer's cache at a context of ``tokens``; a sliding window holds no more than its width."""
+    whole("tokens", tokens, 0)
+    whole("batch", batch, 1)
     held = tokens if spec.sliding_window is None else min(tokens, spec.sliding_window)
     return batch * held * cache_bytes_per_token(spec, dtype) + state_bytes(spec, batch=batch, dtype=dtype)
 

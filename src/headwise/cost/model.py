@@ -87,6 +87,7 @@ def forward_flops(
     *,
     batch: int = 1,
     causal: bool | None = None,
+    impl: str = "auto",
 ) -> Flops:
     """FLOPs of one forward pass of the whole model, by part, the head over every new token.
 
@@ -95,6 +96,7 @@ def forward_flops(
         total_tokens: T, tokens attended to, S of them new; S when None (prefill).
         batch: B.
         causal: as in `headwise.cost.forward_flops`.
+        impl: of the layers whose mechanism has it; the others' is ``auto``.
 
     Raises:
         ArgumentError: not 1 <= S <= T.
@@ -103,8 +105,9 @@ def forward_flops(
     body, counts = _known_body(model), _Counts()
     tokens = batch * new_tokens
     for (spec, network), times in _distinct(model, body):
-        whole = layer.forward_flops(spec, new_tokens, total_tokens, batch=batch, causal=causal)
-        pairs = _pair_flops(spec, new_tokens, total_tokens or new_tokens, batch, causal)
+        own = impl if impl in layer.formulas(spec).IMPLS else "auto"
+        whole = layer.forward_flops(spec, new_tokens, total_tokens, batch=batch, causal=causal, impl=own)
+        pairs = _pair_flops(spec, new_tokens, total_tokens or new_tokens, batch, causal, own)
         counts.add("mixers" if isinstance(spec, RecurrentSpec) else "attention_projections", times * (whole - pairs))
         counts.add("attention_pairs", times * pairs)
         for part in parts(network) if network else ():
@@ -176,7 +179,7 @@ def _distinct(model: ModelSpec, body: BodySpec) -> list[tuple[tuple[AttentionSpe
     return list(Counter(zip(model.layers, body.feed_forward, strict=True)).items())
 
 
-def _pair_flops(spec: AttentionSpec, S: int, T: int, batch: int, causal: bool | None) -> int:
+def _pair_flops(spec: AttentionSpec, S: int, T: int, batch: int, causal: bool | None, impl: str) -> int:
     call = layer.call_of(spec, S, T, batch=batch, causal=causal)
-    work = layer.stages(spec, layer.chosen_impl(spec, "auto", call), new_tokens=S)
+    work = layer.stages(spec, layer.chosen_impl(spec, impl, call), new_tokens=S)
     return int(sum(stage.forward_flops(call, "unfused") for stage in work if isinstance(stage, Core)))

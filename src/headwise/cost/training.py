@@ -55,7 +55,8 @@ def activation_bytes(
 ) -> int:
     """Bytes that a training step keeps of one layer's forward pass until its backward pass, without dropout.
 
-    Every tensor that autograd saves, the layer's input among them and its parameters not.
+    Every tensor that autograd saves, the layer's input among them and its parameters not; of two tokens or more, as
+    a single one lies in memory every way at once and needs fewer copies.
 
     Args:
         spec: the layer.

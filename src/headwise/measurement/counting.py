@@ -1,11 +1,14 @@
 """Counting a real module: its parameters, the FLOPs it runs, what it keeps for the backward pass, its caches.
 
-FLOPs are torch's `FlopCounterMode`'s, with two of its gaps closed: it knows no formula for attention on the CPU,
-which it counts as 0, and it charges a causal kernel for every pair.
+FLOPs are torch's `FlopCounterMode`'s, with gaps of it closed: it knows no formula for attention on the CPU, for
+products with a vector and for grouped experts, which it counts as 0; it sees nothing inside the fused modules that
+torch has for inference and for recurrent networks, which are therefore not used; and it charges a causal kernel for
+every pair.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +53,9 @@ class Count:
 def count(module: nn.Module, *args: Any, backward: bool = False, **kwargs: Any) -> Count:
     """Call a module once and count.
 
-    A module on the ``meta`` device is counted without arithmetic; attention there takes unfused products.
+    A module on the ``meta`` device is counted without arithmetic; attention there takes unfused products. The call is
+    a real one: statistics and caches that it changes are changed. An operator torch has no formula for counts 0:
+    ``by_operator`` names those that have.
 
     Args:
         module: any torch module.
@@ -108,11 +113,13 @@ class _Counter:
                 packet = getattr(torch.ops.aten, op, None)
                 if packet is not None:
                     self._formulas[packet] = self._formula(packet, *products)
+        aten = torch.ops.aten
+        self._formulas |= {aten.mv: _mv, aten.dot: _dot, aten._grouped_mm: _grouped}
 
     @contextmanager
     def running(self) -> Iterator[None]:
         self._skipped = 0
-        with FlopCounterMode(display=False, custom_mapping=self._formulas) as mode:
+        with _without_fused_modules(), FlopCounterMode(display=False, custom_mapping=self._formulas) as mode:
             yield
         self.total = mode.get_total_flops()
         self.causal = self.total - self._skipped
@@ -132,6 +139,37 @@ class _Counter:
             return int(per_pair * S * T)
 
         return flops
+
+
+Shape = tuple[int, ...]
+
+
+def _mv(matrix: Shape, vector: Shape, **_: Any) -> int:
+    return 2 * matrix[0] * matrix[1]
+
+
+def _dot(left: Shape, right: Shape, **_: Any) -> int:
+    return 2 * left[0]
+
+
+def _grouped(left: Shape, right: Shape, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Rows ``[M, K]`` by the matrix of each group ``[G, K, N]``; or, for its gradient, ``[N, M]`` by ``[M, K]``."""
+    if len(left) == len(right) == 2:
+        return 2 * left[0] * left[1] * right[1]
+    return 2 * math.prod(left) * right[-1]
+
+
+@contextmanager
+def _without_fused_modules() -> Iterator[None]:
+    """Torch's one-operator encoder layers and recurrent layers give way to the products they are made of."""
+    fused, onednn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        torch._C._set_mkldnn_enabled(onednn)
 
 
 @contextmanager

@@ -206,8 +206,10 @@ def bias_names(
         if bias not in shorthands:
             raise SpecError("bias", bias, f"must be True, False, one of {sorted(shorthands)} or projection names")
         wanted: Collection[str] = shorthands[bias]
-    else:
+    elif isinstance(bias, Collection):
         wanted = bias
+    else:
+        raise SpecError("bias", bias, f"must be True, False, one of {sorted(shorthands)} or projection names")
     for name in wanted:
         if name not in projections:
             raise SpecError("bias", name, f"must name one of {list(projections)}")

@@ -48,6 +48,9 @@ class ExpertLatentSpec(AttentionSpec):
             raise SpecError("conditioning", self.conditioning, f"must be one of {', '.join(CONDITIONINGS)}")
         if self.conditioning == "sequence" and self.is_causal:
             raise SpecError("is_causal", True, 'must be false with conditioning = "sequence": its gates look ahead')
+        if self.conditioning == "sequence" and self.sliding_window is not None:
+            rule = 'must be None with conditioning = "sequence": a window is causal, and its gates look ahead'
+            raise SpecError("sliding_window", self.sliding_window, rule)
         if self.rope is not None and self.rope.dim > self.head_dim:
             raise SpecError("rope dim", self.rope.dim, f"must be at most head_dim = {self.head_dim}")
         object.__setattr__(self, "bias", expert_latent_bias(self.bias))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from headwise.errors import SpecError
-from headwise.specs.base import AttentionSpec
+from headwise.specs.base import MAX_SIZE, AttentionSpec
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.model import BodySpec
 from headwise.specs.readers import body
@@ -86,7 +86,10 @@ def _lfm2_body(config: Config, layers: int) -> BodySpec:
         width = int(2 * width / 3)
         if (factor := config.get("block_ffn_dim_multiplier", 1.0)) is not None:
             multiple = optional_integer(config, "block_multiple_of") or 256
-            width = multiple * -(-int(number("block_ffn_dim_multiplier", factor) * width) // multiple)
+            factor = number("block_ffn_dim_multiplier", factor)
+            if not 0 < factor <= MAX_SIZE:
+                raise SpecError("block_ffn_dim_multiplier", factor, f"must be above 0 and at most {MAX_SIZE}")
+            width = multiple * -(-int(factor * width) // multiple)
     return _lfm2_around(config, body.dense()({**config, "intermediate_size": width}, layers))
 
 
