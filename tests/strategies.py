@@ -165,6 +165,17 @@ def specs(*, tiny: bool = False) -> st.SearchStrategy[AnySpec]:
     )
 
 
+def runnable_specs() -> st.SearchStrategy[AnySpec]:
+    """Specs of layers that headwise has, and so knows the activations of."""
+    return specs().map(_runnable)
+
+
+def _runnable(spec: AnySpec) -> AnySpec:
+    if isinstance(spec, GroupedSpec):
+        return replace(spec, sinks=False, softcap=None, output_gate=False, shares_kv=False)
+    return spec
+
+
 def specs_of(mechanism: str, *, tiny: bool = False) -> st.SearchStrategy[AnySpec]:
     """Specs of one of `MECHANISMS`."""
     if mechanism == "mla":

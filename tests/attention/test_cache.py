@@ -160,9 +160,9 @@ def test_reset_forgets_everything_and_keeps_the_memory() -> None:
 
 
 def test_sizes_below_one_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="batch_size = 0: must be at least 1"):
+    with pytest.raises(ArgumentError, match="batch_size = 0: must be a whole number of at least 1"):
         AttentionCache(0, SHAPES, 7, dtype=torch.float32)
-    with pytest.raises(ArgumentError, match="max_length = 0: must be at least 1"):
+    with pytest.raises(ArgumentError, match="max_length = 0: must be a whole number of at least 1"):
         AttentionCache(2, SHAPES, 0, dtype=torch.float32)
 
 

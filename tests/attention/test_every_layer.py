@@ -255,3 +255,50 @@ def test_hidden_states_of_a_wrong_shape_are_refused(name: str, size: tuple[int, 
         layer(torch.zeros(size))
     with pytest.raises(ArgumentError, match=r"key_value_states shape = .*: must be \[batch, tokens, hidden_size"):
         layer(good, key_value_states=torch.zeros(size))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_a_refused_call_leaves_the_cache_as_it_was(name: str) -> None:
+    layer, x = make(name), hidden(2, 3)
+    cache = layer.new_cache(2, 9)
+    layer(x, is_causal=True, cache=cache)
+    for mask in (torch.ones(2, 5), torch.ones(2, 5).bool(), torch.ones(6, 6).bool()):
+        with pytest.raises(ArgumentError, match=r"^attention_mask"):
+            layer(x, is_causal=True, cache=cache, attention_mask=mask)
+    layer.backend = "sdpa"
+    with pytest.raises(ArgumentError, match=r"^backend = 'sdpa': never holds the weights"):
+        layer(x, is_causal=True, cache=cache, return_weights=True)
+    assert cache.length == 3
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_call_without_tokens_is_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^hidden_states shape = \(2, 0, 16\): must be .* at least one token$"):
+        make(name)(hidden(2, 0))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_a_source_of_another_batch_is_refused_cached_or_not(name: str) -> None:
+    layer = make(name)
+    for rows in (1, 3):
+        with pytest.raises(
+            ArgumentError, match=rf"^key_value_states batch = {rows}: must be 2, as of hidden_states$"
+        ):
+            layer(hidden(2, 4), key_value_states=hidden(rows, 5))
+    cache = layer.new_cache(2, 5)
+    layer(hidden(2, 4), key_value_states=hidden(2, 5), cache=cache)
+    with pytest.raises(ArgumentError, match=r"^key_value_states batch = 2: must be 7"):
+        layer(hidden(7, 4), key_value_states=hidden(2, 5), cache=cache)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_a_cache_goes_with_autocast(name: str) -> None:
+    layer, x = make(name).float(), hidden(2, 4).float()
+    plain = layer(x, is_causal=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = layer.new_cache(2, 4, dtype=torch.bfloat16)
+        out = torch.cat([layer(token, is_causal=True, cache=cache) for token in x.split(1, dim=1)], dim=1)
+    assert_close(out.float(), plain, 5e-2)

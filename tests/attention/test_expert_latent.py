@@ -272,14 +272,12 @@ def test_gates_of_a_sequence_refuse_what_must_not_look_ahead() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"is_causal": True}, "is_causal = True"),
         ({"cache": layer.new_cache(2, 4)}, "cache = True"),
-        (
-            {"attention_mask": torch.ones(4, 4).bool()[None, None]},
-            "attention_mask = 'a row for each of 4 queries'",
-        ),
     ]
-    two_rows = torch.ones(2, 2).bool()[None, None]
-    with pytest.raises(ArgumentError, match="attention_mask = 'a row for each of 2 queries'"):
-        layer(x[:, :2], attention_mask=two_rows)
+    heads = layer.spec.num_heads
+    for size in ((1, 1, 4, 4), (1, heads, 1, 4)):
+        rows = f"attention_mask shape = {size}: with a row for each query or head {rule}"
+        with pytest.raises(ArgumentError, match=re.escape(rows)):
+            layer(x, attention_mask=torch.ones(size).bool())
     for call, said in cases:
         with pytest.raises(ArgumentError, match=re.escape(f"{said}: {rule}")):
             layer(x, **call)

@@ -17,7 +17,7 @@ import pytest
 import headwise
 from tests.cli.conftest import Said
 
-COMMANDS = ("inspect", "compare", "convert", "evaluate", "generate", "demo")
+COMMANDS = ("inspect", "compare", "complexity", "count", "convert", "evaluate", "generate", "demo")
 MLA = ("--to", "mla", "--kv-budget", "0.5")
 SMALL = ("--window", "16", "--windows", "2", "--context", "8")
 

@@ -33,7 +33,24 @@ def test_llama_3_8b_row_by_row() -> None:
         ("MLA 1024 + 1024", 4096, False),
         ("MLA 688 + 336", 2048, False),
         ("MLA 336 + 176", 1024, False),
+        ("latent-space 1024", 4096, False),
+        ("latent-space 512", 2048, False),
+        ("latent-space 256", 1024, False),
+        ("experts 8×128 2/8 P16", 4096, False),
+        ("experts 8×64 2/8 P16", 2048, False),
+        ("experts 8×32 2/8 P16", 1024, False),
+        ("single head × 4096", 16384, False),
     ]
+    assert [row.convert_to for row in rows[:9]] == [
+        "--to mha",
+        "--to gqa:16",
+        None,
+        "--to gqa:4",
+        "--to gqa:2",
+        "--to mqa",
+        *(f"--to mla --kv-lora-rank {r} --qk-rope-head-dim {p}" for r, p in ((1024, 1024), (688, 336), (336, 176))),
+    ]
+    assert {row.convert_to for row in rows[9:]} == {None}
     source = rows[2]
     assert source.attention_parameters_per_layer == 41943040
     assert source.kv_bytes == 8192 * 131072
@@ -46,7 +63,9 @@ def test_deepseek_v3_against_the_dense_attention_it_replaces() -> None:
     comparison = compare(read_spec("deepseek-v3"))
     labels = [row.label for row in comparison.rows]
     assert labels == [*(f"{'MHA' if k == 128 else 'MQA' if k == 1 else 'GQA'} 128/{k} × 128" for k in
-                        (128, 64, 32, 16, 8, 4, 2, 1)), "MLA 512 + 64"]  # fmt: skip
+                        (128, 64, 32, 16, 8, 4, 2, 1)), "MLA 512 + 64",
+                      "latent-space 256", "latent-space 128", *(f"experts 32×{c} 2/8 P16" for c in (9, 4, 2)),
+                      "single head × 16384"]  # fmt: skip
     assert comparison.rows[0].kv_bytes_per_token == 61 * 2 * 128 * 128 * 2
     assert source_row(comparison).kv_bytes_per_token == 70272
 
@@ -82,9 +101,15 @@ def test_every_candidate_keeps_each_layers_window() -> None:
 def test_a_grouped_ladder_goes_down_from_mha_to_mqa_and_on_to_mla(spec: GroupedSpec) -> None:
     rungs = ladder(spec)
     assert rungs.count(spec) == 1
-    dense = [rung for rung in rungs if isinstance(rung, GroupedSpec)]
+    heads = spec.num_heads
+    dense = [rung for rung in rungs if isinstance(rung, GroupedSpec) and rung.num_heads == heads]
+    if heads == 1:  # the one wide head is then of the same number of heads
+        dense = dense[: dense.index(spec) + 1]
     latents = [rung for rung in rungs if isinstance(rung, LatentSpec)]
-    assert rungs == [*dense, *latents]
+    designs = rungs[len(dense) + len(latents) :] if heads > 1 else []
+    if heads > 1:
+        assert rungs == [*dense, *latents, *designs]
+        assert {rung.mechanism for rung in designs} == {"latent_space", "expert_latent", "single_head"}
     counts = [rung.num_kv_heads for rung in dense]
     assert counts == sorted(set(counts), reverse=True)
     assert (counts[0], counts[-1]) == (spec.num_heads, 1)
@@ -95,9 +120,11 @@ def test_a_grouped_ladder_goes_down_from_mha_to_mqa_and_on_to_mla(spec: GroupedS
 
 
 @given(latent_specs())
-def test_a_latent_ladder_ends_at_the_layer_itself(spec: LatentSpec) -> None:
-    *dense, last = ladder(spec)
-    assert last is spec
+def test_a_latent_ladder_sets_the_attention_it_replaces_before_the_layer(spec: LatentSpec) -> None:
+    rungs = ladder(spec)
+    dense, designs = rungs[: rungs.index(spec)], rungs[rungs.index(spec) + 1 :]
+    assert rungs.count(spec) == 1
+    assert {rung.mechanism for rung in designs} == {"latent_space", "expert_latent", "single_head"}
     assert [rung.mechanism for rung in dense][-1] == ("single_head" if spec.num_heads == 1 else "mqa")
     for rung in dense:
         assert isinstance(rung, GroupedSpec)
@@ -145,10 +172,62 @@ def test_layers_of_two_kinds_have_no_one_ladder() -> None:
         compare(ModelSpec(model_type="toy", hidden_size=4096, layers=layers))
 
 
+def _mixed_sizes() -> ModelSpec:
+    layer = read_spec("llama-3-8b").layers[0]
+    assert isinstance(layer, GroupedSpec)
+    layers = (layer, dataclasses.replace(layer, num_kv_heads=32))
+    return ModelSpec(model_type="toy", hidden_size=4096, layers=layers)
+
+
+def test_recurrent_layers_stay_beside_every_candidate() -> None:
+    model = read_spec("jamba-v0.1")
+    comparison = compare(model, context=5000)
+    state = cost.model.state_bytes(model)
+    attention = sum(layer.kind == "grouped" for layer in model.layers)
+    for row, spec in zip(comparison.rows, comparison.specs, strict=True):
+        assert row.kv_bytes == state + attention * 5000 * cost.cache_values(spec) * 2
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-2-7b", "falcon-7b", "deepseek-v3", "gemma-2b"])
+@pytest.mark.parametrize("match", ["cache", "parameters"])
+def test_matched_sizes_are_the_nearest(name: str, match: Any) -> None:
+    source = read_spec(name).layers[0]
+    measure = cost.cache_values if match == "cache" else cost.parameters
+    goal = measure(source)
+    first, *others = cost.matched(source, match)
+    assert first is source
+    assert len({spec.mechanism for spec in others}) == len(others) >= 3
+    fields = {"latent_space": "latent_dim", "expert_latent": "kv_dim", "mla": "kv_lora_rank"}
+    for spec in others:
+        field = fields.get(spec.mechanism, "head_dim")
+        step = spec.num_heads * 2 if field == "latent_dim" else 2 if field == "head_dim" else 1  # type: ignore[attr-defined]
+        for size in (getattr(spec, field) - step, getattr(spec, field) + step):
+            sizes = {field: size} | ({"v_head_dim": size} if field == "head_dim" and spec.kind == "grouped" else {})
+            if isinstance(spec, GroupedSpec) and spec.rope is not None and spec.rope.dim > size:
+                sizes["rope"] = dataclasses.replace(spec.rope, dim=size)  # type: ignore[dict-item]
+            try:
+                neighbour = dataclasses.replace(spec, **sizes)
+            except SpecError:
+                continue
+            assert abs(measure(neighbour) - goal) >= abs(measure(spec) - goal)
+
+
+def test_an_unknown_match_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"^match = 'speed': must be one of cache, parameters$"):
+        compare(read_spec("llama-3-8b"), match="speed")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "gpt-oss-120b", "gemma-2-9b", "phi-2"])
+def test_what_convert_refuses_has_no_way_to_mla(name: str) -> None:
+    rows = compare(read_spec(name)).rows
+    assert {row.convert_to for row in rows if row.mechanism == "mla"} == {None}
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (read_spec("jamba-v0.1"), r"attention kinds = \['grouped', 'recurrent'\]: must be one"),
+        (read_spec("qwen3-next-80b-a3b"), r"model_type = 'qwen3_next': has layers that gate their output"),
+        (_mixed_sizes(), r"attention = \['GQA 32/8"),
         (read_config(TOYS["gemma3n_text"]), r"model_type = 'gemma3n_text': has layers that share keys and values"),
     ],
 )

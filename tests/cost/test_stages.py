@@ -92,9 +92,11 @@ def test_the_core_forward_and_backward(heads: int, D: int, V: int) -> None:
     assert core.parameters == 0
     assert core.forward_flops(CALL, "unfused") == 2 * scores * (D + V)
     assert core.backward_flops(CALL, "unfused", input_gradient=False) == 4 * scores * (D + V)
-    # A fused kernel pads to one width, and its backward has the scores' product a second time.
-    assert core.forward_flops(CALL, "fused") == 4 * scores * width
-    assert core.backward_flops(CALL, "fused", input_gradient=False) == 10 * scores * width
+    # A fused kernel's backward has the scores' product a second time; a padded one has all at one width.
+    assert core.forward_flops(CALL, "fused") == 2 * scores * (D + V)
+    assert core.backward_flops(CALL, "fused", input_gradient=False) == 2 * scores * (3 * D + 2 * V)
+    assert core.forward_flops(CALL, "padded") == 4 * scores * width
+    assert core.backward_flops(CALL, "padded", input_gradient=False) == 10 * scores * width
     assert core.softmax_flops(CALL) == 5 * scores
     never = dataclasses.replace(core, can_fuse=False)
     assert never.forward_flops(CALL, "fused") == core.forward_flops(CALL, "unfused")

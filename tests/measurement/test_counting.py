@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache
+from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
 
+from headwise import cost
 from headwise.attention import GroupedQueryAttention
 from headwise.measurement.counting import cache_nbytes, count
+from headwise.specs import read_config
 
 
 class Sdpa(nn.Module):
@@ -137,3 +139,61 @@ def test_unfused_layers_count_as_torch_counts_them(backend: Any) -> None:
     counted = count(layer, x, backward=True)
     assert counted.backward_flops is not None
     assert counted.forward_flops + counted.backward_flops == counter.get_total_flops()
+
+
+class Apply(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Tensor:
+        out: Tensor = self.function(*args)
+        return out
+
+
+def test_products_with_a_vector_count() -> None:
+    matrix, vector = torch.randn(4, 5), torch.randn(5)
+    assert count(Apply(torch.mv), matrix, vector).forward_flops == 2 * 4 * 5
+    assert count(Apply(torch.dot), vector, vector).forward_flops == 2 * 5
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_torchs_fused_modules_count_as_what_they_are_made_of(mode: str) -> None:
+    x = torch.randn(2, 5, 16)
+    attention = getattr(nn.MultiheadAttention(16, 4, batch_first=True), mode)()
+    assert count(attention, x, x, x).forward_flops == 2 * 2 * (4 * 5 * 16 * 16 + 2 * 5 * 5 * 16)
+    encoder = getattr(nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True), mode)()
+    assert count(encoder, x).forward_flops == count(attention, x, x, x).forward_flops + 2 * 2 * 5 * 2 * 16 * 24
+    assert torch.backends.mha.get_fastpath_enabled()
+    recurrent = getattr(nn.LSTM(16, 8, batch_first=True), mode)()
+    assert count(recurrent, x).forward_flops == 2 * 2 * 5 * 4 * 8 * (16 + 8)
+
+
+def test_grouped_experts_count_as_the_experts_one_by_one() -> None:
+    config = MixtralConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=32,
+        num_local_experts=4,
+        max_position_embeddings=64,
+    )
+    model, ids = MixtralForCausalLM(config).eval(), torch.arange(12)[None]
+    counted = count(model, ids, use_cache=False)
+    spec = read_config({key: value for key, value in config.to_dict().items() if value is not None})
+    assert counted.forward_flops == cost.model.forward_flops(spec, 12, causal=False).total
+
+
+def test_counting_touches_nobodys_gradients() -> None:
+    layer = nn.Linear(4, 3)
+    x = torch.randn(2, 4, requires_grad=True)
+    layer(x).sum().backward()
+    before = [tensor.grad.clone() for tensor in (x, layer.weight, layer.bias)]  # type: ignore[union-attr]
+    assert count(layer, x, backward=True).backward_flops == 2 * 2 * 2 * 4 * 3
+    for tensor, grad in zip((x, layer.weight, layer.bias), before, strict=True):
+        assert tensor.grad is not None
+        assert torch.equal(tensor.grad, grad)

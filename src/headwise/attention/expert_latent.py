@@ -153,7 +153,9 @@ class ExpertLatentAttention(AttentionLayer):
                     raise ArgumentError(name, given, rule)
             mask = call.attention_mask
             if mask is not None and mask.dim() == 4 and max(mask.shape[1:3]) > 1:
-                raise ArgumentError("attention_mask shape", tuple(mask.shape), f"with a row a query or a head {rule}")
+                raise ArgumentError(
+                    "attention_mask shape", tuple(mask.shape), f"with a row for each query or head {rule}"
+                )
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         latents = split_heads(self.kv_a_proj(states), 2 * self.spec.latent_kv_heads)

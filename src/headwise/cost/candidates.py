@@ -31,7 +31,7 @@ def ladder(source: AttentionSpec) -> list[AttentionSpec]:
     if isinstance(source, GroupedSpec):
         rotary = source.rope is not None
         designs = _designs(source, layer.cache_values(source), rotary=rotary)
-        return [*_grouped_ladder(source), *_latent_ladder(source), *designs]
+        return list(dict.fromkeys([*_grouped_ladder(source), *_latent_ladder(source), *designs]))
     if isinstance(source, LatentSpec):
         dense = _dense(source)
         return [*_grouped_ladder(dense), source, *_designs(dense, layer.cache_values(source), rotary=True)]

@@ -147,7 +147,7 @@ def _attention_of(spec: ModelSpec) -> AttentionSpec:
     sizes = {replace(own, sliding_window=None, rope=None, softmax_scale=None) for own in attention}
     if len(sizes) > 1:
         rule = "must be of one size to be compared: each candidate takes the place of all of them"
-        raise SpecError("attention", [own.label for own in sizes], rule)
+        raise SpecError("attention", list(dict.fromkeys(own.label for own in attention)), rule)
     return attention[0]
 
 

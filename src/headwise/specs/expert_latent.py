@@ -57,9 +57,9 @@ class ExpertLatentSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``experts 2 × 64, 2/8, P 16``: latent heads and their width, experts kept of all, rotated dims."""
-        rotated = "" if self.rope is None else f", P {self.rope.dim}"
-        return f"experts {self.latent_kv_heads} × {self.kv_dim}, {self.top_k}/{self.num_experts}{rotated}"
+        """Such as ``experts 2×64 2/8 P16``: latent heads and their width, experts kept of all, rotated dims."""
+        rotated = "" if self.rope is None else f" P{self.rope.dim}"
+        return f"experts {self.latent_kv_heads}×{self.kv_dim} {self.top_k}/{self.num_experts}{rotated}"
 
 
 def expert_latent_bias(bias: bool | str | Collection[str]) -> tuple[str, ...]:
