@@ -75,8 +75,8 @@ def by_hand(
             gates = kept_gates(layer, conditions)
             heads = []
             for h in range(H):
-                decoder_k = sum(g * W[h] for g, W in zip(gates, layer.k_experts, strict=True))
-                decoder_v = sum(g * W[h] for g, W in zip(gates, layer.v_experts, strict=True))
+                decoder_k = sum(g * W.T for g, W in zip(gates, layer.k_experts[h], strict=True))
+                decoder_v = sum(g * W for g, W in zip(gates, layer.v_experts[h], strict=True))
                 latent_head = h // (H // spec.latent_kv_heads)
                 first_k, first_v = latent_head * C, (spec.latent_kv_heads + latent_head) * C
                 query = turned(queries[b, s, h * D : (h + 1) * D], x_at[s])
@@ -213,7 +213,7 @@ def test_kept_gates_are_not_renormalised() -> None:
     """Two experts of the same decoder, one kept: half of what both would give."""
     one, two = make(8, num_experts=2, top_k=1), make(8, num_experts=2, top_k=2)
     for layer in (one, two):
-        layer.k_experts[1], layer.v_experts[1] = layer.k_experts[0], layer.v_experts[0]
+        layer.k_experts[:, 1], layer.v_experts[:, 1] = layer.k_experts[:, 0], layer.v_experts[:, 0]
         layer.gate_proj.weight.zero_()
     x = hidden(2, 1)  # one token attends to itself whatever its score
     assert_close(one(x), two(x) / 2, 1e-12)

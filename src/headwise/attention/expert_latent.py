@@ -116,8 +116,9 @@ class ExpertLatentAttention(AttentionLayer):
         self.q_proj = nn.Linear(E, H * D, bias="q_proj" in spec.bias)
         self.kv_a_proj = nn.Linear(E, 2 * latent_kv_heads * C, bias="kv_a_proj" in spec.bias)
         self.gate_proj = nn.Linear(H * D, num_experts, bias="gate_proj" in spec.bias)
-        self.k_experts = nn.Parameter(torch.empty(num_experts, H, C, D))
-        self.v_experts = nn.Parameter(torch.empty(num_experts, H, C, D))
+        # A head's experts lie one after the other, each as it is absorbed: no call has to rearrange them.
+        self.k_experts = nn.Parameter(torch.empty(H, num_experts, D, C))
+        self.v_experts = nn.Parameter(torch.empty(H, num_experts, C, D))
         self.o_proj = nn.Linear(H * D, E, bias="o_proj" in spec.bias)
         for experts in (self.k_experts, self.v_experts):
             nn.init.uniform_(experts, -(C**-0.5), C**-0.5)  # as nn.Linear from C features
@@ -205,12 +206,12 @@ class ExpertLatentAttention(AttentionLayer):
         query = rotated(query, call.rotation, self.rope)
         turn = self._key_rotation(key_latent, call)
         if gates.shape[1] == 1:
-            key = rotated(_decoded(key_latent, _mixture(gates, self.k_experts)), turn, self.rope)
+            key = rotated(_decoded(key_latent, _mixture(gates, self.k_experts).mT), turn, self.rope)
             value = _decoded(value_latent, _mixture(gates, self.v_experts))
             return self._kernel(query, key, value, call, self._scale())
         weights, visible = self._weights(self._expert_scores(query, gates, self.k_experts, key_latent, turn), call)
         mixed = torch.zeros_like(query)
-        for gate, decoder in zip(gates.unbind(-1), self.v_experts, strict=True):
+        for gate, decoder in zip(gates.unbind(-1), self.v_experts.unbind(1), strict=True):
             mixed = mixed + gate[:, None, :, None] * (weights @ _decoded(value_latent, decoder))
         return mixed, visible
 
@@ -221,13 +222,13 @@ class ExpertLatentAttention(AttentionLayer):
         P = 0 if self.rope is None else self.rope.spec.dim
         content = None
         if self.spec.head_dim > P:
-            content = _through_experts(query[..., P:], gates, self.k_experts[..., P:].transpose(2, 3))
+            content = _through_experts(query[..., P:], gates, self.k_experts[:, :, P:])
         if content is not None and P == 0:
             latent, weights = self._kernel(content, key_latent, value_latent, call, self._scale())
         else:
             turned = rotated(query, call.rotation, self.rope)[..., :P]
             turn = self._key_rotation(key_latent, call)
-            scores = self._expert_scores(turned, gates, self.k_experts[..., :P], key_latent, turn)
+            scores = self._expert_scores(turned, gates, self.k_experts[:, :, :P], key_latent, turn)
             if content is not None:
                 scores = scores + _grouped_product(content, key_latent.transpose(2, 3))
             dropped, weights = self._weights(scores, call)
@@ -242,13 +243,13 @@ class ExpertLatentAttention(AttentionLayer):
         key_latent: Tensor,
         turn: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """``[B, H, S, T]``, not scaled: queries ``[B, H, S, d]`` against keys of experts ``[X, H, C, d]``."""
+        """``[B, H, S, T]``, not scaled: queries ``[B, H, S, d]`` against keys of experts ``[H, X, d, C]``."""
         if gates.shape[1] == 1:
-            key = rotated(_decoded(key_latent, _mixture(gates, experts)), turn, self.rope)
+            key = rotated(_decoded(key_latent, _mixture(gates, experts).mT), turn, self.rope)
             return query @ key.transpose(2, 3)
         scores: Tensor | None = None
-        for gate, decoder in zip(gates.unbind(-1), experts, strict=True):
-            key = rotated(_decoded(key_latent, decoder), turn, self.rope)
+        for gate, decoder in zip(gates.unbind(-1), experts.unbind(1), strict=True):
+            key = rotated(_decoded(key_latent, decoder.mT), turn, self.rope)
             part = (gate[:, None, :, None] * query) @ key.transpose(2, 3)
             scores = part if scores is None else scores + part
         assert scores is not None
@@ -283,9 +284,10 @@ class ExpertLatentAttention(AttentionLayer):
 
 
 def _mixture(gates: Tensor, experts: Tensor) -> Tensor:
-    """One decoder a sequence and head, ``[B, H, C, d]``, of one row of gates ``[B, 1, X]``."""
-    X, H, C, d = experts.shape
-    return (gates[:, 0] @ experts.reshape(X, H * C * d)).view(-1, H, C, d)
+    """Experts ``[H, X, a, b]`` mixed by one row of gates ``[B, 1, X]``, for each sequence: ``[B, H, a, b]``."""
+    H, _, a, b = experts.shape
+    mixed = torch.bmm(gates.transpose(0, 1).expand(H, -1, -1), experts.flatten(2))
+    return torch.unflatten(mixed, -1, (a, b)).transpose(0, 1)
 
 
 def _decoded(latent: Tensor, decoder: Tensor) -> Tensor:
@@ -300,13 +302,12 @@ def _decoded(latent: Tensor, decoder: Tensor) -> Tensor:
 
 
 def _through_experts(x: Tensor, gates: Tensor, experts: Tensor) -> Tensor:
-    """``Σ_e g_e · x W_e``: states ``[B, H, S, a]`` through experts ``[X, H, a, b]``, mixed: ``[B, H, S, b]``.
+    """``Σ_e g_e · x W_e``: states ``[B, H, S, a]`` through experts ``[H, X, a, b]``, mixed: ``[B, H, S, b]``.
 
     One product: x is laid side by side X times, each copy scaled by its gate.
     """
-    X, H, a, b = experts.shape
     scaled = (gates[:, None, :, :, None] * x[:, :, :, None, :]).flatten(3)
-    return per_head(scaled, experts.transpose(0, 1).reshape(H, X * a, b))
+    return per_head(scaled, experts.flatten(1, 2))
 
 
 def _grouped_product(x: Tensor, y: Tensor) -> Tensor:

@@ -146,7 +146,8 @@ def _kept_expanded(spec: ExpertLatentSpec, training: Training, by_sequence: bool
         return [Kept("mixed decoders", 2 * H * C * D, "call"), Kept("latents", 2 * K * C, "total"), *core]
     return [
         *_kept_rotated_query(spec),
-        Kept("decoders", 2 * X * H * C * D if _are_laid_out(spec, D) else 0, "once"),
+        Kept("key decoders", X * H * C * D if _keys_are_laid_out(spec, D) else 0, "once"),
+        Kept("value decoders", X * H * C * D if _values_are_laid_out(spec) else 0, "once"),
         Kept("latents", 2 * K * C, "total"),
         Kept("gated queries", X * H * D, "new"),
         Kept("keys and values of every expert", 2 * X * H * D, "total"),
@@ -164,7 +165,7 @@ def _kept_absorbed(spec: ExpertLatentSpec, training: Training, by_sequence: bool
     kept = []
     if D > P:
         kept += [Kept("gated query", X * H * (D - P), "new")]
-        kept += [Kept("key decoders", X * H * C * (D - P), "once")] if X > 1 and D - P > 1 else []
+        kept += [Kept("key decoders", X * H * C * (D - P), "once")] if X > 1 and P > 0 and D - P > 1 else []
     if spec.rope is None:
         kept += kept_core(training, H, K, C, C, read_from="heads")
     else:
@@ -176,7 +177,6 @@ def _kept_absorbed(spec: ExpertLatentSpec, training: Training, by_sequence: bool
         kept += [*_kept_weights(training, H), Kept("mixed latents", H * C, "new")]
         kept += [Kept("value latents", K * C, "total")] if copied else []
     kept += [Kept("gated latents", X * H * C, "new"), Kept("merged heads", H * D, "new")]
-    kept += [Kept("value decoders", X * H * C * D, "once")] if min(X, H, C) > 1 else []
     return kept
 
 
@@ -185,15 +185,13 @@ def _kept_rotary(
 ) -> list[Kept]:
     """Keys of the rotated channels: of one mixture, or of every expert."""
     if by_sequence:
-        sliced = [Kept("rotary decoders", X * H * C * P, "once")] if spec.head_dim > P else []
         return [
-            *sliced,
             Kept("mixed decoders", H * C * P, "call"),
             Kept("latents", K * C if _latents_are_copied(training, K) else 2 * K * C, "total"),
             Kept("rotary keys", H * P, "total"),
         ]
     return [
-        Kept("decoders", X * H * C * P if _are_laid_out(spec, P) else 0, "once"),
+        Kept("rotary decoders", X * H * C * P if _keys_are_laid_out(spec, P) else 0, "once"),
         Kept("latents", 2 * K * C, "total"),
         Kept("gated queries", X * H * P, "new"),
         Kept("rotary keys of every expert", X * H * P, "total"),
@@ -205,9 +203,16 @@ def _kept_rotated_query(spec: ExpertLatentSpec) -> list[Kept]:
     return [] if spec.rope is None else [Kept("rotated query", width, "new")]
 
 
-def _are_laid_out(spec: ExpertLatentSpec, width: int) -> bool:
-    """Whether decoders of heads that share a latent have to be copied to lie side by side."""
-    return spec.num_heads > spec.latent_kv_heads and width > 1 and (spec.kv_dim > 1 or width < spec.head_dim)
+def _keys_are_laid_out(spec: ExpertLatentSpec, width: int) -> bool:
+    """Whether key decoders of heads that share a latent have to be copied to lie side by side."""
+    lie_so = spec.num_experts == 1 and width == spec.head_dim
+    return spec.num_heads > spec.latent_kv_heads and width > 1 and not lie_so
+
+
+def _values_are_laid_out(spec: ExpertLatentSpec) -> bool:
+    """The same of value decoders."""
+    lie_so = spec.num_experts == 1 and spec.kv_dim == 1
+    return spec.num_heads > spec.latent_kv_heads and spec.head_dim > 1 and not lie_so
 
 
 def _latents_are_copied(training: Training, K: Size) -> bool:
