@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -434,3 +435,18 @@ def test_the_layers_backend_is_the_one_used(impl: Any) -> None:
     layer = MultiHeadLatentAttention(16, 3, **SMALL, impl=impl, backend="sdpa")
     with pytest.raises(ArgumentError, match="backend = 'sdpa': never holds the weights"):
         layer(torch.zeros(2, 5, 16), return_weights=True)
+
+
+@pytest.mark.parametrize("size", [(1, 4, 3), (1, 5, 2), (1, 4, 1), (4, 2)])
+def test_position_embeddings_of_a_wrong_shape_are_refused(size: tuple[int, ...]) -> None:
+    layer = make(qk_rope_head_dim=4)
+    with pytest.raises(ArgumentError, match=r"^position_embeddings shape = .*: must be \[B or 1, 4, 2\]$"):
+        layer(torch.zeros(1, 4, layer.spec.hidden_size).double(), position_embeddings=(torch.zeros(size),) * 2)
+
+
+def test_a_layer_built_without_rope_turns_nothing() -> None:
+    spec = replace(make().spec, rope=None)
+    layer = build(spec).double()
+    assert (layer.spec, layer.rope) == (spec, None)
+    x = torch.randn(1, 5, spec.hidden_size, dtype=torch.float64)
+    assert_close(layer(x.flip(1)), layer(x).flip(1), 1e-12)

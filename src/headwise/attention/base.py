@@ -5,8 +5,7 @@ Shapes: B batch, S new tokens, T all tokens, H query heads, P rotated dims, E hi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +33,7 @@ class CacheLike(Protocol):
         """All that is held."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What one forward call asks of a mechanism beside its states.
 
     ``position_ids`` are the new tokens', ``[B or 1, S]``, and ``rotation`` their cos and sin ``[B or 1, S, P/2]``,
@@ -134,7 +132,7 @@ class AttentionLayer(nn.Module):
         self._refuse(call, position_ids, position_embeddings, cache)
         memory = self._remembered(hidden_states, key_value_states, rotation, cache)
         if window is not None and attention_mask is not None:
-            call = replace(call, attention_mask=_latest(attention_mask, total, memory[0].shape[2]))
+            call = call._replace(attention_mask=_latest(attention_mask, total, memory[0].shape[2]))
         return self._attend(hidden_states, memory, call)
 
     def _refuse(  # a hook: most mechanisms refuse nothing
@@ -147,12 +145,13 @@ class AttentionLayer(nn.Module):
         """Raise for what this mechanism cannot do, before anything is remembered."""
 
     def _check_rotation(self, given: tuple[Tensor, Tensor] | None, S: int) -> None:
-        for table in given or ():
-            pairs = table.shape[-1] if self.rope is None else self.rope.spec.dim // 2
-            if table.dim() != 3 or table.shape[1:] != (S, pairs):
-                raise ArgumentError(
-                    "position_embeddings shape", tuple(table.shape), f"must be [B or 1, {S}, {pairs}]"
-                )
+        if given is None or self.rope is None:
+            return
+        wanted = (S, self.rope.spec.dim // 2)
+        for table in given:
+            if table.shape[1:] != wanted:
+                rule = f"must be [B or 1, {wanted[0]}, {wanted[1]}]"
+                raise ArgumentError("position_embeddings shape", tuple(table.shape), rule)
 
     def _check_mask(
         self,
@@ -257,7 +256,9 @@ def rotated(x: Tensor, rotation: tuple[Tensor, Tensor] | None, rope: RotaryEmbed
     """Heads ``[B, heads, S, D]`` turned as a layer's rotary embedding says; unchanged without one."""
     if rotation is None or rope is None:
         return x
-    cos, sin = (table.to(x.dtype) for table in rotation)  # under autocast heads are narrower than the layer's input
+    cos, sin = rotation
+    if cos.dtype != x.dtype:  # under autocast heads are narrower than the layer's input
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return rotate(x, cos, sin, interleaved=rope.spec.interleaved)
 
 
@@ -293,6 +294,8 @@ def merge_heads(x: Tensor) -> Tensor:
 def per_head(x: Tensor, matrices: Tensor) -> Tensor:
     """``[B, heads, S, a]`` by a matrix of each head ``[heads, a, b]``, which is read once for all sequences."""
     B, _, S, _ = x.shape
+    if B == 1:
+        return x @ matrices
     folded = x.transpose(0, 1).flatten(1, 2)
     return torch.unflatten(folded @ matrices, 1, (B, S)).transpose(0, 1)
 
