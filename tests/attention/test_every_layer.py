@@ -263,7 +263,8 @@ def test_a_refused_call_leaves_the_cache_as_it_was(name: str) -> None:
     layer, x = make(name), hidden(2, 3)
     cache = layer.new_cache(2, 9)
     layer(x, is_causal=True, cache=cache)
-    for mask in (torch.ones(2, 5), torch.ones(2, 5).bool(), torch.ones(6, 6).bool()):
+    too_many_heads = torch.ones(1, 7, 3, 6).bool()
+    for mask in (torch.ones(2, 5), torch.ones(2, 5).bool(), torch.ones(6, 6).bool(), too_many_heads):
         with pytest.raises(ArgumentError, match=r"^attention_mask"):
             layer(x, is_causal=True, cache=cache, attention_mask=mask)
     layer.backend = "sdpa"

@@ -62,6 +62,10 @@ def test_a_complexity_is_the_costs_it_is_the_sum_of() -> None:
     assert found.activation_bytes == kept == sum(amount.value for amount in found.activations.values())
     assert found.cache_bytes == cost.cache_bytes(spec, 40, batch=2, dtype="float32")
     assert found.softmax_flops.value == cost.forward_flops(spec, 40, batch=2, softmax=True) - found.forward_flops
+    windowed = read_spec("gpt-oss-20b").layers[0]
+    for new, total in ((200, 200), (1, 200), (30, 200), (40, 90)):
+        held = cost.cache_bytes(windowed, total, batch=3)
+        assert complexity(windowed, new, total, batch=3).cache_bytes == held
     decoded = complexity(spec, 1, 100, impl="cached_kv")
     assert decoded.cache_bytes_per_token.value == 16 * (128 + 64 + 128) * 2
     assert decoded.cache_bytes == 100 * decoded.cache_bytes_per_token.value

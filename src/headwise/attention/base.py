@@ -36,6 +36,7 @@ class CacheLike(Protocol):
 class Call(NamedTuple):
     """What one forward call asks of a mechanism beside its states.
 
+    ``attention_mask`` is 4-D and bool, but for a foreign cache's, which is as it was given.
     ``position_ids`` are the new tokens', ``[B or 1, S]``, and ``rotation`` their cos and sin ``[B or 1, S, P/2]``,
     both None without RoPE; ``total`` counts the tokens so far; ``is_cross`` says that what is attended to is another
     sequence.
@@ -125,7 +126,10 @@ class AttentionLayer(nn.Module):
             ids = positions(past, hidden_states, position_ids)
             if self.rope is not None and rotation is None:
                 rotation = self.rope(ids, hidden_states.dtype, total)
-        self._check_mask(attention_mask, hidden_states, key_value_states, cache, total)
+        if attention_mask is not None and (cache is None or isinstance(cache, AttentionCache)):
+            # Before anything is remembered; how long a foreign cache is, it alone knows.
+            keys = total if key_value_states is None else key_value_states.shape[1]
+            attention_mask = self._as_mask(attention_mask, hidden_states, keys)
         if return_weights and self.backend == "sdpa":
             raise ArgumentError("backend", "sdpa", "never holds the weights; use reference, packed or auto")
         call = Call(attention_mask, is_causal, is_cross, return_weights, ids, rotation, total)
@@ -153,20 +157,9 @@ class AttentionLayer(nn.Module):
                 rule = f"must be [B or 1, {wanted[0]}, {wanted[1]}]"
                 raise ArgumentError("position_embeddings shape", tuple(table.shape), rule)
 
-    def _check_mask(
-        self,
-        mask: Tensor | None,
-        states: Tensor,
-        source: Tensor | None,
-        cache: CacheLike | None,
-        total: int,
-    ) -> None:
-        """Raise for a mask that does not fit before anything is remembered; a foreign cache's length is its own."""
-        if mask is None or not (cache is None or isinstance(cache, AttentionCache)):
-            return
-        B, S, _ = states.shape
-        heads = mask.shape[1] if mask.dim() == 4 else 1  # the kernel knows how many there are
-        as_bool_mask(mask, (B, heads, S, total if source is None else source.shape[1]))
+    def _as_mask(self, mask: Tensor, states: Tensor, keys: int) -> Tensor:
+        heads: int = self.spec.num_heads  # type: ignore[attr-defined]  # of every kind that has a layer
+        return as_bool_mask(mask, (states.shape[0], heads, states.shape[1], keys))
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         """What is remembered of tokens ``[B, S, E]``: ``[B, heads, S, width]`` for each of `cache_shapes`."""

@@ -33,7 +33,7 @@ from headwise.attention.base import (
 from headwise.cost.expert_latent import best_impl
 from headwise.cost.stages import attended_pairs
 from headwise.errors import ArgumentError
-from headwise.kernels import Backend, as_bool_mask, combine_masks, masked_softmax
+from headwise.kernels import Backend, combine_masks, masked_softmax
 from headwise.specs.expert_latent import ExpertLatentSpec, expert_latent_bias
 
 Impl = Literal["auto", "expanded", "absorbed"]
@@ -193,9 +193,7 @@ class ExpertLatentAttention(AttentionLayer):
         """``[B, 1, H·D]``; padding is no part of the sequence, so masked tokens have no say."""
         if call.attention_mask is None or call.is_cross:
             return projected.mean(1, keepdim=True)
-        B, S, _ = projected.shape
-        mask = as_bool_mask(call.attention_mask, (B, self.spec.num_heads, 1, S))
-        real = mask[:, 0, 0, :, None].expand(B, S, 1)
+        real = call.attention_mask[:, 0, 0, :, None].expand(*projected.shape[:2], 1)
         total = projected.masked_fill(~real, 0).sum(1, keepdim=True)
         return total / real.sum(1, keepdim=True).clamp(min=1)
 

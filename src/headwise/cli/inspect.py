@@ -12,18 +12,12 @@ from rich.table import Table
 
 from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
 from headwise.errors import ArgumentError
+from headwise.specs.recurrent import NAMES as RECURRENT_NAMES
 
 if TYPE_CHECKING:
     from headwise.cost import Inspection
 
-_NAMES = {
-    "none": "without attention",
-    "mamba": "Mamba",
-    "mamba2": "Mamba-2",
-    "gated_delta_net": "Gated DeltaNet",
-    "kimi_delta": "Kimi delta",
-    "short_conv": "short convolution",
-}
+_NAMES = {**RECURRENT_NAMES, "none": "without attention", "short_conv": "short convolution"}
 _LONGEST_LIST = 20
 """Characters of a list of layers that is still shown whole."""
 

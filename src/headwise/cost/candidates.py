@@ -82,8 +82,7 @@ def _families(source: GroupedSpec | LatentSpec) -> list[Callable[[int], Attentio
         return None if width > D else LatentSpaceSpec(hidden_size=E, num_heads=H, latent_dim=H * width, head_dim=D)
 
     def expert_latent(size: int) -> ExpertLatentSpec:
-        K = between or 1
-        return _experts(dense, K, size, rotary=rotary)
+        return _experts(dense, between or 1, size, rotary=rotary)
 
     def single(size: int) -> AttentionSpec | None:
         return GroupedSpec(hidden_size=E, num_heads=1, num_kv_heads=1, head_dim=size * step)

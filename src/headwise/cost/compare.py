@@ -59,14 +59,14 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON-able values."""
-        own: dict[str, Any] = {
+        return {
             "source": self.source,
             "context": self.context,
             "batch": self.batch,
             "dtype": self.dtype,
+            "match": self.match,
+            "rows": [row.to_dict() for row in self.rows],
         }
-        own["match"] = self.match
-        return {**own, "rows": [row.to_dict() for row in self.rows]}
 
 
 def compare(
@@ -165,20 +165,14 @@ def _target(own: AttentionSpec, candidate: AttentionSpec) -> str | None:
     if candidate == own or not isinstance(own, GroupedSpec):
         return None
     if isinstance(candidate, LatentSpec):
+        rank, rope_dim = candidate.kv_lora_rank, candidate.qk_rope_head_dim
         try:
             refuse_as_latent(own)
-        except SpecError:
+            converted = as_latent(own, rank, rope_dim)
+        except (ArgumentError, SpecError):  # of a kind that is not converted, or wider than what the source has
             return None
-        sizes = f"--kv-lora-rank {candidate.kv_lora_rank} --qk-rope-head-dim {candidate.qk_rope_head_dim}"
-        return f"--to mla {sizes}" if candidate == _as_converted(own, candidate) else None
+        return f"--to mla --kv-lora-rank {rank} --qk-rope-head-dim {rope_dim}" if candidate == converted else None
     if isinstance(candidate, GroupedSpec) and replace(own, num_kv_heads=candidate.num_kv_heads) == candidate:
         count = candidate.num_kv_heads
         return f"--to {candidate.mechanism}" + (f":{count}" if candidate.mechanism == "gqa" else "")
     return None
-
-
-def _as_converted(own: GroupedSpec, candidate: LatentSpec) -> LatentSpec | None:
-    try:
-        return as_latent(own, candidate.kv_lora_rank, candidate.qk_rope_head_dim)
-    except ArgumentError:  # wider than what the source has to give
-        return None

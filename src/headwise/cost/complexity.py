@@ -74,7 +74,7 @@ class Complexity:
         backward_flops: of all stages.
         parameters: of all stages.
         cache_bytes_per_token: what one token adds to the cache.
-        cache_bytes: of all tokens attended to.
+        cache_bytes: of all tokens, or those a window holds.
         activations: what a training step keeps for its backward pass, in bytes, by tensor; none where T is not S, or
             where headwise has no layer that would tell.
         activation_bytes: all of that, or None.
@@ -153,6 +153,7 @@ def complexity(
         for stage in work
     ]
     per_token = _cached(spec, impl) * size
+    held = layer.held_tokens(spec, new_tokens if total_tokens is None else total_tokens)
     softmax = sum((stage.softmax_flops(call) for stage in work if isinstance(stage, Core)), Size(0))
     symbols: dict[str, int] = {}
     for amount in (*(flops for _, flops, _ in costs), *kept_bytes.values(), per_token):
@@ -178,7 +179,7 @@ def complexity(
         backward_flops=sum(int(backward) for _, _, backward in costs),
         parameters=sum(int(stage.parameters) for stage in work),
         cache_bytes_per_token=_amount(per_token),
-        cache_bytes=int(call.total) * batch * int(per_token) + layer.state_bytes(spec, batch=batch, dtype=dtype),
+        cache_bytes=batch * held * int(per_token) + layer.state_bytes(spec, batch=batch, dtype=dtype),
         activations={name: _amount(amount) for name, amount in kept_bytes.items() if amount},
         activation_bytes=sum(int(amount) for amount in kept_bytes.values()) if kept_bytes else None,
     )

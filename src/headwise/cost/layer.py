@@ -169,10 +169,9 @@ def call_of(
 ) -> Call:
     """One forward pass in numbers that know their formula; arguments as `forward_flops`."""
     S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
-    for name, value in (("new_tokens", S), ("total_tokens", T), ("batch", batch)):
-        whole(name, value)
-    if batch < 1:
-        raise ArgumentError("batch", batch, "must be at least 1")
+    whole("new_tokens", S)
+    whole("total_tokens", T)
+    whole("batch", batch, 1)
     if S < 1 or (1 if cross else S) > T:
         rule = "must be at least 1" if cross else "must satisfy 1 <= new_tokens <= total_tokens"
         raise ArgumentError("new_tokens, total_tokens", (S, T), rule)
@@ -182,8 +181,7 @@ def call_of(
         raise ArgumentError("cross", cross, "is not for a layer with a sliding window, which attends to its own past")
     if cached and not cross:
         raise ArgumentError("cached", cached, "is said of cross-attention only: total_tokens says it otherwise")
-    if causal is None:
-        causal = spec.is_causal and not cross
+    causal = is_causal(spec, causal, cross=cross)
     if causal and S > T:
         raise ArgumentError("causal", causal, f"must be false for {S} queries of {T} source tokens")
     new = Size(S, "S")
@@ -197,6 +195,11 @@ def call_of(
         total=total,
         pairs=_pairs(new, total, spec.sliding_window if causal and not cross else None, causal=causal),
     )
+
+
+def is_causal(spec: AttentionSpec, causal: bool | None, *, cross: bool) -> bool:
+    """Whether a call is causal: as it was asked, or as the spec says, which is said of a sequence's own tokens."""
+    return (spec.is_causal and not cross) if causal is None else causal
 
 
 def _pairs(new: Size, total: Size, window: int | None, *, causal: bool) -> Size:
@@ -268,8 +271,13 @@ def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str 
     """Bytes of one layer's cache at a context of ``tokens``; a sliding window holds no more than its width."""
     whole("tokens", tokens, 0)
     whole("batch", batch, 1)
-    held = tokens if spec.sliding_window is None else min(tokens, spec.sliding_window)
-    return batch * held * cache_bytes_per_token(spec, dtype) + state_bytes(spec, batch=batch, dtype=dtype)
+    grown = held_tokens(spec, tokens) * cache_bytes_per_token(spec, dtype)
+    return batch * grown + state_bytes(spec, batch=batch, dtype=dtype)
+
+
+def held_tokens(spec: AttentionSpec, tokens: int) -> int:
+    """How many of so many tokens a layer's cache still holds."""
+    return tokens if spec.sliding_window is None else min(tokens, spec.sliding_window)
 
 
 def state_bytes(spec: AttentionSpec, *, batch: int = 1, dtype: str = "bfloat16") -> int:

@@ -105,13 +105,14 @@ def forward_flops(
     body, counts = _known_body(model), _Counts()
     tokens = batch * new_tokens
     for (spec, network), times in _distinct(model, body):
-        own = impl if impl in layer.formulas(spec).IMPLS else "auto"
-        whole = layer.forward_flops(spec, new_tokens, total_tokens, batch=batch, causal=causal, impl=own)
-        pairs = _pair_flops(spec, new_tokens, total_tokens or new_tokens, batch, causal, own)
-        counts.add("mixers" if isinstance(spec, RecurrentSpec) else "attention_projections", times * (whole - pairs))
-        counts.add("attention_pairs", times * pairs)
-        for part in parts(network) if network else ():
-            counts.add(part.name, times * tokens * part.used * part.flops)
+        call = layer.call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal)
+        own = layer.chosen_impl(spec, impl if impl in layer.formulas(spec).IMPLS else "auto", call)
+        outside = "mixers" if isinstance(spec, RecurrentSpec) else "attention_projections"
+        for stage in layer.stages(spec, own, new_tokens=new_tokens):
+            part = "attention_pairs" if isinstance(stage, Core) else outside
+            counts.add(part, times * int(stage.forward_flops(call, "unfused")))
+        for network_part in parts(network) if network else ():
+            counts.add(network_part.name, times * tokens * network_part.used * network_part.flops)
     counts.add("head", 2 * tokens * model.hidden_size * body.vocab_size)
     return Flops(**counts)
 
@@ -177,9 +178,3 @@ def _known_body(model: ModelSpec) -> BodySpec:
 def _distinct(model: ModelSpec, body: BodySpec) -> list[tuple[tuple[AttentionSpec, FeedForwardSpec | None], int]]:
     """Each different layer, and how many there are: a deep model has few."""
     return list(Counter(zip(model.layers, body.feed_forward, strict=True)).items())
-
-
-def _pair_flops(spec: AttentionSpec, S: int, T: int, batch: int, causal: bool | None, impl: str) -> int:
-    call = layer.call_of(spec, S, T, batch=batch, causal=causal)
-    work = layer.stages(spec, layer.chosen_impl(spec, impl, call), new_tokens=S)
-    return int(sum(stage.forward_flops(call, "unfused") for stage in work if isinstance(stage, Core)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwise.cost.activations import Kept, Training, total_bytes
-from headwise.cost.layer import call_of, chosen_impl, dtype_bytes, formulas, stages
+from headwise.cost.layer import call_of, chosen_impl, dtype_bytes, formulas, is_causal, stages
 from headwise.cost.stages import Call, Kernel, check_kernel
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
@@ -89,12 +89,12 @@ def kept_activations(
     cross = source_tokens is not None
     call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
     check_kernel(kernel)
-    is_causal = (spec.is_causal and not cross) if causal is None else causal
+    causal = is_causal(spec, causal, cross=cross)
     training = Training(
         kernel=kernel,
         half=dtype_bytes(dtype) < 4,
-        causal=is_causal and tokens > 1,
-        window=spec.sliding_window is not None and is_causal and spec.sliding_window < tokens,
+        causal=causal and tokens > 1,
+        window=spec.sliding_window is not None and causal and spec.sliding_window < tokens,
         cross=cross,
         batch_of_one=batch == 1,
     )

@@ -15,7 +15,7 @@ _SIZES = {
     "short_conv": ("num_heads", "head_dim", "conv_kernel"),
     "none": (),
 }
-_NAMES = {
+NAMES = {
     "mamba": "Mamba",
     "mamba2": "Mamba-2",
     "gated_delta_net": "Gated DeltaNet",
@@ -72,4 +72,4 @@ class RecurrentSpec(AttentionSpec):
     def label(self) -> str:
         """Such as ``Mamba-2 128 × 64 × 128``: heads, values of a head, numbers kept for each."""
         sizes = [size for size in (self.num_heads, self.head_dim, self.state_size) if size > 1]
-        return " ".join([_NAMES[self.form], " × ".join(map(str, sizes))]).rstrip()
+        return " ".join([NAMES[self.form], " × ".join(map(str, sizes))]).rstrip()

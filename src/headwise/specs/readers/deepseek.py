@@ -9,9 +9,9 @@ from functools import partial
 
 from headwise.specs.base import AttentionSpec
 from headwise.specs.latent import LatentSpec, latent_bias
-from headwise.specs.model import BodySpec
 from headwise.specs.readers import body
 from headwise.specs.readers.fields import Config, NotSaidError, Reader, flag, integer, num_layers, optional_integer
+from headwise.specs.readers.mixed import read_body
 from headwise.specs.readers.rope import read_rope, yarn_softmax_scale
 
 
@@ -51,12 +51,8 @@ def _minicpm3_layers(config: Config) -> tuple[AttentionSpec, ...]:
     return (latent_layer(config, interleaved=False),) * num_layers(config)
 
 
-def _body(feed_forward: body.Rule, config: Config, layers: int, *, tied: bool = False) -> BodySpec:
-    return body.read_body(config, feed_forward(config, layers), tied=tied)
-
-
 def _reader(feed_forward: body.Rule) -> Reader:
-    return Reader(_layers, partial(_body, feed_forward))
+    return Reader(_layers, partial(read_body, feed_forward))
 
 
 READERS = {
@@ -64,5 +60,5 @@ READERS = {
     "deepseek_v3": _reader(body.deepseek_experts()),
     "kimi_k2": _reader(body.deepseek_experts()),
     "glm4_moe_lite": _reader(body.deepseek_experts(first_dense=1, by_type=True)),
-    "minicpm3": Reader(_minicpm3_layers, partial(_body, body.dense(bias="mlp_bias"), tied=True)),
+    "minicpm3": Reader(_minicpm3_layers, partial(read_body, body.dense(bias="mlp_bias"), tied=True)),
 }

@@ -50,6 +50,12 @@ def optional_integer(config: Config, *names: str, absent: int | None = None) -> 
     return None if any(name in config for name in names) else absent
 
 
+def head_dim_of(config: Config, absent: int | None = None) -> int:
+    """``head_dim``; where it is absent the family's own (if it has one), where there is none E/H."""
+    given = optional_integer(config, "head_dim", absent=absent)
+    return given or divide(integer(config, "hidden_size"), integer(config, "num_attention_heads"))
+
+
 def count(config: Config, name: str, absent: int) -> int:
     """A whole number that may be 0; absent and null are ``absent``."""
     value = config.get(name)

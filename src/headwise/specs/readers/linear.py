@@ -16,8 +16,8 @@ from headwise.specs.readers.fields import (
     NotSaidError,
     Reader,
     count,
-    divide,
     flag,
+    head_dim_of,
     integer,
     listed,
     num_layers,
@@ -36,9 +36,7 @@ def _qwen_layers(config: Config) -> tuple[AttentionSpec, ...]:
     if types is None:
         nth = optional_integer(config, "full_attention_interval") or 4
         types = [RECURRENT if (i + 1) % nth else FULL for i in range(layers)]
-    head_dim = optional_integer(config, "head_dim", absent=256) or divide(
-        integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    )
+    head_dim = head_dim_of(config, absent=256)
     rope = read_rope(config, head_dim, fraction=0.25)
     attention = attention_layer(
         config, rope, num_kv_heads=integer(config, "num_key_value_heads"), head_dim=head_dim, qk_norm="head",
@@ -64,7 +62,7 @@ def _lfm2_layers(config: Config) -> tuple[AttentionSpec, ...]:
         if not isinstance(indices, list):
             raise NotSaidError("full_attn_idxs", indices, "is required in config.json")
         types = [FULL if i in indices else "conv" for i in range(layers)]
-    head_dim = optional_integer(config, "head_dim") or divide(hidden_size, integer(config, "num_attention_heads"))
+    head_dim = head_dim_of(config)
     kv_heads = integer(config, "num_key_value_heads")
     attention = attention_layer(
         config, read_rope(config, head_dim, theta=1e6), num_kv_heads=kv_heads, bias=(), qk_norm="head"

@@ -1,4 +1,4 @@
-"""What the readers of mixed stacks share."""
+"""What the readers of mixed stacks, and of MLA, share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headwise.specs.base import AttentionSpec, RopeSpec
 from headwise.specs.grouped import GroupedSpec, grouped_bias
 from headwise.specs.model import BodySpec
 from headwise.specs.readers import body
-from headwise.specs.readers.fields import Config, divide, flag, integer, optional_integer
+from headwise.specs.readers.fields import Config, flag, head_dim_of, integer, optional_integer
 from headwise.specs.readers.windows import FULL
 
 RECURRENT = "linear_attention"
@@ -21,7 +21,7 @@ def attention_layer(config: Config, rope: RopeSpec | None = None, **rest: Any) -
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     sizes = {
         "num_kv_heads": optional_integer(config, "num_key_value_heads") or num_heads,
-        "head_dim": optional_integer(config, "head_dim") or divide(hidden_size, num_heads),
+        "head_dim": head_dim_of(config),
         "bias": grouped_bias(flag(config, "attention_bias", False)),
     }
     return GroupedSpec(hidden_size=hidden_size, num_heads=num_heads, rope=rope, **{**sizes, **rest})

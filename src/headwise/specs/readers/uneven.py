@@ -17,6 +17,7 @@ from headwise.specs.readers.fields import (
     count,
     divide,
     flag,
+    head_dim_of,
     integer,
     num_layers,
     number,
@@ -35,9 +36,7 @@ def _gemma3n_layers(config: Config) -> tuple[AttentionSpec, ...]:
     if shared and not set(windows[first:]) <= set(windows[: max(first, 0)]):
         rule = f"must leave a layer of each type below, of {len(windows)}"
         raise SpecError("num_kv_shared_layers", shared, rule)
-    head_dim = optional_integer(config, "head_dim", absent=256) or divide(
-        integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    )
+    head_dim = head_dim_of(config, absent=256)
 
     def layer(window: int | None, shares: bool) -> GroupedSpec:
         kind = FULL if window is None else SLIDING
@@ -62,7 +61,7 @@ def _nemotron_nas_layers(config: Config) -> tuple[AttentionSpec, ...]:
     if not isinstance(blocks, list) or len(blocks) != layers:
         raise SpecError("block_configs", blocks, f"must list one for each of {layers} layers")
     num_heads = integer(config, "num_attention_heads")
-    head_dim = optional_integer(config, "head_dim") or divide(integer(config, "hidden_size"), num_heads)
+    head_dim = head_dim_of(config)
     rope = read_rope(config, head_dim)
 
     def layer(block: object) -> AttentionSpec:
