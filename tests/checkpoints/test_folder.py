@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,28 @@ def test_a_cut_shard(sharded: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match=rf"^file = '.*{shard.name}': is not a whole safetensors file"):
         FolderCheckpoint(sharded)
+
+
+def test_a_file_cut_after_it_was_opened(tiny_llama: Path) -> None:
+    checkpoint = FolderCheckpoint(tiny_llama)
+    file = tiny_llama / "model.safetensors"
+    os.truncate(file, 4000)
+    last = max(checkpoint.tensors)
+    with pytest.raises(CheckpointError, match=rf"^tensor = '{last}': could not be read"):
+        checkpoint.read(last)
+
+
+def test_one_bad_number_in_a_large_tensor_is_found(tiny_llama: Path, edit_weights: Callable[..., None]) -> None:
+    """It is looked for a piece at a time."""
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        large = torch.zeros(3, 1_000_000)
+        large[2, 777_777] = float("inf")
+        return tensors | {"large": large}
+
+    edit_weights(spoil)
+    with pytest.raises(CheckpointError, match=r"^tensor = 'large': holds infinite values"):
+        FolderCheckpoint(tiny_llama).read("large")
 
 
 def test_an_index_and_shards_that_disagree(sharded: Path) -> None:

@@ -17,6 +17,8 @@ from headwise.specs import ModelSpec, read_config
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes weights are read in, by the name safetensors and GGUF both give them."""
 
+_PIECE = 1 << 20
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``, as configs and reports write it."""
@@ -85,7 +87,8 @@ class Checkpoint(ABC):
             tensor = self._read(name)
         except OSError as error:
             raise CheckpointError("tensor", name, f"could not be read: {error.strerror or error}") from None
-        if not bool(torch.isfinite(tensor).all()):
+        # A piece at a time: asked of the whole, it takes the tensor's memory twice over.
+        if not all(bool(torch.isfinite(piece).all()) for piece in torch.split(tensor.flatten(), _PIECE)):
             kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite values"
             raise CheckpointError("tensor", name, f"holds {kind}")
         return tensor

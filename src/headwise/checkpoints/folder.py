@@ -53,8 +53,9 @@ class FolderCheckpoint(Checkpoint):
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
             try:
-                # safetensors carries no code: a header of JSON, then numbers.
-                self._open[file] = safe_open(file, framework="pt")
+                # safetensors carries no code: a header of JSON, then numbers. They are read, not mapped: of a mapped
+                # file every tensor once touched counts as this process's memory until the file is closed.
+                self._open[file] = safe_open(file, framework="pt", backend="pread")
             except (SafetensorError, OSError, ValueError) as error:
                 rule = f"is not a whole safetensors file ({_one_line(error)})"
                 raise CheckpointError("file", str(file), rule) from None

@@ -2,13 +2,16 @@
 
 from headwise.hf.attention import HostedLatentAttention, LayerCache
 from headwise.hf.generate import Generation, generate
+from headwise.hf.layerwise import AttentionCall, LayerwiseModel
 from headwise.hf.load import as_dtype, check_complete, expected_tensors, load, model_class, open_decoder, stock_config
 from headwise.hf.models import hosted_classes, install_attention, register
 
 __all__ = [
+    "AttentionCall",
     "Generation",
     "HostedLatentAttention",
     "LayerCache",
+    "LayerwiseModel",
     "as_dtype",
     "check_complete",
     "expected_tensors",

@@ -57,7 +57,7 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
                 output_loading_info=True,
             )
         except Exception as error:  # such as a generation_config.json that is no JSON
-            raise _refused("folder", str(source), error) from None
+            raise refused("folder", str(source), error) from None
         # Of a family without a file here, whose tensors transformers may rename or fuse, only it knows.
         for name in sorted(found["missing_keys"]):
             raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
@@ -113,7 +113,7 @@ def stock_config(config: dict[str, Any]) -> Any:
     try:
         return CONFIG_MAPPING[config["model_type"]].from_dict(config)
     except Exception as error:  # its validators raise many kinds
-        raise _refused("config.json", config.get("model_type"), error) from None
+        raise refused("config.json", config.get("model_type"), error) from None
 
 
 def model_class(config: dict[str, Any]) -> Any:
@@ -146,7 +146,7 @@ def _meta_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], s
             warnings.simplefilter("ignore")  # of sizes that the shapes will show
             model = AutoModelForCausalLM.from_config(stock_config(config))
     except Exception as error:  # a size, an activation or a scaling that only its modules look at
-        raise _refused("config.json", config.get("model_type"), error) from None
+        raise refused("config.json", config.get("model_type"), error) from None
     tied = set(model.all_tied_weights_keys)
     named = model.named_parameters(remove_duplicate=False)
     return {name: tuple(p.shape) for name, p in named if name not in tied}, tied
@@ -176,7 +176,8 @@ def check_complete(checkpoint: Checkpoint) -> None:
             raise CheckpointError("tensor", name, rule)
 
 
-def _refused(field: str, value: object, error: Exception) -> HeadwiseError:
+def refused(field: str, value: object, error: Exception) -> HeadwiseError:
+    """What transformers raised, as one line of ours."""
     if isinstance(error, HeadwiseError):
         return error
     reason = shorten(str(error), 300, placeholder=" …")
