@@ -1,0 +1,38 @@
+"""Several processes on one conversion, as ``torchrun`` starts them; alone, each of these does nothing."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank() -> int:
+    """This process's number; the first writes what all have made."""
+    return dist.get_rank() if _is_shared() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if _is_shared() else 1
+
+
+def my_windows(count: int) -> range:
+    """The windows this process takes: consecutive ones, all processes' together every one of ``count``."""
+    return range(rank() * count // world_size(), (rank() + 1) * count // world_size())
+
+
+def all_sum(tensor: Tensor) -> Tensor:
+    """The sum of all processes' tensors, in place; of Gram matrices it is to be of float64, like they are."""
+    if _is_shared():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def barrier() -> None:
+    """Wait until all processes are here."""
+    if _is_shared():
+        dist.barrier()
+
+
+def _is_shared() -> bool:
+    return dist.is_available() and dist.is_initialized()
