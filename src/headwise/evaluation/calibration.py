@@ -1,0 +1,168 @@
+"""Text to study a model on: files, folders and Hugging Face datasets, mixed, as windows of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from math import gcd
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ArgumentError, MissingExtraError
+from headwise.evaluation.text import cut_windows, read_text, token_ids
+
+DATASET_PREFIX = "hf-dataset://"
+DATASETS_PIP = "pip install 'headwise[datasets]'"
+_CHARACTERS_PER_TOKEN = 32  # no tokenizer in use averages over 16 for long
+_KINDS = {"parquet": ("*.parquet",), "json": ("*.jsonl", "*.json"), "text": ("*.txt",)}
+
+
+def calibration_windows(
+    tokenizer: Any, sources: Sequence[str | Path], *, tokens: int, window: int, name: str = "calibrate"
+) -> Tensor:
+    """Windows ``[N, window]`` of a mixture of texts: an equal share of each, in turn.
+
+    Where a text is shorter than its share, what there is is taken: ``numel()`` of the result is the number of tokens.
+    The same arguments give the same windows.
+
+    Args:
+        tokenizer: transformers'.
+        sources: see `read_source`.
+        tokens: how many in all; a few more where each source would not get a window.
+        window: tokens in each at most: they are shorter where that uses all the tokens asked for, or where a single
+            text has no more.
+        name: of the sources, for errors.
+
+    Raises:
+        ArgumentError: a source cannot be read, or has fewer tokens than a window.
+        MissingExtraError: a dataset is named and ``datasets`` is not installed.
+    """
+    if not sources:
+        raise ArgumentError(name, list(sources), "must name at least one text")
+    for field, value in (("tokens", tokens), ("window", window)):
+        if value < 2:
+            raise ArgumentError(field, value, "must be at least 2")
+    ids = []
+    share = -(-tokens // len(sources)) + window  # of which no more than is needed is read
+    for source in sources:
+        text = read_source(source, characters=share * _CHARACTERS_PER_TOKEN, name=name)
+        ids.append(token_ids(tokenizer, text, at_most=share))
+    if len(sources) == 1:
+        tokens = max(min(tokens, len(ids[0])), 2)
+    count = max(-(-tokens // window), len(sources))
+    window = min(window, max(tokens // count, 2))
+    cut = [
+        cut_windows(own, window=window, windows=_share(count, index, len(sources)), name=f"{name} {source}")
+        for index, (own, source) in enumerate(zip(ids, sources, strict=True))
+    ]
+    in_turn = [row for rows in zip_longest(*cut) for row in rows if row is not None]
+    return torch.stack(in_turn)
+
+
+def hold_out(windows: Tensor, every: int, *, sources: int = 1) -> tuple[Tensor, Tensor]:
+    """Set about every so many windows aside, at least one, of each source in turn: the rest, and those.
+
+    Args:
+        windows: ``[N, window]``, of `calibration_windows`.
+        every: one in so many; one or a few more where each source would otherwise not have its turn.
+        sources: how many texts are mixed in them.
+
+    Raises:
+        ArgumentError: there are fewer than two windows, or ``every`` is less than 2.
+    """
+    if every < 2:
+        raise ArgumentError("every", every, "must be at least 2: some windows have to stay")
+    if len(windows) < 2:
+        raise ArgumentError("windows", len(windows), "must be at least 2, to hold one out")
+    while gcd(every, sources) > 1:
+        every += 1
+    held = torch.arange(len(windows)) % every == min(every, len(windows)) // 2
+    return windows[~held], windows[held]
+
+
+def read_source(source: str | Path, *, characters: int | None = None, name: str = "calibrate") -> str:
+    """The text of a source, or at least the first ``characters`` of it.
+
+    Args:
+        source: a UTF-8 file; a ``.parquet`` or ``.jsonl`` file, or a folder of one of those or of ``.txt``; or a
+            dataset of the Hugging Face hub, ``hf-dataset://owner/name:config:split#column``, where the split is
+            ``train`` and the column is ``text`` unless named (``hf-dataset://owner/name::test`` has a split and no
+            config). All but the first are read by the ``datasets`` library, and ``#column`` goes with each.
+        characters: enough; what is beyond is not read where it need not be.
+        name: what an error calls it.
+
+    Raises:
+        ArgumentError: it cannot be read, or has no such column.
+        MissingExtraError: ``datasets`` is needed and not installed.
+    """
+    where, _, column = str(source).partition("#")
+    if where.startswith(DATASET_PREFIX):
+        repository, *parts = where.removeprefix(DATASET_PREFIX).split(":")
+        if not repository or len(parts) > 2:
+            raise ArgumentError(name, str(source), f"must be {DATASET_PREFIX}owner/name:config:split#column")
+        config, split = (*parts, "", "")[:2]
+        rows = _dataset_rows(source, name, repository, config or None, split=split or "train")
+    else:
+        path = Path(source)
+        if not path.exists() and Path(where).exists():
+            path = Path(where)  # else the # is part of the path
+        else:
+            column = ""
+        if not path.is_dir() and path.suffix not in (".parquet", ".jsonl"):
+            return read_text(path, name=name)
+        kind, files = _local_files(path, name)
+        rows = _dataset_rows(source, name, kind, data_files=files, split="train")
+    return _text(rows, column or "text", characters, source, name)
+
+
+def _share(count: int, index: int, sources: int) -> int:
+    """Of so many windows, how many are this source's; the first have one more where they do not divide."""
+    return count // sources + (index < count % sources)
+
+
+def _local_files(path: Path, name: str) -> tuple[str, list[str]]:
+    """What ``datasets`` calls the kind, and the files in order."""
+    for kind, patterns in _KINDS.items():
+        if path.is_dir():
+            files = sorted(str(file) for pattern in patterns for file in path.rglob(pattern))
+        else:
+            files = [str(path)] if any(path.match(pattern) for pattern in patterns) else []
+        if files:
+            return kind, files
+    raise ArgumentError(name, str(path), "has no .parquet, .jsonl, .json or .txt files")
+
+
+def _dataset_rows(source: str | Path, name: str, *args: Any, **kwargs: Any) -> Iterator[dict[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError(name, str(source), f"needs the datasets package: {DATASETS_PIP}") from None
+    try:
+        # Streamed: of a large dataset only the beginning is fetched.
+        yield from datasets.load_dataset(*args, **kwargs, streaming=True)
+    except Exception as error:  # it raises many kinds
+        reason = shorten(str(error), 300, placeholder=" …") or type(error).__name__
+        raise ArgumentError(name, str(source), f"could not be read: {reason}") from None
+
+
+def _text(rows: Iterator[dict[str, Any]], column: str, characters: int | None, source: str | Path, name: str) -> str:
+    """The rows' texts, each ending its line."""
+    texts: list[str] = []
+    length = 0
+    for row in rows:
+        if column not in row:
+            raise ArgumentError(
+                name, str(source), f"has no column {column}; it has {', '.join(row)}: name it #column"
+            )
+        text = row[column]
+        if not isinstance(text, str):
+            raise ArgumentError(name, str(source), f"has no text in column {column}")
+        texts.append(text if text.endswith("\n") else f"{text}\n")
+        length += len(texts[-1])
+        if characters is not None and length >= characters:
+            break
+    return "".join(texts)
