@@ -106,8 +106,8 @@ class LayerwiseModel:
     def begin(self, ids: Tensor) -> Tensor:
         """What goes into the first layer, ``[B, W, E]``, for token ids ``[B, W]``.
 
-        Layers are afterwards called as the model would call them for windows of W tokens. The weights it took stay
-        until `release`.
+        Layers are afterwards called as the model would call them for windows of W tokens: a run that goes on from
+        stored states begins with any one window. The weights it took stay until `release`.
         """
         if ids.shape[1] != self._window:
             # Of one window, so that masks and tables fit a batch of any size.
