@@ -135,6 +135,7 @@ def read_choices(file: str | Path, *, limit: int | None = None) -> list[Choice]:
     return found
 
 
+@torch.inference_mode()
 def log_likelihoods(
     model: Any, sequences: Sequence[tuple[list[int], list[int]]], *, progress: Progress = silent
 ) -> list[float]:

@@ -17,6 +17,7 @@ _ROWS = 256
 """Positions whose log-probabilities are in memory at once: a window of them is large."""
 
 
+@torch.inference_mode()
 def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     """What each token after the first costs, as float64 vectors ``[S - 1]`` on the CPU.
 
