@@ -109,7 +109,7 @@ def as_device(device: str | None) -> torch.device:
     """
     rule = "must be a device that torch has here, such as cpu or cuda"
     try:
-        found = torch.device(device or "cpu")
+        found = torch.device("cpu" if device is None else device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError):  # a torch without CUDA asserts
         raise ArgumentError("device", device, rule) from None

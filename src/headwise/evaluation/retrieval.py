@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from headwise.checkpoints import dtype_name, load_tokenizer, model_path, open_checkpoint, tokenize
+from headwise.checkpoints import dtype_name, load_tokenizer, model_path, tokenize
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.pair import as_device
 from headwise.evaluation.rate import Rate, rate
@@ -245,18 +245,22 @@ def load_encoder(
 
 
 def _encoder_model(path: Path, dtype: torch.dtype | None) -> Any:
-    checkpoint = open_checkpoint(path)  # refuses a bad folder in a line
     try:
-        return AutoModel.from_pretrained(
+        model, found = AutoModel.from_pretrained(
             path,
-            dtype=dtype or checkpoint.dtype,
+            dtype=dtype or "auto",
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-        ).eval()
+            output_loading_info=True,
+        )
     except Exception as error:  # transformers raises many kinds
         reason = shorten(str(error), 300, placeholder=" …")
         raise CheckpointError("folder", str(path), f"could not be loaded: {reason}") from None
+    for name in sorted(found["missing_keys"]):
+        if not name.startswith("pooler."):  # BERT's own pooler is not what sentences are pooled by
+            raise CheckpointError("tensor", name, f"is missing from {path}")
+    return model.eval()
 
 
 def read_pooling(folder: Path) -> Pooling:
