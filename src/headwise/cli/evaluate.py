@@ -137,17 +137,26 @@ def _show_retrieval(found: RetrievalEvaluation) -> None:
 
 def _show_rates(rates: dict[str, Rate], against: str | None) -> None:
     """Fractions with their 95 % intervals, and the difference in points of 100."""
-    columns = ("", "model", "95 %", "reference", "95 %", "points", "95 %", "only model", "only reference")
-    table = numbers_table(*(columns if against is not None else columns[:3]))
+    table = _table("with 95 % intervals", against)
     for name, rate in rates.items():
-        cells = [f"{rate.rate:.1%}", f"{rate.low:.1%}–{rate.high:.1%}"]
-        if rate.reference_rate is not None and rate.difference is not None:
-            cells += [f"{rate.reference_rate:.1%}", f"{rate.reference_low:.1%}–{rate.reference_high:.1%}"]
-            low, high = (100 * (bound or 0.0) for bound in (rate.difference_low, rate.difference_high))
-            cells += [f"{100 * rate.difference:+.1f}", f"{low:+.1f} to {high:+.1f}"]
-            cells += [str(rate.only_model), str(rate.only_reference)]
+        cells = [f"{rate.rate:.1%} ({_span(rate.low, rate.high)})"]
+        if rate.reference_rate is not None:
+            cells.append(f"{rate.reference_rate:.1%} ({_span(rate.reference_low, rate.reference_high)})")
         table.add_row(name, *cells)
     out.print(table)
+    for name, rate in rates.items():
+        if rate.difference is not None:
+            out.print(
+                f"{name} {100 * rate.difference:+.1f} points"
+                f" ({_span(rate.difference_low, rate.difference_high, '+.1f')});"
+                f" only the model {rate.only_model}, only the reference {rate.only_reference}"
+            )
+
+
+def _span(low: float | None, high: float | None, style: str = ".1f") -> str:
+    assert low is not None
+    assert high is not None
+    return f"{100 * low:{style}} to {100 * high:{style}}"
 
 
 def _table(heading: str, against: str | None) -> Any:
