@@ -58,6 +58,7 @@ def test_an_answer_by_hand(root: Path, name: str) -> None:
         scores = torch.tensor([scores_by_hand(model, prompt, candidate) for candidate in made.candidates])
         assert found.rank == 1 + int((scores[1:] >= scores[0]).sum())
         assert found.probability == pytest.approx(float(scores.softmax(0)[0]), rel=1e-4)
+        assert found.nll == pytest.approx(-float(scores[0]), rel=1e-4)
 
 
 class _Parrot:

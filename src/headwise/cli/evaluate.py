@@ -124,6 +124,8 @@ def _show_planted(found: PlantedEvaluation) -> None:
     table = _table(f"probability among {found.codes} codes", found.against)
     for row in found.depths:
         _row(table, f"at depth {row.depth:.0%}", row.probability, row.reference_probability, ".3f")
+    for row in found.depths:
+        _row(table, f"nats at depth {row.depth:.0%}", row.nll, row.reference_nll, ".3f")
     out.print(table)
     _show_rates({"likeliest of the codes": found.first, "said": found.found}, found.against)
 

@@ -32,6 +32,7 @@ class DepthScore:
         first: fraction of trials in which the code was the likeliest of the candidates.
         rank: of the code among the candidates, 1 the likeliest.
         probability: of the code, the candidates' probabilities adding up to 1.
+        nll: the code's own negative log-likelihood, in nats.
     """
 
     depth: float
@@ -39,10 +40,12 @@ class DepthScore:
     first: float
     rank: float
     probability: float
+    nll: float
     reference_found: float | None = None
     reference_first: float | None = None
     reference_rank: float | None = None
     reference_probability: float | None = None
+    reference_nll: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,7 @@ class _Answer:
     found: bool
     rank: int
     probability: float
+    nll: float
 
 
 @torch.inference_mode()
@@ -217,6 +221,7 @@ def _ask(model: Any, tokenizer: Any, asked: _Context) -> _Answer:
         found=asked.code in tokenizer.decode(said),
         rank=int((likelihoods >= likelihoods[0]).sum()),  # a tie counts against the code
         probability=float(likelihoods.softmax(0)[0]),
+        nll=-float(likelihoods[0]),
     )
 
 
@@ -226,5 +231,6 @@ def _means(answers: list[_Answer], prefix: str) -> dict[str, float]:
         "first": [float(answer.rank == 1) for answer in answers],
         "rank": [float(answer.rank) for answer in answers],
         "probability": [answer.probability for answer in answers],
+        "nll": [answer.nll for answer in answers],
     }
     return {f"{prefix}{name}": sum(row) / len(row) for name, row in values.items()}
