@@ -14,6 +14,7 @@ _PUBLIC = {
     "ArgumentError": "headwise.errors",
     "AttentionCache": "headwise.attention",
     "CheckpointError": "headwise.errors",
+    "ChoiceEvaluation": "headwise.evaluation",
     "Comparison": "headwise.cost",
     "Complexity": "headwise.cost",
     "Conversion": "headwise.conversion",
@@ -35,6 +36,8 @@ _PUBLIC = {
     "MultiHeadAttention": "headwise.attention",
     "MultiHeadLatentAttention": "headwise.attention",
     "MultiQueryAttention": "headwise.attention",
+    "PlantedEvaluation": "headwise.evaluation",
+    "RetrievalEvaluation": "headwise.evaluation",
     "RopeSpec": "headwise.specs",
     "RotaryEmbedding": "headwise.attention",
     "SelfAttention": "headwise.attention",
@@ -47,6 +50,9 @@ _PUBLIC = {
     "count": "headwise.measurement",
     "count_layer": "headwise.measurement",
     "evaluate": "headwise.evaluation",
+    "evaluate_choices": "headwise.evaluation",
+    "evaluate_planted": "headwise.evaluation",
+    "evaluate_retrieval": "headwise.evaluation",
     "generate": "headwise.hf",
     "inspect": "headwise.cost",
     "load": "headwise.hf",
@@ -67,7 +73,16 @@ if TYPE_CHECKING:
     from headwise.conversion import Conversion, convert
     from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
     from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, SpecError
-    from headwise.evaluation import Evaluation, evaluate
+    from headwise.evaluation import (
+        ChoiceEvaluation,
+        Evaluation,
+        PlantedEvaluation,
+        RetrievalEvaluation,
+        evaluate,
+        evaluate_choices,
+        evaluate_planted,
+        evaluate_retrieval,
+    )
     from headwise.hf import Generation, generate, load
     from headwise.kernels import attend, choose_backend
     from headwise.measurement import Count, LayerCounts, count, count_layer
@@ -84,6 +99,7 @@ __all__ = [
     "ArgumentError",
     "AttentionCache",
     "CheckpointError",
+    "ChoiceEvaluation",
     "Comparison",
     "Complexity",
     "Conversion",
@@ -105,6 +121,8 @@ __all__ = [
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "MultiQueryAttention",
+    "PlantedEvaluation",
+    "RetrievalEvaluation",
     "RopeSpec",
     "RotaryEmbedding",
     "SelfAttention",
@@ -117,6 +135,9 @@ __all__ = [
     "count",
     "count_layer",
     "evaluate",
+    "evaluate_choices",
+    "evaluate_planted",
+    "evaluate_retrieval",
     "generate",
     "inspect",
     "load",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import headwise
 from headwise.checkpoints import load_tokenizer
-from headwise.evaluation import token_windows
+from headwise.evaluation import evaluate, open_pair, score_window, token_windows
 from tests.real_models import save_tiny
 
 TEXT = "Whatever is worth measuring is worth measuring twice, side by side; and saying how. " * 20
@@ -106,3 +109,97 @@ def test_two_dtypes_are_run_in_the_wider_one(root: Path) -> None:
     assert found.dtype == "float64"
     assert found.cache_bytes_per_token * 2 == found.reference_cache_bytes_per_token
     assert headwise.evaluate(root / "narrow", **options).dtype == "bfloat16"
+
+
+def test_several_texts_are_scored_each_and_together(root: Path) -> None:
+    (root / "second.txt").write_text("Brevity. " * 60)
+    texts = [root / "text.txt", root / "second.txt"]
+    options = {"against": root / "source", "window": 100, "windows": 3, "context": 10}
+    found = headwise.evaluate(root / "half", text=texts, **options)
+    alone = [headwise.evaluate(root / "half", text=text, **options) for text in texts]
+    assert [score.text for score in found.texts] == [str(text) for text in texts]
+    for score, one in zip(found.texts, alone, strict=True):
+        assert one.texts == (score,)
+        for name in ("windows", "tokens", "perplexity", "reference_perplexity", "kl", "top1_agreement"):
+            assert getattr(one, name) == getattr(score, name)
+    assert (found.windows, found.tokens) == (6, 6 * 99)
+    together = math.exp(sum(math.log(score.perplexity) for score in found.texts) / 2)  # as many tokens in each
+    assert found.perplexity == pytest.approx(together)
+    with pytest.raises(headwise.ArgumentError, match=r"text = .*must be at least one file"):
+        headwise.evaluate(root / "half", text=[])
+
+
+def test_cost_by_position_adds_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["headwise.evaluation.evaluate"], "_FIRST_BUCKET", 16)
+    found = headwise.evaluate(
+        root / "half", against=root / "source", text=root / "text.txt", window=100, windows=3, context=10
+    )
+    (score,) = found.texts
+    assert [(bucket.start, bucket.stop) for bucket in score.by_position] == [(1, 16), (16, 32), (32, 64), (64, 100)]
+    ids = token_windows(load_tokenizer(root / "source"), TEXT, window=100, windows=3)
+    with torch.inference_mode():
+        for name, key in (("half", "nll"), ("source", "reference_nll")):
+            logits = headwise.load(root / name)(ids).logits.double().log_softmax(-1)[:, :-1]
+            nll = -logits.gather(-1, ids[:, 1:, None])[..., 0]
+            for bucket in score.by_position:
+                mean = float(nll[:, bucket.start - 1 : bucket.stop - 1].mean())
+                assert getattr(bucket, key) == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("window", [97, 128, 129])
+def test_a_long_window_is_read_in_pieces_and_says_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    ids = token_windows(load_tokenizer(root / "source"), TEXT, window=window, windows=1)[0]
+    models = {"model": headwise.load(root / "half"), "against": headwise.load(root / "source")}
+    whole = score_window(models, ids)
+    monkeypatch.setattr("headwise.evaluation.scoring._WHOLE", 64)
+    monkeypatch.setattr("headwise.evaluation.scoring._PIECE", 32)
+    monkeypatch.setattr("headwise.evaluation.scoring._ROWS", 24)
+    largest = 0
+
+    def watch(_: object, __: object, out: Any) -> None:
+        nonlocal largest
+        largest = max(largest, out.logits.shape[1])
+
+    models["model"].register_forward_hook(watch)
+    pieces = score_window(models, ids)
+    assert largest == 32
+    assert whole.keys() == pieces.keys() == {"nll", "reference_nll", "kl", "agree"}
+    for key, values in whole.items():
+        assert values.shape == (window - 1,)
+        torch.testing.assert_close(pieces[key], values, atol=1e-5, rtol=1e-4)
+
+
+def test_a_config_without_positions_caps_nothing(root: Path) -> None:
+    save_tiny(root / "free")
+    path = root / "free/config.json"
+    config = json.loads(path.read_text())
+    del config["max_position_embeddings"]
+    path.write_text(json.dumps(config))
+    (root / "long.txt").write_text(TEXT * 2)
+    options = {"text": root / "long.txt", "windows": 1}
+    found = headwise.evaluate(root / "free", window=2100, context=2060, **options)
+    assert (found.window, found.context) == (2100, 2060)
+    assert headwise.evaluate(root / "free", **options).window == 2048
+    with pytest.raises(headwise.ArgumentError) as refused:
+        headwise.evaluate(root / "free", window=1, **options)
+    assert str(refused.value) == "window = 1: must be at least 2"
+    with pytest.raises(headwise.ArgumentError, match="must be at least one window of 9000 tokens"):
+        headwise.evaluate(root / "free", window=9000, **options)
+
+
+def test_an_open_pair_is_measured_as_the_same_two_by_name(root: Path) -> None:
+    pair = open_pair(root / "half", against=root / "source")
+    options = {"text": root / "text.txt", "window": 50, "windows": 1, "context": 10}
+    found, named = evaluate(pair, **options), evaluate(root / "half", against=root / "source", **options)
+    assert (found.model, found.against, found.device) == (named.model, named.against, "cpu")
+    assert (found.texts, found.dtype) == (named.texts, named.dtype)
+    with pytest.raises(headwise.ArgumentError, match="dtype = 'float32': is the pair's own already"):
+        evaluate(pair, **options, dtype="float32")
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99", "meta", ""])
+def test_devices_that_are_none(root: Path, device: str) -> None:
+    with pytest.raises(headwise.ArgumentError, match="device = "):
+        headwise.evaluate(root / "source", text=root / "text.txt", device=device)

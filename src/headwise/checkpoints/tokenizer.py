@@ -30,8 +30,8 @@ def load_tokenizer(path: Path) -> Any:
         raise CheckpointError("tokenizer", str(path), f"could not be loaded: {reason}") from None
 
 
-def tokenize(tokenizer: Any, text: str, **options: Any) -> Any:
-    """What the tokenizer makes of a text; ``options`` are its own.
+def tokenize(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
+    """What the tokenizer makes of a text, or of several; ``options`` are its own.
 
     Raises:
         CheckpointError: it can be loaded but does not work, such as one whose unknown token is not in its vocabulary.

@@ -1,20 +1,59 @@
-"""Perplexity, divergence, agreement, cache bytes and decode time of a model beside its reference."""
+"""What a model can do beside its reference: perplexity, cache and speed; choices, planted facts, retrieval."""
 
 from headwise.evaluation.calibration import calibration_windows, hold_out, read_source
-from headwise.evaluation.evaluate import Evaluation, Speed, check_vocabulary, decode_times, evaluate
-from headwise.evaluation.text import cut_windows, read_text, token_ids, token_windows
+from headwise.evaluation.choices import Choice, ChoiceEvaluation, evaluate_choices, log_likelihoods, read_choices
+from headwise.evaluation.evaluate import Evaluation, PositionScore, TextScore, evaluate
+from headwise.evaluation.pair import Pair, as_device, check_vocabulary, open_pair
+from headwise.evaluation.planted import DepthScore, PlantedEvaluation, evaluate_planted
+from headwise.evaluation.rate import Rate, rate
+from headwise.evaluation.retrieval import (
+    Encoder,
+    Pooling,
+    RetrievalEvaluation,
+    embed,
+    evaluate_retrieval,
+    load_encoder,
+    read_pooling,
+)
+from headwise.evaluation.scoring import score_window
+from headwise.evaluation.speed import Speed, decode_times
+from headwise.evaluation.text import cut_windows, read_jsonl, read_text, token_ids, token_windows
 
 __all__ = [
+    "Choice",
+    "ChoiceEvaluation",
+    "DepthScore",
+    "Encoder",
     "Evaluation",
+    "Pair",
+    "PlantedEvaluation",
+    "Pooling",
+    "PositionScore",
+    "Rate",
+    "RetrievalEvaluation",
     "Speed",
+    "TextScore",
+    "as_device",
     "calibration_windows",
     "check_vocabulary",
     "cut_windows",
     "decode_times",
+    "embed",
     "evaluate",
+    "evaluate_choices",
+    "evaluate_planted",
+    "evaluate_retrieval",
     "hold_out",
+    "load_encoder",
+    "log_likelihoods",
+    "open_pair",
+    "rate",
+    "read_choices",
+    "read_jsonl",
+    "read_pooling",
     "read_source",
     "read_text",
+    "score_window",
     "token_ids",
     "token_windows",
 ]

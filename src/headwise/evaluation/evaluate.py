@@ -3,37 +3,85 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial, reduce
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.checkpoints import dtype_name, load_tokenizer, model_path
 from headwise.errors import ArgumentError, CheckpointError
+from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
+from headwise.evaluation.scoring import score_window
+from headwise.evaluation.speed import decode_times
 from headwise.evaluation.text import read_text, token_windows
-from headwise.hf import as_dtype, load, open_decoder
-from headwise.measurement import cache_nbytes, time_interleaved
 from headwise.progress import Progress, silent
 
 WINDOW = 2048
 CONTEXT = 512
-_CHUNK = 256
+_FIRST_BUCKET = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Measurements of a model, and of its reference on the same text in the same run.
+class PositionScore:
+    """The mean cost of the tokens at some positions of their windows.
 
     Attributes:
+        start: the first position, a window's first token being 0.
+        stop: the first position after them.
+        nll: mean negative log-likelihood, in nats.
+        reference_nll: the reference's.
+    """
+
+    start: int
+    stop: int
+    nll: float
+    reference_nll: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextScore:
+    """Quality on one text.
+
+    Attributes:
+        text: the file.
+        windows: how many of its windows were scored.
         tokens: predictions scored (each window's first token is not predicted).
         perplexity: exp of the mean negative log-likelihood.
         perplexity_ratio: the model's over the reference's.
         kl: mean KL(reference ‖ model) a token, in nats.
         top1_agreement: fraction of positions where both rank the same token first.
+        by_position: the cost by position in the window, in buckets that double: 1–255, 256–511, 512–1023, ….
+    """
+
+    text: str
+    windows: int
+    tokens: int
+    perplexity: float
+    reference_perplexity: float | None = None
+    perplexity_ratio: float | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+    by_position: tuple[PositionScore, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Measurements of a model, and of its reference on the same texts in the same run.
+
+    Quality is over all tokens of all texts; ``texts`` has each text's own.
+
+    Attributes:
+        text: the file, or the files with commas between.
+        windows: how many windows were scored.
+        tokens: predictions scored (each window's first token is not predicted).
+        perplexity: exp of the mean negative log-likelihood.
+        perplexity_ratio: the model's over the reference's.
+        kl: mean KL(reference ‖ model) a token, in nats.
+        top1_agreement: fraction of positions where both rank the same token first.
+        texts: the same of each text.
         cache_bytes_per_token: bytes the cache's tensors hold, over the tokens in it.
         context: tokens in the cache while decoding was timed.
         decode_ms: median milliseconds for one more token at that context.
@@ -50,12 +98,14 @@ class Evaluation:
     perplexity_ratio: float | None = None
     kl: float | None = None
     top1_agreement: float | None = None
+    texts: tuple[TextScore, ...]
     cache_bytes_per_token: float
     reference_cache_bytes_per_token: float | None = None
     context: int
     decode_ms: float
     reference_decode_ms: float | None = None
     dtype: str
+    device: str
     threads: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,14 +115,15 @@ class Evaluation:
 
 @torch.inference_mode()
 def evaluate(
-    model: str | Path,
+    model: str | Path | Pair,
     *,
-    text: str | Path,
+    text: str | Path | Sequence[str | Path],
     against: str | Path | None = None,
     window: int | None = None,
     windows: int | None = 6,
     context: int | None = None,
     dtype: str | None = None,
+    device: str | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
     """Measure a model on text, beside its reference when there is one.
@@ -81,139 +132,112 @@ def evaluate(
     not scored. Decoding is timed in turn for both models, one token at a time on a cache of ``context`` tokens.
 
     Args:
-        model: a model folder, ``.gguf`` or other source with weights.
-        text: a UTF-8 file.
+        model: a model folder, ``.gguf`` or other source with weights; or a pair of them that is open already.
+        text: a UTF-8 file, or several.
         against: the reference, usually what the model was converted from; its tokenizer is used.
         window: tokens a window; 2048, or all the models' positions where they have fewer, when None.
-        windows: how many, from the beginning of the text; None for all.
+        windows: how many of each text, from its beginning; None for all.
         context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
         dtype: to run both in; the wider of those they are stored in when None.
+        device: to run both on; the CPU when None.
         progress: told of each window.
 
     Raises:
-        ArgumentError: the text is missing or shorter than a window, or a number is out of range.
+        ArgumentError: a text is missing or shorter than a window, or a number is out of range.
         CheckpointError: a model could not be read.
     """
-    if dtype is not None:
-        as_dtype(dtype)  # or refused, before any work
-    content = read_text(text)
-    sources = {"model": model} if against is None else {"model": model, "against": against}
-    paths = {name: model_path(source) for name, source in sources.items()}
+    files = [str(file) for file in ([text] if isinstance(text, str | Path) else text)]
+    if not files:
+        raise ArgumentError("text", files, "must be at least one file")
+    contents = [read_text(file) for file in files]
     # Before the tokenizer, which says less of what is wrong with a folder.
-    checkpoints = {name: open_decoder(path) for name, path in paths.items()}
-    longest = min(c.spec.max_position_embeddings or WINDOW for c in checkpoints.values())
+    pair = open_pair(model, against=against, dtype=dtype, device=device, progress=progress)
+    longest = pair.positions
     window = _within("window", window, WINDOW, 2, longest)
-    context = _within("context", context, CONTEXT, 1, longest - 1)  # the token that is timed has a position too
-    tokenizer = load_tokenizer(paths.get("against", paths["model"]))
-    batches = token_windows(tokenizer, content, window=window, windows=windows)
-    # One dtype for both, the wider of the two: bytes and times then differ by the attention alone.
-    common = reduce(torch.promote_types, (checkpoint.dtype for checkpoint in checkpoints.values()))
-    models = {}
-    for step, (name, path) in enumerate(paths.items()):
-        progress("loading", step, len(sources))
-        models[name] = load(path, dtype=dtype or common)
-    progress("loading", len(sources), len(sources))
-    check_vocabulary(models, int(batches.max()))
+    # The token that is timed has a position too.
+    context = _within("context", context, CONTEXT, 1, None if longest is None else longest - 1)
+    batches = [token_windows(pair.tokenizer, content, window=window, windows=windows) for content in contents]
+    check_vocabulary(pair.models, max(int(batch.max()) for batch in batches))
 
-    totals = {"nll": 0.0, "reference_nll": 0.0, "kl": 0.0, "agree": 0.0}
-    for index, batch in enumerate(batches):
-        progress("perplexity", index, len(batches))
-        logits = {name: _logits(m, batch) for name, m in models.items()}
-        _score(logits["model"], logits.get("against"), batch, totals)
-        for name, total in (("model", totals["nll"]), ("against", totals["reference_nll"])):
-            if not math.isfinite(total):
-                rule = f"computes NaN or infinite logits in {models[name].dtype}, so there is nothing to measure"
-                raise CheckpointError(name, str(sources[name]), rule)
-    progress("perplexity", len(batches), len(batches))
-    tokens = len(batches) * (window - 1)
-    prompt = batches.flatten()[None, :context]
-    if prompt.shape[1] < context:
-        prompt = prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
-    speed = decode_times(models, prompt, progress=progress)
-    perplexity = _exp(totals["nll"] / tokens)
-    result: dict[str, Any] = {
-        "tokens": tokens,
-        "perplexity": perplexity,
-        "cache_bytes_per_token": speed["model"].bytes_per_token,
-        "decode_ms": speed["model"].decode_ms,
-    }
-    if against is not None:
-        reference = _exp(totals["reference_nll"] / tokens)
-        result |= {
-            "reference_perplexity": reference,
-            "perplexity_ratio": perplexity / reference,
-            "kl": max(totals["kl"] / tokens, 0.0),  # never negative but by rounding
-            "top1_agreement": totals["agree"] / tokens,
-            "reference_cache_bytes_per_token": speed["against"].bytes_per_token,
-            "reference_decode_ms": speed["against"].decode_ms,
-        }
+    scores: list[dict[str, Tensor]] = []
+    done, total = 0, sum(map(len, batches))
+    for batch in batches:
+        rows = []
+        for ids in batch:
+            progress("perplexity", done, total)
+            rows.append(score_window(pair.models, ids))
+            _check_finite(rows[-1], pair)
+            done += 1
+        scores.append({key: torch.stack([row[key] for row in rows]) for key in rows[0]})
+    progress("perplexity", total, total)
+    prompt = batches[0].flatten()[None, :context]
+    prompt = prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
+    speed = decode_times(pair.models, prompt.to(pair.device), progress=progress)
+    reference = speed.get("against")
     return Evaluation(
-        model=str(model),
-        against=None if against is None else str(against),
-        text=str(text),
+        text=", ".join(files),
         window=window,
-        windows=len(batches),
+        windows=total,
+        **_summary({key: torch.cat([score[key] for score in scores]) for key in scores[0]}),
+        texts=tuple(
+            TextScore(text=file, windows=len(score["nll"]), **_summary(score), by_position=_by_position(score))
+            for file, score in zip(files, scores, strict=True)
+        ),
         context=context,
-        dtype=dtype_name(models["model"].dtype),
-        threads=torch.get_num_threads(),
-        **result,
+        cache_bytes_per_token=speed["model"].bytes_per_token,
+        reference_cache_bytes_per_token=None if reference is None else reference.bytes_per_token,
+        decode_ms=speed["model"].decode_ms,
+        reference_decode_ms=None if reference is None else reference.decode_ms,
+        **pair.about(),
     )
 
 
-def _within(name: str, asked: int | None, usual: int, least: int, most: int) -> int:
+def _within(name: str, asked: int | None, usual: int, least: int, most: int | None) -> int:
     """A number of tokens that fits the models' positions: the usual one, or as many as there are."""
     if asked is None:
-        return min(usual, most)
-    if not least <= asked <= most:
-        raise ArgumentError(name, asked, f"must be at least {least} and at most {most}, by the models' positions")
+        return usual if most is None else min(usual, most)
+    if asked < least or (most is not None and asked > most):
+        positions = "" if most is None else f" and at most {most}, by the models' positions"
+        raise ArgumentError(name, asked, f"must be at least {least}{positions}")
     return asked
 
 
-def check_vocabulary(models: dict[str, Any], largest: int) -> None:
-    """Refuse models that cannot be compared token by token.
-
-    Raises:
-        ArgumentError: their vocabularies differ in size, or the text has a token beyond them.
-    """
-    sizes = {name: int(m.get_input_embeddings().weight.shape[0]) for name, m in models.items()}
-    if len(set(sizes.values())) > 1:
-        raise ArgumentError("against", sizes["against"], f"has another vocabulary than the model's {sizes['model']}")
-    if largest >= sizes["model"]:
-        raise ArgumentError("token", largest, f"is outside the model's vocabulary of {sizes['model']}")
+def _check_finite(score: dict[str, Tensor], pair: Pair) -> None:
+    for name, key in (("model", "nll"), ("against", "reference_nll")):
+        if key in score and not bool(score[key].isfinite().all()):
+            rule = f"computes NaN or infinite logits in {pair.dtype}, so there is nothing to measure"
+            raise CheckpointError(name, pair.sources[name], rule)
 
 
-@dataclass(frozen=True)
-class Speed:
-    """One model's cache and time a token."""
+def _summary(score: dict[str, Tensor]) -> dict[str, Any]:
+    """Means over all tokens of ``[windows, window - 1]`` scores."""
+    nll = float(score["nll"].mean())
+    found: dict[str, Any] = {"tokens": score["nll"].numel(), "perplexity": _exp(nll)}
+    if "reference_nll" in score:
+        reference = _exp(float(score["reference_nll"].mean()))
+        found |= {
+            "reference_perplexity": reference,
+            "perplexity_ratio": found["perplexity"] / reference,
+            "kl": max(float(score["kl"].mean()), 0.0),  # never negative but by rounding
+            "top1_agreement": float(score["agree"].mean()),
+        }
+    return found
 
-    bytes_per_token: float
-    decode_ms: float
 
-
-def decode_times(
-    models: dict[str, Any], prompt: Tensor, *, repeats: int = 12, progress: Progress = silent
-) -> dict[str, Speed]:
-    """Bytes of cache a token, read off the tensors, and the median time of one more token, the models in turn.
-
-    Args:
-        models: transformers models.
-        prompt: ``[1, context]`` token ids that fill the cache.
-        repeats: timed tokens of each.
-        progress: told of each round.
-    """
-    caches = {name: m(prompt, use_cache=True, logits_to_keep=1).past_key_values for name, m in models.items()}
-    for cache in caches.values():
-        cache.activate_past_recording()  # a layer with a sliding window has to be told that tokens will be taken back
-    nbytes = {name: cache_nbytes(cache) / prompt.shape[1] for name, cache in caches.items()}
-
-    def step(name: str) -> None:
-        models[name](prompt[:, -1:], past_key_values=caches[name], use_cache=True)
-        caches[name].crop(-1)
-
-    seconds = time_interleaved(
-        {name: partial(step, name) for name in models}, repeats=repeats, stage="decoding", progress=progress
+def _by_position(score: dict[str, Tensor]) -> tuple[PositionScore, ...]:
+    window = score["nll"].shape[1] + 1
+    edges = [1]
+    while edges[-1] < window:
+        edges.append(min(max(_FIRST_BUCKET, 2 * edges[-1]), window))
+    means = {key: score[key].mean(0) for key in ("nll", "reference_nll") if key in score}
+    return tuple(
+        PositionScore(
+            start=start,
+            stop=stop,
+            **{key: float(mean[start - 1 : stop - 1].mean()) for key, mean in means.items()},
+        )
+        for start, stop in pairwise(edges)
     )
-    return {name: Speed(nbytes[name], seconds[name] * 1e3) for name in models}
 
 
 def _exp(mean: float) -> float:
@@ -222,22 +246,3 @@ def _exp(mean: float) -> float:
         return math.exp(mean)
     except OverflowError:
         return math.inf
-
-
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    logits: Tensor = model(ids[None].to(model.device), use_cache=False).logits[0, :-1]
-    return logits
-
-
-def _score(logits: Tensor, reference: Tensor | None, ids: Tensor, totals: dict[str, float]) -> None:
-    """Add one window's sums, a chunk of positions at a time: a window of log-probabilities is large."""
-    targets = ids[1:].to(logits.device)
-    for start in range(0, len(targets), _CHUNK):
-        piece = slice(start, start + _CHUNK)
-        own = F.log_softmax(logits[piece].float(), -1)
-        totals["nll"] += float(F.nll_loss(own, targets[piece], reduction="sum"))
-        if reference is not None:
-            other = F.log_softmax(reference[piece].float(), -1)
-            totals["reference_nll"] += float(F.nll_loss(other, targets[piece], reduction="sum"))
-            totals["kl"] += float(F.kl_div(own, other, log_target=True, reduction="sum"))
-            totals["agree"] += float((own.argmax(-1) == other.argmax(-1)).sum())

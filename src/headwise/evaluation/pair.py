@@ -1,0 +1,131 @@
+"""A model and its reference, opened together and loaded once, for every measurement that sets them side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer
+from headwise.errors import ArgumentError
+from headwise.hf import as_dtype, load, open_decoder
+from headwise.progress import Progress, silent
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pair:
+    """What `open_pair` makes: configs are read, weights not before ``models`` is asked for.
+
+    Attributes:
+        sources: ``model`` and, where there is a reference, ``against``, as they were named.
+        checkpoints: the same, opened.
+        dtype: both are run in.
+        device: both are run on.
+        progress: told of loading.
+    """
+
+    sources: dict[str, str]
+    checkpoints: dict[str, Checkpoint]
+    dtype: torch.dtype
+    device: torch.device
+    progress: Progress = silent
+
+    @cached_property
+    def models(self) -> dict[str, Any]:
+        """The transformers models, by the same names."""
+        loaded = {}
+        for step, (name, checkpoint) in enumerate(self.checkpoints.items()):
+            self.progress("loading", step, len(self.sources))
+            loaded[name] = load(checkpoint.path, dtype=self.dtype, device=str(self.device))
+        self.progress("loading", len(self.sources), len(self.sources))
+        return loaded
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The reference's tokenizer, or the model's own without one."""
+        return load_tokenizer(self.checkpoints.get("against", self.checkpoints["model"]).path)
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence both were made for; None where no config says."""
+        stated = (checkpoint.spec.max_position_embeddings for checkpoint in self.checkpoints.values())
+        return min((count for count in stated if count is not None), default=None)
+
+    def about(self) -> dict[str, Any]:
+        """What every measurement says of the run it was made in."""
+        return {
+            "model": self.sources["model"],
+            "against": self.sources.get("against"),
+            "dtype": dtype_name(self.dtype),
+            "device": str(self.device),
+            "threads": torch.get_num_threads(),
+        }
+
+
+def open_pair(
+    model: str | Path | Pair,
+    *,
+    against: str | Path | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    progress: Progress = silent,
+) -> Pair:
+    """Open a model and its reference; a pair that is open already is returned as it is.
+
+    Args:
+        model: a model folder, ``.gguf`` or other source with weights; or a pair, which needs none of the others.
+        against: the reference, usually what the model was converted from.
+        dtype: to run both in; when None the wider of those they are stored in, so that bytes and times differ by the
+            attention alone.
+        device: to run both on; the CPU when None.
+        progress: told of loading.
+
+    Raises:
+        ArgumentError: there is no such source, dtype or device.
+        SpecError: one is not understood, or an encoder.
+        CheckpointError: one cannot be read.
+    """
+    if isinstance(model, Pair):
+        for name, value in (("against", against), ("dtype", dtype), ("device", device)):
+            if value is not None:
+                raise ArgumentError(name, str(value), "is the pair's own already")
+        return model
+    wanted = None if dtype is None else as_dtype(dtype)
+    place = as_device(device)
+    sources = {"model": str(model)} if against is None else {"model": str(model), "against": str(against)}
+    checkpoints = {name: open_decoder(source) for name, source in sources.items()}
+    common = reduce(torch.promote_types, (checkpoint.dtype for checkpoint in checkpoints.values()))
+    return Pair(sources=sources, checkpoints=checkpoints, dtype=wanted or common, device=place, progress=progress)
+
+
+def as_device(device: str | None) -> torch.device:
+    """A torch device that this machine has; the CPU when None.
+
+    Raises:
+        ArgumentError: it has none of that name.
+    """
+    rule = "must be a device that torch has here, such as cpu or cuda"
+    try:
+        found = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError):  # a torch without CUDA asserts
+        raise ArgumentError("device", device, rule) from None
+    if found.type == "meta":  # no numbers come out of it
+        raise ArgumentError("device", device, rule)
+    return found
+
+
+def check_vocabulary(models: dict[str, Any], largest: int) -> None:
+    """Refuse models that cannot be compared token by token.
+
+    Raises:
+        ArgumentError: their vocabularies differ in size, or the text has a token beyond them.
+    """
+    sizes = {name: int(m.get_input_embeddings().weight.shape[0]) for name, m in models.items()}
+    if len(set(sizes.values())) > 1:
+        raise ArgumentError("against", sizes["against"], f"has another vocabulary than the model's {sizes['model']}")
+    if largest >= sizes["model"]:
+        raise ArgumentError("token", largest, f"is outside the model's vocabulary of {sizes['model']}")

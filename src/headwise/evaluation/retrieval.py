@@ -1,0 +1,304 @@
+"""A sentence encoder's retrieval: the passage that answers each question, found among all; beside its reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModel
+
+from headwise.checkpoints import dtype_name, load_tokenizer, model_path, tokenize
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.evaluation.pair import as_device
+from headwise.evaluation.rate import Rate, rate
+from headwise.evaluation.text import read_jsonl
+from headwise.hf import as_dtype
+from headwise.progress import Progress, silent
+
+_BATCH = 4096
+"""Tokens in a batch, padding included."""
+_POOLINGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooling:
+    """How a sentence's states become its embedding.
+
+    Attributes:
+        mode: ``mean`` or ``max`` over its tokens, or the first token's (``cls``).
+        normalize: to length 1.
+        max_length: tokens read of a sentence; as many as the model has positions when None.
+    """
+
+    mode: str = "mean"
+    normalize: bool = True
+    max_length: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Encoder:
+    """A loaded encoder with all that its embeddings depend on."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    pooling: Pooling
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalEvaluation:
+    """Question → passage retrieval of an encoder, and of its reference on the same questions.
+
+    Attributes:
+        file: where the questions are from.
+        questions: how many.
+        passages: how many different ones.
+        recall_at_1: how often the question's passage is the nearest.
+        recall_at_10: how often it is among the nearest ten.
+        mrr: mean of one over its rank.
+    """
+
+    model: str
+    against: str | None
+    file: str
+    questions: int
+    passages: int
+    recall_at_1: Rate
+    recall_at_10: Rate
+    mrr: float
+    reference_mrr: float | None = None
+    dtype: str
+    device: str
+    threads: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurements as JSON-able values."""
+        return asdict(self)
+
+
+def evaluate_retrieval(
+    model: str | Path | Encoder,
+    *,
+    file: str | Path,
+    against: str | Path | Encoder | None = None,
+    limit: int | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> RetrievalEvaluation:
+    """Find each question's passage among all the file's passages, by the product of their embeddings.
+
+    Args:
+        model: a source with weights, or a loaded encoder.
+        file: a ``.jsonl`` of objects with ``question`` and ``passage``; equal passages count as one.
+        against: the reference; its tokenizer and pooling are used for a model given by its source.
+        limit: questions, and their passages, from the beginning; all when None.
+        dtype: to run in; as stored when None.
+        device: to run on; the CPU when None.
+        seed: of the interval's resampling.
+        progress: told of each batch.
+
+    Raises:
+        ArgumentError: the file is not such a one.
+        CheckpointError: a model could not be read, or computes NaN.
+    """
+    rows = read_jsonl(file, name="retrieval", limit=limit)
+    for number, row in enumerate(rows, 1):
+        if not all(isinstance(row.get(key), str) and row[key].strip() for key in ("question", "passage")):
+            raise ArgumentError("retrieval", f"{file}, item {number}", "must have the texts question and passage")
+    questions = [row["question"] for row in rows]
+    passages = list(dict.fromkeys(row["passage"] for row in rows))
+    places = {passage: place for place, passage in enumerate(passages)}
+    answers = torch.tensor([places[row["passage"]] for row in rows])
+
+    encoders = {}
+    if against is not None:
+        encoders["against"] = _loaded(against, dtype, device)
+    encoders["model"] = _loaded(model, dtype, device, like=encoders.get("against"))
+    ranks = {}
+    for name, encoder in encoders.items():
+        asked = embed(encoder, questions, progress=progress)
+        ranks[name] = answer_ranks(asked, embed(encoder, passages, progress=progress), answers)
+    near = {count: {name: (found <= count).tolist() for name, found in ranks.items()} for count in (1, 10)}
+    own = encoders["model"].model
+    return RetrievalEvaluation(
+        model=encoders["model"].name,
+        against=encoders["against"].name if "against" in encoders else None,
+        file=str(file),
+        questions=len(questions),
+        passages=len(passages),
+        recall_at_1=rate(near[1]["model"], near[1].get("against"), seed=seed),
+        recall_at_10=rate(near[10]["model"], near[10].get("against"), seed=seed),
+        mrr=float((1 / ranks["model"]).mean()),
+        reference_mrr=float((1 / ranks["against"]).mean()) if "against" in ranks else None,
+        dtype=dtype_name(own.dtype),
+        device=str(own.device),
+        threads=torch.get_num_threads(),
+    )
+
+
+@torch.inference_mode()
+def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent) -> Tensor:
+    """Embeddings ``[texts, E]`` in float32 on the CPU.
+
+    Args:
+        encoder: the model and how to pool its states.
+        texts: sentences or passages; what is beyond the encoder's length is not read.
+        progress: told of each batch.
+
+    Raises:
+        CheckpointError: the model computes NaN or infinite values.
+    """
+    model, tokenizer, pooling = encoder.model, encoder.tokenizer, encoder.pooling
+    positions = getattr(model.config, "max_position_embeddings", None)
+    length = pooling.max_length or positions
+    options = {"truncation": True, "max_length": length} if length else {}
+    rows: list[list[int]] = tokenize(tokenizer, list(texts), **options)["input_ids"]
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+    embeddings: dict[int, Tensor] = {}
+    done = 0
+    while done < len(order):
+        longest = len(rows[order[done]])
+        batch = order[done : done + max(1, _BATCH // max(longest, 1))]
+        progress("embedding", done, len(order))
+        ids = torch.full((len(batch), longest), tokenizer.pad_token_id or 0)
+        mask = torch.zeros_like(ids)
+        for place, index in enumerate(batch):
+            ids[place, : len(rows[index])] = torch.tensor(rows[index])
+            mask[place, : len(rows[index])] = 1
+        mask = mask.to(model.device)
+        states = model(input_ids=ids.to(model.device), attention_mask=mask).last_hidden_state
+        pooled = pool(states, mask, pooling).float().cpu()
+        if not bool(pooled.isfinite().all()):
+            raise CheckpointError("model", encoder.name, "computes NaN or infinite embeddings")
+        embeddings |= dict(zip(batch, pooled, strict=True))
+        done += len(batch)
+    progress("embedding", done, len(order))
+    return torch.stack([embeddings[index] for index in range(len(rows))])
+
+
+def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """Embeddings ``[B, E]`` of sentences.
+
+    Args:
+        states: ``[B, T, E]``, the last layer's.
+        mask: ``[B, T]``, 1 for a sentence's own tokens.
+        pooling: how.
+    """
+    own = mask[..., None].bool()
+    if pooling.mode == "cls":
+        pooled = states[:, 0]
+    elif pooling.mode == "max":
+        pooled = states.masked_fill(~own, -torch.inf).amax(1)
+    else:
+        pooled = states.masked_fill(~own, 0).sum(1) / own.sum(1)
+    return torch.nn.functional.normalize(pooled, dim=-1) if pooling.normalize else pooled
+
+
+def answer_ranks(questions: Tensor, passages: Tensor, answers: Tensor) -> Tensor:
+    """The rank ``[Q]`` of each question's passage by inner product, 1 the nearest; a tie counts against it.
+
+    Args:
+        questions: ``[Q, E]``.
+        passages: ``[P, E]``.
+        answers: ``[Q]``, which passage is a question's.
+    """
+    scores = questions @ passages.T
+    return (scores >= scores.gather(1, answers[:, None])).sum(1)
+
+
+def load_encoder(
+    source: str | Path, *, dtype: str | None = None, device: str | None = None, like: Encoder | None = None
+) -> Encoder:
+    """An encoder, ready to embed, as sentence-transformers would use the folder.
+
+    Args:
+        source: a model folder.
+        dtype: of the weights in memory; as stored when None.
+        device: where to put it; the CPU when None.
+        like: an encoder whose tokenizer and pooling to take in place of the folder's own.
+
+    Raises:
+        ArgumentError: there is no such source, dtype or device.
+        CheckpointError: its files are missing or damaged, or it pools in a way that is not known.
+    """
+    wanted, place = None if dtype is None else as_dtype(dtype), as_device(device)
+    path = model_path(source)
+    model = _encoder_model(path, wanted).to(place)
+    return Encoder(
+        name=str(source),
+        model=model,
+        tokenizer=load_tokenizer(path) if like is None else like.tokenizer,
+        pooling=read_pooling(path) if like is None else like.pooling,
+    )
+
+
+def _encoder_model(path: Path, dtype: torch.dtype | None) -> Any:
+    try:
+        model, found = AutoModel.from_pretrained(
+            path,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises many kinds
+        reason = shorten(str(error), 300, placeholder=" …")
+        raise CheckpointError("folder", str(path), f"could not be loaded: {reason}") from None
+    for name in sorted(found["missing_keys"]):
+        if not name.startswith("pooler."):  # BERT's own pooler is not what sentences are pooled by
+            raise CheckpointError("tensor", name, f"is missing from {path}")
+    return model.eval()
+
+
+def read_pooling(folder: Path) -> Pooling:
+    """What sentence-transformers' files in a folder say; the mean, of length 1, where there are none.
+
+    Raises:
+        CheckpointError: they are damaged, or ask for what is not known.
+    """
+    if not (folder / "modules.json").is_file():
+        return Pooling()
+    modules = _json(folder / "modules.json", list)
+    kinds = {str(module.get("type", "")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
+    if unknown := sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"}):
+        raise CheckpointError("modules.json", unknown[0], "must be Transformer, Pooling or Normalize")
+    said = _json(folder / kinds.get("Pooling", "") / "config.json", dict) if "Pooling" in kinds else {}
+    modes = [key for key, value in said.items() if key.startswith("pooling_mode_") and value is True]
+    if "Pooling" in kinds and (len(modes) != 1 or modes[0] not in _POOLINGS):
+        raise CheckpointError("pooling_mode", ", ".join(modes), f"must be one of {', '.join(_POOLINGS)}")
+    lengths = folder / "sentence_bert_config.json"
+    length = _json(lengths, dict).get("max_seq_length") if lengths.is_file() else None
+    return Pooling(
+        mode=_POOLINGS[modes[0]] if modes else "mean",
+        normalize="Normalize" in kinds,
+        max_length=length if type(length) is int and length > 0 else None,
+    )
+
+
+def _json(path: Path, kind: type) -> Any:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        value = None
+    if not isinstance(value, kind):
+        raise CheckpointError(path.name, str(path), "is missing or damaged")
+    return value
+
+
+def _loaded(
+    given: str | Path | Encoder, dtype: str | None, device: str | None, like: Encoder | None = None
+) -> Encoder:
+    return given if isinstance(given, Encoder) else load_encoder(given, dtype=dtype, device=device, like=like)

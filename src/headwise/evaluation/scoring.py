@@ -1,0 +1,67 @@
+"""A model's predictions on a window of text, token by token, beside its reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_WHOLE = 2048
+"""The longest window whose logits are computed at once."""
+_PIECE = 1024
+"""Tokens at a time of a longer one."""
+_ROWS = 256
+"""Positions whose log-probabilities are in memory at once: a window of them is large."""
+
+
+@torch.inference_mode()
+def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
+    """What each token after the first costs, as float64 vectors ``[S - 1]`` on the CPU.
+
+    A window beyond 2048 tokens is read as a server reads it, in pieces through the cache, so that its logits are
+    never all in memory.
+
+    Args:
+        models: ``model``, and ``against`` where there is a reference.
+        ids: ``[S]`` token ids.
+
+    Returns:
+        ``nll`` in nats; with a reference ``reference_nll``, ``kl`` (reference ‖ model) and ``agree``, 1 where both
+        rank the same token first.
+    """
+    rows: list[dict[str, Tensor]] = []
+    targets = ids[1:]
+    for logits in zip(*(_logits(model, ids) for model in models.values()), strict=True):
+        here, targets = targets[: len(logits[0])], targets[len(logits[0]) :]
+        for start in range(0, len(here), _ROWS):
+            piece = slice(start, start + _ROWS)
+            rows.append(_score(*(part[piece] for part in logits), targets=here[piece]))
+    return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+
+
+def _logits(model: Any, ids: Tensor) -> Iterator[Tensor]:
+    """The distributions of all tokens but the last, a piece at a time."""
+    ids = ids.to(model.device)[None]
+    if ids.shape[1] <= _WHOLE:
+        yield model(ids, use_cache=False).logits[0, :-1]
+        return
+    cache = None
+    for piece in torch.split(ids[:, :-1], _PIECE, 1):
+        out = model(piece, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        yield out.logits[0]
+
+
+def _score(logits: Tensor, reference: Tensor | None = None, *, targets: Tensor) -> dict[str, Tensor]:
+    targets = targets.to(logits.device)
+    own = F.log_softmax(logits.float(), -1)
+    found = {"nll": F.nll_loss(own, targets, reduction="none")}
+    if reference is not None:
+        other = F.log_softmax(reference.float(), -1)
+        found["reference_nll"] = F.nll_loss(other, targets, reduction="none")
+        found["kl"] = F.kl_div(own, other, log_target=True, reduction="none").sum(-1)
+        found["agree"] = own.argmax(-1) == other.argmax(-1)
+    return {key: values.double().cpu() for key, values in found.items()}

@@ -1,0 +1,70 @@
+"""How the benchmarks' texts are made, on small pieces of the forms they come in."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from benchmarks.data import Package, _piqa_item, fetch, r_character_vectors, running_text, unwrapped
+
+
+@pytest.mark.parametrize(
+    ("tagged", "text"),
+    [
+        ("The/at dog/nn ,/, (/( he/pps said/vbd )/) ran/vbd ./.", "The dog, (he said) ran."),
+        ("``/`` No/rb ''/'' ,/, said/vbd Mr./np X/np ./.", '"No", said Mr. X.'),
+        ("in/in Ala./np ./.", "in Ala."),
+        ("Why/wrb ?/. ?/. So/rb ;/. ;/.", "Why? So;"),
+        ("a/at '/' pro/jj '/' and/cc '/' con/jj '/' ./.", "a 'pro' and 'con'."),
+        ("1/2/cd of/in it/ppo --/-- and/or/cc all/abn", "1/2 of it -- and/or all"),
+        ("\n\tOne/cd ./.\nTwo/cd ./.\n\n\n\tThree/cd ./.\n", "One. Two.\n\nThree."),
+        ("\tMerger/nn-hl proposed/vbn-hl \nHowever/wrb ,/, no/at ./.", "Merger proposed\n\nHowever, no."),
+    ],
+)
+def test_tagged_words_become_prose(tagged: str, text: str) -> None:
+    assert running_text(tagged) == text
+
+
+def r_database(*vectors: list[str]) -> bytes:
+    found = b""
+    for vector in vectors:
+        data = b"X\n" + struct.pack(">iiii", 3, 0x40201, 0x30500, 5) + b"UTF-8" + struct.pack(">ii", 16, len(vector))
+        for text in vector:
+            data += struct.pack(">ii", 0x40009, len(text.encode())) + text.encode()
+        found += struct.pack(">I", len(data)) + zlib.compress(data)
+    return found
+
+
+def test_character_vectors_of_an_r_database() -> None:
+    vectors = [["EMMA", "", "naïve — yes"], [], ["Persuasion"]]
+    assert r_character_vectors(r_database(*vectors)) == vectors
+
+
+def test_other_r_objects_are_refused() -> None:
+    number = b"X\n" + struct.pack(">iiii", 3, 0x40201, 0x30500, 5) + b"UTF-8" + struct.pack(">iid", 14, 1, 2.0)
+    with pytest.raises(ValueError, match="only character vectors"):
+        r_character_vectors(struct.pack(">I", len(number)) + zlib.compress(number))
+
+
+def test_hard_wrapped_lines_are_joined() -> None:
+    assert (
+        unwrapped(["EMMA", "", "", "Handsome,", "clever, ", "and rich", ""]) == "EMMA\n\nHandsome, clever, and rich"
+    )
+
+
+def test_piqa_items() -> None:
+    row = {"question": "q", "options": "A. x \nB. two\nlines ", "answer": "B. two\nlines "}
+    assert _piqa_item(row) == {"question": "q", "choices": ["x", "two\nlines"], "answer": 1}
+
+
+def test_a_package_is_fetched_once_and_held_to_its_hash(tmp_path: Path) -> None:
+    content = b"hello\n"
+    command = ("sh", "-c", "test ! -e file && echo hello > file")
+    good = Package(command, "file", hashlib.sha256(content).hexdigest()[:16])
+    assert fetch(good, tmp_path).read_bytes() == content
+    assert fetch(good, tmp_path).read_bytes() == content
+    with pytest.raises(ValueError, match="must start with 0000"):
+        fetch(Package(command, "file", "0000"), tmp_path)

@@ -1,0 +1,90 @@
+"""``headwise evaluate``'s tasks from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Said
+from tests.evaluation.test_retrieval import save_bert
+
+SMALL = ("--window", "16", "--windows", "2", "--context", "8")
+
+
+@pytest.fixture
+def tasks(here: Path, tiny_llama: Path) -> Path:
+    choices = [{"question": "where", "choices": ["here", "there, or not"], "answer": index % 2} for index in range(4)]
+    passages = [{"question": word, "passage": f"{word} and more"} for word in ("one", "two", "three")]
+    for name, rows in (("choices", choices), ("passages", passages)):
+        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (here / "second.txt").write_text("pack my box with five dozen jugs. " * 10)
+    return here
+
+
+def document(said: Said) -> Any:
+    assert said.status == 0, said.err
+    return json.loads(said.out)
+
+
+def test_everything_of_a_decoder_in_one_run(cli: Callable[..., Said], tasks: Path) -> None:
+    arguments = ("evaluate", "tiny", "--against", "tiny", "--text", "text.txt", "--text", "second.txt", *SMALL)
+    arguments = (*arguments, "--choices", "choices.jsonl", "--limit", "3", "--planted", "128", "--by-position")
+    found = document(cli(*arguments, "--json"))
+    assert found["model"] == found["against"] == "tiny"
+    assert [text["text"] for text in found["texts"]] == ["text.txt", "second.txt"]
+    assert found["texts"][0]["by_position"][0].keys() == {"start", "stop", "nll", "reference_nll"}
+    assert found["choices"]["items"] == 3
+    assert found["choices"]["accuracy"]["difference"] == 0
+    assert found["planted"]["context"] == 128
+    assert len(found["planted"]["depths"]) == 5
+    assert "retrieval" not in found
+    shown = cli(*arguments)
+    assert shown.status == 0
+    for said in ("perplexity of second.txt", "1–15", "accuracy by length", "at depth 50%", "likeliest of the codes"):
+        assert said in shown.out
+
+
+def test_choices_alone(cli: Callable[..., Said], tasks: Path) -> None:
+    found = document(cli("evaluate", "tiny", "--choices", "choices.jsonl", "--json"))
+    assert found.keys() == {"model", "against", "choices"}
+    assert found["choices"]["accuracy"]["reference_rate"] is None
+    assert cli("evaluate", "tiny", "--choices", "choices.jsonl", "--device", "cpu").out.startswith(
+        "4 items of choices"
+    )
+
+
+def test_an_encoder(cli: Callable[..., Said], tasks: Path) -> None:
+    save_bert(tasks / "bert")
+    arguments = ("evaluate", "bert", "--against", "bert", "--retrieval", "passages.jsonl")
+    found = document(cli(*arguments, "--json"))
+    assert found["retrieval"]["passages"] == 3
+    assert found["retrieval"]["recall_at_1"]["p_value"] == 1
+    shown = cli(*arguments)
+    assert "R@10" in shown.out
+    assert "MRR" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ((), "text = None: is required, unless --choices or --retrieval is given"),
+        (("--planted", "64"), "text = None: is required"),
+        (("--choices", "choices.jsonl", "--planted", "64"), "planted = 64: needs --text"),
+        (("--choices", "nowhere.jsonl"), "choices = 'nowhere.jsonl': could not be read"),
+        (("--choices", "passages.jsonl"), "choices = 'passages.jsonl, item 1': must have question, choices"),
+        (("--choices", "choices.jsonl", "--limit", "0"), "limit = 0: must be at least 1"),
+        (("--retrieval", "choices.jsonl"), "retrieval = 'choices.jsonl, item 1': must have the texts"),
+        (("--retrieval", "text.txt"), "retrieval = 'text.txt, line 1': must be a JSON object"),
+        (("--text", "text.txt", *SMALL, "--planted", "129"), "context = 129: must be at most 128"),
+        (("--text", "text.txt", *SMALL, "--planted", "40"), "context = 40: must be at least"),
+        (("--text", "text.txt", *SMALL, "--device", "nowhere"), "device = 'nowhere': must be a device"),
+        (("--choices", "choices.jsonl", "--device", "cuda:77"), "device = 'cuda:77': must be a device"),
+    ],
+    ids=str,
+)
+def test_bad_input(refused: Callable[..., str], tasks: Path, options: tuple[str, ...], line: str) -> None:
+    assert line in refused("evaluate", "tiny", *options)

@@ -1,0 +1,139 @@
+"""A planted fact: where it stands, what is asked, and how answers are counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise
+from headwise.checkpoints import load_tokenizer
+from headwise.evaluation import evaluate_planted
+from headwise.evaluation.planted import FACT, QUESTION, _ask, _context
+from tests.evaluation.by_hand import scores_by_hand
+from tests.real_models import save_tiny
+
+TEXT = "Whatever is worth measuring is worth measuring twice, side by side; and saying how. " * 20
+CODES = ["48213", "10007", "99999", "31415"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("planted")
+    save_tiny(root / "source")
+    (root / "text.txt").write_text(TEXT)
+    headwise.convert(root / "source", root / "half", to="mla", kv_budget=0.5)
+    return root
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_a_context_is_as_long_as_asked_and_holds_the_fact_at_its_depth(root: Path, depth: float) -> None:
+    tokenizer = load_tokenizer(root / "source")
+    stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:220]
+    made = _context(tokenizer, stretch, depth, CODES)
+    ids = made.ids[0].tolist()
+    fact = tokenizer(FACT.format(code=CODES[0]), add_special_tokens=False)["input_ids"]
+    question = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
+    assert len(ids) + len(" 48213") == 220  # a token a character
+    assert ids[-len(question) :] == question
+    room = 220 - len(fact) - len(question) - len(" 48213")
+    at = round(room * depth)
+    assert ids[:at] == stretch[:at]
+    assert ids[at : at + len(fact)] == fact
+    assert ids[at + len(fact) : -len(question)] == stretch[at:room]
+    assert [tokenizer.decode(candidate).replace(" ", "") for candidate in made.candidates] == CODES
+
+
+@pytest.mark.parametrize("name", ["source", "half"])
+def test_an_answer_by_hand(root: Path, name: str) -> None:
+    tokenizer, model = load_tokenizer(root / "source"), headwise.load(root / name)
+    stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
+    for codes in (CODES, CODES[::-1]):
+        made = _context(tokenizer, stretch, 0.5, codes)
+        with torch.inference_mode():
+            found = _ask(model, tokenizer, made)
+        prompt = made.ids[0].tolist()
+        scores = torch.tensor([scores_by_hand(model, prompt, candidate) for candidate in made.candidates])
+        assert found.rank == 1 + int((scores[1:] >= scores[0]).sum())
+        assert found.probability == pytest.approx(float(scores.softmax(0)[0]), rel=1e-4)
+        assert found.nll == pytest.approx(-float(scores[0]), rel=1e-4)
+
+
+class _Parrot:
+    """A model that says one text whatever it is asked, through the same calls."""
+
+    device = torch.device("cpu")
+
+    class _Cache:
+        def activate_past_recording(self) -> None: ...
+
+        def crop(self, by: int) -> None:
+            self.length += by
+
+    def __init__(self, answer: list[int], prompt: int, vocab: int) -> None:
+        self.answer, self.prompt, self.vocab = answer, prompt, vocab
+
+    def __call__(self, ids: torch.Tensor, past_key_values: Any = None, **_: Any) -> Any:
+        cache = past_key_values or self._Cache()
+        start = getattr(cache, "length", 0)
+        cache.length = start + ids.shape[1]
+        logits = torch.zeros(1, ids.shape[1], self.vocab)
+        for place in range(ids.shape[1]):
+            said = start + place + 1 - self.prompt
+            if 0 <= said < len(self.answer):
+                logits[0, place, self.answer[said]] = 20.0
+        return type("Out", (), {"past_key_values": cache, "logits": logits})()
+
+
+def test_a_model_that_knows_the_code_is_right_and_one_that_says_another_is_not(root: Path) -> None:
+    tokenizer = load_tokenizer(root / "source")
+    stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
+    made = _context(tokenizer, stretch, 0.5, CODES)
+    knows = _ask(_Parrot(made.candidates[0], made.ids.shape[1], 97), tokenizer, made)
+    assert (knows.rank, knows.probability) == (1, pytest.approx(1.0))
+    wrong = _ask(_Parrot(made.candidates[2], made.ids.shape[1], 97), tokenizer, made)
+    assert wrong.rank == 4
+    assert not wrong.found
+    silent = _ask(_Parrot([], made.ids.shape[1], 97), tokenizer, made)
+    assert (silent.rank, silent.probability) == (4, pytest.approx(0.25))  # a tie counts against it
+
+
+def test_the_same_seed_asks_the_same_and_a_model_equals_itself(root: Path) -> None:
+    options: dict[str, Any] = {
+        "text": root / "text.txt",
+        "context": 200,
+        "trials": 2,
+        "depths": (0.0, 1.0),
+        "codes": 4,
+    }
+    found = evaluate_planted(root / "source", against=root / "source", **options)
+    assert found.first.items == 4
+    assert found.first.difference == 0
+    assert [row.depth for row in found.depths] == [0.0, 1.0]
+    for row in found.depths:
+        assert row.probability == row.reference_probability
+        assert row.rank == row.reference_rank
+    again = evaluate_planted(root / "source", **options)
+    assert [row.probability for row in again.depths] == [row.probability for row in found.depths]
+    assert again.first.difference is again.depths[0].reference_found is None
+    other = evaluate_planted(root / "source", **options, seed=1)
+    assert [row.probability for row in other.depths] != [row.probability for row in found.depths]
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"trials": 0}, "trials = 0: must be at least 1"),
+        ({"codes": 1}, "codes = 1: must be at least 2"),
+        ({"depths": ()}, "depths = .*must be numbers from 0 to 1"),
+        ({"depths": (0.5, 1.5)}, "depths = .*must be numbers from 0 to 1"),
+        ({"context": 257}, "context = 257: must be at most 256, by the models' positions"),
+        ({"context": 60}, "context = 60: must be at least 1.. tokens"),
+        ({"context": 1}, "must be at least 2 tokens"),
+    ],
+)
+def test_numbers_out_of_range(root: Path, options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(headwise.ArgumentError, match=rule):
+        evaluate_planted(root / "source", text=root / "text.txt", **options)
