@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
+from headwise.checkpoints.family import family_of, has_family
 from headwise.errors import CheckpointError
 from headwise.specs import read_json
 
@@ -36,9 +37,15 @@ class FolderCheckpoint(Checkpoint):
         self._files = _shards(path)
         self._open: dict[Path, Any] = {}
         self.tensors = {}
+        model_type = self.config.get("model_type")
+        family = family_of(str(model_type)) if has_family(model_type) else None
+        unread = family.buffers if family else ()
         for file in sorted(set(self._files.values())):
             handle = self._handle(file)
             for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
+                if name.endswith(unread):
+                    self._files.pop(name, None)
+                    continue
                 piece = handle.get_slice(name)
                 dtype = piece.get_dtype()
                 if dtype not in DTYPES:
@@ -49,6 +56,8 @@ class FolderCheckpoint(Checkpoint):
         for name, file in self._files.items():
             if name and name not in self.tensors:
                 raise CheckpointError("tensor", name, f"is in {INDEX} but not in {file.name}")
+        self._stored = family.names_today(self.tensors) if family else {name: name for name in self.tensors}
+        self.tensors = {name: self.tensors[stored] for name, stored in self._stored.items()}
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
@@ -62,7 +71,8 @@ class FolderCheckpoint(Checkpoint):
 
     def _read(self, name: str) -> Tensor:
         try:
-            tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
+            stored = self._stored[name]
+            tensor: Tensor = self._handle(self._files[stored]).get_tensor(stored)
         except SafetensorError as error:
             raise CheckpointError("tensor", name, f"could not be read ({_one_line(error)})") from None
         return tensor
