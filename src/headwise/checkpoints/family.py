@@ -99,7 +99,13 @@ class Family:
         return {f"{prefix}.{name}": shape for name, shape in packed_shapes(self.layout, spec).items()}
 
     def read_attention(
-        self, read: Callable[[str], Tensor], layer: int, spec: GroupedSpec, *, cross: bool = False
+        self,
+        read: Callable[[str], Tensor],
+        layer: int,
+        spec: GroupedSpec,
+        *,
+        cross: bool = False,
+        hosted: bool = False,
     ) -> State:
         """One layer's attention in the layer's own names: ``q_proj.weight`` ``[H·D, E]`` and so on.
 
@@ -110,18 +116,21 @@ class Family:
             layer: which.
             spec: what it should be; every shape is held to it.
             cross: the attention to an encoder's output.
+            hosted: the folder is a converted one, whose layers are headwise's own, in their own names.
 
         Raises:
             CheckpointError: a tensor is missing or of another shape.
         """
-        prefix = self.place(layer, cross=cross) + "."
+        layout = PLAIN if hosted else self.layout
+        prefix = self.place(layer, cross=cross, hosted=hosted)
         stored = {}
-        for name, want in self.stored_shapes(layer, spec, cross=cross).items():
+        for own, want in packed_shapes(layout, spec).items():
+            name = f"{prefix}.{own}"
             tensor = read(name)
             if tuple(tensor.shape) != want:
                 raise CheckpointError(f"{name} shape", tuple(tensor.shape), f"must be {want} by the config")
-            stored[name.removeprefix(prefix)] = tensor
-        return self.layout.unpack(stored, spec)
+            stored[own] = tensor
+        return layout.unpack(stored, spec)
 
     def write_attention(
         self, state: Mapping[str, Tensor], layer: int, spec: GroupedSpec, *, cross: bool = False

@@ -24,7 +24,15 @@ from headwise.evaluation import read_text
 from headwise.hf import as_dtype, check_complete, expected_tensors, model_class
 from headwise.measurement import matmul_flops_per_second, peak_rss_bytes
 from headwise.progress import Progress, silent
-from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, hosted_attention, rotary_width
+from headwise.specs import (
+    HOSTED_PREFIX,
+    AttentionSpec,
+    GroupedSpec,
+    LatentSpec,
+    ModelSpec,
+    hosted_attention,
+    rotary_width,
+)
 
 FORMAT = 1
 """Version of the ``headwise`` block in a converted ``config.json``."""
@@ -121,6 +129,9 @@ def convert(
     destination = Path(output)
     check_output(destination, overwrite=overwrite)
     checkpoint = open_checkpoint(source)
+    if calibrate is not None and checkpoint.spec.cross_layers:
+        rule = f"is text, and a {checkpoint.spec.model_type} model decodes what its encoder heard"
+        raise ArgumentError("calibrate", str(calibrate), rule)
     real_source = Path(os.path.realpath(checkpoint.path))
     if Path(os.path.realpath(destination)) in (real_source, *real_source.parents):
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
@@ -179,7 +190,7 @@ class _Job:
         self.after = plan_layers(self.before, target)
         # A family whose own class has one number of heads is given our layer where that number changes.
         self.hosted = self.after.mechanism == "mla" or (
-            not self.family.stock_kv_heads and self.after.layers != self.before.layers
+            not self.family.stock_kv_heads and any(_is_shared(layer) for layer in self.after.layers)
         )
         # Before anything is made of the sizes the config claims.
         check_complete(checkpoint)
@@ -220,6 +231,8 @@ class _Job:
         config = {key: value for key, value in self.checkpoint.config.items() if not key.startswith("_")}
         config.pop("torch_dtype", None)
         config["dtype"] = dtype_name(self.dtype)
+        config["model_type"] = self.family.model_type
+        config.pop("headwise", None)
         if self.hosted:
             config["model_type"] = HOSTED_PREFIX + self.family.model_type
             config["headwise"] = {"format": FORMAT, "attention": hosted_attention(self.after)}
@@ -266,7 +279,8 @@ class _Job:
         before, after = (m.cross_layers if cross else m.layers for m in (self.before, self.after))
         source, target = before[index], after[index]
         assert isinstance(source, GroupedSpec)
-        state = self.family.read_attention(self.checkpoint.read, index, source, cross=cross)
+        was_hosted = str(self.checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
+        state = self.family.read_attention(self.checkpoint.read, index, source, cross=cross, hosted=was_hosted)
         if isinstance(target, LatentSpec):
             longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
             out, channels = convert_to_latent(state, source, target, gram=gram, longest=longest)
@@ -307,6 +321,10 @@ class _Job:
             # A model's forward pass reaches about half of what one large product does.
             calibrating = 2 * 2 * parameters * calibration_tokens / matmul_flops_per_second()
         return solving + copying + calibrating
+
+
+def _is_shared(layer: AttentionSpec) -> bool:
+    return isinstance(layer, GroupedSpec) and layer.num_kv_heads < layer.num_heads
 
 
 def _kv_heads(model: ModelSpec) -> int:

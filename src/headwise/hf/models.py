@@ -18,11 +18,11 @@ from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec
 
 @cache
 def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
-    """The config of a family's converted folders, and for each of its Auto classes the model.
+    """The config of a family's converted folders, and the model for each of its Auto classes.
 
     ``headwise_llama`` is transformers' llama in everything but its attention modules.
     """
-    config_base = CONFIG_MAPPING[model_type]
+    family, config_base = family_of(model_type), CONFIG_MAPPING[model_type]
     config_class = _subclass(
         config_base,
         {
@@ -39,15 +39,26 @@ def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
             install_attention(self, config)
             self.post_init()  # again: it initialises weights and gathers names from the modules there are
 
+        def prepare_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # transformers knows a Whisper, whose prompt is left as it is given, by its model_type alone.
+            self.config.model_type = model_type
+            try:
+                return base._prepare_decoder_input_ids_for_generation(self, *args, **kwargs)
+            finally:
+                del self.config.model_type
+
         own = {
+            "__init__": init,
             "config_class": config_class,
             # Our attention takes masks as tensors; these two implementations hand over something else.
             "_supports_flash_attn": False,
             "_supports_flex_attn": False,
         }
-        return _subclass(base, {**own, "__init__": init})
+        if family.cross_attention:
+            own["_prepare_decoder_input_ids_for_generation"] = prepare_prompt
+        return _subclass(base, own)
 
-    autos = dict.fromkeys(("AutoModel", *family_of(model_type).autos))
+    autos = dict.fromkeys(("AutoModel", *family.autos))
     return config_class, {auto: hosted(getattr(transformers, auto)._model_mapping[config_base]) for auto in autos}
 
 
