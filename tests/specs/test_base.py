@@ -68,7 +68,8 @@ def test_the_mechanism_is_the_number_of_key_value_heads(spec: GroupedSpec) -> No
 @given(latent_specs())
 def test_mla_is_labelled_by_what_a_token_caches(spec: LatentSpec) -> None:
     assert spec.mechanism == "mla"
-    assert spec.label == f"MLA {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
+    rope = f" + {spec.qk_rope_head_dim}" if spec.qk_rope_head_dim else ""
+    assert spec.label == f"MLA {spec.kv_lora_rank}{rope}"
     assert spec.qk_head_dim == spec.qk_nope_head_dim + spec.qk_rope_head_dim
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,11 +79,27 @@ class FolderCheckpoint(Checkpoint):
         return tensor
 
     def copy_companions(self, destination: Path) -> None:
-        """Copy the small files beside the weights: tokenizer, chat template, generation settings."""
-        for pattern in _COMPANIONS:
-            for file in self.path.glob(pattern):
-                if file.name not in ("config.json", INDEX) and file.is_file():
-                    shutil.copyfile(file, destination / file.name)
+        """Copy what is beside the weights: tokenizer, chat template, settings, a sentence encoder's pooling."""
+        for folder in (self.path, *_module_folders(self.path)):
+            own = folder == self.path
+            (destination / folder.relative_to(self.path)).mkdir(exist_ok=True)
+            for pattern in _COMPANIONS if own else (*_COMPANIONS, "*.safetensors"):
+                for file in folder.glob(pattern):
+                    if file.is_file() and not (own and file.name in ("config.json", INDEX)):
+                        shutil.copyfile(file, destination / file.relative_to(self.path))
+
+
+def _module_folders(path: Path) -> list[Path]:
+    """The folders within one of a sentence encoder that hold what follows the model, by its ``modules.json``."""
+    try:
+        modules = json.loads((path / "modules.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    found = (
+        [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
+    )
+    names = [name for name in found if isinstance(name, str) and name not in ("", "..") and Path(name).name == name]
+    return [path / name for name in names if (path / name).is_dir()]
 
 
 def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:

@@ -217,7 +217,12 @@ class _Job:
             return self.method != "mean"
         return all(
             new.qk_rope_head_dim == rotary_width(old)
-            and new.kv_lora_rank >= old.num_kv_heads * (old.head_dim + old.value_dim) - rotary_width(old)
+            # What is not rotated is made of E inputs and a constant, however many numbers it is.
+            and new.kv_lora_rank
+            >= min(
+                old.num_kv_heads * (old.head_dim + old.value_dim) - rotary_width(old),
+                old.hidden_size + ("kv_a_proj_with_mqa" in new.bias),
+            )
             for old, new in zip(
                 (*self.before.layers, *self.before.cross_layers),
                 (*self.after.layers, *self.after.cross_layers),

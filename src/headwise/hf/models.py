@@ -7,8 +7,9 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from headwise.checkpoints import family_names, family_of
 from headwise.errors import SpecError
@@ -133,3 +134,6 @@ def register() -> None:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         for auto, model in models.items():
             getattr(transformers, auto).register(config_class, model, exist_ok=True)
+        stock = CONFIG_MAPPING[name]
+        if stock in TOKENIZER_MAPPING:  # for folders whose tokenizer_config.json names no class
+            AutoTokenizer.register(config_class, TOKENIZER_MAPPING[stock], exist_ok=True)
