@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import headwise
 from headwise.checkpoints import family_of, open_checkpoint
@@ -96,6 +96,87 @@ def test_mla_with_everything_kept_is_the_model(
     model = headwise.load(tmp_path / "out")
     assert type(model).__name__.startswith("Headwise")
     assert_close(answer(model, ids), answer(headwise.load(source), ids), tolerance)
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "windows in every other layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "partial longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.5],
+                "long_factor": [2.0, 4.0],
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "a quarter of each head rotates, scaled": (
+        "gpt_neox",
+        {
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+            },
+            "use_parallel_residual": False,
+        },
+    ),
+    "whole heads rotate": (
+        "gpt_neox",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
+    "no biases": ("gpt_neox", {"attention_bias": False}),
+    "scores scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "scores not scaled": ("gpt2", {"scale_attn_weights": False}),
+    "norms after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "opt without biases": ("opt", {"enable_bias": False}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("to", ["mla", "gqa:3"])
+def test_variants_of_the_families(variant: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    name, overrides = VARIANTS[variant]
+    source = save_family(tmp_path / "source", name, **overrides)
+    if to != "mla" and name not in STOCK:
+        share_heads(source, 3)
+    convert(source, tmp_path / "out", to, 1.0)
+    expected = answer(headwise.load(source), ids)
+    assert_close(answer(headwise.load(tmp_path / "out"), ids), expected, 1e-8)
+
+
+@pytest.mark.parametrize(("name", "to"), [("bert", "mla"), ("bert", "gqa:2"), *CONVERTED])
+def test_it_trains(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
+    model = headwise.load(tmp_path / "out").train()
+    with torch.enable_grad():
+        answer.__wrapped__(model, ids).square().mean().backward()
+    for own, parameter in model.named_parameters():
+        if parameter.requires_grad and "pooler" not in own:
+            assert parameter.grad is not None, own
+            assert parameter.grad.isfinite().all(), own
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("name", "to"), [("gpt2", "gqa:2"), ("gpt_neox", "gqa:2"), ("gpt_neox", "mla"), ("mistral", "mla")]
+)
+def test_a_static_cache_serves_too(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
+    model = headwise.load(tmp_path / "out")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    parts = [
+        model(ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in ((0, 12), (12, 13), (13, 24))
+    ]
+    assert_close(torch.cat(parts, 1), model(ids, use_cache=False).logits, 1e-9)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bert", "whisper"])

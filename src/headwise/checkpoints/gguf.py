@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
-from headwise.errors import CheckpointError, SpecError
+from headwise.errors import CheckpointError
 from headwise.specs import gguf_config, read_gguf_header
 
 
@@ -31,8 +31,6 @@ class GgufCheckpoint(Checkpoint):
         header = read_gguf_header(path)
         self.config = gguf_config(header)
         self._stored, self.tensors = {}, {}
-        if not self.family.gguf_tensors:
-            raise SpecError("model_type", self.family.model_type, "cannot be read from GGUF yet")
         self._has_tokenizer = "tokenizer.ggml.model" in header.metadata
         size = path.stat().st_size
         for stored in header.tensors.values():

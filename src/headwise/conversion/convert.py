@@ -43,6 +43,7 @@ class Conversion:
     """What a conversion did, or would do.
 
     Attributes:
+        model_type: of the result: the family's, or ``headwise_`` and the family's where headwise's layers are in it.
         mechanism: of the result.
         method: how the heads were made: ``copy``, ``repeat``, ``mean`` or ``svd``.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype.
@@ -58,6 +59,7 @@ class Conversion:
 
     source: str
     output: str
+    model_type: str
     mechanism: str
     label: str
     method: str
@@ -162,6 +164,7 @@ def convert(
     return Conversion(
         source=str(source),
         output=str(output),
+        model_type=(HOSTED_PREFIX if job.hosted else "") + job.family.model_type,
         mechanism=job.after.mechanism,
         label=job.after.layers[0].label,
         method=job.method,

@@ -3,4 +3,13 @@
 from headwise.checkpoints.families import llama
 from headwise.checkpoints.family import Family
 
-FAMILY = Family(model_type="qwen3", layer=llama.FAMILY.layer, attention=llama.FAMILY.attention)
+FAMILY = Family(
+    model_type="qwen3",
+    layer=llama.FAMILY.layer,
+    attention=llama.FAMILY.attention,
+    gguf_tensors={
+        **llama.FAMILY.gguf_tensors,
+        "blk.{layer}.attn_q_norm": "model.layers.{layer}.self_attn.q_norm",
+        "blk.{layer}.attn_k_norm": "model.layers.{layer}.self_attn.k_norm",
+    },
+)
