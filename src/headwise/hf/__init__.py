@@ -1,12 +1,14 @@
 """transformers' side: importing this makes its Auto classes load what headwise wrote."""
 
-from headwise.hf.attention import HostedLatentAttention, LayerCache
+from headwise.hf.attention import HostedAttention, HostedGroupedAttention, HostedLatentAttention, LayerCache
 from headwise.hf.generate import Generation, generate
 from headwise.hf.load import as_dtype, check_complete, expected_tensors, load, model_class, open_decoder, stock_config
 from headwise.hf.models import hosted_classes, install_attention, register
 
 __all__ = [
     "Generation",
+    "HostedAttention",
+    "HostedGroupedAttention",
     "HostedLatentAttention",
     "LayerCache",
     "as_dtype",

@@ -37,8 +37,9 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         CheckpointError: its files are missing, damaged, pickles, quantised or ask for code of their own.
     """
     wanted = None if dtype is None else as_dtype(dtype)
-    if has_family((checkpoint := open_checkpoint(model_path(source))).config.get("model_type")):
-        stock_config(checkpoint.config)
+    checkpoint = open_checkpoint(model_path(source))
+    known = has_family(checkpoint.config.get("model_type"))
+    if known:
         check_complete(checkpoint)
     else:
         refuse_encoder(checkpoint)
@@ -50,7 +51,8 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         )
     else:
         try:
-            model, found = model_class(checkpoint.config).from_pretrained(
+            loader = model_class(checkpoint.config) if known else transformers.AutoModelForCausalLM
+            model, found = loader.from_pretrained(
                 checkpoint.path,
                 dtype=wanted,
                 local_files_only=True,
