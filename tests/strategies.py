@@ -97,15 +97,18 @@ def grouped_specs(draw: st.DrawFn, *, mechanism: str | None = None, tiny: bool =
 
 @st.composite
 def latent_specs(draw: st.DrawFn, *, tiny: bool = False) -> LatentSpec:
-    rope_dim = 2 * draw(st.integers(1, 3 if tiny else 16))
+    rope_dim = 2 * draw(st.integers(0, 3 if tiny else 16))
     q_lora_rank = draw(st.none() | st.integers(1, 9 if tiny else 64))
     query = ("q_proj",) if q_lora_rank is None else ("q_a_proj", "q_b_proj")
-    rope = st.builds(RopeSpec, dim=st.just(rope_dim), interleaved=st.booleans())
+    rope: st.SearchStrategy[RopeSpec | None] = st.none()
+    if rope_dim:
+        rope = st.builds(RopeSpec, dim=st.just(rope_dim), interleaved=st.booleans())
+        rope = rope if tiny else st.none() | rope_specs(st.just(rope_dim))
     return LatentSpec(
         hidden_size=draw(st.integers(1, 24 if tiny else 300)),
         num_heads=draw(st.integers(1, 5 if tiny else 16)),
         kv_lora_rank=draw(st.integers(1, 12 if tiny else 64)),
-        qk_nope_head_dim=draw(st.integers(0, 6 if tiny else 32)),
+        qk_nope_head_dim=draw(st.integers(0 if rope_dim else 1, 6 if tiny else 32)),
         qk_rope_head_dim=rope_dim,
         v_head_dim=draw(st.integers(1, 9 if tiny else 32)),
         q_lora_rank=q_lora_rank,
@@ -113,7 +116,7 @@ def latent_specs(draw: st.DrawFn, *, tiny: bool = False) -> LatentSpec:
         bias=draw(biases((*query, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))),
         is_causal=draw(st.booleans()),
         sliding_window=draw(maybe_windows(12 if tiny else 40)),
-        rope=draw(rope if tiny else st.none() | rope_specs(st.just(rope_dim))),
+        rope=draw(rope),
         softmax_scale=draw(maybe_scale),
     )
 

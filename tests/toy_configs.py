@@ -162,5 +162,5 @@ _OWN: dict[str, dict[str, Any]] = {
 TOYS: dict[str, dict[str, Any]] = {
     name: {**({} if own is _GPT2 else _SIZES), **own, "model_type": name} for name, own in _OWN.items()
 }
-UNBUILT = {"bert", "roberta", "distilbert", "RefinedWeb", "RefinedWebModel", "nemotron-nas", "openelm"}
+UNBUILT = {"bert", "roberta", "distilbert", "RefinedWeb", "RefinedWebModel", "nemotron-nas", "openelm", "whisper"}
 """Readers of models that transformers has no class for, or no decoder."""

@@ -397,7 +397,7 @@ def test_its_rope_is_deepseeks_unless_told() -> None:
         ({"kv_lora_rank": 0}, SpecError, "kv_lora_rank = 0: must be a whole number of at least 1"),
         ({"q_lora_rank": 0}, SpecError, "q_lora_rank = 0: must be a whole number of at least 1"),
         ({"v_head_dim": 0}, SpecError, "v_head_dim = 0: must be a whole number of at least 1"),
-        ({"qk_rope_head_dim": 0}, SpecError, "qk_rope_head_dim = 0: must be a whole number of at least 1"),
+        ({"qk_rope_head_dim": -2}, SpecError, "qk_rope_head_dim = -2: must be a whole number of at least 0"),
         ({"qk_nope_head_dim": -1}, SpecError, "qk_nope_head_dim = -1: must be a whole number of at least 0"),
         ({"bias": "all"}, SpecError, "bias = 'all': must be True, False, one of ['hf', 'qkv'] or projection names"),
         ({"bias": ["q_a_proj"]}, SpecError, "bias = 'q_a_proj': must name one of ['q_proj', 'kv_a_proj_with_mqa'"),

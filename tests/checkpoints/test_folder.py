@@ -168,3 +168,26 @@ def test_companions_come_along(tiny_llama: Path, tmp_path: Path) -> None:
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+
+
+def test_a_sentence_encoders_pooling_comes_along(tiny_llama: Path, tmp_path: Path) -> None:
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": ".."}, {"path": "a/b"}, {}, 3]
+    (tiny_llama / "modules.json").write_text(json.dumps(modules))
+    for name in ("1_Pooling", "2_Dense", "unnamed"):
+        (tiny_llama / name).mkdir()
+        (tiny_llama / name / "config.json").write_text(json.dumps({"of": name}))
+    (tiny_llama / "2_Dense/model.safetensors").write_bytes(b"weights")
+    (tiny_llama / "2_Dense/pytorch_model.bin").write_bytes(b"a pickle")
+    out = tmp_path / "out"
+    out.mkdir()
+    open_checkpoint(tiny_llama).copy_companions(out)
+    found = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.parent != out)
+    assert found == ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[", "{}", "[[]]", '[{"path": 3}]'])
+def test_a_modules_file_that_says_nothing(tiny_llama: Path, tmp_path: Path, content: str) -> None:
+    (tiny_llama / "modules.json").write_text(content)
+    open_checkpoint(tiny_llama).copy_companions(tmp_path)
+    assert (tmp_path / "modules.json").read_text() == content

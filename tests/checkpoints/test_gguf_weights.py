@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import headwise
-from headwise.checkpoints import GgufCheckpoint, open_checkpoint
+from headwise.checkpoints import GgufCheckpoint, family_of, open_checkpoint
 from headwise.errors import CheckpointError
+from headwise.specs.gguf import ARCHITECTURES
 from headwise.specs.sources import bundled_gguf
-from tests.checkpoints.tiny_gguf import write_tiny_gguf
+from tests.checkpoints.tiny_gguf import EPSILON, write_tiny_gguf
+from tests.closeness import assert_close
+from tests.conftest import TINY
 
 
 def theirs(path: Path) -> dict[str, torch.Tensor]:
@@ -48,6 +51,26 @@ def test_the_file_runs_and_converts_without_a_tokenizer(tiny_llama_folder: Path,
         headwise.convert(path, tmp_path / "out", to="mha")
         torch.testing.assert_close(headwise.load(tmp_path / "out")(ids).logits, logits)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_qwen_is_read_as_it_is(architecture: str, tmp_path: Path) -> None:
+    """Their rows are in transformers' order; biases and norms of heads come along."""
+    config = AutoConfig.for_model(architecture, **{**TINY, "rms_norm_eps": EPSILON, "rope_theta": 10000.0})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 5)
+    model.save_pretrained(tmp_path / "folder")
+    write_tiny_gguf(tmp_path / "folder", tmp_path / "tiny.gguf", architecture=architecture)
+    ids = torch.arange(2, 20)[None]
+    with torch.no_grad():
+        assert_close(headwise.load(tmp_path / "tiny.gguf")(ids).logits, model(ids).logits, 1e-6)
+
+
+def test_every_architecture_that_is_read_has_its_names() -> None:
+    assert all(family_of(model_type).gguf_tensors for model_type in ARCHITECTURES.values())
 
 
 def test_a_tensor_without_a_place(tiny_llama_folder: Path, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ INNER = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -25,9 +27,9 @@ INNER = {
 }
 
 
-def write_tiny_gguf(folder: Path, path: Path, kind: str = "F32") -> None:
-    """Write the tiny Llama as ``F32``, ``F16`` or, where a row has 32 numbers, ``Q8_0``."""
-    writer = GGUFWriter(path, "llama")
+def write_tiny_gguf(folder: Path, path: Path, kind: str = "F32", architecture: str = "llama") -> None:
+    """Write the tiny Llama (or Qwen) as ``F32``, ``F16`` or, where a row has 32 numbers, ``Q8_0``."""
+    writer = GGUFWriter(path, architecture)
     writer.add_block_count(2)
     writer.add_context_length(128)
     writer.add_embedding_length(32)
@@ -37,14 +39,14 @@ def write_tiny_gguf(folder: Path, path: Path, kind: str = "F32") -> None:
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_vocab_size(64)
     for full_name, stored in load_file(folder / "model.safetensors").items():
-        name = full_name.removesuffix(".weight")
+        name, _, part = full_name.rpartition(".")
         tensor: Any = stored
         if name in OUTER:
             target = OUTER[name]
         else:
             _, _, layer, inner = name.split(".", 3)
             target = f"blk.{layer}.{INNER[inner]}"
-        if name.endswith(("q_proj", "k_proj")):
+        if architecture == "llama" and name.endswith(("q_proj", "k_proj")):
             tensor = _permute(tensor, 4 if name.endswith("q_proj") else 2)
         if kind == "Q8_0" and tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
             writer.add_tensor(
@@ -54,7 +56,7 @@ def write_tiny_gguf(folder: Path, path: Path, kind: str = "F32") -> None:
             )
             continue
         writer.add_tensor(
-            f"{target}.weight", tensor.astype(np.float16) if kind == "F16" and tensor.ndim == 2 else tensor
+            f"{target}.{part}", tensor.astype(np.float16) if kind == "F16" and tensor.ndim == 2 else tensor
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -559,14 +559,13 @@ def _save(kind: str, folder: Path, **config: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "config", "line"),
     [
+        ("gemma2", {}, "model_type = 'gemma2': cannot be converted, or read from GGUF, yet; can: "),
         (
-            "gpt2",
+            "gpt_bigcode",
             {"n_embd": 32, "n_layer": 2, "n_head": 4},
-            "model_type = 'gpt2': cannot be converted, or read from GGUF, yet; can: ",
+            "model_type = 'gpt_bigcode': cannot be converted, or read from GGUF, yet; can: ",
         ),
-        ("mistral", {}, "model_type = 'mistral': cannot be converted, or read from GGUF, yet; can: "),
-        ("qwen3", {}, "model_type = 'qwen3': cannot be converted, or read from GGUF, yet; can: "),
-        ("bert", {}, "model_type = 'bert': cannot be converted, or read from GGUF, yet; can: "),
+        ("roberta", {}, "model_type = 'roberta': cannot be converted, or read from GGUF, yet; can: "),
         (
             "deepseek_v3",
             {

@@ -16,6 +16,7 @@ import pytest
 
 import headwise
 from tests.cli.conftest import Said
+from tests.tiny_families import save_family
 
 COMMANDS = ("inspect", "compare", "complexity", "count", "convert", "evaluate", "generate", "demo")
 MLA = ("--to", "mla", "--kv-budget", "0.5")
@@ -337,3 +338,13 @@ def _seconds(folder: Path) -> float:
     start = time.perf_counter()
     assert run("inspect", str(folder / "config.json")).returncode == 0
     return time.perf_counter() - start
+
+
+def test_an_encoder_is_converted_and_caches_nothing(cli: Callable[..., Said], here: Path) -> None:
+    save_family(here / "encoder", "bert")
+    said = cli("convert", "encoder", "out", "--to", "gqa:2")
+    assert said.status == 0
+    assert "cache a token" not in said.out
+    assert "run it with headwise.load, or in transformers after import headwise.hf" in said.out
+    assert "every token sees every other" in cli("inspect", "out").out
+    assert "model_type = 'headwise_bert': is an encoder" in cli("generate", "out", "--prompt", "a").err

@@ -217,7 +217,7 @@ def test_an_unknown_match_is_refused() -> None:
         compare(read_spec("llama-3-8b"), match="speed")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "gpt-oss-120b", "gemma-2-9b", "phi-2"])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "gpt-oss-120b", "gemma-2-9b"])
 def test_what_convert_refuses_has_no_way_to_mla(name: str) -> None:
     rows = compare(read_spec(name)).rows
     assert {row.convert_to for row in rows if row.mechanism == "mla"} == {None}

@@ -68,7 +68,8 @@ def test_the_mechanism_is_the_number_of_key_value_heads(spec: GroupedSpec) -> No
 @given(latent_specs())
 def test_mla_is_labelled_by_what_a_token_caches(spec: LatentSpec) -> None:
     assert spec.mechanism == "mla"
-    assert spec.label == f"MLA {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
+    rope = f" + {spec.qk_rope_head_dim}" if spec.qk_rope_head_dim else ""
+    assert spec.label == f"MLA {spec.kv_lora_rank}{rope}"
     assert spec.qk_head_dim == spec.qk_nope_head_dim + spec.qk_rope_head_dim
 
 
@@ -117,17 +118,27 @@ def test_grouped_sizes_are_whole_numbers(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("value", NOT_A_SIZE)
-@pytest.mark.parametrize("field", ["hidden_size", "num_heads", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"])
+@pytest.mark.parametrize("field", ["hidden_size", "num_heads", "kv_lora_rank", "v_head_dim"])
 def test_latent_sizes_are_whole_numbers(field: str, value: object) -> None:
     with pytest.raises(SpecError, match=rf"^{field} = {value!r}: must be a whole number of at least 1$"):
         LatentSpec(**{**LATENT, field: value})
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, "8", None])
-def test_the_unrotated_width_may_be_0_and_nothing_less(value: object) -> None:
-    assert LatentSpec(**{**LATENT, "qk_nope_head_dim": 0}).qk_head_dim == 4
-    with pytest.raises(SpecError, match=rf"^qk_nope_head_dim = {value!r}: must be a whole number of at least 0$"):
-        LatentSpec(**{**LATENT, "qk_nope_head_dim": value})
+@pytest.mark.parametrize("field", ["qk_nope_head_dim", "qk_rope_head_dim"])
+def test_either_part_of_a_latent_key_may_be_0_and_nothing_less(field: str, value: object) -> None:
+    assert LatentSpec(**{**LATENT, field: 0}).qk_head_dim == LatentSpec(**LATENT).qk_head_dim - LATENT[field]
+    with pytest.raises(SpecError, match=rf"^{field} = {value!r}: must be a whole number of at least 0$"):
+        LatentSpec(**{**LATENT, field: value})
+
+
+def test_a_latent_key_has_some_width() -> None:
+    with pytest.raises(SpecError, match=r"^qk_nope_head_dim = 0: must be at least 1 where qk_rope_head_dim = 0$"):
+        LatentSpec(**{**LATENT, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0})
+
+
+def test_a_latent_without_a_rotary_key_is_named_by_its_rank() -> None:
+    assert LatentSpec(**{**LATENT, "qk_rope_head_dim": 0}).label == f"MLA {LATENT['kv_lora_rank']}"
 
 
 @pytest.mark.parametrize(

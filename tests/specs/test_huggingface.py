@@ -488,7 +488,7 @@ def test_an_architecture_that_is_not_understood_is_refused_by_name(model_type: s
     ("model_type", "reason"),
     [
         ("t5", "is an encoder–decoder"),
-        ("whisper", "is an encoder–decoder"),
+        ("marian", "is an encoder–decoder"),
         ("mamba2", "has no attention"),
         ("llama4_text", "attends within chunks"),
         ("deepseek_v32", "has sparse attention"),

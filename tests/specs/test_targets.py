@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from headwise import cost
 from headwise.errors import ArgumentError, SpecError
-from headwise.specs import GroupedSpec, LatentSpec, as_grouped, as_latent, read_spec, split_budget
+from headwise.specs import (
+    GroupedSpec,
+    LatentSpec,
+    RopeSpec,
+    as_grouped,
+    as_latent,
+    read_spec,
+    rotary_width,
+    rotated_dims,
+    split_budget,
+)
 from tests.strategies import grouped_specs
 
 LLAMA = read_spec("llama-3-8b").layers[0]
@@ -82,7 +92,7 @@ def test_a_window_stays_with_its_layer() -> None:
 
 @pytest.mark.parametrize("rope_dim", [0, -2, 63, 1026])
 def test_a_rotary_width_that_cannot_be(rope_dim: int) -> None:
-    rule = r"must be even, at least 2 and at most num_kv_heads · head_dim = 1024"
+    rule = r"must be even, at least 2 and at most num_kv_heads · rotated dims of a head = 1024"
     with pytest.raises(ArgumentError, match=rf"^qk_rope_head_dim = {rope_dim}: {rule}$"):
         as_latent(LLAMA, 512, rope_dim)
 
@@ -100,8 +110,10 @@ def test_a_budget_is_spent_to_the_last_value_on_a_layer_that_can_be(spec: Groupe
     rank, rope_dim = split_budget(spec, values)
     target = as_latent(spec, rank, rope_dim)
     assert cost.formulas(target).cache_values(target) == min(values, whole)
+    assert rope_dim <= rotary_width(spec)
     if values >= whole:
-        assert rope_dim == spec.num_kv_heads * spec.head_dim
+        assert rope_dim == rotary_width(spec)
+        assert target.qk_nope_head_dim == spec.head_dim - rotated_dims(spec)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +146,26 @@ def test_a_budget_too_small_for_a_latent_and_a_pair(values: int) -> None:
         split_budget(LLAMA, values)
 
 
-def test_a_key_of_odd_width_gives_up_the_channel_without_a_pair() -> None:
-    spec = GroupedSpec(hidden_size=30, num_heads=6, num_kv_heads=1, head_dim=5)
-    assert split_budget(spec, 10) == (6, 4)
-    assert as_latent(spec, 6, 4).qk_nope_head_dim == 5
+def test_dims_that_never_rotated_are_content() -> None:
+    spec = GroupedSpec(hidden_size=30, num_heads=6, num_kv_heads=2, head_dim=5, rope=RopeSpec(dim=4))
+    assert split_budget(spec, 20) == (12, 8)
+    assert as_latent(spec, 12, 8).qk_nope_head_dim == 1
+    assert as_latent(spec, 12, 6).qk_nope_head_dim == 5
+
+
+def test_without_rope_all_of_a_budget_is_latent() -> None:
+    spec = GroupedSpec(hidden_size=30, num_heads=6, num_kv_heads=6, head_dim=5, is_causal=False)
+    assert [split_budget(spec, values) for values in (1, 2, 30, 60, 70)] == [
+        (1, 0),
+        (2, 0),
+        (30, 0),
+        (60, 0),
+        (60, 0),
+    ]
+    target = as_latent(spec, 30, 0)
+    assert (target.qk_nope_head_dim, target.qk_rope_head_dim, target.is_causal) == (5, 0, False)
+    with pytest.raises(ArgumentError, match=r"^qk_rope_head_dim = 2: must be 0: the layer has no rotary embedding$"):
+        as_latent(spec, 30, 2)
 
 
 def test_mla_is_not_converted() -> None:

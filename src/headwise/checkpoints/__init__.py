@@ -1,9 +1,10 @@
 """Model folders and GGUF files, one tensor at a time."""
 
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
-from headwise.checkpoints.family import Family, family_names, family_of
+from headwise.checkpoints.family import Family, family_names, family_of, has_family
 from headwise.checkpoints.folder import FolderCheckpoint
 from headwise.checkpoints.gguf import GgufCheckpoint
+from headwise.checkpoints.layout import Layout
 from headwise.checkpoints.open import model_path, open_checkpoint
 from headwise.checkpoints.tokenizer import load_tokenizer, tokenize
 from headwise.checkpoints.writer import FolderWriter, check_output
@@ -15,11 +16,13 @@ __all__ = [
     "FolderCheckpoint",
     "FolderWriter",
     "GgufCheckpoint",
+    "Layout",
     "TensorInfo",
     "check_output",
     "dtype_name",
     "family_names",
     "family_of",
+    "has_family",
     "load_tokenizer",
     "model_path",
     "open_checkpoint",

@@ -64,8 +64,10 @@ class Checkpoint(ABC):
 
     @property
     def family(self) -> Family:
-        """Where its attention lives."""
-        return family_of(str(self.config.get("model_type")))
+        """Where its attention lives, in the names of these tensors."""
+        family = family_of(str(self.config.get("model_type")))
+        is_whole = not self.tensors or any(name.startswith(family.base) for name in self.tensors)
+        return family if is_whole else family.bare()
 
     @property
     def dtype(self) -> torch.dtype:

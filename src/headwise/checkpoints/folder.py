@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
+from headwise.checkpoints.family import family_of, has_family
 from headwise.errors import CheckpointError
 from headwise.specs import read_json
 
@@ -36,9 +38,15 @@ class FolderCheckpoint(Checkpoint):
         self._files = _shards(path)
         self._open: dict[Path, Any] = {}
         self.tensors = {}
+        model_type = self.config.get("model_type")
+        family = family_of(str(model_type)) if has_family(model_type) else None
+        unread = family.buffers if family else ()
         for file in sorted(set(self._files.values())):
             handle = self._handle(file)
             for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
+                if name.endswith(unread):
+                    self._files.pop(name, None)
+                    continue
                 piece = handle.get_slice(name)
                 dtype = piece.get_dtype()
                 if dtype not in DTYPES:
@@ -49,6 +57,8 @@ class FolderCheckpoint(Checkpoint):
         for name, file in self._files.items():
             if name and name not in self.tensors:
                 raise CheckpointError("tensor", name, f"is in {INDEX} but not in {file.name}")
+        self._stored = family.names_today(self.tensors) if family else {name: name for name in self.tensors}
+        self.tensors = {name: self.tensors[stored] for name, stored in self._stored.items()}
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
@@ -63,17 +73,34 @@ class FolderCheckpoint(Checkpoint):
 
     def _read(self, name: str) -> Tensor:
         try:
-            tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
+            stored = self._stored[name]
+            tensor: Tensor = self._handle(self._files[stored]).get_tensor(stored)
         except SafetensorError as error:
             raise CheckpointError("tensor", name, f"could not be read ({_one_line(error)})") from None
         return tensor
 
     def copy_companions(self, destination: Path) -> None:
-        """Copy the small files beside the weights: tokenizer, chat template, generation settings."""
-        for pattern in _COMPANIONS:
-            for file in self.path.glob(pattern):
-                if file.name not in ("config.json", INDEX) and file.is_file():
-                    shutil.copyfile(file, destination / file.name)
+        """Copy what is beside the weights: tokenizer, chat template, settings, a sentence encoder's pooling."""
+        for folder in (self.path, *_module_folders(self.path)):
+            own = folder == self.path
+            (destination / folder.relative_to(self.path)).mkdir(exist_ok=True)
+            for pattern in _COMPANIONS if own else (*_COMPANIONS, "*.safetensors"):
+                for file in folder.glob(pattern):
+                    if file.is_file() and not (own and file.name in ("config.json", INDEX)):
+                        shutil.copyfile(file, destination / file.relative_to(self.path))
+
+
+def _module_folders(path: Path) -> list[Path]:
+    """The folders within one of a sentence encoder that hold what follows the model, by its ``modules.json``."""
+    try:
+        modules = json.loads((path / "modules.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    found = (
+        [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
+    )
+    names = [name for name in found if isinstance(name, str) and name not in ("", "..") and Path(name).name == name]
+    return [path / name for name in names if (path / name).is_dir()]
 
 
 def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:

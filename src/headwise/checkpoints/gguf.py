@@ -30,9 +30,9 @@ class GgufCheckpoint(Checkpoint):
         self.path = path
         header = read_gguf_header(path)
         self.config = gguf_config(header)
+        self._stored, self.tensors = {}, {}
         self._has_tokenizer = "tokenizer.ggml.model" in header.metadata
         size = path.stat().st_size
-        self._stored, self.tensors = {}, {}
         for stored in header.tensors.values():
             name = self._transformers_name(stored.name)
             try:

@@ -34,6 +34,7 @@ def convert(
     """Convert a model's attention to MHA, GQA, MQA or MLA and write a model folder."""
     with progress_bar() as progress:
         from headwise.conversion import convert as convert_source
+        from headwise.specs import HOSTED_PREFIX
 
         done = convert_source(
             source,
@@ -54,12 +55,13 @@ def convert(
         return
     before, after = done.kv_bytes_per_token_before, done.kv_bytes_per_token_after
     out.print(f"[bold]{escape(source)}[/bold] → {done.label} in {escape(output)}{' (dry run)' if dry_run else ''}")
-    out.print(f"cache a token  {before:,} → {after:,} B ({after / before:.0%}, {done.dtype})")
+    if before:  # an encoder keeps none
+        out.print(f"cache a token  {before:,} → {after:,} B ({after / before:.0%}, {done.dtype})")
     out.print(f"parameters     {done.parameters_before:,} → {done.parameters_after:,}")
     out.print(f"on disk        {bytes_text(done.disk_bytes)}")
     peak = "" if done.peak_rss_bytes is None else f", peak memory {bytes_text(done.peak_rss_bytes)}"
     out.print(f"{'about ' if dry_run else ''}{done.seconds:.1f} s{peak}")
-    if done.mechanism == "mla" and not dry_run:
-        out.print("run it with headwise generate, or in transformers after import headwise.hf")
+    if done.model_type.startswith(HOSTED_PREFIX) and not dry_run:
+        out.print("run it with headwise.load, or in transformers after import headwise.hf")
     for note in done.notes:
         out.print(f"note: {note}", markup=False)

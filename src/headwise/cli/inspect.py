@@ -76,6 +76,9 @@ def _print_cache(found: Inspection) -> None:
         f"cache    {bytes_text(found.kv_bytes_per_token)} a token ({found.kv_bytes_per_token:,} B, {found.dtype})"
         + (f" and {bytes_text(found.state_bytes)} of state" if found.state_bytes else "")
     )
+    if found.source_kv_bytes_per_token:
+        source = found.source_kv_bytes_per_token
+        out.print(f"         {bytes_text(source)} a token of the encoder's output ({source:,} B)")
     if found.kv_bytes_at_longest:
         out.print(f"         {bytes_text(found.kv_bytes_at_longest)} at {found.max_position_embeddings:,} tokens")
     if found.ranks > 1:

@@ -24,7 +24,15 @@ from headwise.evaluation import read_text
 from headwise.hf import as_dtype, check_complete, expected_tensors, model_class
 from headwise.measurement import matmul_flops_per_second, peak_rss_bytes
 from headwise.progress import Progress, silent
-from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, hosted_attention
+from headwise.specs import (
+    HOSTED_PREFIX,
+    AttentionSpec,
+    GroupedSpec,
+    LatentSpec,
+    ModelSpec,
+    hosted_attention,
+    rotary_width,
+)
 
 FORMAT = 1
 """Version of the ``headwise`` block in a converted ``config.json``."""
@@ -35,6 +43,7 @@ class Conversion:
     """What a conversion did, or would do.
 
     Attributes:
+        model_type: of the result: the family's, or ``headwise_`` and the family's where headwise's layers are in it.
         mechanism: of the result.
         method: how the heads were made: ``copy``, ``repeat``, ``mean`` or ``svd``.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype.
@@ -50,6 +59,7 @@ class Conversion:
 
     source: str
     output: str
+    model_type: str
     mechanism: str
     label: str
     method: str
@@ -121,6 +131,9 @@ def convert(
     destination = Path(output)
     check_output(destination, overwrite=overwrite)
     checkpoint = open_checkpoint(source)
+    if calibrate is not None and checkpoint.spec.cross_layers:
+        rule = f"is text, and a {checkpoint.spec.model_type} model decodes what its encoder heard"
+        raise ArgumentError("calibrate", str(calibrate), rule)
     real_source = Path(os.path.realpath(checkpoint.path))
     if Path(os.path.realpath(destination)) in (real_source, *real_source.parents):
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
@@ -151,6 +164,7 @@ def convert(
     return Conversion(
         source=str(source),
         output=str(output),
+        model_type=(HOSTED_PREFIX if job.hosted else "") + job.family.model_type,
         mechanism=job.after.mechanism,
         label=job.after.layers[0].label,
         method=job.method,
@@ -177,6 +191,10 @@ class _Job:
         refuse_latent(self.before)  # a better reason than its family's having no file
         self.family = checkpoint.family
         self.after = plan_layers(self.before, target)
+        # A family whose own class has one number of heads is given our layer where that number changes.
+        self.hosted = self.after.mechanism == "mla" or (
+            not self.family.stock_kv_heads and any(_is_shared(layer) for layer in self.after.layers)
+        )
         # Before anything is made of the sizes the config claims.
         check_complete(checkpoint)
         self.dtype = dtype or checkpoint.dtype
@@ -201,8 +219,18 @@ class _Job:
         if self.method != "svd":
             return self.method != "mean"
         return all(
-            new.qk_nope_head_dim == 0 and new.kv_lora_rank >= old.num_kv_heads * old.value_dim
-            for old, new in zip(self.before.layers, self.after.layers, strict=True)
+            new.qk_rope_head_dim == rotary_width(old)
+            # What is not rotated is made of E inputs and a constant, however many numbers it is.
+            and new.kv_lora_rank
+            >= min(
+                old.num_kv_heads * (old.head_dim + old.value_dim) - rotary_width(old),
+                old.hidden_size + ("kv_a_proj_with_mqa" in new.bias),
+            )
+            for old, new in zip(
+                (*self.before.layers, *self.before.cross_layers),
+                (*self.after.layers, *self.after.cross_layers),
+                strict=True,
+            )
             if isinstance(old, GroupedSpec) and isinstance(new, LatentSpec)
         )
 
@@ -211,36 +239,39 @@ class _Job:
         config = {key: value for key, value in self.checkpoint.config.items() if not key.startswith("_")}
         config.pop("torch_dtype", None)
         config["dtype"] = dtype_name(self.dtype)
-        if self.channels:
+        config["model_type"] = self.family.model_type
+        config.pop("headwise", None)
+        if self.hosted:
             config["model_type"] = HOSTED_PREFIX + self.family.model_type
-            config["headwise"] = {
-                "format": FORMAT,
-                "attention": hosted_attention(self.after),
-                "rope_channels": self.channels,
-            }
-        else:
+            config["headwise"] = {"format": FORMAT, "attention": hosted_attention(self.after)}
+            if self.after.cross_layers:
+                config["headwise"]["cross_attention"] = hosted_attention(self.after, cross=True)
+            if self.channels:
+                config["headwise"]["rope_channels"] = self.channels
+        elif self.family.stock_kv_heads:
             config["num_key_value_heads"] = _kv_heads(self.after)
         config["architectures"] = [model_class(config).__name__]
         return config
 
     def run(self, grams: list[Tensor] | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the output, in its order, one layer in memory at a time."""
-        owner = {}
-        for index in range(self.before.num_layers):
-            prefix = self.family.attention.format(layer=index) + "."
-            owner.update(dict.fromkeys((name for name in self.tensors if name.startswith(prefix)), index))
-        done = -1
+        owner = {
+            name: (index, cross)
+            for cross, specs in ((False, self.after.layers), (True, self.after.cross_layers))
+            for index in range(len(specs))
+            for name in self._names(index, cross=cross)
+        }
+        done: tuple[int, bool] | None = None
         layer: dict[str, Tensor] = {}
         for name in self.tensors:
             if name not in owner:
                 yield name, self._cast(name, self.checkpoint.read(name))
                 continue
             if owner[name] != done:
-                done = owner[name]
-                progress("converting", done, self.before.num_layers)
-                layer = self.convert_layer(done, None if grams is None else grams[done])
-            own = name.removeprefix(self.family.attention.format(layer=done) + ".")
-            yield name, self._cast(name, layer[own])
+                done = index, cross = owner[name]
+                progress("converting", index, self.before.num_layers)
+                layer = self.convert_layer(index, None if grams is None or cross else grams[index], cross=cross)
+            yield name, self._cast(name, layer[name])
         progress("converting", self.before.num_layers, self.before.num_layers)
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
@@ -251,17 +282,34 @@ class _Job:
             raise CheckpointError("tensor", name, rule)
         return cast
 
-    def convert_layer(self, index: int, gram: Tensor | None) -> dict[str, Tensor]:
-        """One layer's new tensors, by the layer's own names."""
-        source, target = self.before.layers[index], self.after.layers[index]
+    def convert_layer(self, index: int, gram: Tensor | None, *, cross: bool = False) -> dict[str, Tensor]:
+        """One layer's new attention, by the output's names; with ``cross``, that to an encoder's output."""
+        before, after = (m.cross_layers if cross else m.layers for m in (self.before, self.after))
+        source, target = before[index], after[index]
         assert isinstance(source, GroupedSpec)
-        state = self.family.read_attention(self.checkpoint.read, index, source)
+        was_hosted = str(self.checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
+        state = self.family.read_attention(self.checkpoint.read, index, source, cross=cross, hosted=was_hosted)
         if isinstance(target, LatentSpec):
             longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
-            out, self.channels[index] = convert_to_latent(state, source, target, gram=gram, longest=longest)
-            return out
-        assert isinstance(target, GroupedSpec)
-        return convert_to_grouped(state, source, target)
+            out, channels = convert_to_latent(state, source, target, gram=gram, longest=longest)
+            if not cross:
+                self.channels[index] = channels
+        else:
+            assert isinstance(target, GroupedSpec)
+            out = convert_to_grouped(state, source, target)
+            if not self.hosted:
+                return self.family.write_attention(out, index, target, cross=cross)
+        prefix = self.family.place(index, cross=cross, hosted=True)
+        return {f"{prefix}.{name}": tensor for name, tensor in out.items()}
+
+    def _names(self, index: int, *, cross: bool) -> list[str]:
+        """The output's names of a layer's attention."""
+        if self.hosted:
+            prefix = self.family.place(index, cross=cross, hosted=True) + "."
+            return [name for name in self.tensors if name.startswith(prefix)]
+        spec = (self.after.cross_layers if cross else self.after.layers)[index]
+        assert isinstance(spec, GroupedSpec)
+        return list(self.family.stored_shapes(index, spec, cross=cross))
 
     def estimate_seconds(self, calibration_tokens: int) -> float:
         """One layer is solved and timed; calibration is its FLOPs at the rate of a matrix product timed here."""
@@ -281,6 +329,10 @@ class _Job:
             # A model's forward pass reaches about half of what one large product does.
             calibrating = 2 * 2 * parameters * calibration_tokens / matmul_flops_per_second()
         return solving + copying + calibrating
+
+
+def _is_shared(layer: AttentionSpec) -> bool:
+    return isinstance(layer, GroupedSpec) and layer.num_kv_heads < layer.num_heads
 
 
 def _kv_heads(model: ModelSpec) -> int:

@@ -1,11 +1,12 @@
 """One layer of MHA, MQA or GQA → MLA.
 
 Rotary channels are concentrated and the most needed kept as the shared rotary key; the other keys' content and all
-values are decoded from one latent. With every rotary channel kept and the latent as wide as the values, the layer
-computes what it did before. Everything here is a function of tensors, in float64.
+values are decoded from one latent. With every rotary channel kept and the latent as wide as all the rest, the layer
+computes what it did before. Key dims that never rotated (partial rotary, or no RoPE at all) are plain content.
+Everything here is a function of tensors, in float64.
 
-Shapes: H query heads, K key heads, D head dim, V value dim, E hidden, E' = E or E + 1 (a column for the biases),
-P rotary dims, R latent rank.
+Shapes: H query heads, K key heads, D head dim, D' its rotated dims, V value dim, E hidden, E' = E or E + 1 (a column
+for the biases), P rotary dims, R latent rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
 from headwise.conversion.rope_channels import Channels, concentrate, keep_rotation, mean_rotation, to_complex, to_real
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.specs import GroupedSpec, LatentSpec, rotated_dims
 
 KEY_BALANCE = 2.0
 """How much all key energy counts beside all value energy in the latent."""
@@ -47,32 +48,41 @@ def convert_to_latent(
     Returns:
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
     """
-    assert source.rope is not None
     H, K, D = source.num_heads, source.num_kv_heads, source.head_dim
     biased = "kv_a_proj_with_mqa" in target.bias
     w_q, w_k, w_v = (_with_bias(state, name, biased) for name in ("q_proj", "k_proj", "v_proj"))
     moments = torch.eye(w_q.shape[1], dtype=torch.float64) if gram is None else gram[: w_q.shape[1], : w_q.shape[1]]
 
-    rotary = RotaryEmbedding(source.rope)
-    rotation = mean_rotation(rotary.frequencies, longest)
-    queries = to_complex(w_q, H, interleaved=source.rope.interleaved)
-    channels = concentrate(queries, to_complex(w_k, K, interleaved=source.rope.interleaved), moments)
-    kept = keep_rotation(channels.energy, rotation, target.qk_rope_head_dim // 2)
-    # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
-    rotation = rotation * rotary.attention_scaling**2
-
-    q_rope = _rotary_queries(queries, channels, kept, K)
-    k_rope = to_real(channels.keys[kept])
-    content, content_up = _unrotated_keys(channels, kept, rotation, interleaved=source.rope.interleaved)
+    heads, key_heads = torch.unflatten(w_q, 0, (H, D)), torch.unflatten(w_k, 0, (K, D))
+    turned = rotated_dims(source)
+    plain = key_heads[:, turned:].flatten(0, 1)
+    query_parts, pairs = [], []
+    k_rope, content = w_k[:0], plain
+    content_up = torch.eye(len(plain), dtype=torch.float64)
+    if source.rope is not None:
+        interleaved = source.rope.interleaved
+        rotary = RotaryEmbedding(source.rope)
+        rotation = mean_rotation(rotary.frequencies, longest)
+        queries = to_complex(heads[:, :turned].flatten(0, 1), H, interleaved=interleaved)
+        keys = to_complex(key_heads[:, :turned].flatten(0, 1), K, interleaved=interleaved)
+        channels = concentrate(queries, keys, moments)
+        kept = keep_rotation(channels.energy, rotation, target.qk_rope_head_dim // 2)
+        # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
+        rotation = rotation * rotary.attention_scaling**2
+        query_parts, pairs = [_rotary_queries(queries, channels, kept, K)], torch.nonzero(kept)[:, 0].tolist()
+        k_rope = to_real(channels.keys[kept])
+        unrotated, unrotated_up = _unrotated_keys(channels, kept, rotation, interleaved=interleaved)
+        content = torch.cat((unrotated, plain))
+        content_up = _beside(unrotated_up, len(plain), K)
     down, key_up, value_up = joint_latent(
         content, w_v, _output_weight(state["o_proj.weight"], source), moments, target.kv_lora_rank
     )
 
     group = H // K
-    query_parts, decoder_parts = [q_rope], [value_up.view(K, source.value_dim, -1)]
-    if target.qk_nope_head_dim:
-        query_parts.insert(0, torch.unflatten(w_q, 0, (H, D)))
-        decoder_parts.insert(0, (content_up @ key_up).view(K, D, -1))
+    decoder_parts = [value_up.view(K, source.value_dim, -1)]
+    if nope_dim := target.qk_nope_head_dim:  # without the rotated dims, where all of them keep their rotation
+        query_parts.insert(0, heads[:, D - nope_dim :])
+        decoder_parts.insert(0, (content_up @ key_up).view(K, D, -1)[:, D - nope_dim :])
     # The new heads are wider, so their softmax scale is smaller; the scores must not be.
     rescale = (target.qk_head_dim / D) ** 0.5 * (
         1.0 if source.softmax_scale is None else source.softmax_scale * D**0.5
@@ -88,7 +98,7 @@ def convert_to_latent(
     }
     if "o_proj.bias" in state:
         out["o_proj.bias"] = state["o_proj.bias"].double()
-    return out, torch.nonzero(kept)[:, 0].tolist()
+    return out, pairs
 
 
 def joint_latent(
@@ -157,6 +167,20 @@ def _unrotated_keys(
     if interleaved:
         up = up.transpose(1, 2)
     return rows, up.reshape(K * 2 * F, 2 * count)
+
+
+def _beside(unrotated_up: Tensor, plain: int, K: int) -> Tensor:
+    """The way from unrotated channels and plain dims back to each head's key: ``[K·D, m + plain]``.
+
+    Args:
+        unrotated_up: ``[K·D', m]``.
+        plain: how many dims of all heads never rotated, which pass as they are.
+        K: key heads.
+    """
+    m = unrotated_up.shape[1]
+    rotated = torch.nn.functional.pad(torch.unflatten(unrotated_up, 0, (K, -1)), (0, plain))
+    own = torch.nn.functional.pad(torch.eye(plain, dtype=torch.float64), (m, 0)).view(K, plain // K, m + plain)
+    return torch.cat((rotated, own), dim=1).flatten(0, 1)
 
 
 def _output_weight(w_o: Tensor, source: GroupedSpec) -> Tensor:

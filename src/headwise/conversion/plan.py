@@ -15,6 +15,7 @@ from headwise.specs import (
     as_grouped,
     as_latent,
     refuse_as_latent,
+    rotary_width,
     split_budget,
 )
 
@@ -93,7 +94,10 @@ def plan_layers(source: ModelSpec, target: Target) -> ModelSpec:
         SpecError: a layer is of a kind that is not converted.
     """
     refuse_latent(source)
-    return replace(source, layers=tuple(plan_layer(layer, target) for layer in source.layers))
+    layers, cross_layers = (
+        tuple(plan_layer(layer, target) for layer in part) for part in (source.layers, source.cross_layers)
+    )
+    return replace(source, layers=layers, cross_layers=cross_layers)
 
 
 def plan_layer(source: AttentionSpec, target: Target) -> AttentionSpec:
@@ -108,7 +112,7 @@ def plan_layer(source: AttentionSpec, target: Target) -> AttentionSpec:
     if target.kv_budget is not None:
         whole = formulas(source).cache_values(source)
         values = int(target.kv_budget * whole + 1e-9)
-        if values < 3:
+        if values < (3 if rotary_width(source) else 1):
             rule = f"leaves {values} of the {whole} values a layer caches; at least 3: a latent and a rotary pair"
             raise ArgumentError("kv_budget", target.kv_budget, rule)
         return as_latent(source, *split_budget(source, values))

@@ -59,14 +59,14 @@ def input_moments(
         return hook
 
     handles = [
-        model.get_submodule(family.attention.format(layer=index)).register_forward_pre_hook(
+        model.base_model.get_submodule(family.bare().place(index)).register_forward_pre_hook(
             watch(total), with_kwargs=True
         )
         for index, total in enumerate(moments)
     ]
     for index, batch in enumerate(batches):
         progress("calibrating", index, len(batches))
-        model.model(batch[None], use_cache=False)
+        model.base_model(batch[None], use_cache=False)
     progress("calibrating", len(batches), len(batches))
     for handle in handles:
         handle.remove()

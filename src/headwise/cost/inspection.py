@@ -33,7 +33,8 @@ class Inspection:
     A number that differs from layer to layer, or that the mechanism lacks, is None; so is what needs the whole model
     (``weights``, ``active_weights``, ``flops_…``, ``body``) where only its attention is known.
 
-    ``kv_bytes_per_token`` is all layers', in ``dtype``, and ``state_bytes`` what no token adds to;
+    ``kv_bytes_per_token`` is all layers', in ``dtype``, and ``state_bytes`` what no token adds to; a decoder that
+    attends to an encoder's output keeps ``source_kv_bytes_per_token`` of each of its tokens besides.
     ``kv_bytes_at_longest`` counts both, and windows. ``head_dim`` is a head's whole query–key width. The FLOPs
     are one token's, with nothing before it and at the longest context. ``kv_bytes_…_of_rank`` is what each of
     ``ranks`` tensor-parallel ranks holds of the cache.
@@ -54,6 +55,7 @@ class Inspection:
     qk_rope_head_dim: int | None
     dtype: str
     kv_bytes_per_token: int
+    source_kv_bytes_per_token: int
     state_bytes: int
     kv_bytes_at_longest: int | None
     ranks: int
@@ -120,6 +122,7 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
         qk_rope_head_dim=common(lambda own: getattr(own, "qk_rope_head_dim", None)),
         dtype=dtype.removeprefix("torch."),
         kv_bytes_per_token=model.cache_bytes_per_token(spec, dtype),
+        source_kv_bytes_per_token=model.source_cache_bytes_per_token(spec, dtype),
         state_bytes=model.state_bytes(spec, dtype=dtype),
         kv_bytes_at_longest=None if longest is None else model.cache_bytes(spec, longest, dtype=dtype),
         ranks=ranks,

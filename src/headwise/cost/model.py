@@ -145,6 +145,11 @@ def cache_bytes_per_token(model: ModelSpec, dtype: str = "bfloat16") -> int:
     return sum(layer.cache_bytes_per_token(spec, dtype) for spec in model.layers)
 
 
+def source_cache_bytes_per_token(model: ModelSpec, dtype: str = "bfloat16") -> int:
+    """Bytes that one token of an encoder's output takes in the cache of all layers that attend to it."""
+    return sum(int(layer.cache_values(spec)) for spec in model.cross_layers) * layer.dtype_bytes(dtype)
+
+
 def cache_bytes_by_layer(
     model: ModelSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16"
 ) -> tuple[int, ...]:

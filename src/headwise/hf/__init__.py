@@ -1,6 +1,6 @@
 """transformers' side: importing this makes its Auto classes load what headwise wrote."""
 
-from headwise.hf.attention import HostedLatentAttention, LayerCache
+from headwise.hf.attention import HostedAttention, HostedGroupedAttention, HostedLatentAttention, LayerCache
 from headwise.hf.generate import Generation, generate
 from headwise.hf.layerwise import AttentionCall, LayerwiseModel
 from headwise.hf.load import as_dtype, check_complete, expected_tensors, load, model_class, open_decoder, stock_config
@@ -9,6 +9,8 @@ from headwise.hf.models import hosted_classes, install_attention, register
 __all__ = [
     "AttentionCall",
     "Generation",
+    "HostedAttention",
+    "HostedGroupedAttention",
     "HostedLatentAttention",
     "LayerCache",
     "LayerwiseModel",

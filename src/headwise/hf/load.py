@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headwise.checkpoints import (
@@ -16,12 +16,12 @@ from headwise.checkpoints import (
     Checkpoint,
     GgufCheckpoint,
     dtype_name,
-    family_names,
+    family_of,
+    has_family,
     model_path,
     open_checkpoint,
 )
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecError
-from headwise.specs import HOSTED_PREFIX
 
 
 def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: str | None = None) -> Any:
@@ -37,9 +37,12 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         CheckpointError: its files are missing, damaged, pickles, quantised or ask for code of their own.
     """
     wanted = None if dtype is None else as_dtype(dtype)
-    checkpoint = open_decoder(source)
-    if checkpoint.spec.model_type.removeprefix(HOSTED_PREFIX) in family_names():
+    checkpoint = open_checkpoint(model_path(source))
+    known = has_family(checkpoint.config.get("model_type"))
+    if known:
         check_complete(checkpoint)
+    else:
+        refuse_encoder(checkpoint)
     wanted = wanted or checkpoint.dtype
     if isinstance(checkpoint, GgufCheckpoint):
         state = {name: checkpoint.read(name) for name in checkpoint.tensors}
@@ -48,7 +51,8 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         )
     else:
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loader = model_class(checkpoint.config) if known else transformers.AutoModelForCausalLM
+            model, found = loader.from_pretrained(
                 checkpoint.path,
                 dtype=wanted,
                 local_files_only=True,
@@ -70,14 +74,28 @@ def open_decoder(source: str | Path) -> Checkpoint:
     """Open a source and read what its config describes, before transformers does: a refusal is one line, not a stack.
 
     Raises:
-        SpecError: it is not understood, or an encoder.
+        SpecError: it is not understood, or does not continue text.
         CheckpointError: its files are missing or damaged.
     """
     checkpoint = open_checkpoint(model_path(source))
+    refuse_encoder(checkpoint)
+    return checkpoint
+
+
+def refuse_encoder(checkpoint: Checkpoint) -> None:
+    """Refuse what is no text decoder.
+
+    Raises:
+        SpecError: it is an encoder, or decodes what an encoder heard.
+        CheckpointError: transformers does not accept its config.
+    """
     if not checkpoint.spec.is_causal:
         raise SpecError("model_type", checkpoint.spec.model_type, "is an encoder; only decoders can be run")
+    if checkpoint.spec.cross_layers:
+        raise SpecError(
+            "model_type", checkpoint.spec.model_type, "attends to an encoder's output, and not to text alone"
+        )
     stock_config(checkpoint.config)
-    return checkpoint
 
 
 def check_finite(model: Any) -> None:
@@ -117,16 +135,25 @@ def stock_config(config: dict[str, Any]) -> Any:
 
 
 def model_class(config: dict[str, Any]) -> Any:
-    """The class transformers would build for a config.
+    """The class transformers would build for a config: of the family's, the one its ``architectures`` names.
 
     Raises:
-        CheckpointError: it has none that generates text.
+        CheckpointError: it has none that generates text, or names one that is not the family's.
     """
+    stock, model_type = stock_config(config), str(config.get("model_type"))
+    autos = family_of(model_type).autos if has_family(model_type) else ("AutoModelForCausalLM",)
     try:
-        return AutoModelForCausalLM._model_mapping[type(stock_config(config))]
+        classes = [getattr(transformers, auto)._model_mapping[type(stock)] for auto in autos]
     except KeyError:
-        rule = "is not a model that generates text"
-        raise CheckpointError("model_type", config.get("model_type"), rule) from None
+        raise CheckpointError("model_type", model_type, "is not a model that generates text") from None
+    named = config.get("architectures")
+    if len(classes) == 1 or not named:
+        return classes[0]
+    known = {made.__name__.removeprefix("Headwise"): made for made in classes}
+    name = str(named[0]).removeprefix("Headwise")
+    if name not in known:
+        raise CheckpointError("architectures", name, f"must be one of {', '.join(known)}")
+    return known[name]
 
 
 def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -140,11 +167,11 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _meta_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     """The parameters' shapes, and the names tied to another of them."""
-    model_class(config)  # transformers' own refusal names a hundred classes
+    made = model_class(config)  # transformers' own refusal names a hundred classes
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of sizes that the shapes will show
-            model = AutoModelForCausalLM.from_config(stock_config(config))
+            model = made._from_config(stock_config(config))
     except Exception as error:  # a size, an activation or a scaling that only its modules look at
         raise refused("config.json", config.get("model_type"), error) from None
     tied = set(model.all_tied_weights_keys)

@@ -11,7 +11,7 @@ from headwise.specs.latent_space import LatentSpaceSpec
 from headwise.specs.model import BodySpec, ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
 from headwise.specs.sources import Source, catalog, fetch_hub, layer_spec, locate, read_json, read_spec
-from headwise.specs.targets import as_grouped, as_latent, refuse_as_latent, split_budget
+from headwise.specs.targets import as_grouped, as_latent, refuse_as_latent, rotary_width, rotated_dims, split_budget
 
 __all__ = [
     "HOSTED_PREFIX",
@@ -40,6 +40,8 @@ __all__ = [
     "read_json",
     "read_spec",
     "refuse_as_latent",
+    "rotary_width",
+    "rotated_dims",
     "spec_from_dict",
     "split_budget",
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec, spec_from_dict
-from headwise.specs.model import BodySpec, ModelSpec
+from headwise.specs.model import BodySpec, ModelSpec, distinct
 from headwise.specs.readers import READERS, deepseek
 from headwise.specs.readers.fields import (
     Config,
@@ -25,7 +26,7 @@ HOSTED_PREFIX = "headwise_"
 _REFUSED = {
     "is an encoder–decoder, and the cache of its source is not counted": (
         "bart", "blenderbot", "longt5", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "t5gemma",
-        "switch_transformers", "umt5", "whisper",
+        "switch_transformers", "umt5",
     ),
     "has no attention": ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
     "attends within chunks, which no window describes": ("llama4", "llama4_text"),
@@ -79,21 +80,33 @@ def read_config(config: Config) -> ModelSpec:
         layers=layers,
         vocab_size=optional_integer(config, "vocab_size"),
         max_position_embeddings=optional_integer(
-            config, "max_position_embeddings", "n_positions", "model_max_length", "max_context_length"
+            config,
+            "max_position_embeddings",
+            "n_positions",
+            "model_max_length",
+            "max_context_length",
+            "max_target_positions",
         ),
         dtype=config.get("dtype", config.get("torch_dtype")),
         body=_body(reader, config, len(layers)),
+        cross_layers=reader.cross(config) if reader.cross else (),
     )
 
 
 def _reader(model_type: str, config: Config) -> Reader:
     if model_type.startswith(HOSTED_PREFIX):
         family = READERS.get(model_type.removeprefix(HOSTED_PREFIX))
-        return Reader(_hosted, family.body if family else None)
+        has_cross = family is not None and family.cross is not None
+        return Reader(
+            partial(_hosted, name="attention"),
+            family.body if family else None,
+            cross=partial(_hosted, name="cross_attention") if has_cross else None,
+        )
     for reason, names in _REFUSED.items():
         if model_type in names:
             raise SpecError("model_type", model_type, reason)
-    if flag(config, "is_encoder_decoder", False):
+    known = READERS.get(model_type)
+    if flag(config, "is_encoder_decoder", False) and not (known and known.cross):
         raise SpecError("is_encoder_decoder", True, "is not understood: the cache of the source is not counted")
     for name, rule in _UNREAD.items():
         if config.get(name) not in (None, False, 0) and model_type not in _READ.get(name, ()):
@@ -113,30 +126,33 @@ def _body(reader: Reader, config: Config, layers: int) -> BodySpec | None:
         return None
 
 
-def hosted_attention(model: ModelSpec) -> list[dict[str, Any]]:
+def hosted_attention(model: ModelSpec, *, cross: bool = False) -> list[dict[str, Any]]:
     """Every layer's attention as ``headwise.attention`` of a ``config.json`` holds it; `read_config` reads it back.
 
-    The model's type is then `HOSTED_PREFIX` and its family's.
+    The model's type is then `HOSTED_PREFIX` and its family's. With ``cross``, what ``headwise.cross_attention``
+    holds: the attention to an encoder's output.
     """
-    return [{"layers": list(indices), **spec.to_dict()} for spec, indices in model.distinct_layers()]
+    layers = model.cross_layers if cross else model.layers
+    return [{"layers": list(indices), **spec.to_dict()} for spec, indices in distinct(layers)]
 
 
-def _hosted(config: Config) -> tuple[AttentionSpec, ...]:
+def _hosted(config: Config, name: str) -> tuple[AttentionSpec, ...]:
     """What headwise itself wrote: the specs are in the file."""
     block = config.get("headwise")
-    if not isinstance(block, Mapping) or not isinstance(block.get("attention"), list):
+    if not isinstance(block, Mapping) or not isinstance(block.get(name), list):
         raise SpecError("headwise", block, "must hold the attention specs headwise wrote")
     layers: list[tuple[int, AttentionSpec]] = []
-    for entry in block["attention"]:
+    for entry in block[name]:
         if not isinstance(entry, Mapping):
-            raise SpecError("headwise.attention", entry, "must be a JSON object with the spec of some layers")
+            raise SpecError(f"headwise.{name}", entry, "must be a JSON object with the spec of some layers")
         indices = entry.get("layers")
         if not isinstance(indices, list) or any(type(index) is not int for index in indices):
-            raise SpecError("headwise.attention.layers", indices, "must be a list of layer numbers")
+            raise SpecError(f"headwise.{name}.layers", indices, "must be a list of layer numbers")
         spec = spec_from_dict({key: value for key, value in entry.items() if key != "layers"})
         layers += [(index, spec) for index in indices]
     layers.sort(key=lambda layer: layer[0])
     covered = [index for index, _ in layers]
-    if covered != list(range(num_layers(config))):
-        raise SpecError("headwise.attention", covered, "must cover every layer once")
+    # A speech model's num_hidden_layers are its encoder's.
+    if covered != list(range(num_layers(config, "decoder_layers", "num_hidden_layers", "n_layer", "n_layers"))):
+        raise SpecError(f"headwise.{name}", covered, "must cover every layer once")
     return tuple(spec for _, spec in layers)

@@ -19,7 +19,7 @@ class LatentSpec(AttentionSpec):
         num_heads: H.
         kv_lora_rank: R, width of the cached latent that keys and values are decoded from.
         qk_nope_head_dim: a head's query–key dims without rotation; 0 when all of them rotate.
-        qk_rope_head_dim: P, width of the one rotary key that all heads share.
+        qk_rope_head_dim: P, width of the one rotary key that all heads share; 0 in a model without RoPE.
         v_head_dim: width of a value head.
         q_lora_rank: width of the query latent, or None for a plain query projection.
         latent_norm: RMSNorm on the latents before they are used (and cached).
@@ -35,13 +35,15 @@ class LatentSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"):
+        for name in ("num_heads", "kv_lora_rank", "v_head_dim"):
             positive(name, getattr(self, name))
         if self.q_lora_rank is not None:
             positive("q_lora_rank", self.q_lora_rank)
-        nope_dim = self.qk_nope_head_dim
-        if isinstance(nope_dim, bool) or not isinstance(nope_dim, int) or nope_dim < 0:
-            raise SpecError("qk_nope_head_dim", nope_dim, "must be a whole number of at least 0")
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
+            if type(width := getattr(self, name)) is not int or width < 0:
+                raise SpecError(name, width, "must be a whole number of at least 0")
+        if not self.qk_head_dim:
+            raise SpecError("qk_nope_head_dim", 0, "must be at least 1 where qk_rope_head_dim = 0")
         if self.qk_rope_head_dim % 2:
             raise SpecError("qk_rope_head_dim", self.qk_rope_head_dim, "must be even: rotation works on pairs")
         if self.rope is not None and self.rope.dim != self.qk_rope_head_dim:
@@ -60,8 +62,9 @@ class LatentSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``MLA 512 + 64``: latent and rope widths, what a token caches."""
-        return f"MLA {self.kv_lora_rank} + {self.qk_rope_head_dim}"
+        """Such as ``MLA 512 + 64``: latent and rope widths, what a token caches; ``MLA 512`` without RoPE."""
+        rope = f" + {self.qk_rope_head_dim}" if self.qk_rope_head_dim else ""
+        return f"MLA {self.kv_lora_rank}{rope}"
 
 
 def latent_bias(bias: bool | str | Collection[str], q_lora_rank: int | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
@@ -47,6 +48,7 @@ class ModelSpec:
         max_position_embeddings: longest sequence the model was made for, when the config says.
         dtype: the dtype of the stored weights, when the config says.
         body: what is around the attention, when the config says all of it and the family's is written down.
+        cross_layers: one spec a layer of its attention to an encoder's output (Whisper's decoder), or none.
     """
 
     model_type: str
@@ -56,6 +58,7 @@ class ModelSpec:
     max_position_embeddings: int | None = None
     dtype: str | None = None
     body: BodySpec | None = None
+    cross_layers: tuple[AttentionSpec, ...] = ()
 
     def __post_init__(self) -> None:
         positive("hidden_size", self.hidden_size)
@@ -83,7 +86,12 @@ class ModelSpec:
 
     def distinct_layers(self) -> list[tuple[AttentionSpec, tuple[int, ...]]]:
         """Each distinct spec with the indices of its layers, in order of first appearance."""
-        found: dict[AttentionSpec, list[int]] = {}
-        for index, layer in enumerate(self.layers):
-            found.setdefault(layer, []).append(index)
-        return [(spec, tuple(indices)) for spec, indices in found.items()]
+        return distinct(self.layers)
+
+
+def distinct(layers: Sequence[AttentionSpec]) -> list[tuple[AttentionSpec, tuple[int, ...]]]:
+    """Each distinct spec among some layers with their indices, in order of first appearance."""
+    found: dict[AttentionSpec, list[int]] = {}
+    for index, layer in enumerate(layers):
+        found.setdefault(layer, []).append(index)
+    return [(spec, tuple(indices)) for spec, indices in found.items()]

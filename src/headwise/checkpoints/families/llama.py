@@ -4,6 +4,7 @@ from headwise.checkpoints.family import Family
 
 FAMILY = Family(
     model_type="llama",
+    layer="model.layers.{layer}",
     attention="model.layers.{layer}.self_attn",
     gguf_tensors={
         "token_embd": "model.embed_tokens",

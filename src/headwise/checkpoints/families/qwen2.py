@@ -5,6 +5,7 @@ from headwise.checkpoints.family import Family
 
 FAMILY = Family(
     model_type="qwen2",
+    layer=llama.FAMILY.layer,
     attention=llama.FAMILY.attention,
     gguf_tensors=llama.FAMILY.gguf_tensors,
 )

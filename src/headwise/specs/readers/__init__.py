@@ -1,6 +1,6 @@
 """How each family writes what it is in its ``config.json``: one module a group of families, found by `READERS`."""
 
-from headwise.specs.readers import deepseek, gpt, linear, llama, mamba, uneven
+from headwise.specs.readers import deepseek, gpt, linear, llama, mamba, uneven, whisper
 from headwise.specs.readers.fields import Reader
 
 READERS: dict[str, Reader] = {
@@ -10,5 +10,6 @@ READERS: dict[str, Reader] = {
     **mamba.READERS,
     **linear.READERS,
     **uneven.READERS,
+    **whisper.READERS,
 }
 """``model_type`` → its reader."""

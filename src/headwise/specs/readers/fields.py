@@ -25,11 +25,13 @@ class Reader(NamedTuple):
         layers: the attention of each layer.
         body: what stands around ``n`` such layers; None where nobody has written it down yet.
         absent: what a published file leaves to its class, where that is one model's size.
+        cross: the attention of each layer to an encoder's output, where it has one.
     """
 
     layers: Callable[[Config], tuple[AttentionSpec, ...]]
     body: Callable[[Config, int], BodySpec] | None = None
     absent: Config = MappingProxyType({})
+    cross: Callable[[Config], tuple[AttentionSpec, ...]] | None = None
 
 
 def integer(config: Config, *names: str) -> int:

@@ -1,0 +1,23 @@
+"""BERT and the sentence encoders made of it (MiniLM, BGE, E5): every token sees every other."""
+
+from headwise.checkpoints.family import Family
+from headwise.checkpoints.layout import renamed
+
+FAMILY = Family(
+    model_type="bert",
+    layer="bert.encoder.layer.{layer}",
+    attention="bert.encoder.layer.{layer}.attention",
+    layout=renamed(q_proj="self.query", k_proj="self.key", v_proj="self.value", o_proj="output.dense"),
+    stock_kv_heads=False,
+    hosted="self",
+    emptied=("output.dense",),
+    dropout="attention_probs_dropout_prob",
+    autos=(
+        "AutoModel",
+        "AutoModelForMaskedLM",
+        "AutoModelForSequenceClassification",
+        "AutoModelForTokenClassification",
+    ),
+    renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    buffers=("embeddings.position_ids",),
+)

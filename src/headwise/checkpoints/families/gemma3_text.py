@@ -1,0 +1,6 @@
+"""Gemma 3's text model: Llama's layout with norms on each query and key head, local and global layers."""
+
+from headwise.checkpoints.families import llama
+from headwise.checkpoints.family import Family
+
+FAMILY = Family(model_type="gemma3_text", layer=llama.FAMILY.layer, attention=llama.FAMILY.attention)

@@ -1,0 +1,116 @@
+"""How families store the four projections of an attention, and the ways there and back.
+
+Shapes: H query heads, K key–value heads, D head dim, V value dim, E hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.specs.grouped import PROJECTIONS, GroupedSpec
+
+State = dict[str, Tensor]
+Change = Callable[[Mapping[str, Tensor], GroupedSpec], State]
+
+
+class Layout(NamedTuple):
+    """A family's own names and shapes, below its attention module.
+
+    Attributes:
+        pack: from ``q_proj.weight`` ``[H·D, E]``, ``k_proj.weight`` … and their biases to what the family stores.
+        unpack: its inverse.
+    """
+
+    pack: Change
+    unpack: Change
+
+
+def canonical_shapes(spec: GroupedSpec) -> dict[str, tuple[int, ...]]:
+    """What an attention of the layer's own names holds: ``q_proj.weight`` and so on, with its shape."""
+    E, H, K, D, V = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
+    weights = {"q_proj": (H * D, E), "k_proj": (K * D, E), "v_proj": (K * V, E), "o_proj": (E, H * V)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in PROJECTIONS:
+        shapes[f"{name}.weight"] = weights[name]
+        if name in spec.bias:
+            shapes[f"{name}.bias"] = weights[name][:1]
+    if spec.qk_norm is not None:
+        whole = spec.qk_norm == "full"
+        shapes["q_norm.weight"] = (H * D if whole else D,)
+        shapes["k_norm.weight"] = (K * D if whole else D,)
+    return shapes
+
+
+def packed_shapes(layout: Layout, spec: GroupedSpec) -> dict[str, tuple[int, ...]]:
+    """What the family stores of such an attention: its names and their shapes; nothing is allocated."""
+    empty = {name: torch.empty(shape, device="meta") for name, shape in canonical_shapes(spec).items()}
+    return {name: tuple(tensor.shape) for name, tensor in layout.pack(empty, spec).items()}
+
+
+def renamed(**names: str) -> Layout:
+    """The layer's own projections under other names: ``renamed(o_proj="out_proj")``."""
+    back = {theirs: own for own, theirs in names.items()}
+    return Layout(lambda state, _: _rename(state, names), lambda state, _: _rename(state, back))
+
+
+def _rename(state: Mapping[str, Tensor], names: Mapping[str, str]) -> State:
+    out = {}
+    for name, tensor in state.items():
+        stem, _, kind = name.rpartition(".")
+        out[f"{names.get(stem, stem)}.{kind}"] = tensor
+    return out
+
+
+PLAIN = renamed()
+"""Llama's: as the layer itself has them."""
+
+
+def fused(name: str, output: str, *, by_head: bool = False, transposed: bool = False) -> Layout:
+    """Query, key and value rows in one projection.
+
+    Args:
+        name: of that projection.
+        output: of the output projection.
+        by_head: each head's query, key and value rows lie together (GPT-NeoX; as many key–value heads as heads);
+            otherwise all queries come first, then all keys, then all values.
+        transposed: weights are ``[in, out]`` (GPT-2).
+    """
+
+    def turn(tensor: Tensor) -> Tensor:
+        return tensor.T.contiguous() if transposed and tensor.dim() == 2 else tensor
+
+    def pack(state: Mapping[str, Tensor], spec: GroupedSpec) -> State:
+        out = {f"{output}.{kind}": turn(state[f"o_proj.{kind}"]) for kind in _kinds(state, "o_proj")}
+        for kind in _kinds(state, "q_proj"):
+            parts = [state[f"{projection}.{kind}"] for projection in PROJECTIONS[:3]]
+            if by_head:
+                whole = torch.cat([torch.unflatten(p, 0, (spec.num_heads, -1)) for p in parts], dim=1).flatten(0, 1)
+            else:
+                whole = torch.cat(parts)
+            out[f"{name}.{kind}"] = turn(whole)
+        return out
+
+    def unpack(state: Mapping[str, Tensor], spec: GroupedSpec) -> State:
+        D, V = spec.head_dim, spec.value_dim
+        H, K = spec.num_heads, spec.num_kv_heads
+        out = {f"o_proj.{kind}": turn(state[f"{output}.{kind}"]) for kind in _kinds(state, output)}
+        for kind in _kinds(state, name):
+            whole = turn(state[f"{name}.{kind}"])
+            if by_head:
+                heads = torch.split(torch.unflatten(whole, 0, (H, D + D + V)), [D, D, V], dim=1)
+                parts = [part.flatten(0, 1) for part in heads]
+            else:
+                parts = list(torch.split(whole, [H * D, K * D, K * V]))
+            for projection, part in zip(PROJECTIONS, parts, strict=False):
+                out[f"{projection}.{kind}"] = part.contiguous()
+        return out
+
+    return Layout(pack, unpack)
+
+
+def _kinds(state: Mapping[str, Tensor], projection: str) -> list[str]:
+    return [kind for kind in ("weight", "bias") if f"{projection}.{kind}" in state]

@@ -1,0 +1,385 @@
+"""Every family through every target: exact where exact is possible, refused by name where it is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+import headwise
+from headwise.checkpoints import family_of, open_checkpoint
+from headwise.conversion import parse_target, plan_layers
+from headwise.measurement import cache_nbytes
+from headwise.specs import GroupedSpec, read_config
+from tests.closeness import assert_close
+from tests.tiny_families import FAMILIES, NORMED, STOCK, answer, noise, save_family
+
+LATENT = [name for name in FAMILIES if name not in NORMED]
+OWN = [name for name in FAMILIES if name not in STOCK]
+"""Families whose own class has one number of heads: headwise hosts its GQA in them."""
+DECODERS = [name for name in FAMILIES if name not in ("bert", "whisper")]
+CONVERTED = [
+    *((name, "mla") for name in LATENT if name != "bert"),
+    *((name, "gqa:2") for name in FAMILIES if name not in ("bert", *STOCK)),
+    *((name, "gqa:1") for name in STOCK),
+]
+
+
+def convert(source: Path, out: Path, to: str, budget: float = 0.5, **options: Any) -> Any:
+    return headwise.convert(source, out, to=to, **({"kv_budget": budget} if to == "mla" else {}), **options)
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_repeating_heads_changes_not_a_bit(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    source = save_family(tmp_path / "source", name)
+    done = convert(source, tmp_path / "out", "mha")
+    assert done.method == ("repeat" if name in STOCK else "copy")
+    config = open_checkpoint(tmp_path / "out").config
+    assert config["model_type"] == name
+    assert torch.equal(answer(headwise.load(tmp_path / "out"), ids), answer(headwise.load(source), ids))
+
+
+def share_heads(source: Path, num_kv_heads: int) -> None:
+    """Make neighbouring key and value heads of a folder equal, so that fewer of them lose nothing."""
+    checkpoint = open_checkpoint(source)
+    tensors = load_file(source / "model.safetensors")
+    parts = (checkpoint.spec.layers, checkpoint.spec.cross_layers)
+    for cross, index, spec in ((bool(c), i, s) for c, part in enumerate(parts) for i, s in enumerate(part)):
+        assert isinstance(spec, GroupedSpec)
+        state = checkpoint.family.read_attention(checkpoint.read, index, spec, cross=cross)
+        for name, tensor in state.items():
+            if name.partition(".")[0] in ("k_proj", "v_proj"):
+                heads = tensor.unflatten(0, (num_kv_heads, spec.num_kv_heads // num_kv_heads, -1))
+                state[name] = heads[:, :1].expand_as(heads).flatten(0, 2)
+        tensors |= checkpoint.family.write_attention(state, index, spec, cross=cross)
+    packed = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(packed, source / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("to", ["gqa:3", "mqa"])
+def test_heads_that_were_equal_are_merged_without_loss(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    source = save_family(tmp_path / "source", name, **({"num_key_value_heads": 6} if name in STOCK else {}))
+    share_heads(source, 1 if to == "mqa" else 3)
+    done = convert(source, tmp_path / "out", to)
+    assert done.method == "mean"
+    config = open_checkpoint(tmp_path / "out").config
+    assert config["model_type"] == (name if name in STOCK else f"headwise_{name}")
+    expected = answer(headwise.load(source), ids)
+    assert_close(answer(headwise.load(tmp_path / "out"), ids), expected, 1e-12)
+    # And back again, to the family's own class.
+    convert(tmp_path / "out", tmp_path / "back", "mha")
+    assert open_checkpoint(tmp_path / "back").config["model_type"] == name
+    assert_close(answer(headwise.load(tmp_path / "back"), ids), expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-4)])
+def test_mla_with_everything_kept_is_the_model(
+    name: str, dtype: str, tolerance: float, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    source = save_family(tmp_path / "source", name)
+    done = convert(source, tmp_path / "out", "mla", 1.0, dtype=dtype)
+    assert done.notes == ()
+    assert done.kv_bytes_per_token_after == done.kv_bytes_per_token_before
+    model = headwise.load(tmp_path / "out")
+    assert type(model).__name__.startswith("Headwise")
+    assert_close(answer(model, ids), answer(headwise.load(source), ids), tolerance)
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "windows in every other layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "partial longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.5],
+                "long_factor": [2.0, 4.0],
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "a quarter of each head rotates, scaled": (
+        "gpt_neox",
+        {
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+            },
+            "use_parallel_residual": False,
+        },
+    ),
+    "whole heads rotate": (
+        "gpt_neox",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
+    "no biases": ("gpt_neox", {"attention_bias": False}),
+    "scores scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "scores not scaled": ("gpt2", {"scale_attn_weights": False}),
+    "norms after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "opt without biases": ("opt", {"enable_bias": False}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("to", ["mla", "gqa:3"])
+def test_variants_of_the_families(variant: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    name, overrides = VARIANTS[variant]
+    source = save_family(tmp_path / "source", name, **overrides)
+    if to != "mla" and name not in STOCK:
+        share_heads(source, 3)
+    convert(source, tmp_path / "out", to, 1.0)
+    expected = answer(headwise.load(source), ids)
+    assert_close(answer(headwise.load(tmp_path / "out"), ids), expected, 1e-8)
+
+
+@pytest.mark.parametrize(("name", "to"), [("bert", "mla"), ("bert", "gqa:2"), *CONVERTED])
+def test_it_trains(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
+    model = headwise.load(tmp_path / "out").train()
+    with torch.enable_grad():
+        answer.__wrapped__(model, ids).square().mean().backward()
+    for own, parameter in model.named_parameters():
+        if parameter.requires_grad and "pooler" not in own:
+            assert parameter.grad is not None, own
+            assert parameter.grad.isfinite().all(), own
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("name", "to"), [("gpt2", "gqa:2"), ("gpt_neox", "gqa:2"), ("gpt_neox", "mla"), ("mistral", "mla")]
+)
+def test_a_static_cache_serves_too(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
+    model = headwise.load(tmp_path / "out")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    parts = [
+        model(ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in ((0, 12), (12, 13), (13, 24))
+    ]
+    assert_close(torch.cat(parts, 1), model(ids, use_cache=False).logits, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bert", "whisper"])
+def test_without_rope_half_the_cache_is_enough(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    """Keys and values of as many heads are 2E numbers made from E: a latent of E + 1 (for the biases) holds them."""
+    source = save_family(tmp_path / "source", name)
+    headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=49, qk_rope_head_dim=0)
+    assert_close(answer(headwise.load(tmp_path / "out"), ids), answer(headwise.load(source), ids), 1e-6)
+
+
+@pytest.mark.parametrize(("name", "to"), CONVERTED)
+@torch.inference_mode()
+def test_cached_decoding_is_the_whole_forward(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
+    model = headwise.load(tmp_path / "out")
+    whole = answer(model, ids, use_cache=False)
+    cache: Any = DynamicCache(config=model.config)
+    if name == "whisper":
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    parts = [
+        answer(model, ids[:, a:b], past_key_values=cache, use_cache=True)
+        for a, b in ((0, 9), (9, 10), (10, 19), (19, 24))
+    ]
+    assert_close(torch.cat(parts, 1), whole, 1e-9)
+
+
+@pytest.mark.parametrize(("name", "to"), CONVERTED)
+@torch.inference_mode()
+def test_generate_is_what_repeated_forwards_give(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
+    model = headwise.load(tmp_path / "out")
+    prompt = expected = ids[:1, :1] if name == "whisper" else ids[:1, :9]
+    for _ in range(10):
+        expected = torch.cat((expected, answer(model, expected, use_cache=False)[:, -1:].argmax(-1)), dim=1)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    if name == "whisper":
+        made = model.generate(noise(1).to(model.dtype), decoder_input_ids=prompt, **options)
+        made = torch.cat((prompt, made), dim=1)
+    else:
+        made = model.generate(prompt, **options)
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize(("name", "to"), [pair for pair in CONVERTED if pair[0] in DECODERS])
+@torch.inference_mode()
+def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(
+    name: str, to: str, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
+    model = headwise.load(tmp_path / "out")
+    batch, mask = ids[:, :12].clone(), torch.ones(2, 12, dtype=torch.long)
+    batch[0, :5] = mask[0, :5] = 0
+    made = model.generate(batch, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    alone = model.generate(batch[:1, 5:], max_new_tokens=6, do_sample=False)
+    assert torch.equal(made[0, 12:], alone[0, 7:])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@torch.inference_mode()
+def test_the_cache_holds_what_the_spec_says(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    convert(save_family(tmp_path / "source", name), tmp_path / "out", "gqa:1")
+    spec = headwise.inspect(tmp_path / "out", dtype="float64")
+    if any(group.sliding_window for group in spec.layers):
+        ids = ids[:, :4]
+    cache = headwise.load(tmp_path / "out")(ids, use_cache=True).past_key_values
+    assert cache_nbytes(cache) == spec.kv_bytes_per_token * ids.numel()
+
+
+@pytest.mark.parametrize(("name", "to"), [("bert", "mla"), ("bert", "gqa:2"), *CONVERTED])
+@torch.inference_mode()
+def test_auto_classes_save_and_load_it(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
+    auto = getattr(transformers, family_of(name).autos[0])
+    model = auto.from_pretrained(tmp_path / "out")
+    model.save_pretrained(tmp_path / "again")
+    assert_close(answer(headwise.load(tmp_path / "again"), ids), answer(model, ids), 1e-12)
+    assert headwise.inspect(tmp_path / "again").layers == headwise.inspect(tmp_path / "out").layers
+
+
+@pytest.mark.parametrize("name", LATENT)
+@torch.inference_mode()
+def test_attention_weights_are_the_sources(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    source = save_family(tmp_path / "source", name)
+    convert(source, tmp_path / "out", "mla", 1.0)
+    auto = getattr(transformers, family_of(name).autos[0])
+    found, expected = (
+        attentions(auto.from_pretrained(folder, attn_implementation="eager"), ids)
+        for folder in (tmp_path / "out", source)
+    )
+    assert len(found) == len(expected) == (4 if name == "whisper" else 2)
+    for own, other in zip(found, expected, strict=True):
+        assert_close(own, other, 1e-6)
+
+
+def attentions(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    if model.config.is_encoder_decoder:
+        out = model(noise(2).to(model.dtype), decoder_input_ids=ids, output_attentions=True)
+        return [*out.decoder_attentions, *out.cross_attentions]
+    return list(model(ids, output_attentions=True).attentions)
+
+
+@torch.inference_mode()
+def test_an_encoder_ignores_padding(tmp_path: Path, ids: torch.Tensor) -> None:
+    for to in ("mla", "gqa:2"):
+        convert(save_family(tmp_path / "source", "bert"), tmp_path / to, to)
+        model = headwise.load(tmp_path / to)
+        mask = torch.ones_like(ids)
+        mask[1, 9:] = 0
+        padded = model(ids, attention_mask=mask).last_hidden_state[1, :9]
+        assert_close(padded, model(ids[1:, :9]).last_hidden_state[0], 1e-9)
+        # Every token sees every other: the last one changes what the first becomes.
+        assert (model(ids[1:, :8]).last_hidden_state[0, 0] - padded[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in LATENT if name not in ("llama", "qwen2", "whisper")])
+def test_calibration_text_reaches_every_family(name: str, tmp_path: Path) -> None:
+    source, text = save_family(tmp_path / "source", name), tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog, and then it does so again. " * 20)
+    done = convert(source, tmp_path / "out", "mla", calibrate=text, calibration_tokens=256)
+    assert done.calibration_tokens == 256
+    assert headwise.load(tmp_path / "out") is not None
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.inference_mode()
+def test_a_layer_with_padding_alone_keeps_its_window(implementation: str, tmp_path: Path) -> None:
+    """What some attention implementations hand over in the place of a whole mask; a window is still meant."""
+    source = save_family(tmp_path / "source", "mistral")
+    convert(source, tmp_path / "out", "mla", 1.0)
+    model, stock = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+        for folder in (tmp_path / "out", source)
+    )
+    states = torch.randn(2, 20, 48, dtype=torch.float64)
+    tables = stock.model.rotary_emb(states, torch.arange(20)[None])
+    i, j = torch.arange(20)[:, None], torch.arange(20)[None]
+    seen = (j <= i) & (j > i - 7)
+    added = torch.zeros(20, 20, dtype=torch.float64).masked_fill(~seen, -1e300)[None, None]
+    expected = stock.model.layers[0].self_attn(
+        states, tables, added if implementation == "eager" else seen[None, None]
+    )[0]
+    layer = model.model.layers[0].self_attn
+    for mask in (None, torch.ones(2, 20, dtype=torch.bool), seen[None, None]):
+        assert_close(layer(states, tables, mask)[0], expected, 1e-6)  # stock eager's softmax is in float32
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_norms_on_keys_are_refused_by_mla(name: str, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "source", name)
+    with pytest.raises(
+        headwise.SpecError, match=r"^qk_norm = 'head': a layer with it cannot be converted to mla yet$"
+    ):
+        convert(source, tmp_path / "out", "mla")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("qk_norm", "full"), ("qk_norm", "head"), ("sinks", True), ("softcap", 50.0)]
+)
+def test_what_mla_cannot_hold_is_refused_by_name(field: str, value: object) -> None:
+    model = headwise.specs.read_spec("llama-3-8b")
+    layers = (model.layers[0], replace(model.layers[0], **{field: value}), *model.layers[2:])
+    with pytest.raises(
+        headwise.SpecError, match=rf"^{field} = {value!r}: a layer with it cannot be converted to mla"
+    ):
+        plan_layers(replace(model, layers=layers), parse_target("mla", kv_budget=0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
+        ("bert", {"is_decoder": True}, "is_decoder = True"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ],
+)
+def test_variants_that_are_not_understood(name: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "source", name)
+    config = {**open_checkpoint(source).config, **fields}
+    with pytest.raises(headwise.SpecError, match=rf"^{message}"):
+        read_config(config)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_converting_from_mla_is_refused(name: str, tmp_path: Path) -> None:
+    convert(save_family(tmp_path / "source", name), tmp_path / "mla", "mla")
+    with pytest.raises(headwise.SpecError, match="converting from MLA is not supported"):
+        convert(tmp_path / "mla", tmp_path / "out", "mqa")
+
+
+def test_a_rotary_key_without_rotation_is_refused(tmp_path: Path) -> None:
+    source = save_family(tmp_path / "source", "gpt2")
+    with pytest.raises(headwise.ArgumentError, match=r"^qk_rope_head_dim = 4: must be 0: the layer has no rotary"):
+        headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=20, qk_rope_head_dim=4)
+
+
+def test_speech_models_are_not_calibrated_on_text_nor_evaluated_on_it(tmp_path: Path) -> None:
+    source, text = save_family(tmp_path / "source", "whisper"), tmp_path / "text.txt"
+    text.write_text("hello " * 200)
+    with pytest.raises(headwise.ArgumentError, match=r"calibrate = .*: is text, and a whisper model decodes what"):
+        convert(source, tmp_path / "out", "mla", calibrate=text)
+    with pytest.raises(headwise.SpecError, match=r"^model_type = 'whisper': attends to an encoder's output"):
+        headwise.evaluate(source, text=text)
+    with pytest.raises(headwise.SpecError, match=r"^model_type = 'whisper': attends to an encoder's output"):
+        headwise.generate(source, "hello")
