@@ -50,6 +50,7 @@ _PUBLIC = {
     "generate": "headwise.hf",
     "inspect": "headwise.cost",
     "load": "headwise.hf",
+    "optimize": "headwise.hf",
 }
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
     from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
     from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, SpecError
     from headwise.evaluation import Evaluation, evaluate
-    from headwise.hf import Generation, generate, load
+    from headwise.hf import Generation, generate, load, optimize
     from headwise.kernels import attend, choose_backend
     from headwise.measurement import Count, LayerCounts, count, count_layer
     from headwise.specs import (
@@ -120,6 +121,7 @@ __all__ = [
     "generate",
     "inspect",
     "load",
+    "optimize",
 ]
 
 

@@ -4,6 +4,7 @@ from headwise.hf.attention import HostedLatentAttention, LayerCache
 from headwise.hf.generate import Generation, generate
 from headwise.hf.load import as_dtype, check_complete, expected_tensors, load, model_class, open_decoder, stock_config
 from headwise.hf.models import hosted_classes, install_attention, register
+from headwise.hf.optimize import optimize
 
 __all__ = [
     "Generation",
@@ -18,6 +19,7 @@ __all__ = [
     "load",
     "model_class",
     "open_decoder",
+    "optimize",
     "register",
     "stock_config",
 ]

@@ -80,9 +80,6 @@ class HostedLatentAttention(MultiHeadLatentAttention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As transformers' attention modules: the output ``[B, S, E]`` and, when asked for, the weights."""
-        # Made anew: one kept from a call in inference mode could not be used in training.
-        channels = torch.tensor(self.channels, device=hidden_states.device)
-        cos, sin = (table.index_select(-1, channels) for table in position_embeddings)
         cache = None
         if past_key_values is not None:
             cache = LayerCache(past_key_values, self.layer_idx, trim=attention_mask is None)
@@ -91,11 +88,18 @@ class HostedLatentAttention(MultiHeadLatentAttention):
             attention_mask=None if attention_mask is None else _as_bool(attention_mask),
             # In a 4-D mask causality is already; without one, or with padding alone, plain causal is meant.
             is_causal=attention_mask is None or attention_mask.dim() == 2,
-            position_embeddings=(cos, sin),
+            position_embeddings=self._tables(position_embeddings),
             cache=cache,
             return_weights=output_attentions or self.config._attn_implementation == "eager",
         )
         return attended if isinstance(attended, tuple) else (attended, None)
+
+    def _tables(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos and sin of the layer's pairs ``[B or 1, S, P/2]``, of those the model made for all its frequencies."""
+        # Made anew: one kept from a call in inference mode could not be used in training.
+        channels = torch.tensor(self.channels, device=position_embeddings[0].device)
+        cos, sin = (table.index_select(-1, channels) for table in position_embeddings)
+        return cos, sin
 
 
 def _as_bool(mask: Tensor) -> Tensor:
