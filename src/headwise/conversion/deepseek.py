@@ -50,12 +50,12 @@ def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
         ArgumentError: the layers differ in what deepseek_v3 has once for all of them.
         SpecError: it is no such folder, or its family has something that deepseek_v3 has not.
     """
-    full = stock_config(dict(config)).to_dict()
     family = str(config["model_type"]).removeprefix(HOSTED_PREFIX)
     if family == config["model_type"]:
         raise SpecError("model_type", family, "must be an MLA model in headwise's own format to become deepseek_v3")
     if family not in BLOCKS:
         raise SpecError("model_type", family, f"has other blocks than deepseek_v3's; can: {', '.join(BLOCKS)}")
+    full = stock_config(dict(config)).to_dict()
     if full.get("mlp_bias"):
         raise SpecError("mlp_bias", True, "deepseek_v3's feed-forward networks have no biases")
     layers, channels = read_config(config).layers, config["headwise"]["rope_channels"]
