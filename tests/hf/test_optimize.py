@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,22 @@ def test_a_folder_of_ours_with_its_constant_decodes_absorbed(tmp_path: Path, ids
     assert_close(model(ids).logits, headwise.load(own)(ids).logits, 2e-6)
     options = {"max_new_tokens": 16, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), headwise.load(own).generate(ids, **options))
+
+
+def test_a_new_process_can_be_sent_the_model(tmp_path: Path, ids: torch.Tensor) -> None:
+    model = headwise.optimize(deepseek().float())
+    (tmp_path / "model").write_bytes(pickle.dumps((model, ids)))
+    code = f"""
+import pickle, torch
+model, ids = pickle.loads(open({str(tmp_path / "model")!r}, "rb").read())
+torch.save([type(model.model.layers[0].self_attn).__name__, model(ids).logits.detach()], {str(tmp_path / "said")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    name, found = torch.load(tmp_path / "said", weights_only=True)
+    assert name == "OptimizedDeepseekV3Attention"
+    with torch.inference_mode():
+        assert_close(found, model(ids).logits, 1e-5)  # its norms are stock again, in float32
 
 
 @torch.inference_mode()

@@ -29,9 +29,11 @@ from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec
 BLOCKS = ("llama", "mistral", "qwen2")
 """Families that are deepseek_v3's dense layers in everything but the attention, tensor names included."""
 
-_MODEL = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act")
-_MODEL += ("max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings")
-_MODEL += ("attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id")
+_MODEL = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
+    "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
+    "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
 _ATTENTION = "model.layers.{layer}.self_attn."
 _INPUT_NORM = "model.layers.{layer}.input_layernorm.weight"
 _NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from typing import Any
 
@@ -100,12 +101,20 @@ def _take_over(module: Any) -> None:
     )
     module.dropout = float(module.attention_dropout or 0.0)
     module.backend, module.impl = "auto", "auto"
-    module.__class__ = _optimized(type(module))
+    stock: Any = type(module)
+    module.__class__ = _optimized(stock)
 
 
 @cache
-def _optimized(stock: type[Any]) -> type[Any]:
+def _optimized(stock: Any) -> type[Any]:
     """The class of a family's modules; still one of its own, by which transformers knows whose weights to return."""
-    made = type(f"Optimized{stock.__name__}", (OptimizedLatentAttention, stock), {"__module__": __name__})
-    globals()[made.__name__] = made  # where pickle looks for it
-    return made
+    return type(f"Optimized{stock.__name__}", (OptimizedLatentAttention, stock), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """The made classes by name, which is how pickle asks for them, and so a spawned worker."""
+    for family, stock in FAMILIES.items():
+        if name == f"Optimized{stock}":
+            modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+            return _optimized(getattr(modeling, stock))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
