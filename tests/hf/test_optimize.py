@@ -282,8 +282,9 @@ def test_a_module_that_cannot_be_taken_over_leaves_all_of_them_alone(ids: torch.
         assert not any(isinstance(module, OptimizedLatentAttention) for module in attentions(model))
 
 
-def test_masks_that_are_no_tensors_are_refused() -> None:
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+def test_implementations_whose_masks_are_no_tensors_are_refused(implementation: str) -> None:
     model = deepseek()
-    model.config._attn_implementation = "flex_attention"
-    with pytest.raises(headwise.ArgumentError, match="flex_attention"):
+    model.config._attn_implementation = implementation
+    with pytest.raises(headwise.ArgumentError, match=implementation):
         headwise.optimize(model)

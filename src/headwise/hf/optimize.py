@@ -31,16 +31,17 @@ def optimize(model: Any) -> Any:
 
     Raises:
         SpecError: it is of another family, or has no attention modules of that family's own class.
-        ArgumentError: a module cannot be taken over: its weights are not plain, or its forward was replaced.
+        ArgumentError: a module cannot be taken over: its weights are not plain, its forward was replaced, or its
+            masks are made for flash or flex attention.
     """
     family = getattr(getattr(model, "config", None), "model_type", None)
     if str(family).startswith(HOSTED_PREFIX):
         return model
     if family not in FAMILIES:
         raise SpecError("model_type", family, f"cannot be optimised yet; can: {', '.join(FAMILIES)}")
-    if model.config._attn_implementation == "flex_attention":
-        rule = "has masks that are no tensors; load the model with sdpa, eager or flash attention"
-        raise ArgumentError("attn_implementation", "flex_attention", rule)
+    if (masks := model.config._attn_implementation) not in ("sdpa", "eager"):
+        rule = "does not say in tensors who attends to whom; load the model with sdpa or eager"
+        raise ArgumentError("attn_implementation", masks, rule)
     modules = {
         name: module
         for name, module in model.named_modules()
