@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import headwise
+from headwise.conversion import export_deepseek
 from headwise.measurement import cache_nbytes
 from tests.closeness import assert_close
+from tests.one_plan import convert_with_one_plan
 from tests.real_models import save_glassllm
 
 PROMPT = "The capital of France is Paris, and the capital of Italy is"
@@ -114,6 +116,50 @@ json.dump({{
     found = headwise.evaluate(out, against=smollm2, text=text, window=512, windows=1, context=64)
     assert found.perplexity_ratio is not None
     assert 1 < found.perplexity_ratio < 3
+
+
+@pytest.mark.parametrize("plan", ["lossless", "lossy"])
+def test_as_deepseek_v3_where_headwise_cannot_be_imported(
+    plan: str, smollm2: Path, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    own = tmp_path / "own"
+    if plan == "lossless":
+        headwise.convert(smollm2, own, to="mla", kv_budget=1.0)
+    else:
+        convert_with_one_plan(smollm2, own, kv_lora_rank=200, qk_rope_head_dim=128)
+    export_deepseek(own, tmp_path / "stock")
+    code = f"""
+import sys
+sys.modules["headwise"] = None
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "stock")!r})
+tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / "stock")!r})
+prompt = tokenizer({PROMPT!r}, return_tensors="pt")
+torch.save({{
+    "kind": type(model).__name__,
+    "logits": model(torch.tensor({ids.tolist()})).logits.detach(),
+    "prompt": prompt["input_ids"],
+    "made": model.generate(**prompt, max_new_tokens=64, do_sample=False, eos_token_id=None),
+}}, {str(tmp_path / "said.pt")!r})
+"""
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert fresh.returncode == 0, fresh.stderr
+    said = torch.load(tmp_path / "said.pt", weights_only=True)
+    assert said["kind"] == "DeepseekV3ForCausalLM"
+    assert float((said["logits"] - logits(own, ids)).abs().max()) < 1e-3
+    optimized = headwise.optimize(headwise.load(tmp_path / "stock"))
+    with torch.inference_mode():
+        assert float((said["logits"] - optimized(ids).logits).abs().max()) < 1e-3
+        assert said["made"].shape[1] == said["prompt"].shape[1] + 64
+        for model in (headwise.load(own), optimized):
+            made = model.generate(said["prompt"], max_new_tokens=64, do_sample=False, eos_token_id=None)
+            differ = (made != said["made"])[0].nonzero()
+            if len(differ):  # two tokens as good as each other, then
+                before = made[:, : int(differ[0])]
+                first, second = model(before).logits[0, -1].topk(2).values.tolist()
+                assert first - second < 1e-3
 
 
 def test_stock_cache_of_the_original_is_twice_as_large(smollm2: Path, ids: torch.Tensor) -> None:

@@ -56,6 +56,7 @@ _PUBLIC = {
     "generate": "headwise.hf",
     "inspect": "headwise.cost",
     "load": "headwise.hf",
+    "optimize": "headwise.hf",
 }
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ if TYPE_CHECKING:
         evaluate_planted,
         evaluate_retrieval,
     )
-    from headwise.hf import Generation, generate, load
+    from headwise.hf import Generation, generate, load, optimize
     from headwise.kernels import attend, choose_backend
     from headwise.measurement import Count, LayerCounts, count, count_layer
     from headwise.specs import (
@@ -141,6 +142,7 @@ __all__ = [
     "generate",
     "inspect",
     "load",
+    "optimize",
 ]
 
 

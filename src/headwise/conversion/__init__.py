@@ -1,6 +1,7 @@
 """A model's attention into another mechanism: plan, statistics, solve, write."""
 
 from headwise.conversion.convert import Conversion, convert
+from headwise.conversion.deepseek import deepseek_config, deepseek_layer, export_deepseek, one_plan
 from headwise.conversion.grouped import convert_to_grouped
 from headwise.conversion.latent import convert_to_latent, joint_latent
 from headwise.conversion.plan import Target, parse_target, plan_layers
@@ -15,10 +16,14 @@ __all__ = [
     "convert",
     "convert_to_grouped",
     "convert_to_latent",
+    "deepseek_config",
+    "deepseek_layer",
+    "export_deepseek",
     "input_moments",
     "joint_latent",
     "keep_rotation",
     "mean_rotation",
+    "one_plan",
     "parse_target",
     "plan_layers",
 ]

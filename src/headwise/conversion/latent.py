@@ -34,6 +34,7 @@ def convert_to_latent(
     *,
     gram: Tensor | None,
     longest: int,
+    kept: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """The MLA layer's weights, and the model frequency of each of its rotary pairs.
 
@@ -44,6 +45,8 @@ def convert_to_latent(
         gram: ``[E, E]`` or ``[E + 1, E + 1]`` (with a constant 1 as the last input), E[x xᵀ]; None for no
             statistics: all inputs count alike.
         longest: the distance up to which a dropped rotation is averaged.
+        kept: ``[F, K]`` bool, the (frequency, channel) pairs that keep their rotation, as many as the target has;
+            those that would lose most without it when None.
 
     Returns:
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
@@ -66,7 +69,8 @@ def convert_to_latent(
         queries = to_complex(heads[:, :turned].flatten(0, 1), H, interleaved=interleaved)
         keys = to_complex(key_heads[:, :turned].flatten(0, 1), K, interleaved=interleaved)
         channels = concentrate(queries, keys, moments)
-        kept = keep_rotation(channels.energy, rotation, target.qk_rope_head_dim // 2)
+        if kept is None:
+            kept = keep_rotation(channels.energy, rotation, target.qk_rope_head_dim // 2)
         # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
         rotation = rotation * rotary.attention_scaling**2
         query_parts, pairs = [_rotary_queries(queries, channels, kept, K)], torch.nonzero(kept)[:, 0].tolist()

@@ -5,6 +5,7 @@ from headwise.hf.generate import Generation, generate
 from headwise.hf.layerwise import AttentionCall, LayerwiseModel
 from headwise.hf.load import as_dtype, check_complete, expected_tensors, load, model_class, open_decoder, stock_config
 from headwise.hf.models import hosted_classes, install_attention, register
+from headwise.hf.optimize import optimize
 
 __all__ = [
     "AttentionCall",
@@ -23,6 +24,7 @@ __all__ = [
     "load",
     "model_class",
     "open_decoder",
+    "optimize",
     "register",
     "stock_config",
 ]

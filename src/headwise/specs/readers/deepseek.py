@@ -18,7 +18,7 @@ from headwise.specs.readers.rope import read_rope, yarn_softmax_scale
 def latent_layer(config: Config, *, interleaved: bool | None = None, rotated: bool = True) -> LatentSpec:
     """One MLA layer; ``interleaved`` None is what ``rope_interleave`` says, or True."""
     rope_dim = integer(config, "qk_rope_head_dim")
-    nope_dim = integer(config, "qk_nope_head_dim")
+    nope_dim = _nope_dim(config)
     if "q_lora_rank" not in config:
         # One transformers class serves models with a query latent (its default) and without.
         raise NotSaidError("q_lora_rank", None, "is required in config.json, as null where queries have no latent")
@@ -38,6 +38,12 @@ def latent_layer(config: Config, *, interleaved: bool | None = None, rotated: bo
         rope=rope,
         softmax_scale=yarn_softmax_scale(rope, nope_dim + rope_dim),
     )
+
+
+def _nope_dim(config: Config) -> int:
+    """0 where all of a head rotates, as in a converted model that keeps every rotary channel."""
+    said = config.get("qk_nope_head_dim")
+    return 0 if type(said) is int and said == 0 else integer(config, "qk_nope_head_dim")
 
 
 def _layers(config: Config) -> tuple[AttentionSpec, ...]:

@@ -1,0 +1,309 @@
+"""A converted MLA model as stock transformers' ``deepseek_v3``: a folder that loads where there is no headwise.
+
+That model always passes a latent through an RMSNorm, which ours do not have, and its decoders carry no bias. One more
+channel of the latent, a constant b far above the rest, settles both: the root mean square is then ``b / sqrt(R')``
+whatever the rest is, the norm's weight undoes it, and decoder biases are the constant's column.
+
+A norm's input is at most ``gain · sqrt(E)`` long, so that b can be chosen from weights alone: the latent is at most
+``|c|``, and what the norm changes is below ``|c|² / 2b²`` of it.
+
+Shapes: E hidden, R a layer's latent rank, R' the folder's, P rotary dims, H heads, N content dims, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention import RotaryEmbedding
+from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint
+from headwise.errors import ArgumentError, SpecError
+from headwise.hf import as_dtype, check_complete, expected_tensors, stock_config
+from headwise.progress import Progress, silent
+from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, read_config
+
+BLOCKS = ("llama", "mistral", "qwen2")
+"""Families that are deepseek_v3's dense layers in everything but the attention, tensor names included."""
+
+_MODEL = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
+    "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
+    "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+_ATTENTION = "model.layers.{layer}.self_attn."
+_INPUT_NORM = "model.layers.{layer}.input_layernorm.weight"
+_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
+_HEADROOM = {torch.float16: 8.0}
+_WIDE_HEADROOM = 1024.0
+"""How far the constant is above the longest latent: worst change 5e-7. float16 would lose the rest to underflow."""
+
+
+def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` of a converted model as ``deepseek_v3``.
+
+    Args:
+        config: of a folder in headwise's own format: ``model_type`` ``headwise_llama`` …, ``headwise`` and ``dtype``.
+
+    Raises:
+        ArgumentError: the layers differ in what deepseek_v3 has once for all of them.
+        SpecError: it is no such folder, or its family has something that deepseek_v3 has not.
+    """
+    family = str(config["model_type"]).removeprefix(HOSTED_PREFIX)
+    if family == config["model_type"]:
+        raise SpecError("model_type", family, "must be an MLA model in headwise's own format to become deepseek_v3")
+    if family not in BLOCKS:
+        raise SpecError("model_type", family, f"has other blocks than deepseek_v3's; can: {', '.join(BLOCKS)}")
+    full = stock_config(dict(config)).to_dict()
+    if full.get("mlp_bias"):
+        raise SpecError("mlp_bias", True, "deepseek_v3's feed-forward networks have no biases")
+    layers, channels = read_config(config).layers, config["headwise"]["rope_channels"]
+    first = one_plan(layers, channels)
+    (source, *_) = read_config({**full, "model_type": family}).layers
+    assert isinstance(source, GroupedSpec)
+    latents = [layer for layer in layers if isinstance(layer, LatentSpec)]
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **{name: full[name] for name in _MODEL if name in full},
+        "num_key_value_heads": first.num_heads,
+        "kv_lora_rank": max(layer.kv_lora_rank for layer in latents) + 1,
+        # Its plain query projection has no bias; behind a query latent as wide as the input, a bias has a place.
+        "q_lora_rank": first.hidden_size + 1 if any("q_proj" in layer.bias for layer in latents) else None,
+        "qk_nope_head_dim": first.qk_nope_head_dim,
+        "qk_rope_head_dim": first.qk_rope_head_dim,
+        "v_head_dim": first.v_head_dim,
+        "attention_bias": True,
+        "rope_interleave": False,
+        "rope_parameters": _rope_parameters(source, channels[0], full["max_position_embeddings"]),
+        "first_k_dense_replace": len(layers),
+        "num_nextn_predict_layers": 0,
+        # Of experts there are none; readers of the format ask for the numbers all the same.
+        "moe_intermediate_size": full["intermediate_size"],
+        "n_routed_experts": 1,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "dtype": dtype_name(as_dtype(config["dtype"])),
+    }
+
+
+def one_plan(layers: Sequence[AttentionSpec], channels: Sequence[Sequence[int]]) -> LatentSpec:
+    """The first layer of a plan that deepseek_v3 can hold: all sizes but the latent rank, and the channels, alike.
+
+    Args:
+        layers: every layer's spec.
+        channels: the model's frequency of each rotary pair of each layer.
+
+    Raises:
+        ArgumentError: a layer differs from the first in one of them.
+        SpecError: a layer is not MLA, or is of a kind that deepseek_v3 is not.
+    """
+    first, *_ = layers
+    for index, (layer, own) in enumerate(zip(layers, channels, strict=True)):
+        if not isinstance(layer, LatentSpec) or layer.latent_norm or layer.q_lora_rank is not None:
+            raise SpecError("attention", layer.label, "must be MLA as convert makes it to become deepseek_v3's")
+        if layer.sliding_window is not None:
+            raise SpecError("sliding_window", layer.sliding_window, "deepseek_v3 has none")
+        for name in ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if (value := getattr(layer, name)) != (one := getattr(first, name)):
+                raise ArgumentError(f"{name} of layer {index}", value, f"must be {one}, layer 0's, for deepseek_v3")
+        if list(own) != list(channels[0]):
+            rule = "must be layer 0's, in its order: deepseek_v3 has one list of frequencies for all layers"
+            raise ArgumentError(f"rope_channels of layer {index}", list(own), rule)
+    assert isinstance(first, LatentSpec)
+    return first
+
+
+def deepseek_layer(
+    state: Mapping[str, Tensor], spec: LatentSpec, config: Mapping[str, Any], input_norm: Tensor
+) -> dict[str, Tensor]:
+    """One layer's attention under deepseek_v3's own names, in the config's dtype.
+
+    Args:
+        state: its tensors by the names of headwise's format; any dtype.
+        spec: what they are.
+        config: from `deepseek_config`.
+        input_norm: ``[E]``, the weight of the RMSNorm before the layer; it bounds what the layer can be given.
+    """
+    dtype = as_dtype(config["dtype"])
+    wide = {name: tensor.double() for name, tensor in state.items()}
+    gain = input_norm.double().abs()
+    R, E = spec.kv_lora_rank, spec.hidden_size
+    down = wide["kv_a_proj_with_mqa.weight"]
+    bias = wide.get("kv_a_proj_with_mqa.bias", down.new_zeros(len(down)))
+    latent = _behind_a_norm(
+        _Pair(down[:R], bias[:R], wide["kv_b_proj.weight"], wide.get("kv_b_proj.bias")),
+        config["kv_lora_rank"],
+        gain,
+        dtype,
+    )
+    out = {
+        "kv_a_proj_with_mqa.weight": torch.cat((latent.down, down[R:])),
+        "kv_a_proj_with_mqa.bias": torch.cat((latent.down_bias, bias[R:])),
+        "kv_a_layernorm.weight": latent.norm,
+        "kv_b_proj.weight": latent.up,
+        "o_proj.weight": wide["o_proj.weight"],
+        "o_proj.bias": wide.get("o_proj.bias", down.new_zeros(E)),
+    }
+    # Its softmax scale is the plain one.
+    scale = 1.0 if spec.softmax_scale is None else spec.softmax_scale * spec.qk_head_dim**0.5
+    query, query_bias = wide["q_proj.weight"] * scale, wide.get("q_proj.bias")
+    if config["q_lora_rank"] is None:
+        assert query_bias is None
+        out["q_proj.weight"] = query
+    else:
+        inputs = torch.eye(E, dtype=torch.float64)
+        pair = _Pair(inputs, inputs.new_zeros(E), query, None if query_bias is None else query_bias * scale)
+        normed = _behind_a_norm(pair, config["q_lora_rank"], gain, dtype)
+        out["q_a_proj.weight"], out["q_a_proj.bias"] = normed.down, normed.down_bias
+        out["q_a_layernorm.weight"], out["q_b_proj.weight"] = normed.norm, normed.up
+    return {name: tensor.to(dtype) for name, tensor in out.items()}
+
+
+def export_deepseek(
+    source: str | Path, output: str | Path, *, overwrite: bool = False, progress: Progress = silent
+) -> None:
+    """Write a folder in headwise's own MLA format as a stock ``deepseek_v3`` folder, one layer in memory at a time.
+
+    Args:
+        source: the folder that `headwise.convert` wrote.
+        output: the folder to write; must not exist, or be empty, unless ``overwrite``.
+        overwrite: replace a model folder at ``output``.
+        progress: told of each layer.
+
+    Raises:
+        ArgumentError: the output is taken, or the layers differ in what deepseek_v3 has once for all.
+        SpecError: the source is of a family or plan that deepseek_v3 cannot hold.
+        CheckpointError: the source cannot be read, or the output cannot be written.
+    """
+    check_output(Path(output), overwrite=overwrite)
+    checkpoint = open_checkpoint(source)
+    config = deepseek_config({**checkpoint.config, "dtype": dtype_name(checkpoint.dtype)})
+    check_complete(checkpoint)
+    tensors = {name: TensorInfo(shape, checkpoint.dtype) for name, shape in expected_tensors(config).items()}
+    with FolderWriter(Path(output), tensors, overwrite=overwrite) as writer:
+        writer.add_companions(checkpoint)
+        for name, tensor in _exported(checkpoint, config, list(tensors), progress):
+            writer.add(name, tensor)
+        writer.write_json("config.json", config)
+
+
+def _exported(
+    checkpoint: Checkpoint, config: Mapping[str, Any], names: Sequence[str], progress: Progress
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder, in its order."""
+    layers = checkpoint.spec.layers
+    owner = {name: index for index in range(len(layers)) for name in names if name.startswith(_prefix(index))}
+    done, made = -1, dict[str, Tensor]()
+    for name in names:
+        if name not in owner:
+            yield name, checkpoint.read(name).to(checkpoint.dtype)
+            continue
+        if owner[name] != done:
+            done = owner[name]
+            progress("exporting", done, len(layers))
+            prefix, spec = _prefix(done), layers[done]
+            assert isinstance(spec, LatentSpec)
+            stored = [key for key in checkpoint.tensors if key.startswith(prefix)]
+            state = {key.removeprefix(prefix): checkpoint.read(key) for key in stored}
+            made = deepseek_layer(state, spec, config, checkpoint.read(_INPUT_NORM.format(layer=done)))
+        yield name, made[name.removeprefix(_prefix(done))]
+    progress("exporting", len(layers), len(layers))
+
+
+def _prefix(layer: int) -> str:
+    return _ATTENTION.format(layer=layer)
+
+
+class _Pair(NamedTuple):
+    """``up (down x + down_bias) + up_bias`` with down ``[R, E]`` and up ``[O, R]``."""
+
+    down: Tensor
+    down_bias: Tensor
+    up: Tensor
+    up_bias: Tensor | None
+
+
+class _NormedPair(NamedTuple):
+    """``up (norm · c / rms(c))`` with ``c = down x + down_bias`` of R' channels, the constant last."""
+
+    down: Tensor
+    down_bias: Tensor
+    norm: Tensor
+    up: Tensor
+
+
+def _behind_a_norm(pair: _Pair, rank: int, gain: Tensor, dtype: torch.dtype) -> _NormedPair:
+    """The same map with an RMSNorm on a latent of ``rank`` channels, for inputs that come out of an RMSNorm.
+
+    Args:
+        pair: the map; float64.
+        rank: R', at least one more than the pair's own R.
+        gain: ``[E]``, the weight of the norm that the inputs come from, not negative.
+        dtype: what the weights are rounded to.
+    """
+    R, E = pair.down.shape
+    zeros = pair.down.new_zeros
+    longest = _spectral_norm(pair.down * gain) * E**0.5 + float(pair.down_bias.norm())
+    wanted = _HEADROOM.get(dtype, _WIDE_HEADROOM) * (longest or 1.0)
+    largest = min(torch.finfo(dtype).max / 4, 1e15)  # squared, in float32
+    # A power of two multiplies without rounding; what the constant's own rounding leaves over goes to the decoder.
+    scale = 2.0 ** torch.tensor(min(wanted, largest) / rank**0.5).log2().ceil()
+    constant = _rounded(scale * rank**0.5, dtype)
+    rms = (constant**2 / rank + _NORM_EPS) ** 0.5
+    norm = torch.full((rank,), float(scale), dtype=torch.float64)
+    norm[-1] = 1.0  # the constant is cached as sqrt(R'), which stands out less than b
+    up = torch.cat((pair.up * (rms / scale), zeros(len(pair.up), rank - R)), dim=1)
+    if pair.up_bias is not None:
+        up[:, -1] = pair.up_bias / _rounded(constant / rms, dtype)
+    return _NormedPair(
+        down=torch.cat((pair.down, zeros(rank - R, E))),
+        down_bias=torch.cat((pair.down_bias, zeros(rank - R - 1), constant[None])),
+        norm=norm,
+        up=up,
+    )
+
+
+def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype).double()
+
+
+def _spectral_norm(matrix: Tensor) -> float:
+    """The most it can lengthen a vector."""
+    gram = matrix @ matrix.mT if matrix.shape[0] <= matrix.shape[1] else matrix.mT @ matrix
+    return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
+
+
+def _rope_parameters(source: GroupedSpec, channels: Sequence[int], longest: int) -> dict[str, Any]:
+    """One list of frequencies, repeats and all, as the factors of a ``longrope`` whose grid is all ones.
+
+    Raises:
+        SpecError: the model's frequencies change with the length of the text.
+    """
+    rope = source.rope
+    if rope is None or rope.rope_type in ("dynamic", "longrope"):
+        kind = None if rope is None else rope.rope_type
+        raise SpecError("rope_type", kind, "deepseek_v3 can hold frequencies that do not change with the length only")
+    rotary = RotaryEmbedding(rope)
+    factors = [_reciprocal(rotary.frequencies[channel]) for channel in channels]
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 1.0,
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": rotary.attention_scaling,
+        "original_max_position_embeddings": longest,
+    }
+
+
+def _reciprocal(frequency: float) -> float:
+    """The float32 whose reciprocal, in float32, is nearest: an ulp of frequency is 1e-4 rad at position 2000."""
+    about = (1.0 / torch.tensor(frequency, dtype=torch.float64)).float()
+    near = torch.stack((about, about.nextafter(about * 0), about.nextafter(about * 2)))
+    return float(near[(1.0 / near - frequency).abs().argmin()])
