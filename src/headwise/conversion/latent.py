@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
+from headwise.conversion.assemble import assemble, projections
 from headwise.conversion.rope_channels import Channels, concentrate, keep_rotation, mean_rotation, to_complex, to_real
 from headwise.specs import GroupedSpec, LatentSpec
 
@@ -48,9 +49,8 @@ def convert_to_latent(
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
     """
     assert source.rope is not None
-    H, K, D = source.num_heads, source.num_kv_heads, source.head_dim
-    biased = "kv_a_proj_with_mqa" in target.bias
-    w_q, w_k, w_v = (_with_bias(state, name, biased) for name in ("q_proj", "k_proj", "v_proj"))
+    H, K = source.num_heads, source.num_kv_heads
+    w_q, w_k, w_v = projections(state, target)
     moments = torch.eye(w_q.shape[1], dtype=torch.float64) if gram is None else gram[: w_q.shape[1], : w_q.shape[1]]
 
     rotary = RotaryEmbedding(source.rope)
@@ -68,27 +68,18 @@ def convert_to_latent(
         content, w_v, _output_weight(state["o_proj.weight"], source), moments, target.kv_lora_rank
     )
 
-    group = H // K
-    query_parts, decoder_parts = [q_rope], [value_up.view(K, source.value_dim, -1)]
-    if target.qk_nope_head_dim:
-        query_parts.insert(0, torch.unflatten(w_q, 0, (H, D)))
-        decoder_parts.insert(0, (content_up @ key_up).view(K, D, -1))
-    # The new heads are wider, so their softmax scale is smaller; the scores must not be.
-    rescale = (target.qk_head_dim / D) ** 0.5 * (
-        1.0 if source.softmax_scale is None else source.softmax_scale * D**0.5
+    tensors = assemble(
+        state,
+        source,
+        target,
+        q_nope=w_q,
+        q_rope=q_rope,
+        k_rope=k_rope,
+        down=down,
+        key_up=content_up @ key_up,
+        value_up=value_up,
     )
-    query = torch.cat(query_parts, dim=1).flatten(0, 1) * rescale
-    decoder = torch.cat(decoder_parts, dim=1).repeat_interleave(group, dim=0).flatten(0, 1)
-
-    out = {
-        **_split_bias("q_proj", query, biased),
-        **_split_bias("kv_a_proj_with_mqa", torch.cat((down, k_rope)), biased),
-        "kv_b_proj.weight": decoder,
-        "o_proj.weight": state["o_proj.weight"].double(),
-    }
-    if "o_proj.bias" in state:
-        out["o_proj.bias"] = state["o_proj.bias"].double()
-    return out, torch.nonzero(kept)[:, 0].tolist()
+    return tensors, torch.nonzero(kept)[:, 0].tolist()
 
 
 def joint_latent(
@@ -174,18 +165,3 @@ def _output_weight(w_o: Tensor, source: GroupedSpec) -> Tensor:
 def _norm(rows: Tensor, gram: Tensor) -> float:
     energy = float(((rows @ gram) * rows).sum())
     return math.sqrt(max(energy, torch.finfo(torch.float64).tiny))
-
-
-def _with_bias(state: Mapping[str, Tensor], name: str, biased: bool) -> Tensor:
-    weight = state[f"{name}.weight"].double()
-    if not biased:
-        return weight
-    bias = state.get(f"{name}.bias")
-    column = torch.zeros(weight.shape[0], 1, dtype=torch.float64) if bias is None else bias.double()[:, None]
-    return torch.cat((weight, column), dim=1)
-
-
-def _split_bias(name: str, weight: Tensor, biased: bool) -> dict[str, Tensor]:
-    if not biased:
-        return {f"{name}.weight": weight}
-    return {f"{name}.weight": weight[:, :-1], f"{name}.bias": weight[:, -1]}
