@@ -4,6 +4,7 @@ from headwise.conversion.convert import Conversion, convert
 from headwise.conversion.grouped import convert_to_grouped
 from headwise.conversion.latent import convert_to_latent, joint_latent
 from headwise.conversion.plan import Target, parse_target, plan_layers
+from headwise.conversion.published import first_head, mha2mla, transmla
 from headwise.conversion.rope_channels import Channels, concentrate, keep_rotation, mean_rotation
 from headwise.conversion.statistics import input_moments
 
@@ -15,10 +16,13 @@ __all__ = [
     "convert",
     "convert_to_grouped",
     "convert_to_latent",
+    "first_head",
     "input_moments",
     "joint_latent",
     "keep_rotation",
     "mean_rotation",
+    "mha2mla",
     "parse_target",
     "plan_layers",
+    "transmla",
 ]
