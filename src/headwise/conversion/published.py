@@ -275,6 +275,6 @@ def _gram(moments: Tensor | None, weight: Tensor) -> Tensor:
 
 
 def _norm(rows: Tensor, gram: Tensor) -> float:
-    """The root mean square length of ``rows x``, above 0."""
+    """The root mean square length of ``rows x``, above 0: the paper's mean length, as far as a Gram matrix tells."""
     energy = float(((rows @ gram) * rows).sum())
     return math.sqrt(max(energy, torch.finfo(torch.float64).tiny))
