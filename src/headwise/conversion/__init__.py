@@ -5,6 +5,7 @@ from headwise.conversion.deepseek import deepseek_config, deepseek_layer, export
 from headwise.conversion.grouped import convert_to_grouped
 from headwise.conversion.latent import convert_to_latent, joint_latent
 from headwise.conversion.plan import Target, parse_target, plan_layers
+from headwise.conversion.published import first_head, mha2mla, transmla
 from headwise.conversion.rope_channels import Channels, concentrate, keep_rotation, mean_rotation
 from headwise.conversion.statistics import input_moments
 
@@ -19,11 +20,14 @@ __all__ = [
     "deepseek_config",
     "deepseek_layer",
     "export_deepseek",
+    "first_head",
     "input_moments",
     "joint_latent",
     "keep_rotation",
     "mean_rotation",
+    "mha2mla",
     "one_plan",
     "parse_target",
     "plan_layers",
+    "transmla",
 ]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
+from headwise.conversion.assemble import assemble, projections
 from headwise.conversion.rope_channels import Channels, concentrate, keep_rotation, mean_rotation, to_complex, to_real
 from headwise.specs import GroupedSpec, LatentSpec, rotated_dims
 
@@ -52,15 +53,14 @@ def convert_to_latent(
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
     """
     H, K, D = source.num_heads, source.num_kv_heads, source.head_dim
-    biased = "kv_a_proj_with_mqa" in target.bias
-    w_q, w_k, w_v = (_with_bias(state, name, biased) for name in ("q_proj", "k_proj", "v_proj"))
+    w_q, w_k, w_v = projections(state, target)
     moments = torch.eye(w_q.shape[1], dtype=torch.float64) if gram is None else gram[: w_q.shape[1], : w_q.shape[1]]
 
     heads, key_heads = torch.unflatten(w_q, 0, (H, D)), torch.unflatten(w_k, 0, (K, D))
     turned = rotated_dims(source)
     plain = key_heads[:, turned:].flatten(0, 1)
-    query_parts, pairs = [], []
-    k_rope, content = w_k[:0], plain
+    pairs: list[int] = []
+    q_rope, k_rope, content = heads[:, :0], w_k[:0], plain
     content_up = torch.eye(len(plain), dtype=torch.float64)
     if source.rope is not None:
         interleaved = source.rope.interleaved
@@ -73,7 +73,7 @@ def convert_to_latent(
             kept = keep_rotation(channels.energy, rotation, target.qk_rope_head_dim // 2)
         # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
         rotation = rotation * rotary.attention_scaling**2
-        query_parts, pairs = [_rotary_queries(queries, channels, kept, K)], torch.nonzero(kept)[:, 0].tolist()
+        q_rope, pairs = _rotary_queries(queries, channels, kept, K), torch.nonzero(kept)[:, 0].tolist()
         k_rope = to_real(channels.keys[kept])
         unrotated, unrotated_up = _unrotated_keys(channels, kept, rotation, interleaved=interleaved)
         content = torch.cat((unrotated, plain))
@@ -82,26 +82,17 @@ def convert_to_latent(
         content, w_v, _output_weight(state["o_proj.weight"], source), moments, target.kv_lora_rank
     )
 
-    group = H // K
-    decoder_parts = [value_up.view(K, source.value_dim, -1)]
-    if nope_dim := target.qk_nope_head_dim:  # without the rotated dims, where all of them keep their rotation
-        query_parts.insert(0, heads[:, D - nope_dim :])
-        decoder_parts.insert(0, (content_up @ key_up).view(K, D, -1)[:, D - nope_dim :])
-    # The new heads are wider, so their softmax scale is smaller; the scores must not be.
-    rescale = (target.qk_head_dim / D) ** 0.5 * (
-        1.0 if source.softmax_scale is None else source.softmax_scale * D**0.5
+    out = assemble(
+        state,
+        source,
+        target,
+        q_nope=heads.flatten(0, 1),
+        q_rope=q_rope,
+        k_rope=k_rope,
+        down=down,
+        key_up=content_up @ key_up,
+        value_up=value_up,
     )
-    query = torch.cat(query_parts, dim=1).flatten(0, 1) * rescale
-    decoder = torch.cat(decoder_parts, dim=1).repeat_interleave(group, dim=0).flatten(0, 1)
-
-    out = {
-        **_split_bias("q_proj", query, biased),
-        **_split_bias("kv_a_proj_with_mqa", torch.cat((down, k_rope)), biased),
-        "kv_b_proj.weight": decoder,
-        "o_proj.weight": state["o_proj.weight"].double(),
-    }
-    if "o_proj.bias" in state:
-        out["o_proj.bias"] = state["o_proj.bias"].double()
     return out, pairs
 
 
@@ -202,18 +193,3 @@ def _output_weight(w_o: Tensor, source: GroupedSpec) -> Tensor:
 def _norm(rows: Tensor, gram: Tensor) -> float:
     energy = float(((rows @ gram) * rows).sum())
     return math.sqrt(max(energy, torch.finfo(torch.float64).tiny))
-
-
-def _with_bias(state: Mapping[str, Tensor], name: str, biased: bool) -> Tensor:
-    weight = state[f"{name}.weight"].double()
-    if not biased:
-        return weight
-    bias = state.get(f"{name}.bias")
-    column = torch.zeros(weight.shape[0], 1, dtype=torch.float64) if bias is None else bias.double()[:, None]
-    return torch.cat((weight, column), dim=1)
-
-
-def _split_bias(name: str, weight: Tensor, biased: bool) -> dict[str, Tensor]:
-    if not biased:
-        return {f"{name}.weight": weight}
-    return {f"{name}.weight": weight[:, :-1], f"{name}.bias": weight[:, -1]}

@@ -1,0 +1,85 @@
+"""An MLA layer's tensors out of a solution's parts: names, order of rows, biases and scale.
+
+Shapes: H query heads, K key heads, D head dim, V value dim, E hidden, E' = E or E + 1 (a column for the biases),
+P rotary dims, R latent rank. Everything is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headwise.specs import GroupedSpec, LatentSpec
+
+
+def projections(state: Mapping[str, Tensor], target: LatentSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """The query, key and value projections ``[rows, E']``; with biases, as a last column for an input of 1."""
+    q, k, v = (_with_bias(state, name, _is_biased(target)) for name in ("q_proj", "k_proj", "v_proj"))
+    return q, k, v
+
+
+def assemble(
+    state: Mapping[str, Tensor],
+    source: GroupedSpec,
+    target: LatentSpec,
+    *,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    k_rope: Tensor,
+    down: Tensor,
+    key_up: Tensor,
+    value_up: Tensor,
+) -> dict[str, Tensor]:
+    """The layer's tensors by its own names.
+
+    Args:
+        state: the source layer's, for its output projection.
+        source: what they are.
+        target: what is made.
+        q_nope: ``[H·D, E']``, a head's query for the content.
+        q_rope: ``[H, P, E']``, for the shared rotary key.
+        k_rope: ``[P, E']``.
+        down: ``[R, E']``, the latent.
+        key_up: ``[K·D, R]``, each key head's content from it.
+        value_up: ``[K·V, R]``.
+    """
+    H, K, D = source.num_heads, source.num_kv_heads, source.head_dim
+    queries, decoders = [q_rope], [value_up.view(K, source.value_dim, -1)]
+    if nope := target.qk_nope_head_dim:  # without the rotated dims, which come first, where all keep their rotation
+        queries.insert(0, torch.unflatten(q_nope, 0, (H, D))[:, D - nope :])
+        decoders.insert(0, key_up.view(K, D, -1)[:, D - nope :])
+    # The new heads are wider, so their softmax scale is smaller; the scores must not be.
+    rescale = (target.qk_head_dim / D) ** 0.5 * (
+        1.0 if source.softmax_scale is None else source.softmax_scale * D**0.5
+    )
+    biased = _is_biased(target)
+    out = {
+        **_split_bias("q_proj", torch.cat(queries, dim=1).flatten(0, 1) * rescale, biased),
+        **_split_bias("kv_a_proj_with_mqa", torch.cat((down, k_rope)), biased),
+        "kv_b_proj.weight": torch.cat(decoders, dim=1).repeat_interleave(H // K, dim=0).flatten(0, 1),
+        "o_proj.weight": state["o_proj.weight"].double(),
+    }
+    if "o_proj.bias" in state:
+        out["o_proj.bias"] = state["o_proj.bias"].double()
+    return out
+
+
+def _is_biased(target: LatentSpec) -> bool:
+    return "kv_a_proj_with_mqa" in target.bias
+
+
+def _with_bias(state: Mapping[str, Tensor], name: str, biased: bool) -> Tensor:
+    weight = state[f"{name}.weight"].double()
+    if not biased:
+        return weight
+    bias = state.get(f"{name}.bias")
+    column = torch.zeros(weight.shape[0], 1, dtype=torch.float64) if bias is None else bias.double()[:, None]
+    return torch.cat((weight, column), dim=1)
+
+
+def _split_bias(name: str, weight: Tensor, biased: bool) -> dict[str, Tensor]:
+    if not biased:
+        return {f"{name}.weight": weight}
+    return {f"{name}.weight": weight[:, :-1], f"{name}.bias": weight[:, -1]}
