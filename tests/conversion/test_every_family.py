@@ -300,6 +300,24 @@ def test_calibration_text_reaches_every_family(name: str, tmp_path: Path) -> Non
     assert headwise.load(tmp_path / "out") is not None
 
 
+@pytest.mark.parametrize(("name", "to"), [("mistral", "mla"), ("gpt_neox", "mla"), ("gpt2", "gqa:2"), ("opt", "mla")])
+def test_quality_is_measured_on_every_kind(name: str, to: str, tmp_path: Path) -> None:
+    source, text = save_family(tmp_path / "source", name), tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog, and then it does so again. " * 20)
+    convert(source, tmp_path / "out", to, 1.0)
+    found = headwise.evaluate(tmp_path / "out", against=source, text=text, window=32, windows=3, context=16)
+    spec = headwise.inspect(tmp_path / "out", dtype="float64")
+    assert found.reference_cache_bytes_per_token is not None
+    assert found.kl is not None
+    if to == "mla":
+        assert found.kl < 1e-9
+        assert found.top1_agreement == 1
+    else:
+        assert found.kl > 1e-3
+    if name != "mistral":  # whose window is shorter than the context
+        assert found.cache_bytes_per_token == spec.kv_bytes_per_token
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @torch.inference_mode()
 def test_a_layer_with_padding_alone_keeps_its_window(implementation: str, tmp_path: Path) -> None:

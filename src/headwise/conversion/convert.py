@@ -46,7 +46,8 @@ class Conversion:
         model_type: of the result: the family's, or ``headwise_`` and the family's where headwise's layers are in it.
         mechanism: of the result.
         method: how the heads were made: ``copy``, ``repeat``, ``mean`` or ``svd``.
-        kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype.
+        kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype; what a decoder keeps of
+            an encoder's output is not in it.
         kv_bytes_per_token_after: of the result.
         parameters_before: learned numbers in the whole source.
         parameters_after: in the result.
