@@ -153,6 +153,42 @@ class Activations:
             raise CheckpointError("activations", str(self.folder), rule) from None
 
 
+class Spill:
+    """Windows ``[N, W, E]`` float32 in a file, for as long as one layer needs them.
+
+    Args:
+        path: of the file, which is made anew.
+        shape: N, W and E.
+    """
+
+    def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
+        self.path, self.shape = path, shape
+        self._bytes = shape[1] * shape[2] * 4
+
+    def write(self, window: int, states: Tensor) -> None:
+        """Put one window ``[W, E]`` in its place.
+
+        Raises:
+            CheckpointError: the disk is full, or the file cannot be written.
+        """
+        try:
+            with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+                file.seek(window * self._bytes)
+                file.write(_bytes(states.detach().float().contiguous()))
+        except OSError as error:
+            rule = f"could not be written: {error.strerror or error}"
+            raise CheckpointError("activations", str(self.path), rule) from None
+
+    def read(self, window: int) -> Tensor:
+        """One window."""
+        states = torch.empty(self.shape[1:])
+        with self.path.open("rb") as file:
+            file.seek(window * self._bytes)
+            if file.readinto(_bytes(states)) != states.nbytes:
+                raise CheckpointError("activations", str(self.path), "are cut short")
+        return states
+
+
 def _bytes(tensor: Tensor) -> Any:
     return tensor.flatten().view(torch.uint8).numpy()
 

@@ -17,7 +17,8 @@ from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.grouped import convert_to_grouped
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.plan import Target, parse_target, plan_layers, refuse_latent
-from headwise.conversion.statistics import WINDOW, input_moments
+
+WINDOW = 2048
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation import read_text

@@ -5,13 +5,12 @@ values are decoded from one latent. With every rotary channel kept and the laten
 computes what it did before. Key dims that never rotated (partial rotary, or no RoPE at all) are plain content.
 Everything here is a function of tensors, in float64.
 
-Shapes: H query heads, K key heads, D head dim, D' its rotated dims, V value dim, E hidden, E' = E or E + 1 (a column
-for the biases), P rotary dims, R latent rank.
+Shapes: H query heads, K key heads, D head dim, D' its rotated dims, F = D'/2, V value dim, E hidden, E' = E or E + 1
+(a column for the biases), P rotary dims, R latent rank, m content rows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -19,13 +18,24 @@ from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
 from headwise.conversion.assemble import assemble, projections
-from headwise.conversion.rope_channels import Channels, concentrate, keep_rotation, mean_rotation, to_complex, to_real
+from headwise.conversion.joint_latent import Part, joint_latent
+from headwise.conversion.rope_channels import (
+    Channels,
+    concentrate,
+    keep_rotation,
+    lost_rotation,
+    mean_rotation,
+    to_complex,
+    to_real,
+)
+from headwise.conversion.statistics import Statistics, root
 from headwise.specs import GroupedSpec, LatentSpec, rotated_dims
 
-KEY_BALANCE = 2.0
-"""How much all key energy counts beside all value energy in the latent."""
+KEY_WEIGHT = 0.5
+"""How much of the predicted cost of an error in the keys is counted; measured, errors of scores cost less."""
 
-_FLOOR = 1e-6
+KEY_BALANCE = 4.0
+"""Without statistics: how much all key energy counts beside all value energy."""
 
 
 def convert_to_latent(
@@ -33,8 +43,10 @@ def convert_to_latent(
     source: GroupedSpec,
     target: LatentSpec,
     *,
-    gram: Tensor | None,
-    longest: int,
+    statistics: Statistics | None,
+    sensitivity: Tensor | None = None,
+    longest: int = 2048,
+    key_weight: float = KEY_WEIGHT,
     kept: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """The MLA layer's weights, and the model frequency of each of its rotary pairs.
@@ -43,18 +55,19 @@ def convert_to_latent(
         state: the layer's tensors by its own names (``q_proj.weight`` …).
         source: what they are.
         target: what to make; from `headwise.specs.as_latent`.
-        gram: ``[E, E]`` or ``[E + 1, E + 1]`` (with a constant 1 as the last input), E[x xᵀ]; None for no
-            statistics: all inputs count alike.
-        longest: the distance up to which a dropped rotation is averaged.
-        kept: ``[F, K]`` bool, the (frequency, channel) pairs that keep their rotation, as many as the target has;
-            those that would lose most without it when None.
+        statistics: means over a text; None for none: all inputs count alike, near tokens are attended to more.
+        sensitivity: ``[E, E]``, what an error of the output costs; the same in every direction when None.
+        longest: without statistics, the distance up to which a dropped rotation is averaged.
+        key_weight: with statistics, how much an error of the keys counts.
+        kept: bool ``[F, K]``, the channels that keep their rotation; the most needed when None.
 
     Returns:
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
     """
     H, K, D = source.num_heads, source.num_kv_heads, source.head_dim
     w_q, w_k, w_v = projections(state, target)
-    moments = torch.eye(w_q.shape[1], dtype=torch.float64) if gram is None else gram[: w_q.shape[1], : w_q.shape[1]]
+    known = statistics or Statistics.nothing(source.hidden_size, H, longest)
+    inputs, keyed = (gram[: w_q.shape[1], : w_q.shape[1]] for gram in (known.inputs, known.keys))
 
     heads, key_heads = torch.unflatten(w_q, 0, (H, D)), torch.unflatten(w_k, 0, (K, D))
     turned = rotated_dims(source)
@@ -65,23 +78,34 @@ def convert_to_latent(
     if source.rope is not None:
         interleaved = source.rope.interleaved
         rotary = RotaryEmbedding(source.rope)
-        rotation = mean_rotation(rotary.frequencies, longest)
+        rotation = mean_rotation(rotary.frequencies, known.distances)
         queries = to_complex(heads[:, :turned].flatten(0, 1), H, interleaved=interleaved)
         keys = to_complex(key_heads[:, :turned].flatten(0, 1), K, interleaved=interleaved)
-        channels = concentrate(queries, keys, moments)
+        asked = _energy(queries, inputs) * known.head_weight[:, None]
+        channels = concentrate(queries, keys, asked, keyed)
         if kept is None:
-            kept = keep_rotation(channels.energy, rotation, target.qk_rope_head_dim // 2)
-        # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
-        rotation = rotation * rotary.attention_scaling**2
+            lost = lost_rotation(channels, asked, rotation)
+            kept = keep_rotation(channels.energy, lost, target.qk_rope_head_dim // 2)
         q_rope, pairs = _rotary_queries(queries, channels, kept, K), torch.nonzero(kept)[:, 0].tolist()
         k_rope = to_real(channels.keys[kept])
-        unrotated, unrotated_up = _unrotated_keys(channels, kept, rotation, interleaved=interleaved)
+        unrotated, unrotated_up = _unrotated_keys(channels, kept, interleaved=interleaved)
         content = torch.cat((unrotated, plain))
         content_up = _beside(unrotated_up, len(plain), K)
-    down, key_up, value_up = joint_latent(
-        content, w_v, _output_weight(state["o_proj.weight"], source), moments, target.kv_lora_rank
-    )
+        # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
+        still = queries * (rotation.conj() * rotary.attention_scaling**2)[:, :, None]
+        heads = torch.cat((_interleave(to_real(still), interleaved), heads[:, turned:]), dim=1)
 
+    key_metric = _key_metric(heads, inputs, content_up.view(K, D, -1), known.head_weight, source)
+    value_metric = _value_metric(state["o_proj.weight"], sensitivity, source)
+    values = Part(w_v, value_metric, inputs)
+    if statistics is None:
+        wanted = KEY_BALANCE * _cost(values)
+        key_weight = wanted / max(_cost(Part(content, key_metric, keyed)), torch.finfo(torch.float64).tiny)
+    elif keyed.shape[0] == known.keys.shape[0]:
+        keyed = _centred(keyed)
+    down, (key_up, value_up) = joint_latent(
+        [Part(content, key_metric * key_weight, keyed), values], target.kv_lora_rank
+    )
     out = assemble(
         state,
         source,
@@ -96,38 +120,43 @@ def convert_to_latent(
     return out, pairs
 
 
-def joint_latent(
-    keys: Tensor, values: Tensor, output_weight: Tensor, gram: Tensor, rank: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The rank-R map of the inputs from which keys and values are best decoded.
+def _energy(queries: Tensor, moments: Tensor) -> Tensor:
+    """``E|q|²`` of complex rows ``[..., E']``."""
+    return ((queries @ moments.to(queries.dtype)) * queries.conj()).sum(-1).real
 
-    Of ``L [W_k; W_v] Σ^{1/2}``, the left weights L standing for what an error does to scores and to the output,
-    the first R left singular vectors U: ``down = Uᵀ L W`` and ``up = L⁻¹ U``, with no root or inverse of Σ.
+
+def _key_metric(queries: Tensor, moments: Tensor, up: Tensor, weight: Tensor, source: GroupedSpec) -> Tensor:
+    """What an error of the content costs through the scores: ``Σ_h w_h E[q̃ q̃ᵀ]``, ``[m, m]``, q̃ the query of it.
 
     Args:
-        keys: ``[m, E']``, already in units of the queries.
-        values: ``[K·V, E']``.
-        output_weight: ``[K, V, V]``, positive definite: the root of what the output projection makes of a value.
-        gram: ``[E', E']``.
-        rank: R.
-
-    Returns:
-        down ``[R, E']``, up for the keys ``[m, R]`` and for the values ``[K·V, R]``.
+        queries: ``[H, D, E']``.
+        moments: ``[E', E']``.
+        up: ``[K, D, m]``, each key head's content.
+        weight: ``[H]``.
+        source: the layer.
     """
-    m = keys.shape[0]
-    K, V, _ = output_weight.shape
-    weighted_values = (output_weight @ values.view(K, V, -1)).flatten(0, 1)
-    key_scale = KEY_BALANCE / _norm(keys, gram) if m else 1.0
-    value_scale = 1.0 / _norm(weighted_values, gram)
-    stacked = torch.cat((keys * key_scale, weighted_values * value_scale))
-    _, vectors = torch.linalg.eigh(stacked @ gram @ stacked.mT)
-    basis = vectors.flip(-1)[:, :rank]
-    down, up = basis.mT @ stacked, basis
-    if up.shape[1] < rank:
-        down = torch.nn.functional.pad(down, (0, 0, 0, rank - down.shape[0]))
-        up = torch.nn.functional.pad(up, (0, rank - up.shape[1]))
-    value_up = torch.linalg.solve(output_weight, up[m:].view(K, V, -1) / value_scale)
-    return down, up[:m] / key_scale, value_up.flatten(0, 1)
+    scale = source.head_dim**-0.5 if source.softmax_scale is None else source.softmax_scale
+    spread = root(queries @ moments @ queries.mT) * (scale * weight.clamp_min(0).sqrt()[:, None, None])
+    ways = up.mT.repeat_interleave(source.group_size, 0) @ spread
+    flat = ways.transpose(0, 1).flatten(1)
+    return flat @ flat.mT
+
+
+def _value_metric(w_o: Tensor, sensitivity: Tensor | None, source: GroupedSpec) -> Tensor:
+    """What an error of the values costs through the output: ``Σ_heads W_oᵀ G W_o``, ``[K·V, K·V]``, head by head."""
+    heads = torch.unflatten(w_o.double(), 1, (source.num_kv_heads, source.group_size, source.value_dim))
+    seen = heads if sensitivity is None else torch.einsum("ef,fkgv->ekgv", sensitivity, heads)
+    return torch.block_diag(*torch.einsum("ekgv,ekgw->kvw", heads, seen))
+
+
+def _cost(part: Part) -> float:
+    return float(((part.metric @ part.rows @ part.moments) * part.rows).sum())
+
+
+def _centred(moments: Tensor) -> Tensor:
+    """Without what all tokens share, which softmax does not see: a constant input counts nothing."""
+    constant = moments[:, -1:]
+    return moments - constant @ constant.mT / moments[-1, -1]
 
 
 def _rotary_queries(queries: Tensor, channels: Channels, kept: Tensor, K: int) -> Tensor:
@@ -138,19 +167,15 @@ def _rotary_queries(queries: Tensor, channels: Channels, kept: Tensor, K: int) -
     return to_real(back[:, :, None] * queries[:, frequency])
 
 
-def _unrotated_keys(
-    channels: Channels, kept: Tensor, rotation: Tensor, *, interleaved: bool
-) -> tuple[Tensor, Tensor]:
+def _unrotated_keys(channels: Channels, kept: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The channels that lose their rotation, and the way from them back to each head's key.
 
     Returns:
-        ``[m, E']`` real rows ``|c_f| y``, and ``[K·D, m]`` that makes ``Σ_c back c_f y`` of them in head dims.
+        ``[m, E']`` real rows, and ``[K·D', m]`` that makes ``Σ back y`` of them in head dims.
     """
     frequency, channel = torch.nonzero(~kept, as_tuple=True)
-    size = rotation[frequency].abs()
-    rows = to_real(channels.keys[frequency, channel] * size[:, None])
-    phase = rotation[frequency] / size.clamp_min(torch.finfo(size.dtype).tiny)
-    coefficients = channels.back[frequency, :, channel] * phase[:, None]
+    rows = to_real(channels.keys[frequency, channel])
+    coefficients = channels.back[frequency, :, channel]
     count, K = coefficients.shape
     F = kept.shape[0]
     up = torch.zeros(K, 2, F, 2, count, dtype=torch.float64)
@@ -162,6 +187,13 @@ def _unrotated_keys(
     if interleaved:
         up = up.transpose(1, 2)
     return rows, up.reshape(K * 2 * F, 2 * count)
+
+
+def _interleave(halves: Tensor, interleaved: bool) -> Tensor:
+    """``[H, D', E']`` with real parts first → in the layer's own order of rotated dims."""
+    if not interleaved:
+        return halves
+    return torch.stack(halves.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
 def _beside(unrotated_up: Tensor, plain: int, K: int) -> Tensor:
@@ -176,20 +208,3 @@ def _beside(unrotated_up: Tensor, plain: int, K: int) -> Tensor:
     rotated = torch.nn.functional.pad(torch.unflatten(unrotated_up, 0, (K, -1)), (0, plain))
     own = torch.nn.functional.pad(torch.eye(plain, dtype=torch.float64), (m, 0)).view(K, plain // K, m + plain)
     return torch.cat((rotated, own), dim=1).flatten(0, 1)
-
-
-def _output_weight(w_o: Tensor, source: GroupedSpec) -> Tensor:
-    """``(Σ_heads W_oᵀ W_o)^{1/2}`` of each value head, ``[K, V, V]``, kept away from singular."""
-    K, V = source.num_kv_heads, source.value_dim
-    heads = w_o.double().view(w_o.shape[0], K, source.group_size, V)
-    square = torch.einsum("ekgv,ekgw->kvw", heads, heads)
-    values, vectors = torch.linalg.eigh(square)
-    root = values.clamp_min(0).sqrt()
-    root = root.clamp_min(_FLOOR * max(float(root.max()), torch.finfo(root.dtype).tiny))
-    out: Tensor = (vectors * root[:, None, :]) @ vectors.mT
-    return out
-
-
-def _norm(rows: Tensor, gram: Tensor) -> float:
-    energy = float(((rows @ gram) * rows).sum())
-    return math.sqrt(max(energy, torch.finfo(torch.float64).tiny))

@@ -48,50 +48,66 @@ def to_real(pairs: Tensor) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), dim=-2)
 
 
-def concentrate(queries: Tensor, keys: Tensor, gram: Tensor) -> Channels:
+def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor) -> Channels:
     """Mix the key heads at each frequency so that energy lands in the first channels, weighted by who asks.
 
     With ``S = E[z zᴴ]`` and D the root of the summed query energy of each key head's group, V are the
     eigenvectors of ``D S D``; then ``y = Vᴴ D z`` and ``z = D⁻¹ V y``. The queries' energy on every channel is 1.
 
     Args:
-        queries: ``[H, F, E]`` complex.
+        queries: how many heads ask of each key head is their number over the keys'; ``[H, F, E]`` complex.
         keys: ``[K, F, E]`` complex.
+        asked: ``[H, F]``, each query head's energy at each frequency, times what it counts.
         gram: ``[E, E]``, the inputs' second moments E[x xᵀ]; the identity when nothing is known of them.
     """
-    H, F, _ = queries.shape
-    K = keys.shape[0]
+    F, K = keys.shape[1], keys.shape[0]
     by_frequency = keys.transpose(0, 1)
     moments = by_frequency @ gram.to(keys.dtype) @ by_frequency.mH
-    asked = ((queries @ gram.to(queries.dtype)) * queries.conj()).sum(-1).real
-    asked = asked.view(K, H // K, F).sum(1).clamp_min(0).sqrt().transpose(0, 1)
+    by_key = asked.view(K, len(queries) // K, F).sum(1).clamp_min(0).sqrt().transpose(0, 1)
     # A head nobody asks must stay invertible: what it holds is then ranked last, not lost.
-    asked = asked.clamp_min(_FLOOR * (float(asked.max()) or 1.0))
-    scale = asked.to(keys.dtype)
+    by_key = by_key.clamp_min(_FLOOR * (float(by_key.max()) or 1.0))
+    scale = by_key.to(keys.dtype)
     energy, vectors = torch.linalg.eigh(scale[:, :, None] * moments * scale[:, None, :])
     energy, vectors = energy.flip(-1).clamp_min(0), vectors.flip(-1)
     forward = vectors.mH * scale[:, None, :]
     return Channels(keys=forward @ by_frequency, back=vectors / scale[:, :, None], energy=energy)
 
 
-def mean_rotation(frequencies: Sequence[float], longest: int) -> Tensor:
-    """``c_f = E[e^{−iθ_f Δ}]`` over distances Δ log-uniform on 1 … longest, complex ``[F]``.
+def mean_rotation(frequencies: Sequence[float], distances: Tensor) -> Tensor:
+    """``c_f = E[e^{−iθ_f Δ}]`` over each head's distances Δ, complex ``[H, F]``.
 
     What a channel's rotation is on average; |c| is near 1 for slow channels, which lose little without it.
+
+    Args:
+        frequencies: F angles θ a token.
+        distances: ``[H, T]``, the share of each distance 0 … T − 1.
     """
-    distances = torch.logspace(0, torch.tensor(float(longest)).log10().item(), 4096, dtype=torch.float64)
-    angles = torch.tensor(frequencies, dtype=torch.float64)[:, None] * distances
-    return torch.complex(angles.cos(), -angles.sin()).mean(-1)
+    behind = torch.arange(distances.shape[1], dtype=torch.float64)
+    angles = behind[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+    return torch.complex(distances @ angles.cos(), -(distances @ angles.sin()))
 
 
-def keep_rotation(energy: Tensor, rotation: Tensor, pairs: int) -> Tensor:
+def lost_rotation(channels: Channels, asked: Tensor, rotation: Tensor) -> Tensor:
+    """What the scores lose where a channel's rotation gives way to its mean: ``[F, K]``, in units of ``asked``.
+
+    Args:
+        channels: of `concentrate`.
+        asked: ``[H, F]``, as it was given.
+        rotation: ``[H, F]``, of `mean_rotation`.
+    """
+    unsteady = asked * (1 - rotation.abs().square()).clamp_min(0)
+    K = channels.energy.shape[1]
+    by_key = unsteady.view(K, len(asked) // K, -1).sum(1)
+    return channels.energy * torch.einsum("kf,fkc->fc", by_key, channels.back.abs().square())
+
+
+def keep_rotation(energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
     """Which (frequency, channel) pairs keep their rotation: bool ``[F, K]`` with ``pairs`` True.
 
-    Those that would lose most without: the largest ``energy · (1 − |c_f|²)``, ties by energy, then by order.
+    Those that would lose most without, ties by energy, then by order.
     """
-    loss = energy * (1 - rotation.abs().square())[:, None].clamp_min(0)
     # The floor ranks pairs of no loss at all by energy, so that the choice is always of `pairs` of them.
-    score = (loss + torch.finfo(loss.dtype).eps * energy).flatten()
+    score = (lost + torch.finfo(lost.dtype).eps * energy).flatten()
     kept = torch.zeros(score.shape, dtype=torch.bool)
     kept[score.argsort(descending=True, stable=True)[:pairs]] = True
     return kept.view(energy.shape)

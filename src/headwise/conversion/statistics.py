@@ -1,78 +1,133 @@
-"""What a model's attention layers see on real text: the second moments of their inputs."""
+"""What one layer's attention sees of a text: second moments of its inputs, weighted by what depends on them.
+
+Shapes: T tokens of a window, S sampled queries, H query heads, K key heads, V value dim, E hidden, E' = E + 1 (a
+constant 1 stands last). Sums are float64.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import family_of, load_tokenizer, model_path
-from headwise.errors import CheckpointError
-from headwise.evaluation import check_vocabulary, cut_windows, read_text, token_ids
-from headwise.hf import load
-from headwise.progress import Progress, silent
+from headwise.conversion.heads import Rotation, State, attention_weights, grouped_heads, sample_rows
+from headwise.conversion.ranks import all_sum
+from headwise.specs import GroupedSpec
 
-WINDOW = 2048
+SAMPLES = 2304
+"""Queries times heads looked at in a window: 256 of nine heads."""
 
 
-@torch.inference_mode()
-def input_moments(
-    source: str | Path, text: str | Path, *, tokens: int = 16_384, progress: Progress = silent
-) -> tuple[list[Tensor], int]:
-    """E[x̃ x̃ᵀ] of every layer's attention input, with x̃ the input and a constant 1.
+@dataclass(frozen=True)
+class Statistics:
+    """Sums over a text; of each other's size only.
+
+    Attributes:
+        inputs: ``[E', E']`` ``Σ x xᵀ``.
+        keys: ``[E', E']`` ``Σ w_s x_s x_sᵀ``, w_s being how much of the output turns on that token's score.
+        head_weight: ``[H]``, the sum of w for each head.
+        distances: ``[H, T]``, that sum by the distance from query to key.
+        queries: how many of each head were sampled.
+    """
+
+    inputs: Tensor
+    keys: Tensor
+    head_weight: Tensor
+    distances: Tensor
+    queries: Tensor
+
+    @classmethod
+    def zeros(cls, hidden_size: int, heads: int, tokens: int) -> Statistics:
+        """Of no text yet."""
+        inputs, keys = torch.zeros(2, hidden_size + 1, hidden_size + 1, dtype=torch.float64)
+        sums = torch.zeros(heads, tokens + 2, dtype=torch.float64)
+        return cls(inputs, keys, sums[:, 0].clone(), sums[:, 2:].clone(), sums[0, 1].clone())
+
+    @classmethod
+    def nothing(cls, hidden_size: int, heads: int, tokens: int) -> Statistics:
+        """Where no text is given: all inputs alike, heads alike, and distances as likely as they are short."""
+        gram = torch.eye(hidden_size + 1, dtype=torch.float64)
+        gram[-1, -1] = 0.0
+        distances = 1.0 / torch.arange(1, tokens + 1, dtype=torch.float64)
+        distances = (distances / distances.sum()).expand(heads, -1).clone()
+        one = torch.ones(heads, dtype=torch.float64)
+        return cls(gram, gram, one, distances, one[0])
+
+    def add(
+        self,
+        state: State,
+        spec: GroupedSpec,
+        inputs: Tensor,
+        metric: Tensor,
+        *,
+        rotation: Rotation | None,
+        window: int,
+    ) -> None:
+        """Add one window, in place.
+
+        Args:
+            state: the source layer's tensors, float32.
+            spec: what they are.
+            inputs: ``[T, E]``.
+            metric: `output_metric`, ``[H, V, V]``.
+            rotation: of the window's positions.
+            window: which of the text's, so that other queries are looked at in each.
+        """
+        H, T = spec.num_heads, len(inputs)
+        rows = sample_rows(T, max(SAMPLES // H, 8), window)
+        seen = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1)
+        wide = seen.double()
+        self.inputs.addmm_(wide.mT, wide)
+        heads = grouped_heads(state, spec, inputs, rows, rotation)
+        weights = attention_weights(heads, spec, rows)
+        behind = (rows[:, None] - torch.arange(T)).abs().flatten()
+        asked = torch.zeros(T, dtype=torch.float64)
+        for head in range(H):
+            own = weights[head]
+            # A score's derivative of the output is P_ts (v_s − Σ P v): its square, in the metric of the loss.
+            value = heads.value[head] @ metric[head].float()
+            mean = own @ value
+            distance = value.square().sum(-1) - 2 * mean @ value.mT + mean.square().sum(-1, keepdim=True)
+            turning = (own * distance.clamp_min(0)).double()
+            asked += turning.sum(0)
+            self.head_weight[head] += turning.sum()
+            self.distances[head].index_add_(0, behind, turning.flatten())
+        self.queries.add_(len(rows))
+        self.keys.addmm_((wide * asked[:, None]).mT, wide)
+
+    def reduced(self) -> Statistics:
+        """The sum over all processes, each with windows of its own."""
+        for field in fields(self):
+            all_sum(getattr(self, field.name))
+        return self
+
+    def means(self) -> Statistics:
+        """As averages: moments with a constant of mean square 1; weights a sampled query."""
+        count, asked = (gram[-1, -1].clamp_min(1e-300) for gram in (self.inputs, self.keys))
+        return Statistics(
+            self.inputs / count,
+            self.keys / asked,
+            self.head_weight / self.queries.clamp_min(1),
+            self.distances / self.distances.sum(-1, keepdim=True).clamp_min(1e-300),
+            self.queries,
+        )
+
+
+def output_metric(w_o: Tensor, sensitivity: Tensor, heads: int) -> Tensor:
+    """``(W_oᵀ G W_o)^{1/2}`` of each head, ``[H, V, V]``: how much a change of its mixed values costs.
 
     Args:
-        source: the model.
-        text: a UTF-8 file.
-        tokens: how many to look at, in windows of 2048 (shorter where the model or the text is).
-        progress: told of each window.
-
-    Returns:
-        One ``[E + 1, E + 1]`` float64 matrix a layer, and the number of tokens that went into it.
-
-    Raises:
-        ArgumentError: the text cannot be read or has fewer than two tokens.
-        CheckpointError: the model is damaged, or computes NaN on the text.
+        w_o: ``[E, H·V]``.
+        sensitivity: G, ``[E, E]``: expected squared derivative of the loss by the attention's output.
+        heads: H.
     """
-    content = read_text(text, name="calibrate")
-    tokenizer = load_tokenizer(model_path(source))
-    model = load(source, dtype="float32")
-    ids = token_ids(tokenizer, content, at_most=tokens)
-    longest = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
-    count = max(-(-min(tokens, len(ids)) // longest), 1)
-    window = max(min(tokens, len(ids)) // count, 2)
-    batches = cut_windows(ids, window=window, windows=count, name="calibrate")
-    check_vocabulary({"model": model}, int(batches.max()))
+    by_head = torch.unflatten(w_o.double(), 1, (heads, -1)).transpose(0, 1)
+    return root(by_head.mT @ sensitivity @ by_head)
 
-    family = family_of(model.config.model_type)
-    size = model.config.hidden_size + 1
-    moments = [torch.zeros(size, size, dtype=torch.float64) for _ in range(model.config.num_hidden_layers)]
 
-    def watch(total: Tensor) -> Any:
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states = (args[0] if args else kwargs["hidden_states"]).flatten(0, 1).double()
-            seen = torch.cat((states, states.new_ones(len(states), 1)), dim=1)
-            total.addmm_(seen.mT, seen)
-
-        return hook
-
-    handles = [
-        model.base_model.get_submodule(family.bare().place(index)).register_forward_pre_hook(
-            watch(total), with_kwargs=True
-        )
-        for index, total in enumerate(moments)
-    ]
-    for index, batch in enumerate(batches):
-        progress("calibrating", index, len(batches))
-        model.base_model(batch[None], use_cache=False)
-    progress("calibrating", len(batches), len(batches))
-    for handle in handles:
-        handle.remove()
-    count = batches.numel()
-    for index, total in enumerate(moments):
-        if not bool(torch.isfinite(total).all()):
-            rule = f"makes the model compute NaN or infinite values before layer {index}"
-            raise CheckpointError("calibrate", str(text), rule)
-    return [total / count for total in moments], count
+def root(matrices: Tensor) -> Tensor:
+    """The symmetric square root of positive semidefinite matrices ``[..., n, n]``."""
+    values, vectors = torch.linalg.eigh(matrices)
+    out: Tensor = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+    return out

@@ -172,11 +172,27 @@ class LayerwiseModel:
             handle.remove()
         return seen[0], output
 
+    def attention_inputs(self, index: int, module: nn.Module, hidden: Tensor) -> Tensor:
+        """What goes into a layer's attention ``[B, W, E]``; nothing after that is run."""
+        seen: list[Tensor] = []
+
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            seen.append(args[0] if args else kwargs["hidden_states"])
+            raise _EnoughError
+
+        with _instead([self.attention_of(module)], keep), suppress(_EnoughError):
+            self.run(index, module, hidden)
+        return seen[0]
+
     def attention_of(self, module: nn.Module) -> nn.Module:
         """The attention module of a layer."""
         return module.get_submodule(self.attention)
 
-    @torch.no_grad()
+    @property
+    def has_logits(self) -> bool:
+        """Whether it is a language model, not an encoder."""
+        return self.checkpoint.spec.is_causal
+
     def finish(self, hidden: Tensor) -> Tensor:
         """What the model makes of its last layer's output: logits ``[B, S, vocabulary]``, or an encoder's states.
 

@@ -1,0 +1,91 @@
+"""How much the loss depends on each layer's attention output: what an error there costs, in nats.
+
+With g the derivative of the loss by a layer's attention output at one token, an error δ there costs about
+``½ E[(gᵀ δ)²] = ½ δᵀ G δ`` nats a token, ``G = E[g gᵀ]`` being the empirical Fisher information when the labels are
+drawn from the model itself. It is one backward pass; no weight is trained.
+
+Shapes: N windows, W tokens in each, E hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headwise.conversion.ranks import all_sum, my_windows
+from headwise.hf import LayerwiseModel
+from headwise.progress import Progress, silent
+
+PIECE = 256
+
+
+def output_sensitivities(
+    model: LayerwiseModel, windows: Tensor, folder: Path, *, seed: int = 0, progress: Progress = silent
+) -> list[Tensor]:
+    """G of every layer, ``[E, E]`` float64.
+
+    Layers are run one at a time, forward and then backward, each one's input waiting in a file of ``folder``.
+
+    Args:
+        model: the source.
+        windows: ``[N, W]`` token ids.
+        folder: for the files, which are removed again.
+        seed: of the labels drawn.
+        progress: told of each layer, twice.
+    """
+    count, layers = len(windows), model.num_layers
+    mine = my_windows(count)
+    files = [folder / f"sensitivity-{index}.activations" for index in range(layers)]
+    with torch.no_grad():
+        hidden = model.begin(windows[mine.start : mine.stop]) if len(mine) else model.begin(windows[:1])[:0]
+        for index in range(layers):
+            progress("weighing", index, 2 * layers)
+            save_file({"hidden": hidden.contiguous()}, files[index])
+            module = model.layer(index)
+            hidden = torch.cat([hidden[:0], *(model.run(index, module, one[None]) for one in hidden)])
+    gradient = _loss_gradient(model, hidden, seed + mine.start)
+    grams = []
+    for index in reversed(range(layers)):
+        progress("weighing", 2 * layers - index - 1, 2 * layers)
+        module = model.layer(index)
+        inputs = load_file(files[index])["hidden"]
+        gram = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
+        for at in range(len(inputs)):
+            one = inputs[at : at + 1].requires_grad_()
+            with torch.enable_grad():
+                call, output = model.trace(index, module, one)
+            at_input, at_output = torch.autograd.grad(output, (one, call.output), gradient[at : at + 1])
+            gradient[at] = at_input[0]
+            wide = at_output[0].double()
+            gram.addmm_(wide.mT, wide)
+        files[index].unlink()
+        grams.append(all_sum(gram) / windows.numel())
+    progress("weighing", 2 * layers, 2 * layers)
+    return grams[::-1]
+
+
+def _loss_gradient(model: LayerwiseModel, hidden: Tensor, seed: int) -> Tensor:
+    """The loss's derivative by the last layer's output, of every token by itself.
+
+    For a language model the loss is the negative log-likelihood of a label drawn from it; an encoder's is half the
+    squared distance of its states, seen from one random direction for each token, which has the same mean.
+    """
+    gradient = torch.empty_like(hidden)
+    generator = torch.Generator()
+    for at, window in enumerate(hidden):
+        generator.manual_seed(seed + at)
+        for start in range(0, len(window), PIECE):
+            piece = window[None, start : start + PIECE].detach().requires_grad_()
+            with torch.enable_grad():
+                made = model.finish(piece)[0].float()
+                if model.has_logits:
+                    drawn = torch.multinomial(made.detach().softmax(-1), 1, generator=generator)[:, 0]
+                    loss = F.cross_entropy(made, drawn, reduction="sum")
+                else:
+                    loss = (made * torch.randn(made.shape, generator=generator)).sum()
+            gradient[at, start : start + PIECE] = torch.autograd.grad(loss, piece)[0][0]
+    return gradient
