@@ -28,6 +28,9 @@ class Family:
         cross_attention: likewise, of the attention to an encoder's output; None where there is none.
         layout: the names and shapes of the projections below it.
         stock_kv_heads: the config has ``num_key_value_heads``, so that the family's own class is GQA and MQA too.
+        output: where below ``attention`` its output projection is, when what the module gives has been added to the
+            stream or normalised already.
+        adds: the attention's output joins the residual stream as it is; False where a norm comes between.
         hosted: where below ``attention`` headwise's layer goes, when that is not the module itself.
         emptied: what below ``attention`` then has nothing left to do: headwise's layer does it.
         dropout: the config's field for dropped attention weights.
@@ -46,6 +49,8 @@ class Family:
     cross_attention: str | None = None
     layout: Layout = PLAIN
     stock_kv_heads: bool = True
+    output: str = ""
+    adds: bool = True
     hosted: str = ""
     emptied: tuple[str, ...] = ()
     dropout: str = "attention_dropout"

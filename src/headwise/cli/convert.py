@@ -23,9 +23,14 @@ def convert(
     kv_lora_rank: Annotated[int | None, typer.Option(help="mla: width of the latent, in place of a budget.")] = None,
     qk_rope_head_dim: Annotated[int | None, typer.Option(help="mla: width of the rotary key.")] = None,
     calibrate: Annotated[
-        str | None, typer.Option(metavar="FILE", help="mla: a text the model's inputs are studied on.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="mla: a text its layers are studied on; give it again for a mixture."),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 16_384,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STAGE", help="Leave out sensitivity, sequence, refit or refine."),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the output; the source's when left out.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model folder at OUT.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and write nothing.")] = False,
@@ -45,6 +50,7 @@ def convert(
             qk_rope_head_dim=qk_rope_head_dim,
             calibrate=calibrate,
             calibration_tokens=calibration_tokens,
+            without=without or (),
             dtype=dtype,
             dry_run=dry_run,
             overwrite=overwrite,

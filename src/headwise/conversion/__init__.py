@@ -3,13 +3,15 @@
 from headwise.conversion.convert import Conversion, convert
 from headwise.conversion.deepseek import deepseek_config, deepseek_layer, export_deepseek, one_plan
 from headwise.conversion.grouped import convert_to_grouped
-from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.joint_latent import joint_latent
+from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.plan import Target, parse_target, plan_layers
 from headwise.conversion.published import first_head, mha2mla, transmla
 from headwise.conversion.rope_channels import Channels, concentrate, keep_rotation, mean_rotation
+from headwise.conversion.sequential import STAGES
 
 __all__ = [
+    "STAGES",
     "Channels",
     "Conversion",
     "Target",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint
 from headwise.checkpoints.gguf import GgufCheckpoint
+from headwise.conversion.calibration import WINDOW, begin, refuse_stages
 from headwise.conversion.grouped import convert_to_grouped
+from headwise.conversion.heads import Layer
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.plan import Target, parse_target, plan_layers, refuse_latent
-
-WINDOW = 2048
+from headwise.conversion.sequential import Sequential
+from headwise.conversion.statistics import Statistics
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation import read_text
+from headwise.evaluation import read_source
 from headwise.hf import as_dtype, check_complete, expected_tensors, model_class
 from headwise.measurement import matmul_flops_per_second, peak_rss_bytes
 from headwise.progress import Progress, silent
@@ -90,8 +93,9 @@ def convert(
     kv_budget: float | None = None,
     kv_lora_rank: int | None = None,
     qk_rope_head_dim: int | None = None,
-    calibrate: str | Path | None = None,
+    calibrate: str | Path | Sequence[str | Path] | None = None,
     calibration_tokens: int = 16_384,
+    without: Collection[str] = (),
     dtype: str | None = None,
     dry_run: bool = False,
     overwrite: bool = False,
@@ -109,8 +113,10 @@ def convert(
         kv_budget: for mla: the fraction of the source's cache to keep, above 0 and at most 1 (1 is lossless).
         kv_lora_rank: for mla, with ``qk_rope_head_dim``: the widths themselves.
         qk_rope_head_dim: see ``kv_lora_rank``.
-        calibrate: a UTF-8 text the model's inputs are studied on (mla); without it weights alone decide.
-        calibration_tokens: how many of its tokens.
+        calibrate: a text, or several, that layers are studied on (mla); see `headwise.evaluation.read_source`.
+            Without any, weights alone decide.
+        calibration_tokens: how many of their tokens.
+        without: stages of calibration to leave out, of `headwise.conversion.STAGES`.
         dtype: of the output; the source's (float32 for quantised GGUF) when None.
         dry_run: only say what it would take; nothing is written.
         overwrite: replace a model folder at ``output``.
@@ -127,8 +133,10 @@ def convert(
         raise ArgumentError("calibrate", str(calibrate), f"goes with mla; {to} is made from the weights alone")
     if calibration_tokens < 2:
         raise ArgumentError("calibration_tokens", calibration_tokens, "must be at least 2")
-    if calibrate is not None:
-        read_text(calibrate, name="calibrate")  # or refused, before any work
+    texts = [calibrate] if isinstance(calibrate, str | Path) else list(calibrate or ())
+    for text in texts:
+        read_source(text, characters=1)  # or refused, before any work
+    refuse_stages(without)
     out_dtype = None if dtype is None else as_dtype(dtype)
     destination = Path(output)
     check_output(destination, overwrite=overwrite)
@@ -141,23 +149,34 @@ def convert(
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
     job = _Job(checkpoint, target, out_dtype)
 
-    grams: list[Tensor] | None = None
     seen = 0
     if dry_run:
         seconds = job.estimate_seconds(calibration_tokens if calibrate is not None else 0)
     else:
         with FolderWriter(destination, job.tensors, overwrite=overwrite) as writer:
             writer.add_companions(checkpoint)
-            if calibrate is not None:
-                grams, seen = input_moments(source, calibrate, tokens=calibration_tokens, progress=progress)
-            for name, tensor in job.run(grams, progress):
-                writer.add(name, tensor)
+            with TemporaryDirectory(prefix=f".{destination.name}.headwise-", dir=destination.parent) as folder:
+                sequence = None
+                if texts and not job.is_lossless:
+                    sequence = begin(
+                        checkpoint,
+                        texts,
+                        Path(folder),
+                        tokens=calibration_tokens,
+                        without=without,
+                        progress=progress,
+                    )
+                    seen = sequence.windows.numel()
+                for name, tensor in job.run(sequence, progress):
+                    writer.add(name, tensor)
             writer.write_json("config.json", job.config())
         seconds = time.perf_counter() - start
     notes = []
     if target.mechanism == "mla" and calibrate is None and not job.is_lossless:
         notes.append("no calibration text: weights alone decided, and quality suffers; give one with calibrate")
-    if calibrate is not None and not dry_run and seen <= job.before.hidden_size:
+    if texts and job.is_lossless:
+        notes.append("nothing is lost at this size, so no text was needed")
+    elif texts and not dry_run and seen <= job.before.hidden_size:
         inputs = job.before.hidden_size
         notes.append(f"only {seen} calibration tokens for {inputs} inputs: they decide little, and quality suffers")
     if isinstance(checkpoint, GgufCheckpoint) and checkpoint.quantization is not None:
@@ -255,7 +274,7 @@ class _Job:
         config["architectures"] = [model_class(config).__name__]
         return config
 
-    def run(self, grams: list[Tensor] | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    def run(self, sequence: Sequential | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the output, in its order, one layer in memory at a time."""
         owner = {
             name: (index, cross)
@@ -272,7 +291,7 @@ class _Job:
             if owner[name] != done:
                 done = index, cross = owner[name]
                 progress("converting", index, self.before.num_layers)
-                layer = self.convert_layer(index, None if grams is None or cross else grams[index], cross=cross)
+                layer = self.convert_layer(index, None if cross else sequence, cross=cross)
             yield name, self._cast(name, layer[name])
         progress("converting", self.before.num_layers, self.before.num_layers)
 
@@ -284,7 +303,7 @@ class _Job:
             raise CheckpointError("tensor", name, rule)
         return cast
 
-    def convert_layer(self, index: int, gram: Tensor | None, *, cross: bool = False) -> dict[str, Tensor]:
+    def convert_layer(self, index: int, sequence: Sequential | None, *, cross: bool = False) -> dict[str, Tensor]:
         """One layer's new attention, by the output's names; with ``cross``, that to an encoder's output."""
         before, after = (m.cross_layers if cross else m.layers for m in (self.before, self.after))
         source, target = before[index], after[index]
@@ -293,9 +312,20 @@ class _Job:
         state = self.family.read_attention(self.checkpoint.read, index, source, cross=cross, hosted=was_hosted)
         if isinstance(target, LatentSpec):
             longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
-            out, channels = convert_to_latent(state, source, target, gram=gram, longest=longest)
+
+            def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> list[Layer]:
+                made, channels = convert_to_latent(
+                    state, source, target, statistics=statistics, sensitivity=sensitivity, longest=longest
+                )
+                return [Layer(target, made, channels)]
+
+            if sequence is None:
+                layer = solve(None, None)[0]
+            else:
+                layer = sequence.layer(index, Layer(source, state).float(), solve).layer
+            out = dict(layer.state)
             if not cross:
-                self.channels[index] = channels
+                self.channels[index] = layer.channels
         else:
             assert isinstance(target, GroupedSpec)
             out = convert_to_grouped(state, source, target)

@@ -8,7 +8,8 @@ E hidden, P rotary dims.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from headwise.attention.rope import rotate
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 
 State = Mapping[str, Tensor]
+
+CHUNK = 256
+"""Queries whose scores are held at a time."""
 
 
 class Heads(NamedTuple):
@@ -114,9 +118,45 @@ def mixed_values(heads: Heads, spec: AttentionSpec, rows: Tensor) -> Tensor:
     return (attention_weights(heads, spec, rows) @ heads.value).transpose(0, 1).flatten(1)
 
 
-def project_output(state: State, mixed: Tensor) -> Tensor:
-    """The layer's output ``[S, E]``."""
-    return _project(state, "o_proj", mixed)
+@dataclass(frozen=True)
+class Layer:
+    """A layer that can be run for some of its queries.
+
+    Attributes:
+        spec: what it is.
+        state: its tensors by its own names, float32.
+        channels: the model's frequency of each rotary pair (MLA).
+    """
+
+    spec: GroupedSpec | LatentSpec
+    state: State
+    channels: list[int] = field(default_factory=list)
+
+    def float(self) -> Layer:
+        """With its tensors in float32."""
+        return replace(self, state={name: tensor.float() for name, tensor in self.state.items()})
+
+    def heads(self, inputs: Tensor, rows: Tensor, rotation: Rotation | None) -> Heads:
+        """Of one window's inputs ``[T, E]``, the queries those at ``rows``."""
+        if isinstance(self.spec, LatentSpec):
+            return latent_heads(self.state, self.spec, inputs, rows, rotation, self.channels)
+        return grouped_heads(self.state, self.spec, inputs, rows, rotation)
+
+    def mixed(self, inputs: Tensor, rotation: Rotation | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """What goes into the output projection at every position, some rows at a time, and those rows."""
+        positions = torch.arange(len(inputs))
+        whole = self.heads(inputs, positions, rotation)
+        for start in range(0, len(inputs), CHUNK):
+            rows = positions[start : start + CHUNK]
+            seen = int(rows[-1]) + 1 if self.spec.is_causal else len(inputs)
+            some = Heads(whole.query[:, rows], whole.key[:, :seen], whole.value[:, :seen])
+            yield mixed_values(some, self.spec, rows), rows
+
+    def output(self, inputs: Tensor, rotation: Rotation | None, rows: Tensor | None = None) -> Tensor:
+        """The layer's output ``[S, E]`` at ``rows``, or at every position."""
+        if rows is not None:
+            return _project(self.state, "o_proj", mixed_values(self.heads(inputs, rows, rotation), self.spec, rows))
+        return torch.cat([_project(self.state, "o_proj", mixed) for mixed, _ in self.mixed(inputs, rotation)])
 
 
 def _project(state: State, name: str, inputs: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def joint_latent(parts: list[Part], rank: int, *, rounds: int = ROUNDS) -> tuple
         back = torch.eye(len(rows), dtype=rows.dtype) if len(rows) <= inputs else rows
         spare = rank - len(exact)
         down, up = torch.nn.functional.pad(exact, (0, 0, 0, spare)), torch.nn.functional.pad(back, (0, spare))
-        return down, list(up.split([len(part.rows) for part in parts]))
+        return down, list(torch.split(up, [len(part.rows) for part in parts]))
     # Moments of one size, their sizes going into the metrics; and none that is blind to some of the inputs.
     sizes = [float(part.moments.diagonal().mean().clamp_min(_TINY)) for part in parts]
     parts = [

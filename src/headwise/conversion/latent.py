@@ -146,7 +146,8 @@ def _value_metric(w_o: Tensor, sensitivity: Tensor | None, source: GroupedSpec) 
     """What an error of the values costs through the output: ``Σ_heads W_oᵀ G W_o``, ``[K·V, K·V]``, head by head."""
     heads = torch.unflatten(w_o.double(), 1, (source.num_kv_heads, source.group_size, source.value_dim))
     seen = heads if sensitivity is None else torch.einsum("ef,fkgv->ekgv", sensitivity, heads)
-    return torch.block_diag(*torch.einsum("ekgv,ekgw->kvw", heads, seen))
+    blocks: Tensor = torch.block_diag(*torch.einsum("ekgv,ekgw->kvw", heads, seen))  # type: ignore[no-untyped-call]
+    return blocks
 
 
 def _cost(part: Part) -> float:

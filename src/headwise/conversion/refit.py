@@ -16,6 +16,10 @@ RIDGE = 1e-2
 """Of the mean square of the inputs: how strongly a refit holds on to what it starts from."""
 
 
+RATE = 2e-3
+"""Of a tensor's own mean size: how far one step of the descent goes at most."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One window's part in a refit.
@@ -65,18 +69,18 @@ class OutputRefit:
 
 def refine(
     state: Mapping[str, Tensor],
-    output: Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor],
-    samples: Callable[[int], Iterator[Sample]],
+    output: Callable[[Mapping[str, Tensor], Sample], Tensor],
+    samples: Callable[[], Iterator[Sample]],
     metric: Tensor,
     *,
     steps: int,
-    rate: float = 1e-3,
+    rate: float = RATE,
 ) -> dict[str, Tensor]:
     """Descend on the layer's own error by all its matrices, with Adam, its rate falling to 0.
 
     Args:
         state: the converted layer's tensors.
-        output: the layer, a function of its tensors, the inputs ``[T, E]`` and the rows wanted.
+        output: the layer, a function of its tensors and a sample.
         samples: the samples of each step, whose errors are averaged.
         metric: ``[E, E]``, the root of what an error costs.
         steps: how many.
@@ -97,8 +101,8 @@ def refine(
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * share
         with torch.enable_grad():
-            for sample in samples(step):
-                error = (output(moved, sample.inputs, sample.rows) - sample.wanted) @ metric
+            for sample in samples():
+                error = (output(moved, sample) - sample.wanted) @ metric
                 (0.5 * error.square().sum(-1).mean()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()

@@ -114,16 +114,17 @@ class Statistics:
         )
 
 
-def output_metric(w_o: Tensor, sensitivity: Tensor, heads: int) -> Tensor:
+def output_metric(w_o: Tensor, sensitivity: Tensor | None, heads: int) -> Tensor:
     """``(W_oᵀ G W_o)^{1/2}`` of each head, ``[H, V, V]``: how much a change of its mixed values costs.
 
     Args:
         w_o: ``[E, H·V]``.
-        sensitivity: G, ``[E, E]``: expected squared derivative of the loss by the attention's output.
+        sensitivity: G, ``[E, E]``: expected squared derivative of the loss by the attention's output; the
+            same in every direction when None.
         heads: H.
     """
     by_head = torch.unflatten(w_o.double(), 1, (heads, -1)).transpose(0, 1)
-    return root(by_head.mT @ sensitivity @ by_head)
+    return root(by_head.mT @ (by_head if sensitivity is None else sensitivity @ by_head))
 
 
 def root(matrices: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from headwise.checkpoints import Checkpoint
+from headwise.checkpoints import Checkpoint, has_family
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.load import refused, stock_config
 
@@ -56,6 +56,7 @@ class LayerwiseModel:
         dtype: to compute in; what most of the checkpoint is stored in when None.
         layer: where a layer is, such as ``model.layers.{layer}``; what holds the attention when None.
         attention: where its attention is; the family's when None.
+        output: where below that its output projection is, when the module gives more than that does.
 
     Raises:
         CheckpointError: transformers cannot build the model.
@@ -69,16 +70,21 @@ class LayerwiseModel:
         *,
         layer: str | None = None,
         attention: str | None = None,
+        output: str | None = None,
     ) -> None:
-        attention = attention or checkpoint.family.attention
+        if attention is None:
+            attention, layer = checkpoint.family.attention, checkpoint.family.layer
+            output = checkpoint.family.output
         layer = layer or attention.rpartition(".")[0]
         if not attention.startswith(f"{layer}."):
             raise ArgumentError("attention", attention, f"must be inside a layer, {layer}")
         self.checkpoint = checkpoint
+        self.adds = checkpoint.family.adds if has_family(checkpoint.config.get("model_type")) else True
         self.dtype = dtype or checkpoint.dtype
         self.model = _without_weights(checkpoint, self.dtype)
         self._stored = _stored_names(self.model, checkpoint)
         self.attention = attention.removeprefix(f"{layer}.")
+        self.output = f"{self.attention}.{output}" if output else self.attention
         stack = layer.removesuffix(".{layer}")
         try:
             self._layers = _submodule(self.model, stack)
@@ -147,7 +153,8 @@ class LayerwiseModel:
         if attention_output is None:
             result = module(hidden, *args, **kwargs)
         else:
-            with _instead([self.attention_of(module)], lambda *_, **__: (attention_output, None)):
+            given = (attention_output, None) if self.output == self.attention else attention_output
+            with _instead([module.get_submodule(self.output)], lambda *_, **__: given):
                 result = module(hidden, *args, **kwargs)
         self._returns_tuple = isinstance(result, tuple)
         return _states(result)
@@ -159,17 +166,25 @@ class LayerwiseModel:
             The call, and the layer's output ``[B, W, E]``.
         """
         seen: list[AttentionCall] = []
+        outputs: list[Tensor] = []
 
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             rest = dict(kwargs)
             inputs = args[0] if args else rest.pop("hidden_states")
-            seen.append(AttentionCall(inputs, args[1:], rest, _states(result)))
+            seen.append(AttentionCall(inputs, args[1:], rest, outputs[0]))
 
-        handle = self.attention_of(module).register_forward_hook(keep, with_kwargs=True)
+        def keep_output(_: nn.Module, __: tuple[Any, ...], result: Any) -> None:
+            outputs.append(_states(result))
+
+        handles = [
+            module.get_submodule(self.output).register_forward_hook(keep_output),
+            self.attention_of(module).register_forward_hook(keep, with_kwargs=True),
+        ]
         try:
             output = self.run(index, module, hidden)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         return seen[0], output
 
     def attention_inputs(self, index: int, module: nn.Module, hidden: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ FAMILY = Family(
     attention="bert.encoder.layer.{layer}.attention",
     layout=renamed(q_proj="self.query", k_proj="self.key", v_proj="self.value", o_proj="output.dense"),
     stock_kv_heads=False,
+    output="output.dense",
     hosted="self",
     emptied=("output.dense",),
     dropout="attention_probs_dropout_prob",

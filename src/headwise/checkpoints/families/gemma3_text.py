@@ -3,4 +3,4 @@
 from headwise.checkpoints.families import llama
 from headwise.checkpoints.family import Family
 
-FAMILY = Family(model_type="gemma3_text", layer=llama.FAMILY.layer, attention=llama.FAMILY.attention)
+FAMILY = Family(model_type="gemma3_text", layer=llama.FAMILY.layer, attention=llama.FAMILY.attention, adds=False)

@@ -1,0 +1,76 @@
+"""From texts to a conversion that can begin: windows of tokens, some held out, and the two streams at layer 0."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import Checkpoint, load_tokenizer
+from headwise.conversion.sequential import STAGES, Sequential
+from headwise.errors import ArgumentError
+from headwise.evaluation import calibration_windows, hold_out
+from headwise.hf import LayerwiseModel
+from headwise.progress import Progress
+
+WINDOW = 2048
+HELD_EVERY = 8
+
+
+def refuse_stages(without: Collection[str]) -> None:
+    """Refuse to leave out what is not a stage.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    for name in without:
+        if name not in STAGES:
+            raise ArgumentError("without", name, f"must be one of {', '.join(STAGES)}")
+
+
+def begin(
+    checkpoint: Checkpoint,
+    texts: Sequence[str | Path],
+    folder: Path,
+    *,
+    tokens: int,
+    without: Collection[str] = (),
+    progress: Progress,
+) -> Sequential:
+    """A conversion that is about to convert layer 0.
+
+    Args:
+        checkpoint: the source.
+        texts: see `calibration_windows`.
+        folder: for activations.
+        tokens: how many to look at, in windows of 2048 (shorter where the model or the text is).
+        without: stages to leave out.
+        progress: told of windows and layers.
+
+    Raises:
+        ArgumentError: a text cannot be read or is too short, or has tokens the model does not know.
+    """
+    windows, held = _windows(checkpoint, texts, tokens)
+    vocabulary = checkpoint.config.get("vocab_size")
+    if isinstance(vocabulary, int) and (largest := int(windows.max())) >= vocabulary:
+        raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
+    # In float32 whatever the weights are stored in: a layer is solved for what it should be given.
+    model = LayerwiseModel(checkpoint, torch.float32)
+    stages = [stage for stage in STAGES if stage not in without]
+    return Sequential(model, windows, held=held, folder=folder, stages=stages, progress=progress)
+
+
+def _windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -> tuple[Tensor, int]:
+    """Windows to calibrate on and, last, those held out; and how many those are."""
+    tokenizer = load_tokenizer(checkpoint.path)
+    window = min(WINDOW, checkpoint.spec.max_position_embeddings or WINDOW)
+    windows = calibration_windows(tokenizer, texts, tokens=tokens, window=window)
+    if len(windows) == 1:
+        half = windows.shape[1] // 2
+        if half < 2:
+            raise ArgumentError("calibrate", f"{windows.numel()} tokens", "must be at least 4 tokens")
+        windows = windows[:, : 2 * half].reshape(2, half)
+    rest, held = hold_out(windows, HELD_EVERY, sources=len(texts))
+    return torch.cat((rest, held)), len(held)
