@@ -85,6 +85,7 @@ class Conversion:
         return asdict(self)
 
 
+@torch.inference_mode(False)  # layers are studied by their derivatives, whatever the caller is doing
 def convert(
     source: str | Path,
     output: str | Path,
