@@ -62,7 +62,7 @@ def test_where_inputs_are_seen_differently_no_small_change_is_better(rank: int, 
     total.backward()
     for leaf in leaves:
         assert leaf.grad is not None
-        step = leaf.detach() - 1e-3 * leaf.grad / leaf.grad.norm().clamp_min(1e-12) * leaf.norm()
+        step = leaf.detach() - 1e-3 * leaf.grad / leaf.grad.norm().clamp_min(1e-12) * leaf.detach().norm()
         moved = [step if other is leaf else other.detach() for other in leaves]
         assert error(some, moved[0], moved[1:]) >= least * (1 - 1e-3) - 1e-9
 
