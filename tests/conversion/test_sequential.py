@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +103,18 @@ def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
     assert torch.allclose(sums.keys, keys, rtol=1e-4, atol=1e-4 * float(keys.abs().max()))
 
 
+@contextmanager
+def record(model: Any, outputs: list[torch.Tensor]) -> Iterator[None]:
+    """Keep what every layer's attention gives."""
+    handles = [
+        layer.self_attn.register_forward_hook(lambda *args: outputs.append(args[2][0]))
+        for layer in model.model.layers
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
 def test_sensitivities_are_the_models_own_derivatives(tmp_path: Path) -> None:
     """Layer by layer is what one backward pass through the whole model gives."""
     folder = save_tiny(tmp_path / "tiny", "llama")
@@ -112,18 +126,13 @@ def test_sensitivities_are_the_models_own_derivatives(tmp_path: Path) -> None:
     grams = [torch.zeros(48, 48, dtype=torch.float64) for _ in range(2)]
     for at, window in enumerate(windows):
         outputs: list[torch.Tensor] = []
-        handles = [
-            layer.self_attn.register_forward_hook(lambda *args: outputs.append(args[2][0]))
-            for layer in whole.model.layers
-        ]
-        logits = whole(window[None], use_cache=False).logits[0]
-        for handle in handles:
-            handle.remove()
+        with record(whole, outputs):
+            logits = whole(window[None], use_cache=False).logits[0]
         generator = torch.Generator().manual_seed(at)
         drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
         loss = F.cross_entropy(logits, drawn, reduction="sum")
         for gram, gradient in zip(grams, torch.autograd.grad(loss, outputs), strict=True):
-            gram += gradient[0].double().mT @ gradient[0].double() / windows.numel()
+            gram.add_(gradient[0].double().mT @ gradient[0].double() / windows.numel())
     for gram, own in zip(grams, found, strict=True):
         assert torch.allclose(gram, own, rtol=1e-3, atol=1e-4 * float(gram.abs().max()))
 
