@@ -22,13 +22,14 @@ from headwise.checkpoints import FolderWriter, TensorInfo
 from headwise.conversion.activations import Activations
 from headwise.conversion.results import LayerResults
 
-LAYERS, N, W, E = 3, 2, 3, 8
+LAYERS, N, W, E = 3, 2, 3, 64
 INFO = {
+    # Written early, at the end of their shard: it has its whole size long before it has all its bytes.
     "embed": TensorInfo((4, E), torch.bfloat16),
+    "norm": TensorInfo((E * E,), torch.float32),
     **{f"{layer}.{name}": TensorInfo((E, E), torch.float32) for layer in range(LAYERS) for name in ("down", "up")},
-    "norm": TensorInfo((E,), torch.float32),
 }
-SHARD_BYTES = 600  # so that layers and shards do not end together
+SHARD_BYTES = 40_000  # so that layers and shards do not end together
 
 
 def convert(out: Path, run: str = "run") -> None:
