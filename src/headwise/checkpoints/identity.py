@@ -22,8 +22,6 @@ def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
         checkpoint: the source.
         decides: all else that the output depends on, as JSON-able values: target, stages, texts' digests, ….
     """
-    from headwise import __version__
-
     path = checkpoint.path
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     stats = [(file.name, file.stat()) for file in files]
@@ -34,7 +32,14 @@ def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
         "tensors": [
             [name, list(info.shape), dtype_name(info.dtype)] for name, info in sorted(checkpoint.tensors.items())
         ],
-        "versions": {"headwise": __version__, **{library: version(library) for library in _LIBRARIES}},
+        "versions": versions(),
         "decides": decides,
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """The versions of headwise and of the libraries a conversion's numbers come from."""
+    from headwise import __version__
+
+    return {"headwise": __version__, **{library: version(library) for library in _LIBRARIES}}

@@ -32,7 +32,8 @@ class FolderWriter:
     What is to come is told in advance: every shard's header is known, each tensor goes to its place in a file, and a
     file has its name once it is whole. A run that ends early, however it does, leaves the whole files and `work`;
     the next one with the same ``run`` goes on from them, and one with another discards them. Nothing stays of a run
-    that has nothing to go on from.
+    that has nothing to go on from. Of several processes on one conversion the first alone enters the context; the
+    others may use `work` once it has.
 
     Args:
         output: the destination; must not exist, or be empty, unless ``overwrite``.
