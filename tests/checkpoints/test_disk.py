@@ -71,6 +71,12 @@ def test_a_lock_that_is_given_up_is_free_and_keeps_what_is_there(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("")
+    with pytest.raises(NotADirectoryError):
+        lock_folder(tmp_path / "folder")
+
+
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     for content in (b"first", b"second, longer", b""):
         write_whole(tmp_path / "file", content)

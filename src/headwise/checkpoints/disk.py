@@ -55,7 +55,8 @@ def lock_folder(folder: Path) -> int:
     while True:
         if folder.is_symlink():
             raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is a link", str(folder))
-        folder.mkdir(exist_ok=True)
+        with suppress(FileExistsError):  # `exist_ok` would look whether it is a folder, when it may be gone again
+            folder.mkdir()
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:  # the one who had it has just removed the folder
