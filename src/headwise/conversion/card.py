@@ -122,7 +122,7 @@ def _introduction(facts: CardFacts) -> str:
     old, new = facts.before.mechanism.upper(), facts.after.mechanism.upper()
     # The same mechanism may have other sizes.
     change = f"from {old} to {new}" if old != new else f"within {new}"
-    return f"{linked} with its attention converted {change} by [headwise](https://pypi.org/project/headwise/)."
+    return f"{linked} with its attention converted {change} by headwise."
 
 
 def _attention(facts: CardFacts) -> list[str]:
