@@ -4,6 +4,7 @@ from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtyp
 from headwise.checkpoints.family import Family, family_names, family_of, has_family
 from headwise.checkpoints.folder import FolderCheckpoint
 from headwise.checkpoints.gguf import GgufCheckpoint
+from headwise.checkpoints.identity import run_identity, versions
 from headwise.checkpoints.layout import Layout
 from headwise.checkpoints.open import model_path, open_checkpoint
 from headwise.checkpoints.tokenizer import load_tokenizer, tokenize
@@ -26,5 +27,7 @@ __all__ = [
     "load_tokenizer",
     "model_path",
     "open_checkpoint",
+    "run_identity",
     "tokenize",
+    "versions",
 ]

@@ -1,7 +1,8 @@
-"""Write a model folder one tensor at a time, whole or not at all."""
+"""Write a model folder one tensor at a time: whole or not at all, and going on where a killed run stopped."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,32 +12,44 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo
+from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo, dtype_name
+from headwise.checkpoints.disk import empty_folder, lock_folder, remove_locked, sync, unlock, write_whole
 from headwise.checkpoints.folder import INDEX, SINGLE
+from headwise.checkpoints.shards import ShardWriter, is_whole, plan_shards
 from headwise.errors import ArgumentError, CheckpointError
 
 SHARD_BYTES = 2 * 1024**3
 _HEADROOM = 64 * 1024**2
+_RUN = "run"
+_KEPT = "; what is done is kept, and the same command goes on from there"
 
 
 class FolderWriter:
     """A context in which a model folder is written beside its destination and moved there at the end.
 
-    What is to come is told in advance, so that shards have their final names and are written as they fill up;
-    an exception, Ctrl-C included, leaves nothing behind.
+    What is to come is told in advance: every shard's header is known, each tensor goes to its place in a file, and a
+    file has its name once it is whole. A run that ends early, however it does, leaves the whole files and `work`;
+    the next one with the same ``run`` goes on from them, and one with another discards them. Nothing stays of a run
+    that has nothing to go on from. Of several processes on one conversion the first alone enters the context; the
+    others may use `work` once it has.
 
     Args:
         output: the destination; must not exist, or be empty, unless ``overwrite``.
         tensors: every tensor that will be added, in the order of the shards.
+        run: what decides the output, such as `run_identity` makes; None for one that leaves nothing behind.
         overwrite: replace a model folder (one with a ``config.json``) that is there.
         shard_bytes: a shard is closed before it grows beyond this.
 
+    Attributes:
+        folder: what will be the destination. With every tensor added it has its index, and once it has its
+            ``config.json`` it can be read like any model folder.
+        work: a folder for whatever spares a later run work; gone at the end.
+        notes: what a user should know of what was found.
+
     Raises:
-        ArgumentError: the destination is taken.
+        ArgumentError: the destination is taken, or another process is writing it.
         CheckpointError: there is no room on the disk, or it fills up.
     """
 
@@ -45,35 +58,55 @@ class FolderWriter:
         output: Path,
         tensors: Mapping[str, TensorInfo],
         *,
+        run: str | None = None,
         overwrite: bool = False,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         check_output(output, overwrite=overwrite)
         self.output = output
         self._partial = output.with_name(f".{output.name}.headwise-partial")
-        self._new_parents: list[Path] = []
+        self.folder, self.work = self._partial / "model", self._partial / "work"
+        self.notes: tuple[str, ...] = ()
+        self._overwrite = overwrite
         self._tensors = dict(tensors)
-        self._shard_of = _assign(tensors, shard_bytes)
-        self._pending: dict[str, dict[str, Tensor]] = {}
-        self._left = {
-            shard: sum(1 for s in self._shard_of.values() if s == shard) for shard in self._shard_of.values()
-        }
+        self._shards = plan_shards(tensors, shard_bytes)
+        self._shard_of = {name: shard for shard in self._shards for name in shard.tensors}
+        self._run = None if run is None else _digest(run, tensors, shard_bytes)
+        self._missing = dict.fromkeys(tensors)
+        self._open: dict[str, ShardWriter] = {}
+        self._new_parents: list[Path] = []
+        self._lock: int | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        """The tensors that are still to be added, in order."""
+        return list(self._missing)
+
+    def has(self, name: str) -> bool:
+        """Whether one of the announced tensors is there, by this run or an earlier one."""
+        assert name in self._tensors, name
+        return name not in self._missing
 
     def __enter__(self) -> Self:
         try:
             self._new_parents = [parent for parent in self.output.parents if not parent.exists()]
             self.output.parent.mkdir(parents=True, exist_ok=True)
-            if self._partial.exists():
-                shutil.rmtree(self._partial)
-            self._partial.mkdir()
+            self._lock = lock_folder(self._partial)
+            # The process that had it a moment ago may have finished.
+            check_output(self.output, overwrite=self._overwrite)
+            self._take_up()
+            needed = sum(self._tensors[name].nbytes for name in self._missing) + _HEADROOM
+            if (free := shutil.disk_usage(self._partial).free) < needed:
+                raise self._refusal(f"needs {needed / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free")
+        except BlockingIOError as error:
+            raise ArgumentError("output", str(self.output), str(error.strerror)) from None
         except OSError as error:
-            self._discard()
-            raise CheckpointError("output", str(self.output), f"cannot be written: {error.strerror}") from None
-        needed = sum(info.nbytes for info in self._tensors.values()) + _HEADROOM
-        if (free := shutil.disk_usage(self._partial).free) < needed:
-            self._discard()
-            rule = f"needs {needed / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free"
-            raise CheckpointError("output", str(self.output), rule)
+            refusal = self._refusal(f"cannot be written: {error.strerror}")
+            self._leave()
+            raise refusal from None
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(
@@ -84,65 +117,130 @@ class FolderWriter:
     ) -> None:
         try:
             if error is None:
-                assert not self._tensors, f"never added: {sorted(self._tensors)[:3]}"
+                assert not self._missing, f"never added: {self.missing[:3]}"
                 self._move_into_place()
+            elif isinstance(error, CheckpointError) and isinstance(error.__context__, OSError) and self._is_kept():
+                raise CheckpointError(error.field, error.value, error.rule + _KEPT) from error
         except OSError as failure:
-            raise self._failed(failure) from failure
+            raise self._refusal(_could_not(failure)) from failure
         finally:
-            self._discard()
+            self._leave()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add one of the announced tensors."""
-        info = self._tensors.pop(name)
+        """Add one of the tensors that are `missing`."""
+        del self._missing[name]
+        info, shard = self._tensors[name], self._shard_of[name]
         assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), (name, tensor.shape, info)
-        shard = self._shard_of[name]
-        self._pending.setdefault(shard, {})[name] = tensor.contiguous()
-        self._left[shard] -= 1
-        if self._left[shard] == 0:
-            try:
-                save_file(self._pending.pop(shard), self._partial / shard, metadata={"format": "pt"})
-            except SafetensorError as error:
-                reason = " ".join(str(error).split())
-                raise CheckpointError("output", str(self.output), f"could not be written: {reason}") from None
+        try:
+            if shard.file not in self._open:
+                self._open[shard.file] = ShardWriter(shard, self.folder)
+            self._open[shard.file].write(name, tensor)
+            if not self._open[shard.file].left:
+                del self._open[shard.file]
+            if not self._missing:
+                self._write_index()
+        except OSError as error:
+            raise self._failed(error) from None
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a JSON file into the folder."""
         # In ASCII: JSON can escape what UTF-8 cannot write, half a surrogate pair.
+        self.write_text(name, json.dumps(value, indent=2) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file into the folder."""
         try:
-            (self._partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            (self.folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise self._failed(error) from error
 
     def add_companions(self, checkpoint: Checkpoint) -> None:
         """Let the source write its tokenizer and settings into the folder."""
         try:
-            checkpoint.copy_companions(self._partial)
+            checkpoint.copy_companions(self.folder)
         except OSError as error:
             raise self._failed(error) from error
 
+    def _take_up(self) -> None:
+        """Find what the last run left, and clear away what is of no use."""
+        run = self._partial / _RUN
+        if self._run is None or not run.is_file() or run.read_text(encoding="utf-8") != self._run:
+            if self._has_something():
+                self.notes = ("discarded what another conversion to this folder had left unfinished",)
+            run.unlink(missing_ok=True)  # first: what is half removed is nobody's
+            empty_folder(self._partial)
+            if self._run is not None:
+                write_whole(run, self._run.encode())
+        elif self._has_something():
+            self.notes = ("went on from what an earlier run had left",)
+        self.folder.mkdir(exist_ok=True)
+        self.work.mkdir(exist_ok=True)
+        whole = {shard.file: shard for shard in self._shards if is_whole(shard, self.folder)}
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in whole:
+                path.unlink()
+        for shard in whole.values():
+            for name in shard.tensors:
+                del self._missing[name]
+        if not self._missing:
+            self._write_index()
+
+    def _has_something(self) -> bool:
+        """Whether there is work that a later run could go on from."""
+        shards = {shard.file for shard in self._shards}
+        with suppress(OSError):
+            return any(self.work.iterdir()) or any(path.name in shards for path in self.folder.iterdir())
+        return False
+
+    def _write_index(self) -> None:
+        if [shard.file for shard in self._shards] != [SINGLE]:
+            weight_map = {name: shard.file for name, shard in self._shard_of.items()}
+            total = sum(shard.nbytes for shard in self._shards)
+            self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
     def _move_into_place(self) -> None:
-        if set(self._shard_of.values()) != {SINGLE}:
-            total = sum((self._partial / shard).stat().st_size for shard in set(self._shard_of.values()))
-            self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": self._shard_of})
+        for path in (*self.folder.rglob("*"), self.folder):
+            sync(path)
+        check_output(self.output, overwrite=self._overwrite)  # whoever put something there meanwhile wants it
         replaced = self.output.with_name(f".{self.output.name}.headwise-replaced")
         if not self.output.exists():
-            os.replace(self._partial, self.output)
-            return
-        shutil.rmtree(replaced, ignore_errors=True)
-        try:
-            os.replace(self.output, replaced)
-            os.replace(self._partial, self.output)
-        finally:
-            if not self.output.exists():  # interrupted between the two
-                os.replace(replaced, self.output)
-        shutil.rmtree(replaced, ignore_errors=True)
+            os.replace(self.folder, self.output)
+        else:
+            shutil.rmtree(replaced, ignore_errors=True)
+            try:
+                os.replace(self.output, replaced)
+                os.replace(self.folder, self.output)
+            finally:
+                if not self.output.exists():  # interrupted between the two
+                    os.replace(replaced, self.output)
+        sync(self.output.parent)
+        if self._overwrite:  # or the last copy of what was there, when a run was killed between the two moves
+            shutil.rmtree(replaced, ignore_errors=True)
+
+    def _refusal(self, rule: str) -> CheckpointError:
+        return CheckpointError("output", str(self.output), rule + (_KEPT if self._is_kept() else ""))
 
     def _failed(self, error: OSError) -> CheckpointError:
-        return CheckpointError("output", str(self.output), f"could not be written: {error.strerror or error}")
+        return CheckpointError("output", str(self.output), _could_not(error))  # `__exit__` says what is kept
 
-    def _discard(self) -> None:
-        self._pending.clear()
-        shutil.rmtree(self._partial, ignore_errors=True)
+    def _is_kept(self) -> bool:
+        return self._run is not None and self._has_something()
+
+    def _leave(self) -> None:
+        """Close all files, and keep the partial folder only where the next run can use it."""
+        for shard in self._open.values():
+            with suppress(OSError):
+                shard.close()
+        self._open.clear()
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            if self._is_kept() and self.folder.is_dir():
+                unlock(lock)
+                return
+            with suppress(OSError):
+                remove_locked(self._partial, lock)
         for parent in self._new_parents:  # innermost first; one that holds something stays
             with suppress(OSError):
                 parent.rmdir()
@@ -170,17 +268,10 @@ def check_output(output: Path, *, overwrite: bool) -> None:
             raise ArgumentError("output", str(output), "is not a model folder, so --overwrite will not replace it")
 
 
-def _assign(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> dict[str, str]:
-    """Tensor name → shard file name, filled in order."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, info in tensors.items():
-        if size and size + info.nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += info.nbytes
-    if len(shards) == 1:
-        return dict.fromkeys(shards[0], SINGLE)
-    count = len(shards)
-    return {name: f"model-{i:05d}-of-{count:05d}.safetensors" for i, names in enumerate(shards, 1) for name in names}
+def _could_not(error: OSError) -> str:
+    return f"could not be written: {error.strerror or error}"
+
+
+def _digest(run: str, tensors: Mapping[str, TensorInfo], shard_bytes: int) -> str:
+    announced = [[name, list(info.shape), dtype_name(info.dtype)] for name, info in tensors.items()]
+    return hashlib.sha256(json.dumps([run, announced, shard_bytes]).encode()).hexdigest()

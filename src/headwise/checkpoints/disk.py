@@ -1,0 +1,117 @@
+"""Files that are whole after a kill or a power cut, and a folder that one process has to itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+_LOCK = "lock"
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk itself."""
+    if sys.platform == "win32":  # which opens no folder, and writes names through by itself
+        return
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def replace(source: Path, destination: Path) -> None:
+    """Rename a file over another, both contents on disk before the name, and the name before it returns.
+
+    Without the first wait a power cut may keep the name and lose the content.
+    """
+    sync(source)
+    os.replace(source, destination)
+    sync(destination.parent)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is there with all of its content, or as it was before."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(content)
+    replace(new, path)
+
+
+def lock_folder(folder: Path) -> int:
+    """Make a folder, if need be, and have it until `remove_locked`, `unlock` or the end of this process.
+
+    The operating system forgets the lock with the process, so one that was killed blocks nobody.
+
+    Returns:
+        The lock.
+
+    Raises:
+        BlockingIOError: another process has it; ``strerror`` says which.
+        OSError: the folder cannot be made.
+    """
+    while True:
+        if folder.is_symlink():
+            raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is a link", str(folder))
+        with suppress(FileExistsError):  # `exist_ok` would look whether it is a folder, when it may be gone again
+            folder.mkdir()
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # the one who had it has just removed the folder
+            continue
+        try:
+            _hold(lock)
+            if _is_there(folder, lock):
+                os.truncate(lock, 0)
+                os.pwrite(lock, str(os.getpid()).encode(), 0)
+                return lock
+        except BlockingIOError:
+            holder = os.pread(lock, 20, 0).decode(errors="replace") or "another"
+            os.close(lock)
+            raise BlockingIOError(errno.EAGAIN, f"is being written by process {holder}") from None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def unlock(lock: int) -> None:
+    """Let others have the folder."""
+    os.close(lock)
+
+
+def remove_locked(folder: Path, lock: int) -> None:
+    """Remove a folder that is locked, the lock last: whoever takes it meanwhile finds nothing half-removed."""
+    try:
+        empty_folder(folder)
+        (folder / _LOCK).unlink(missing_ok=True)
+        with suppress(OSError):  # another process has just made it its own
+            folder.rmdir()
+    finally:
+        unlock(lock)
+
+
+def empty_folder(folder: Path) -> None:
+    """Remove all that a folder holds, but the lock on it."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _LOCK:
+            path.unlink()
+
+
+def _hold(lock: int) -> None:
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _is_there(folder: Path, lock: int) -> bool:
+    """Whether the file that was locked is still the one of that name."""
+    try:
+        return os.path.samestat(os.stat(folder / _LOCK), os.fstat(lock))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,83 @@
+"""What each layer became, on disk, so that a run that was killed does not solve it again."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from headwise.checkpoints.disk import write_whole
+from headwise.checkpoints.shards import tensor_bytes
+from headwise.errors import CheckpointError
+
+
+class LayerResults:
+    """Solved layers, one file each, there whole or not at all.
+
+    A layer is to be saved before the activations are moved past it (`Activations.commit`): then every layer that
+    the activations are past can be loaded.
+
+    Args:
+        folder: to keep the files in, such as within `FolderWriter.work`; made if need be.
+
+    Raises:
+        CheckpointError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def save(self, index: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        """Keep a layer; when this returns, it is on the disk.
+
+        Args:
+            index: the layer's.
+            tensors: its weights by name.
+            about: what else there is to know of it, as JSON-able values: spec, channels, errors, ….
+
+        Raises:
+            CheckpointError: the disk is full, or the file cannot be written.
+        """
+        text = json.dumps(about)
+        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        content = save(own, metadata={"about": text, "checksum": _checksum(own, text)})
+        try:
+            write_whole(self._file(index), content)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def load(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """A layer's tensors and what is known of it, or None when it was not kept or is damaged."""
+        try:
+            with safe_open(self._file(index), framework="pt", backend="pread") as file:
+                about = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+            if about["checksum"] != _checksum(tensors, about["about"]):
+                return None
+            return tensors, json.loads(about["about"])
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return None
+
+    def _file(self, index: int) -> Path:
+        return self.folder / f"layer-{index:05d}.safetensors"
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        return CheckpointError("results", str(self.folder), f"could not be written: {error.strerror or error}")
+
+
+def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:
+    total = zlib.crc32(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        total = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
+        total = zlib.crc32(tensor_bytes(tensor), total)
+    return f"{total:08x}"
