@@ -15,6 +15,7 @@ import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.heads import Layer, grouped_heads, rotation_tables, sample_rows
 from headwise.conversion.refit import OutputRefit, Sample, refine
+from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities
 from headwise.conversion.statistics import Statistics, output_metric, root
 from headwise.hf import LayerwiseModel
@@ -120,8 +121,9 @@ def test_sensitivities_are_the_models_own_derivatives(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "tiny", "llama")
     model = LayerwiseModel(open_checkpoint(folder), torch.float32)
     windows = ids(2, 17)
-    found = output_sensitivities(model, windows, tmp_path)
-    assert not list(tmp_path.glob("*.activations"))
+    results = LayerResults(tmp_path / "results")
+    output_sensitivities(model, windows, results)
+    assert sorted(file.suffix for file in results.folder.iterdir()) == [".safetensors"] * 2
     whole = headwise.load(folder, dtype="float32")
     grams = [torch.zeros(48, 48, dtype=torch.float64) for _ in range(2)]
     for at, window in enumerate(windows):
@@ -133,7 +135,10 @@ def test_sensitivities_are_the_models_own_derivatives(tmp_path: Path) -> None:
         loss = F.cross_entropy(logits, drawn, reduction="sum")
         for gram, gradient in zip(grams, torch.autograd.grad(loss, outputs), strict=True):
             gram.add_(gradient[0].double().mT @ gradient[0].double() / windows.numel())
-    for gram, own in zip(grams, found, strict=True):
+    for index, gram in enumerate(grams):
+        kept = results.load(index)
+        assert kept is not None
+        own = kept[0]["sensitivity"].double()
         assert torch.allclose(gram, own, rtol=1e-3, atol=1e-4 * float(gram.abs().max()))
 
 

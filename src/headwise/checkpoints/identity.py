@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from headwise.checkpoints.checkpoint import Checkpoint, dtype_name
 
-_LIBRARIES = ("torch", "transformers", "safetensors")
+_LIBRARIES = ("headwise", "torch", "transformers", "safetensors")
 
 
 def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
@@ -40,6 +40,4 @@ def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
 
 def versions() -> dict[str, str]:
     """The versions of headwise and of the libraries a conversion's numbers come from."""
-    from headwise import __version__
-
-    return {"headwise": __version__, **{library: version(library) for library in _LIBRARIES}}
+    return {library: version(library) for library in _LIBRARIES}

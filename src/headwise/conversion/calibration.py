@@ -37,6 +37,7 @@ def begin(
     *,
     tokens: int,
     without: Collection[str] = (),
+    run: str = "",
     progress: Progress,
 ) -> Sequential:
     """A conversion that is about to convert layer 0.
@@ -47,6 +48,7 @@ def begin(
         folder: for activations.
         tokens: how many to look at, in windows of 2048 (shorter where the model or the text is).
         without: stages to leave out.
+        run: what tells this conversion from another; one that was killed goes on.
         progress: told of windows and layers.
 
     Raises:
@@ -59,7 +61,7 @@ def begin(
     # In float32 whatever the weights are stored in: a layer is solved for what it should be given.
     model = LayerwiseModel(checkpoint, torch.float32)
     stages = [stage for stage in STAGES if stage not in without]
-    return Sequential(model, windows, held=held, folder=folder, stages=stages, progress=progress)
+    return Sequential(model, windows, held=held, folder=folder, stages=stages, run=run, progress=progress)
 
 
 def _windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -> tuple[Tensor, int]:

@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint
+from headwise.checkpoints import FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.gguf import GgufCheckpoint
-from headwise.conversion.calibration import WINDOW, begin, refuse_stages
-from headwise.conversion.grouped import convert_to_grouped
-from headwise.conversion.heads import Layer
-from headwise.conversion.latent import convert_to_latent
-from headwise.conversion.plan import Target, parse_target, plan_layers, refuse_latent
-from headwise.conversion.sequential import Sequential
-from headwise.conversion.statistics import Statistics
+from headwise.conversion.calibration import begin, refuse_stages
+from headwise.conversion.job import Job
+from headwise.conversion.plan import parse_target
+from headwise.conversion.results import LayerResults
 from headwise.cost import model as cost
-from headwise.errors import ArgumentError, CheckpointError
+from headwise.errors import ArgumentError
 from headwise.evaluation import read_source
-from headwise.hf import as_dtype, check_complete, expected_tensors, model_class
-from headwise.measurement import matmul_flops_per_second, peak_rss_bytes
+from headwise.hf import as_dtype
+from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
-from headwise.specs import (
-    HOSTED_PREFIX,
-    AttentionSpec,
-    GroupedSpec,
-    LatentSpec,
-    ModelSpec,
-    hosted_attention,
-    rotary_width,
-)
-
-FORMAT = 1
-"""Version of the ``headwise`` block in a converted ``config.json``."""
+from headwise.specs import HOSTED_PREFIX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,31 +133,38 @@ def convert(
     real_source = Path(os.path.realpath(checkpoint.path))
     if Path(os.path.realpath(destination)) in (real_source, *real_source.parents):
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
-    job = _Job(checkpoint, target, out_dtype)
+    job = Job(checkpoint, target, out_dtype)
 
     seen = 0
     if dry_run:
         seconds = job.estimate_seconds(calibration_tokens if calibrate is not None else 0)
     else:
-        with FolderWriter(destination, job.tensors, overwrite=overwrite) as writer:
+        run = run_identity(
+            checkpoint,
+            target=asdict(target),
+            dtype=dtype_name(job.dtype),
+            calibrate=[_text_identity(text) for text in texts],
+            tokens=calibration_tokens,
+            without=sorted(without),
+        )
+        with FolderWriter(destination, job.tensors, run=run, overwrite=overwrite) as writer:
             writer.add_companions(checkpoint)
-            with TemporaryDirectory(prefix=f".{destination.name}.headwise-", dir=destination.parent) as folder:
-                sequence = None
-                if texts and not job.is_lossless:
-                    sequence = begin(
-                        checkpoint,
-                        texts,
-                        Path(folder),
-                        tokens=calibration_tokens,
-                        without=without,
-                        progress=progress,
-                    )
-                    seen = sequence.windows.numel()
-                for name, tensor in job.run(sequence, progress):
-                    writer.add(name, tensor)
+            sequence = None
+            if texts and not job.is_lossless:
+                sequence = begin(
+                    checkpoint,
+                    texts,
+                    writer.work,
+                    tokens=calibration_tokens,
+                    without=without,
+                    run=run,
+                    progress=progress,
+                )
+                seen = sequence.windows.numel()
+            job.write(writer, sequence, LayerResults(writer.work / "layers"), progress)
             writer.write_json("config.json", job.config())
         seconds = time.perf_counter() - start
-    notes = []
+    notes: list[str] = []
     if target.mechanism == "mla" and calibrate is None and not job.is_lossless:
         notes.append("no calibration text: weights alone decided, and quality suffers; give one with calibrate")
     if texts and job.is_lossless:
@@ -204,171 +196,7 @@ def convert(
     )
 
 
-class _Job:
-    """One conversion's plan: what is read, what each layer becomes, what is written."""
-
-    def __init__(self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype | None) -> None:
-        self.checkpoint = checkpoint
-        self.before = checkpoint.spec
-        refuse_latent(self.before)  # a better reason than its family's having no file
-        self.family = checkpoint.family
-        self.after = plan_layers(self.before, target)
-        # A family whose own class has one number of heads is given our layer where that number changes.
-        self.hosted = self.after.mechanism == "mla" or (
-            not self.family.stock_kv_heads and any(_is_shared(layer) for layer in self.after.layers)
-        )
-        # Before anything is made of the sizes the config claims.
-        check_complete(checkpoint)
-        self.dtype = dtype or checkpoint.dtype
-        self.channels = [
-            [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
-        ]
-        self.tensors = {
-            name: TensorInfo(shape, self.dtype) for name, shape in expected_tensors(self.config()).items()
-        }
-
-    @property
-    def method(self) -> str:
-        """How the new heads are made."""
-        if self.after.mechanism == "mla":
-            return "svd"
-        old, new = (_kv_heads(model) for model in (self.before, self.after))
-        return "copy" if new == old else "repeat" if new > old else "mean"
-
-    @property
-    def is_lossless(self) -> bool:
-        """Whether the result computes what the source does, beyond rounding."""
-        if self.method != "svd":
-            return self.method != "mean"
-        return all(
-            new.qk_rope_head_dim == rotary_width(old)
-            # What is not rotated is made of E inputs and a constant, however many numbers it is.
-            and new.kv_lora_rank
-            >= min(
-                old.num_kv_heads * (old.head_dim + old.value_dim) - rotary_width(old),
-                old.hidden_size + ("kv_a_proj_with_mqa" in new.bias),
-            )
-            for old, new in zip(
-                (*self.before.layers, *self.before.cross_layers),
-                (*self.after.layers, *self.after.cross_layers),
-                strict=True,
-            )
-            if isinstance(old, GroupedSpec) and isinstance(new, LatentSpec)
-        )
-
-    def config(self) -> dict[str, Any]:
-        """The output's ``config.json``."""
-        config = {key: value for key, value in self.checkpoint.config.items() if not key.startswith("_")}
-        config.pop("torch_dtype", None)
-        config["dtype"] = dtype_name(self.dtype)
-        config["model_type"] = self.family.model_type
-        config.pop("headwise", None)
-        if self.hosted:
-            config["model_type"] = HOSTED_PREFIX + self.family.model_type
-            config["headwise"] = {"format": FORMAT, "attention": hosted_attention(self.after)}
-            if self.after.cross_layers:
-                config["headwise"]["cross_attention"] = hosted_attention(self.after, cross=True)
-            if self.channels:
-                config["headwise"]["rope_channels"] = self.channels
-        elif self.family.stock_kv_heads:
-            config["num_key_value_heads"] = _kv_heads(self.after)
-        config["architectures"] = [model_class(config).__name__]
-        return config
-
-    def run(self, sequence: Sequential | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the output, in its order, one layer in memory at a time."""
-        owner = {
-            name: (index, cross)
-            for cross, specs in ((False, self.after.layers), (True, self.after.cross_layers))
-            for index in range(len(specs))
-            for name in self._names(index, cross=cross)
-        }
-        done: tuple[int, bool] | None = None
-        layer: dict[str, Tensor] = {}
-        for name in self.tensors:
-            if name not in owner:
-                yield name, self._cast(name, self.checkpoint.read(name))
-                continue
-            if owner[name] != done:
-                done = index, cross = owner[name]
-                progress("converting", index, self.before.num_layers)
-                layer = self.convert_layer(index, None if cross else sequence, cross=cross)
-            yield name, self._cast(name, layer[name])
-        progress("converting", self.before.num_layers, self.before.num_layers)
-
-    def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor in the output's dtype, whose range may be smaller than the source's."""
-        cast = tensor.to(self.dtype)
-        if not bool(torch.isfinite(cast).all()):
-            rule = f"does not fit in {dtype_name(self.dtype)}; choose a wider dtype"
-            raise CheckpointError("tensor", name, rule)
-        return cast
-
-    def convert_layer(self, index: int, sequence: Sequential | None, *, cross: bool = False) -> dict[str, Tensor]:
-        """One layer's new attention, by the output's names; with ``cross``, that to an encoder's output."""
-        before, after = (m.cross_layers if cross else m.layers for m in (self.before, self.after))
-        source, target = before[index], after[index]
-        assert isinstance(source, GroupedSpec)
-        was_hosted = str(self.checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
-        state = self.family.read_attention(self.checkpoint.read, index, source, cross=cross, hosted=was_hosted)
-        if isinstance(target, LatentSpec):
-            longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
-
-            def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> list[Layer]:
-                made, channels = convert_to_latent(
-                    state, source, target, statistics=statistics, sensitivity=sensitivity, longest=longest
-                )
-                return [Layer(target, made, channels)]
-
-            if sequence is None:
-                layer = solve(None, None)[0]
-            else:
-                layer = sequence.layer(index, Layer(source, state).float(), solve).layer
-            out = dict(layer.state)
-            if not cross:
-                self.channels[index] = layer.channels
-        else:
-            assert isinstance(target, GroupedSpec)
-            out = convert_to_grouped(state, source, target)
-            if not self.hosted:
-                return self.family.write_attention(out, index, target, cross=cross)
-        prefix = self.family.place(index, cross=cross, hosted=True)
-        return {f"{prefix}.{name}": tensor for name, tensor in out.items()}
-
-    def _names(self, index: int, *, cross: bool) -> list[str]:
-        """The output's names of a layer's attention."""
-        if self.hosted:
-            prefix = self.family.place(index, cross=cross, hosted=True) + "."
-            return [name for name in self.tensors if name.startswith(prefix)]
-        spec = (self.after.cross_layers if cross else self.after.layers)[index]
-        assert isinstance(spec, GroupedSpec)
-        return list(self.family.stored_shapes(index, spec, cross=cross))
-
-    def estimate_seconds(self, calibration_tokens: int) -> float:
-        """One layer is solved and timed; calibration is its FLOPs at the rate of a matrix product timed here."""
-        self.convert_layer(0, None)  # the first solution also starts the libraries up
-        start = time.perf_counter()
-        self.convert_layer(0, None)
-        solving = (time.perf_counter() - start) * self.before.num_layers
-        start = time.perf_counter()
-        name = max(self.checkpoint.tensors, key=lambda name: self.checkpoint.tensors[name].nbytes)
-        self.checkpoint.read(name).to(self.dtype)
-        per_byte = (time.perf_counter() - start) / self.checkpoint.tensors[name].nbytes
-        # Each byte is read, checked, and written again at about the rate it is read.
-        copying = 2 * per_byte * sum(info.nbytes for info in self.checkpoint.tensors.values())
-        parameters = sum(info.numel for info in self.checkpoint.tensors.values())
-        calibrating = 0.0
-        if calibration_tokens:
-            # A model's forward pass reaches about half of what one large product does.
-            calibrating = 2 * 2 * parameters * calibration_tokens / matmul_flops_per_second()
-        return solving + copying + calibrating
-
-
-def _is_shared(layer: AttentionSpec) -> bool:
-    return isinstance(layer, GroupedSpec) and layer.num_kv_heads < layer.num_heads
-
-
-def _kv_heads(model: ModelSpec) -> int:
-    layer = model.layers[0]
-    assert isinstance(layer, GroupedSpec)
-    return layer.num_kv_heads
+def _text_identity(text: str | Path) -> str:
+    """What tells a text from another: a file's content, otherwise its name."""
+    path = Path(text)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else str(text)

@@ -9,14 +9,13 @@ Shapes: N windows, W tokens in each, E hidden size.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwise.conversion.ranks import all_sum, my_windows
+from headwise.conversion.results import LayerResults
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
 
@@ -24,22 +23,24 @@ PIECE = 256
 
 
 def output_sensitivities(
-    model: LayerwiseModel, windows: Tensor, folder: Path, *, seed: int = 0, progress: Progress = silent
-) -> list[Tensor]:
-    """G of every layer, ``[E, E]`` float64.
+    model: LayerwiseModel, windows: Tensor, results: LayerResults, *, seed: int = 0, progress: Progress = silent
+) -> None:
+    """Keep G of every layer, ``sensitivity`` ``[E, E]`` float32, unless an earlier run has.
 
-    Layers are run one at a time, forward and then backward, each one's input waiting in a file of ``folder``.
+    Layers are run one at a time, forward and then backward, each one's input waiting in a file beside the results.
 
     Args:
         model: the source.
         windows: ``[N, W]`` token ids.
-        folder: for the files, which are removed again.
+        results: where they are kept.
         seed: of the labels drawn.
         progress: told of each layer, twice.
     """
     count, layers = len(windows), model.num_layers
     mine = my_windows(count)
-    files = [folder / f"sensitivity-{index}.activations" for index in range(layers)]
+    if all(results.load(index) for index in range(layers)):
+        return
+    files = [results.folder / f"sensitivity-{index}.activations" for index in range(layers)]
     with torch.no_grad():
         hidden = model.begin(windows[mine.start : mine.stop]) if len(mine) else model.begin(windows[:1])[:0]
         for index in range(layers):
@@ -48,7 +49,6 @@ def output_sensitivities(
             module = model.layer(index)
             hidden = torch.cat([hidden[:0], *(model.run(index, module, one[None]) for one in hidden)])
     gradient = _loss_gradient(model, hidden, seed + mine.start)
-    grams = []
     for index in reversed(range(layers)):
         progress("weighing", 2 * layers - index - 1, 2 * layers)
         module = model.layer(index)
@@ -63,9 +63,8 @@ def output_sensitivities(
             wide = at_output[0].double()
             gram.addmm_(wide.mT, wide)
         files[index].unlink()
-        grams.append(all_sum(gram) / windows.numel())
+        results.save(index, {"sensitivity": (all_sum(gram) / windows.numel()).float()}, {})
     progress("weighing", 2 * layers, 2 * layers)
-    return grams[::-1]
 
 
 def _loss_gradient(model: LayerwiseModel, hidden: Tensor, seed: int) -> Tensor:

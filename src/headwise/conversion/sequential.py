@@ -19,6 +19,7 @@ from headwise.conversion.activations import Activations, Spill
 from headwise.conversion.heads import Layer, Rotation, rotation_tables, sample_rows
 from headwise.conversion.ranks import all_sum, barrier, my_windows
 from headwise.conversion.refit import OutputRefit, Sample, refine
+from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities
 from headwise.conversion.statistics import SAMPLES, Statistics, output_metric, root
 from headwise.errors import CheckpointError
@@ -82,10 +83,10 @@ class Sequential:
     ) -> None:
         self.model, self.windows, self.stages, self.steps = model, windows, frozenset(stages), steps
         self.train = len(windows) - held
-        self.sensitivities: list[Tensor] | None = None
+        self.sensitivities = LayerResults(folder / "sensitivities")
         if "sensitivity" in self.stages:
             weighed = windows[: min(max(WEIGHED // windows.shape[1], 1), self.train)]
-            self.sensitivities = output_sensitivities(model, weighed, folder, progress=progress)
+            output_sensitivities(model, weighed, self.sensitivities, progress=progress)
         shape = (*windows.shape, model.begin(windows[:1]).shape[-1])
         self.streams = Activations(folder, streams=("source", "converted"), shape=shape, run=run)
         if self.streams.layer is None:
@@ -99,20 +100,21 @@ class Sequential:
         self.wanted = Spill(folder / "wanted.spill", shape)
 
     @torch.no_grad()
-    def layer(self, index: int, source: Layer, solve: Solver) -> Step:
+    def layer(self, index: int, source: Layer, solve: Solver, keep: Callable[[Step], None]) -> Step:
         """Convert one layer, the next in order, and move both streams past it.
 
         Args:
             index: which.
             source: the layer as it is.
             solve: gives what it might become.
+            keep: told of the result before the streams are past it, so that it can be found again.
         """
         assert isinstance(source.spec, GroupedSpec)
-        assert index == self.streams.layer
+        assert index == self.position
         module = self.model.layer(index)
         rotation = rotation_tables(source.spec, self.windows.shape[1])
-        statistics = self._study(index, module, source, source.spec, rotation)
-        sensitivity = None if self.sensitivities is None else self.sensitivities[index]
+        sensitivity = self._sensitivity(index)
+        statistics = self._study(index, module, source, source.spec, rotation, sensitivity)
         cost = torch.eye(source.spec.hidden_size) if sensitivity is None else root(sensitivity).float()
         errors: dict[str, float] = {}
         chosen, layer = "solve", source
@@ -128,8 +130,20 @@ class Sequential:
             made = layer.output(self.inputs.read(at), rotation)
             hidden = self.streams.read(self._stream, at, at + 1)
             self.streams.write("converted", at, self.model.run(index, module, hidden, attention_output=made[None]))
+        step = Step(layer, errors, chosen)
+        keep(step)
         self.streams.commit()
-        return Step(layer, errors, chosen)
+        return step
+
+    @property
+    def position(self) -> int:
+        """How many layers the streams are past."""
+        assert self.streams.layer is not None
+        return self.streams.layer
+
+    def _sensitivity(self, index: int) -> Tensor | None:
+        found = self.sensitivities.load(index) if "sensitivity" in self.stages else None
+        return None if found is None else found[0]["sensitivity"].double()
 
     @property
     def _stream(self) -> str:
@@ -137,15 +151,17 @@ class Sequential:
         return "converted" if "sequence" in self.stages else "source"
 
     def _study(
-        self, index: int, module: torch.nn.Module, source: Layer, spec: GroupedSpec, rotation: Rotation | None
+        self,
+        index: int,
+        module: torch.nn.Module,
+        source: Layer,
+        spec: GroupedSpec,
+        rotation: Rotation | None,
+        sensitivity: Tensor | None,
     ) -> Statistics:
         """Move the source's stream on, and keep what the converted layer gets and what it should give."""
         tokens = self.windows.shape[1]
-        metric = output_metric(
-            source.state["o_proj.weight"],
-            None if self.sensitivities is None else self.sensitivities[index],
-            spec.num_heads,
-        )
+        metric = output_metric(source.state["o_proj.weight"], sensitivity, spec.num_heads)
         sums = Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
         for at in my_windows(len(self.windows)):
             own, other = (self.streams.read(name, at, at + 1) for name in ("source", self._stream))

@@ -1,0 +1,246 @@
+"""One conversion's plan: what is read, what each layer becomes, what is written."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name
+from headwise.conversion.calibration import WINDOW
+from headwise.conversion.grouped import convert_to_grouped
+from headwise.conversion.heads import Layer
+from headwise.conversion.latent import convert_to_latent
+from headwise.conversion.plan import Target, plan_layers, refuse_latent
+from headwise.conversion.results import LayerResults
+from headwise.conversion.sequential import Sequential, Solver, Step
+from headwise.conversion.statistics import Statistics
+from headwise.errors import CheckpointError
+from headwise.hf import check_complete, expected_tensors, model_class
+from headwise.measurement import matmul_flops_per_second
+from headwise.progress import Progress
+from headwise.specs import (
+    HOSTED_PREFIX,
+    AttentionSpec,
+    GroupedSpec,
+    LatentSpec,
+    ModelSpec,
+    hosted_attention,
+    rotary_width,
+)
+
+FORMAT = 1
+"""Version of the ``headwise`` block in a converted ``config.json``."""
+
+
+class Job:
+    """One conversion's plan: what is read, what each layer becomes, what is written."""
+
+    def __init__(self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype | None) -> None:
+        self.checkpoint = checkpoint
+        self.before = checkpoint.spec
+        refuse_latent(self.before)  # a better reason than its family's having no file
+        self.family = checkpoint.family
+        self.after = plan_layers(self.before, target)
+        # A family whose own class has one number of heads is given our layer where that number changes.
+        self.hosted = self.after.mechanism == "mla" or (
+            not self.family.stock_kv_heads and any(_is_shared(layer) for layer in self.after.layers)
+        )
+        # Before anything is made of the sizes the config claims.
+        check_complete(checkpoint)
+        self.dtype = dtype or checkpoint.dtype
+        self.channels = [
+            [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
+        ]
+        self.tensors = {
+            name: TensorInfo(shape, self.dtype) for name, shape in expected_tensors(self.config()).items()
+        }
+
+    @property
+    def method(self) -> str:
+        """How the new heads are made."""
+        if self.after.mechanism == "mla":
+            return "svd"
+        old, new = (_kv_heads(model) for model in (self.before, self.after))
+        return "copy" if new == old else "repeat" if new > old else "mean"
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the result computes what the source does, beyond rounding."""
+        if self.method != "svd":
+            return self.method != "mean"
+        return all(
+            new.qk_rope_head_dim == rotary_width(old)
+            # What is not rotated is made of E inputs and a constant, however many numbers it is.
+            and new.kv_lora_rank
+            >= min(
+                old.num_kv_heads * (old.head_dim + old.value_dim) - rotary_width(old),
+                old.hidden_size + ("kv_a_proj_with_mqa" in new.bias),
+            )
+            for old, new in zip(
+                (*self.before.layers, *self.before.cross_layers),
+                (*self.after.layers, *self.after.cross_layers),
+                strict=True,
+            )
+            if isinstance(old, GroupedSpec) and isinstance(new, LatentSpec)
+        )
+
+    def config(self) -> dict[str, Any]:
+        """The output's ``config.json``."""
+        config = {key: value for key, value in self.checkpoint.config.items() if not key.startswith("_")}
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype_name(self.dtype)
+        config["model_type"] = self.family.model_type
+        config.pop("headwise", None)
+        if self.hosted:
+            config["model_type"] = HOSTED_PREFIX + self.family.model_type
+            config["headwise"] = {"format": FORMAT, "attention": hosted_attention(self.after)}
+            if self.after.cross_layers:
+                config["headwise"]["cross_attention"] = hosted_attention(self.after, cross=True)
+            if self.channels:
+                config["headwise"]["rope_channels"] = self.channels
+        elif self.family.stock_kv_heads:
+            config["num_key_value_heads"] = _kv_heads(self.after)
+        config["architectures"] = [model_class(config).__name__]
+        return config
+
+    def write(
+        self, writer: FolderWriter, sequence: Sequential | None, results: LayerResults, progress: Progress
+    ) -> None:
+        """Add every tensor of the output that is missing, one layer in memory at a time.
+
+        Args:
+            writer: of the output.
+            sequence: the conversion on a text, which all layers go through in turn; None for weights alone.
+            results: where layers are kept that a text was gone through for.
+            progress: told of each layer.
+        """
+        owner = {
+            name: (index, cross)
+            for cross, specs in ((False, self.after.layers), (True, self.after.cross_layers))
+            for index in range(len(specs))
+            for name in self._names(index, cross=cross)
+        }
+        done: tuple[int, bool] | None = None
+        layer: dict[str, Tensor] = {}
+        for name in self.tensors:
+            if name not in owner:
+                if not writer.has(name):
+                    writer.add(name, self._cast(name, self.checkpoint.read(name)))
+                continue
+            if owner[name] != done:
+                done = index, cross = owner[name]
+                progress("converting", index, self.before.num_layers)
+                layer = self.convert_layer(index, sequence, results, cross=cross)
+            if not writer.has(name):
+                writer.add(name, self._cast(name, layer[name]))
+        progress("converting", self.before.num_layers, self.before.num_layers)
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor in the output's dtype, whose range may be smaller than the source's."""
+        cast = tensor.to(self.dtype)
+        if not bool(torch.isfinite(cast).all()):
+            rule = f"does not fit in {dtype_name(self.dtype)}; choose a wider dtype"
+            raise CheckpointError("tensor", name, rule)
+        return cast
+
+    def convert_layer(
+        self,
+        index: int,
+        sequence: Sequential | None = None,
+        results: LayerResults | None = None,
+        *,
+        cross: bool = False,
+    ) -> dict[str, Tensor]:
+        """One layer's new attention, by the output's names; with ``cross``, that to an encoder's output."""
+        before, after = (m.cross_layers if cross else m.layers for m in (self.before, self.after))
+        source, target = before[index], after[index]
+        assert isinstance(source, GroupedSpec)
+        was_hosted = str(self.checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
+        state = self.family.read_attention(self.checkpoint.read, index, source, cross=cross, hosted=was_hosted)
+        if isinstance(target, LatentSpec):
+            longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
+
+            def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> list[Layer]:
+                made, channels = convert_to_latent(
+                    state, source, target, statistics=statistics, sensitivity=sensitivity, longest=longest
+                )
+                return [Layer(target, made, channels)]
+
+            if sequence is None or cross:
+                layer = solve(None, None)[0]
+            else:
+                assert results is not None
+                layer = _on_text(index, Layer(source, state).float(), target, solve, sequence, results)
+            out = dict(layer.state)
+            if not cross:
+                self.channels[index] = layer.channels
+        else:
+            assert isinstance(target, GroupedSpec)
+            out = convert_to_grouped(state, source, target)
+            if not self.hosted:
+                return self.family.write_attention(out, index, target, cross=cross)
+        prefix = self.family.place(index, cross=cross, hosted=True)
+        return {f"{prefix}.{name}": tensor for name, tensor in out.items()}
+
+    def _names(self, index: int, *, cross: bool) -> list[str]:
+        """The output's names of a layer's attention."""
+        if self.hosted:
+            prefix = self.family.place(index, cross=cross, hosted=True) + "."
+            return [name for name in self.tensors if name.startswith(prefix)]
+        spec = (self.after.cross_layers if cross else self.after.layers)[index]
+        assert isinstance(spec, GroupedSpec)
+        return list(self.family.stored_shapes(index, spec, cross=cross))
+
+    def estimate_seconds(self, calibration_tokens: int) -> float:
+        """One layer is solved and timed; calibration is its FLOPs at the rate of a matrix product timed here."""
+        self.convert_layer(0)  # the first solution also starts the libraries up
+        start = time.perf_counter()
+        self.convert_layer(0)
+        solving = (time.perf_counter() - start) * self.before.num_layers
+        start = time.perf_counter()
+        name = max(self.checkpoint.tensors, key=lambda name: self.checkpoint.tensors[name].nbytes)
+        self.checkpoint.read(name).to(self.dtype)
+        per_byte = (time.perf_counter() - start) / self.checkpoint.tensors[name].nbytes
+        # Each byte is read, checked, and written again at about the rate it is read.
+        copying = 2 * per_byte * sum(info.nbytes for info in self.checkpoint.tensors.values())
+        parameters = sum(info.numel for info in self.checkpoint.tensors.values())
+        calibrating = 0.0
+        if calibration_tokens:
+            # A model's forward pass reaches about half of what one large product does.
+            calibrating = 2 * 2 * parameters * calibration_tokens / matmul_flops_per_second()
+        return solving + copying + calibrating
+
+
+def _is_shared(layer: AttentionSpec) -> bool:
+    return isinstance(layer, GroupedSpec) and layer.num_kv_heads < layer.num_heads
+
+
+def _kv_heads(model: ModelSpec) -> int:
+    layer = model.layers[0]
+    assert isinstance(layer, GroupedSpec)
+    return layer.num_kv_heads
+
+
+def _on_text(
+    index: int, source: Layer, target: LatentSpec, solve: Solver, sequence: Sequential, results: LayerResults
+) -> Layer:
+    """One layer of a conversion on a text, unless an earlier run has been past it.
+
+    Raises:
+        CheckpointError: what that run kept is damaged.
+    """
+    if sequence.position > index:
+        kept = results.load(index)
+        if kept is None:
+            rule = f"was lost of a run that had converted it; remove {results.folder.parent.parent} and convert again"
+            raise CheckpointError("layer", index, rule)
+        return Layer(target, kept[0], kept[1]["channels"])
+
+    def keep(step: Step) -> None:
+        about = {"channels": step.layer.channels, "errors": step.errors, "chosen": step.chosen}
+        results.save(index, step.layer.state, about)
+
+    return sequence.layer(index, source, solve, keep).layer
