@@ -15,8 +15,8 @@ _LEAST_GAIN = 1e-9
 def group_heads(lost: Callable[[Group], float], heads: int, groups: int) -> list[Group]:
     """A partition into equal groups that no exchange of two heads improves.
 
-    It begins with neighbours, or with groups grown head by head where those lose less, and is never worse than
-    neighbours. There is no chance in it.
+    It begins with neighbours, or where those lose more with the groups that are best by the sum of what their pairs
+    lose, which is far sooner known; it is never worse than neighbours. There is no chance in it.
 
     Args:
         lost: what merging some heads loses, given in rising order.
@@ -27,7 +27,7 @@ def group_heads(lost: Callable[[Group], float], heads: int, groups: int) -> list
         The groups, by their first heads.
     """
     size = heads // groups
-    neighbours = [tuple(range(at, at + size)) for at in range(0, heads, size)]
+    neighbours: list[Group] = [tuple(range(at, at + size)) for at in range(0, heads, size)]
     if groups in (1, heads):
         return neighbours
     known = cache(lost)
@@ -35,16 +35,19 @@ def group_heads(lost: Callable[[Group], float], heads: int, groups: int) -> list
     def total(partition: list[Group]) -> float:
         return sum(known(group) for group in partition)
 
-    grown = _grow(known, heads, size)
+    def pairwise(group: Group) -> float:
+        return sum(known(pair) for pair in combinations(group, 2))
+
+    paired = _exchange(pairwise, _grow(pairwise, heads, size))
     enough = total(neighbours) * (1 - _LEAST_GAIN)
-    return sorted(_exchange(known, grown if total(grown) < enough else neighbours))
+    return sorted(_exchange(known, paired if total(paired) < enough else neighbours))
 
 
 def _grow(lost: Callable[[Group], float], heads: int, size: int) -> list[Group]:
     """Begin each group with the two heads left that merge best, and add the one that costs least until it is full."""
-    left, groups = set(range(heads)), []
+    left, groups = set(range(heads)), list[Group]()
     while left:
-        group = min(combinations(sorted(left), min(2, size)), key=lost)
+        group: Group = min(combinations(sorted(left), 2), key=lost)
         while len(group) < size:
             wider = [tuple(sorted((*group, head))) for head in sorted(left.difference(group))]
             group = min(wider, key=lost)

@@ -167,8 +167,8 @@ class NormedHeads:
 
     @cached_property
     def size(self) -> Tensor:
-        """What each head is divided by, ``[K]``."""
-        return energy(self.rows, self.moments).mean(1).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        """What each head is divided by, ``[K]``; 1 where its keys are nothing."""
+        return _or_one(energy(self.rows, self.moments).mean(1)).sqrt()
 
     @cached_property
     def gram(self) -> Tensor:
@@ -231,11 +231,16 @@ def _normed_loss(gram: Tensor, weight: Tensor, shares: Tensor, signs: Tensor) ->
     """What an average of normalised heads loses, and its shares, scaled so that it is of mean square 1."""
     turned = _turned(gram, signs)
     size = torch.einsum("k,dkl,l->", shares, turned, shares) / len(gram)
-    shares = shares / size.clamp_min(torch.finfo(gram.dtype).tiny).sqrt()
+    shares = shares / _or_one(size).sqrt()
     made = torch.einsum("k,dkl,l->d", shares, turned, shares)
     both = torch.einsum("dkl,l->kd", turned, shares)
     own = turned.diagonal(dim1=1, dim2=2).mT
     return float((weight * (made + own - 2 * both)).sum().clamp_min(0)), shares, signs
+
+
+def _or_one(square: Tensor) -> Tensor:
+    """A mean square to divide by: 1 where it is nothing."""
+    return torch.where(square > torch.finfo(square.dtype).tiny, square, torch.ones_like(square))
 
 
 def _turned(gram: Tensor, signs: Tensor) -> Tensor:
