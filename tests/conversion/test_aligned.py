@@ -15,7 +15,8 @@ from headwise.attention.grouped import from_spec
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import convert_to_grouped
 from headwise.conversion.aligned import choose_groups
-from headwise.conversion.metrics import KEY_WEIGHT
+from headwise.conversion.merging import NormedHeads
+from headwise.conversion.metrics import KEY_WEIGHT, centred
 from headwise.conversion.rope_channels import as_rotated, to_complex
 from headwise.conversion.statistics import Statistics
 from headwise.errors import ArgumentError, SpecError
@@ -290,6 +291,72 @@ def test_what_all_tokens_share_of_the_values_is_in_the_outputs_bias() -> None:
         assert_close(output(target, made, average), output(spec, state, average), 1e-9)
         other = normal(3, 1, 5, E)
         assert (output(target, made, other) - output(spec, state, other)).abs().max() > 1e-2
+
+
+def test_the_outputs_bias_leaves_the_values_room_for_the_rest() -> None:
+    spec = SPECS["no rope, no key bias"]
+    state, known = random_state(spec), random_statistics(spec)
+    without = replace(spec, bias=("q_proj", "v_proj"))
+    bare = {name: tensor for name, tensor in state.items() if name != "o_proj.bias"}
+    sizes = []
+    for own, tensors in ((spec, state), (without, bare)):
+        made = convert_to_grouped(tensors, own, as_grouped(own, 1), statistics=known)
+        rest = replace(known, inputs=centred(known.inputs))
+        sizes.append(value_error(tensors, made, own, as_grouped(own, 1), rest))
+    assert sizes[0] < 0.999 * sizes[1]
+
+
+def normed_heads(seed: int) -> NormedHeads:
+    asked = normal(seed, 4, 6).square()
+    asked = (asked + asked[:, [2, 3, 0, 1, 4, 5]]) / 2
+    x = normal(seed + 1, 40, 9)
+    units = torch.tensor([0, 1, 0, 1, 4, 5])
+    return NormedHeads(normal(seed + 2, 4, 6, 9), normal(seed + 3, 6), asked, units, x.mT @ x / 40)
+
+
+def test_what_merging_normed_heads_loses_is_what_it_says() -> None:
+    for seed in range(5):
+        heads = normed_heads(seed)
+        group = (0, 2, 3)
+        made, signs = heads.merge(group)
+        assert (signs.abs() == 1).all()
+        assert torch.equal(signs, signs[:, [2, 3, 0, 1, 4, 5]])
+
+        def error(rows: Tensor, signs: Tensor, heads: NormedHeads = heads, group: tuple[int, ...] = group) -> float:
+            def normed(rows: Tensor) -> Tensor:
+                size = torch.einsum("de,ef,df->", rows, heads.moments, rows) / len(rows)
+                return rows / size.sqrt() * heads.scale[:, None]
+
+            lost = torch.stack(
+                [normed(rows) * s[:, None] - normed(heads.rows[k]) for k, s in zip(group, signs, strict=True)]
+            )
+            return float((heads.asked[list(group)] * torch.einsum("kde,ef,kdf->kd", lost, heads.moments, lost)).sum())
+
+        assert heads.lost(group) == pytest.approx(error(made, signs), rel=1e-9)
+        assert error(made, signs) < error(heads.rows[list(group)].mean(0), torch.ones_like(signs))
+        assert error(made, signs) < error(heads.rows[0], torch.ones_like(signs))
+        assert heads.total >= heads.lost((0,)) >= -1e-9
+
+
+def test_queries_of_normed_heads_ask_for_a_pair_together() -> None:
+    """A rotation turns one dim of it into the other; a norm of queries makes their own size nothing."""
+    spec = SPECS["normed, biases, interleaved partial rope"]
+    state, known = random_state(spec), random_statistics(spec)
+    target = as_grouped(spec, 2)
+    louder = dict(state)
+    for name in ("q_proj.weight", "q_proj.bias"):
+        by_head = state[name].unflatten(0, (spec.num_heads, -1))
+        louder[name] = (by_head.movedim(0, -1) * torch.arange(1.0, 13.0)).movedim(-1, 0).flatten(0, 1)
+    groups, lost = choose_groups(state, spec, target, statistics=known)
+    again, lost_again = choose_groups(louder, spec, target, statistics=known)
+    assert again == groups
+    assert lost_again == pytest.approx(lost, rel=1e-9)
+    turned = {**state, "q_norm.weight": state["q_norm.weight"] * torch.tensor([1.0, 0, 1, 0, 1, 1, 1, 1])}
+    back = {**state, "q_norm.weight": state["q_norm.weight"] * torch.tensor([0.0, 1, 0, 1, 1, 1, 1, 1])}
+    flat = {**state, "q_norm.weight": state["q_norm.weight"] * torch.tensor([0.0, 0, 0, 0, 1, 1, 1, 1])}
+    made = [convert_to_grouped(one, spec, target, statistics=known)["k_proj.weight"] for one in (turned, back, flat)]
+    assert not torch.allclose(made[0], made[2])
+    assert not torch.allclose(made[1], made[2])
 
 
 def test_the_same_twice_to_the_last_bit() -> None:

@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.head_groups import Group
-from headwise.conversion.joint_latent import Part, joint_latent
+from headwise.conversion.joint_latent import floored
 from headwise.conversion.metrics import energy
 from headwise.conversion.rope_channels import concentrate
 from headwise.conversion.statistics import root
-
-_EXACT = 1e-11
-"""Of the largest singular value: directions below it are rounding."""
 
 _ROUNDS = 4
 
@@ -44,11 +41,23 @@ class LinearHeads:
     moments: Tensor
 
     @cached_property
+    def seen(self) -> Tensor:
+        """The moments, blind to none of the inputs."""
+        return floored(self.moments)
+
+    @cached_property
+    def weighted(self) -> Tensor:
+        """The rows in units of what they cost, ``[K, n, E']``; no dim of a head costs nothing."""
+        flat = floored(torch.block_diag(*self.metric))  # type: ignore[no-untyped-call]
+        n = self.rows.shape[1]
+        metric = torch.stack([flat[at : at + n, at : at + n] for at in range(0, len(flat), n)])
+        return root(metric) @ self.rows
+
+    @cached_property
     def gram(self) -> Tensor:
         """Second moments of all heads, in units of what they cost: ``[K, n, K, n]``."""
-        weighted = root(self.metric) @ self.rows
-        flat = weighted.flatten(0, 1)
-        return (flat @ self.moments @ flat.mT).view(*weighted.shape[:2], *weighted.shape[:2])
+        flat = self.weighted.flatten(0, 1)
+        return (flat @ self.seen @ flat.mT).view(*self.weighted.shape[:2], *self.weighted.shape[:2])
 
     @property
     def width(self) -> int:
@@ -62,26 +71,25 @@ class LinearHeads:
 
     def lost(self, group: Group) -> float:
         """What merging some heads costs: the eigenvalues beyond the first n."""
-        heads = list(group)
-        own = self.gram[heads][:, :, heads].flatten(0, 1).flatten(1)
-        return _beyond(own, self.rows.shape[1])
+        return _beyond(self._gram_of(group), self.rows.shape[1])
 
     def merge(self, group: Group) -> tuple[Tensor, Tensor]:
-        """The shared head ``[n, E']``, and each head from it ``[g, n, n]``."""
-        count, n = len(group), self.rows.shape[1]
-        rows = self.rows[list(group)].flatten(0, 1)
-        left, size, right = torch.linalg.svd(rows, full_matrices=False)
-        rank = int((size > _EXACT * size[0]).sum())
-        if rank <= n:
-            # One head holds them all: its rows span theirs, whatever their errors would cost.
-            scale = size[:rank].square().mean().sqrt() if rank else 1.0
-            spare = n - rank
-            down = torch.nn.functional.pad(right[:rank] * scale, (0, 0, 0, spare))
-            up = torch.nn.functional.pad(left[:, :rank] * (size[:rank] / scale), (0, spare))
-        else:
-            metric = torch.block_diag(*self.metric[list(group)])  # type: ignore[no-untyped-call]
-            down, (up,) = joint_latent([Part(rows, metric, self.moments)], n)
-        return down, up.view(count, n, n)
+        """The shared head ``[n, E']`` and each head from it ``[g, n, n]``.
+
+        The shared head's dims are uncorrelated and of mean square 1. What the group's principal components are found in is as small as the group: the inputs may be many.
+        """
+        n = self.rows.shape[1]
+        energies, vectors = torch.linalg.eigh(self._gram_of(group))
+        energies, vectors = energies[-n:].flip(0), vectors[:, -n:].flip(1)
+        real = energies > torch.finfo(energies.dtype).eps * energies[0] * len(vectors)
+        scale = torch.where(real, energies, torch.inf).rsqrt()  # a dim of rounding alone is left empty
+        down = (vectors * scale).mT @ self.weighted[list(group)].flatten(0, 1)
+        up = self.rows[list(group)] @ (self.seen @ down.mT)
+        return down, up
+
+    def _gram_of(self, group: Group) -> Tensor:
+        heads = list(group)
+        return self.gram[heads][:, :, heads].flatten(0, 1).flatten(1)
 
 
 @dataclass(frozen=True)
