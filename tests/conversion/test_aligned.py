@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.attention.grouped import from_spec
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion import convert_to_grouped
+from headwise.conversion import aligned, convert_to_grouped
 from headwise.conversion.aligned import choose_groups
 from headwise.conversion.merging import NormedHeads
 from headwise.conversion.metrics import KEY_WEIGHT, centred
@@ -225,7 +225,7 @@ def test_its_predicted_error_is_at_most_that_of_the_mean(
     )
     target = as_grouped(spec, heads[1])
     state, known = random_state(spec, seed), random_statistics(spec, seed)
-    aligned = convert_to_grouped(state, spec, target, statistics=known)
+    made = convert_to_grouped(state, spec, target, statistics=known)
     groups, predicted = choose_groups(state, spec, target, statistics=known)
     order = [head for one in groups for head in one]
     ordered, known_in_order = in_order(state, spec, order), head_weights_in_order(known, spec, order)
@@ -234,7 +234,7 @@ def test_its_predicted_error_is_at_most_that_of_the_mean(
         keys, values = (kind(before, after, spec, target, seen) for kind in (key_error, value_error))
         return KEY_WEIGHT * keys + values
 
-    found = error(ordered, aligned, known_in_order)
+    found = error(ordered, made, known_in_order)
     assert found == pytest.approx(predicted, rel=1e-3)
     for method in ("mean", "first_head"):
         other = convert_to_grouped(state, spec, target, method=method)
@@ -351,12 +351,11 @@ def test_queries_of_normed_heads_ask_for_a_pair_together() -> None:
     again, lost_again = choose_groups(louder, spec, target, statistics=known)
     assert again == groups
     assert lost_again == pytest.approx(lost, rel=1e-9)
-    turned = {**state, "q_norm.weight": state["q_norm.weight"] * torch.tensor([1.0, 0, 1, 0, 1, 1, 1, 1])}
-    back = {**state, "q_norm.weight": state["q_norm.weight"] * torch.tensor([0.0, 1, 0, 1, 1, 1, 1, 1])}
-    flat = {**state, "q_norm.weight": state["q_norm.weight"] * torch.tensor([0.0, 0, 0, 0, 1, 1, 1, 1])}
-    made = [convert_to_grouped(one, spec, target, statistics=known)["k_proj.weight"] for one in (turned, back, flat)]
-    assert not torch.allclose(made[0], made[2])
-    assert not torch.allclose(made[1], made[2])
+    (heads,) = aligned._parts(state, spec, known, None).keys
+    assert isinstance(heads, NormedHeads)
+    assert torch.allclose(heads.asked[:, [1, 0, 3, 2]], heads.asked[:, :4])
+    assert not torch.allclose(heads.asked[:, [2, 3, 0, 1]], heads.asked[:, :4])
+    assert not torch.allclose(heads.asked[:, [5, 4, 7, 6]], heads.asked[:, 4:])
 
 
 def test_the_same_twice_to_the_last_bit() -> None:

@@ -76,7 +76,8 @@ class LinearHeads:
     def merge(self, group: Group) -> tuple[Tensor, Tensor]:
         """The shared head ``[n, E']`` and each head from it ``[g, n, n]``.
 
-        The shared head's dims are uncorrelated and of mean square 1. What the group's principal components are found in is as small as the group: the inputs may be many.
+        The shared head's dims are uncorrelated and of mean square 1. What the group's principal components are found
+        in is as small as the group: the inputs may be many.
         """
         n = self.rows.shape[1]
         energies, vectors = torch.linalg.eigh(self._gram_of(group))
