@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from headwise.attention.grouped import from_spec
 from headwise.conversion import convert_to_grouped
 from headwise.specs import GroupedSpec, as_grouped
 
@@ -21,7 +24,7 @@ def state() -> dict[str, torch.Tensor]:
 
 def test_mean_pooling_by_hand() -> None:
     before = state()
-    after = convert_to_grouped(before, SOURCE, as_grouped(SOURCE, 2))
+    after = convert_to_grouped(before, SOURCE, as_grouped(SOURCE, 2), method="mean")
     assert after["k_proj.weight"].shape == (8, 10)
     assert after["v_proj.bias"].shape == (6,)
     keys = before["k_proj.weight"].view(6, 4, 10)
@@ -38,3 +41,18 @@ def test_repeating_by_hand() -> None:
     heads = after["k_proj.weight"].view(12, 4, 10)
     for index in range(12):
         assert torch.equal(heads[index], before["k_proj.weight"].view(6, 4, 10)[index // 2])
+
+
+def test_a_norm_over_all_heads_is_repeated_and_pooled_with_them() -> None:
+    source = replace(SOURCE, num_kv_heads=3, qk_norm="full", bias=())
+    torch.manual_seed(0)
+    layer = from_spec(source).double()
+    before = {name: torch.randn_like(tensor) for name, tensor in layer.state_dict().items()}
+    layer.load_state_dict(before)
+    inputs = torch.randn(2, 5, 10, dtype=torch.float64)
+    repeated = as_grouped(source, 6)
+    wider = from_spec(repeated).double()
+    wider.load_state_dict(convert_to_grouped(before, source, repeated))
+    assert torch.allclose(wider(inputs), layer(inputs), rtol=1e-12)
+    again = convert_to_grouped(wider.state_dict(), repeated, source, method="mean")
+    assert all(torch.allclose(again[name], before[name], rtol=1e-12) for name in before)

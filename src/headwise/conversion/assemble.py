@@ -16,7 +16,7 @@ from headwise.specs import GroupedSpec, LatentSpec
 
 def projections(state: Mapping[str, Tensor], target: LatentSpec) -> tuple[Tensor, Tensor, Tensor]:
     """The query, key and value projections ``[rows, E']``; with biases, as a last column for an input of 1."""
-    q, k, v = (_with_bias(state, name, _is_biased(target)) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (with_bias(state, name, _is_biased(target)) for name in ("q_proj", "k_proj", "v_proj"))
     return q, k, v
 
 
@@ -56,8 +56,8 @@ def assemble(
     )
     biased = _is_biased(target)
     out = {
-        **_split_bias("q_proj", torch.cat(queries, dim=1).flatten(0, 1) * rescale, biased),
-        **_split_bias("kv_a_proj_with_mqa", torch.cat((down, k_rope)), biased),
+        **split_bias("q_proj", torch.cat(queries, dim=1).flatten(0, 1) * rescale, biased),
+        **split_bias("kv_a_proj_with_mqa", torch.cat((down, k_rope)), biased),
         "kv_b_proj.weight": torch.cat(decoders, dim=1).repeat_interleave(H // K, dim=0).flatten(0, 1),
         "o_proj.weight": state["o_proj.weight"].double(),
     }
@@ -70,7 +70,8 @@ def _is_biased(target: LatentSpec) -> bool:
     return "kv_a_proj_with_mqa" in target.bias
 
 
-def _with_bias(state: Mapping[str, Tensor], name: str, biased: bool) -> Tensor:
+def with_bias(state: Mapping[str, Tensor], name: str, biased: bool) -> Tensor:
+    """A projection, float64; with ``biased``, its bias, or zeros, as a last column for an input of 1."""
     weight = state[f"{name}.weight"].double()
     if not biased:
         return weight
@@ -79,7 +80,8 @@ def _with_bias(state: Mapping[str, Tensor], name: str, biased: bool) -> Tensor:
     return torch.cat((weight, column), dim=1)
 
 
-def _split_bias(name: str, weight: Tensor, biased: bool) -> dict[str, Tensor]:
+def split_bias(name: str, weight: Tensor, biased: bool) -> dict[str, Tensor]:
+    """The inverse of `with_bias`: tensors by name."""
     if not biased:
         return {f"{name}.weight": weight}
     return {f"{name}.weight": weight[:, :-1], f"{name}.bias": weight[:, -1]}

@@ -3,34 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from headwise.conversion.aligned import align
+from headwise.conversion.published import first_head
+from headwise.conversion.statistics import Statistics
+from headwise.errors import ArgumentError
 from headwise.specs import GroupedSpec
+
+Method = Literal["aligned", "mean", "first_head"]
 
 _SHARED = ("k_proj", "v_proj")
 
 
-def convert_to_grouped(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:
-    """Repeat key and value heads (lossless), or mean-pool those that come to share one.
-
-    Mean pooling is the GQA paper's (Ainslie et al. 2023, section 2.1): neighbouring heads are averaged, biases
-    with them. Repeated heads are bit for bit the source's.
+def convert_to_grouped(
+    state: Mapping[str, Tensor],
+    source: GroupedSpec,
+    target: GroupedSpec,
+    *,
+    method: Method = "aligned",
+    statistics: Statistics | None = None,
+    sensitivity: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Repeat key and value heads (bit for bit the source's), or merge those that come to share one.
 
     Args:
         state: the layer's tensors by its own names (``q_proj.weight`` …).
         source: what they are.
         target: the same layer with a multiple or a divisor of the key–value heads.
+        method: how heads are merged: ``aligned`` (`headwise.conversion.aligned`), ``mean`` or ``first_head``.
+        statistics: for ``aligned``, means over a text; weights alone decide when None.
+        sensitivity: for ``aligned``, ``[E, E]``, what an error of the output costs.
+
+    Raises:
+        ArgumentError: there is no such method.
+        SpecError: ``aligned`` has no place to undo a mixture of heads in.
+    """
+    if method not in get_args(Method):
+        raise ArgumentError("method", method, f"must be one of {', '.join(get_args(Method))}")
+    if target.num_kv_heads >= source.num_kv_heads:
+        return repeat_heads(state, source, target)
+    if method == "mean":
+        return mean_heads(state, source, target)
+    if method == "first_head":
+        return first_head(state, source, target)
+    return align(state, source, target, statistics=statistics, sensitivity=sensitivity)
+
+
+def repeat_heads(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:
+    """More key–value heads: each is there several times over, side by side."""
+    times = target.num_kv_heads // source.num_kv_heads
+    out = dict(state)
+    for name in _shared(state, source):
+        heads = torch.unflatten(state[name], 0, (source.num_kv_heads, -1))
+        out[name] = heads.repeat_interleave(times, dim=0).flatten(0, 1)
+    return out
+
+
+def mean_heads(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:
+    """Fewer key–value heads: neighbours are averaged, biases with them.
+
+    Source: mean pooling of the GQA paper (Ainslie et al. 2023, section 2.1).
     """
     out = dict(state)
-    for name, tensor in state.items():
-        if name.partition(".")[0] in _SHARED:
-            heads = torch.unflatten(tensor, 0, (source.num_kv_heads, -1))
-            if target.num_kv_heads >= source.num_kv_heads:
-                changed = heads.repeat_interleave(target.num_kv_heads // source.num_kv_heads, dim=0)
-            else:
-                merged = torch.unflatten(heads.double(), 0, (target.num_kv_heads, -1))
-                changed = merged.mean(1).to(tensor.dtype)
-            out[name] = changed.flatten(0, 1)
+    for name in _shared(state, source):
+        size = source.num_kv_heads // target.num_kv_heads
+        heads = torch.unflatten(state[name].double(), 0, (target.num_kv_heads, size, -1))
+        out[name] = heads.mean(1).to(state[name].dtype).flatten(0, 1)
     return out
+
+
+def _shared(state: Mapping[str, Tensor], source: GroupedSpec) -> list[str]:
+    """The tensors that are cut by key–value head."""
+    names = (*_SHARED, "k_norm") if source.qk_norm == "full" else _SHARED
+    return [name for name in state if name.partition(".")[0] in names]

@@ -53,7 +53,7 @@ def joint_latent(parts: list[Part], rank: int, *, rounds: int = ROUNDS) -> tuple
     # Moments of one size, their sizes going into the metrics; and none that is blind to some of the inputs.
     sizes = [float(part.moments.diagonal().mean().clamp_min(_TINY)) for part in parts]
     parts = [
-        Part(part.rows, _floored(part.metric * size), _floored(part.moments / size))
+        Part(part.rows, floored(part.metric * size), floored(part.moments / size))
         for part, size in zip(parts, sizes, strict=True)
     ]
     average = sum((part.moments for part in parts), torch.zeros_like(parts[0].moments)) / len(parts)
@@ -66,7 +66,7 @@ def joint_latent(parts: list[Part], rank: int, *, rounds: int = ROUNDS) -> tuple
         for _ in range(rounds):
             down = _best_down(parts, _ups(parts, down), share, basis)
     # Latents of mean square 1, uncorrelated: nothing is far larger than the rest in a cache of few bits.
-    spread = torch.linalg.cholesky(_floored(down @ average @ down.mT, _TINY))
+    spread = torch.linalg.cholesky(floored(down @ average @ down.mT, _TINY))
     down = torch.linalg.solve_triangular(spread, down, upper=False)
     return down, _ups(parts, down)
 
@@ -76,7 +76,7 @@ def _ups(parts: list[Part], down: Tensor) -> list[Tensor]:
     ups = []
     for part in parts:
         seen = down @ part.moments
-        ups.append(torch.linalg.solve(_floored(seen @ down.mT, _TINY), seen @ part.rows.mT).mT)
+        ups.append(torch.linalg.solve(floored(seen @ down.mT, _TINY), seen @ part.rows.mT).mT)
     return ups
 
 
@@ -88,7 +88,7 @@ def _best_down(parts: list[Part], ups: list[Tensor], share: Tensor, basis: Tenso
         torch.zeros_like(parts[0].rows[:1]),
     )
     scale = float((first + second).diagonal().mean())
-    own_share, own_basis = _shared_basis(_floored(first / scale, _TINY), _floored(second / scale, _TINY))
+    own_share, own_basis = _shared_basis(floored(first / scale, _TINY), floored(second / scale, _TINY))
     weight = own_share[:, None] * share + (1 - own_share)[:, None] * (1 - share)
     return own_basis @ ((own_basis.mT @ (target / scale) @ basis) / weight.clamp_min(_TINY)) @ basis.mT
 
@@ -102,7 +102,7 @@ def _shared_basis(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return share.clamp(0, 1), torch.linalg.solve_triangular(factor.mT, vectors, upper=True)
 
 
-def _floored(matrix: Tensor, floor: float = _FLOOR) -> Tensor:
+def floored(matrix: Tensor, floor: float = _FLOOR) -> Tensor:
     """A positive semidefinite matrix kept away from singular."""
     ridge = floor * matrix.diagonal().mean().clamp_min(torch.finfo(matrix.dtype).tiny / _TINY)
     return (matrix + matrix.mT) / 2 + ridge * torch.eye(len(matrix), dtype=matrix.dtype)

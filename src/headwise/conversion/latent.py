@@ -19,8 +19,18 @@ from torch import Tensor
 from headwise.attention import RotaryEmbedding
 from headwise.conversion.assemble import assemble, projections
 from headwise.conversion.joint_latent import Part, joint_latent
+from headwise.conversion.metrics import (
+    KEY_BALANCE,
+    KEY_WEIGHT,
+    centred,
+    cost,
+    energy,
+    query_spread,
+    value_metric,
+)
 from headwise.conversion.rope_channels import (
     Channels,
+    as_rotated,
     concentrate,
     keep_rotation,
     lost_rotation,
@@ -28,14 +38,8 @@ from headwise.conversion.rope_channels import (
     to_complex,
     to_real,
 )
-from headwise.conversion.statistics import Statistics, root
+from headwise.conversion.statistics import Statistics
 from headwise.specs import GroupedSpec, LatentSpec, rotated_dims
-
-KEY_WEIGHT = 0.5
-"""How much of the predicted cost of an error in the keys is counted; measured, errors of scores cost less."""
-
-KEY_BALANCE = 4.0
-"""Without statistics: how much all key energy counts beside all value energy."""
 
 
 def convert_to_latent(
@@ -81,7 +85,7 @@ def convert_to_latent(
         rotation = mean_rotation(rotary.frequencies, known.distances)
         queries = to_complex(heads[:, :turned].flatten(0, 1), H, interleaved=interleaved)
         keys = to_complex(key_heads[:, :turned].flatten(0, 1), K, interleaved=interleaved)
-        asked = _energy(queries, inputs) * known.head_weight[:, None]
+        asked = energy(queries, inputs) * known.head_weight[:, None]
         channels = concentrate(queries, keys, asked, keyed)
         if kept is None:
             lost = lost_rotation(channels, asked, rotation)
@@ -93,16 +97,16 @@ def convert_to_latent(
         content_up = _beside(unrotated_up, len(plain), K)
         # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
         still = queries * (rotation.conj() * rotary.attention_scaling**2)[:, :, None]
-        heads = torch.cat((_interleave(to_real(still), interleaved), heads[:, turned:]), dim=1)
+        heads = torch.cat((as_rotated(still, interleaved=interleaved), heads[:, turned:]), dim=1)
 
     key_metric = _key_metric(heads, inputs, content_up.view(K, D, -1), known.head_weight, source)
-    value_metric = _value_metric(state["o_proj.weight"], sensitivity, source)
-    values = Part(w_v, value_metric, inputs)
+    by_head = value_metric(state["o_proj.weight"], sensitivity, source)
+    values = Part(w_v, torch.block_diag(*by_head), inputs)  # type: ignore[no-untyped-call]
     if statistics is None:
-        wanted = KEY_BALANCE * _cost(values)
-        key_weight = wanted / max(_cost(Part(content, key_metric, keyed)), torch.finfo(torch.float64).tiny)
+        wanted = KEY_BALANCE * cost(values)
+        key_weight = wanted / max(cost(Part(content, key_metric, keyed)), torch.finfo(torch.float64).tiny)
     elif keyed.shape[0] == known.keys.shape[0]:
-        keyed = _centred(keyed)
+        keyed = centred(keyed)
     down, (key_up, value_up) = joint_latent(
         [Part(content, key_metric * key_weight, keyed), values], target.kv_lora_rank
     )
@@ -120,11 +124,6 @@ def convert_to_latent(
     return out, pairs
 
 
-def _energy(queries: Tensor, moments: Tensor) -> Tensor:
-    """``E|q|²`` of complex rows ``[..., E']``."""
-    return ((queries @ moments.to(queries.dtype)) * queries.conj()).sum(-1).real
-
-
 def _key_metric(queries: Tensor, moments: Tensor, up: Tensor, weight: Tensor, source: GroupedSpec) -> Tensor:
     """What an error of the content costs through the scores: ``Σ_h w_h E[q̃ q̃ᵀ]``, ``[m, m]``, q̃ the query of it.
 
@@ -135,29 +134,9 @@ def _key_metric(queries: Tensor, moments: Tensor, up: Tensor, weight: Tensor, so
         weight: ``[H]``.
         source: the layer.
     """
-    scale = source.head_dim**-0.5 if source.softmax_scale is None else source.softmax_scale
-    spread = root(queries @ moments @ queries.mT) * (scale * weight.clamp_min(0).sqrt()[:, None, None])
-    ways = up.mT.repeat_interleave(source.group_size, 0) @ spread
+    ways = up.mT.repeat_interleave(source.group_size, 0) @ query_spread(queries, moments, weight, source)
     flat = ways.transpose(0, 1).flatten(1)
     return flat @ flat.mT
-
-
-def _value_metric(w_o: Tensor, sensitivity: Tensor | None, source: GroupedSpec) -> Tensor:
-    """What an error of the values costs through the output: ``Σ_heads W_oᵀ G W_o``, ``[K·V, K·V]``, head by head."""
-    heads = torch.unflatten(w_o.double(), 1, (source.num_kv_heads, source.group_size, source.value_dim))
-    seen = heads if sensitivity is None else torch.einsum("ef,fkgv->ekgv", sensitivity, heads)
-    blocks: Tensor = torch.block_diag(*torch.einsum("ekgv,ekgw->kvw", heads, seen))  # type: ignore[no-untyped-call]
-    return blocks
-
-
-def _cost(part: Part) -> float:
-    return float(((part.metric @ part.rows @ part.moments) * part.rows).sum())
-
-
-def _centred(moments: Tensor) -> Tensor:
-    """Without what all tokens share, which softmax does not see: a constant input counts nothing."""
-    constant = moments[:, -1:]
-    return moments - constant @ constant.mT / moments[-1, -1]
 
 
 def _rotary_queries(queries: Tensor, channels: Channels, kept: Tensor, K: int) -> Tensor:
@@ -188,13 +167,6 @@ def _unrotated_keys(channels: Channels, kept: Tensor, *, interleaved: bool) -> t
     if interleaved:
         up = up.transpose(1, 2)
     return rows, up.reshape(K * 2 * F, 2 * count)
-
-
-def _interleave(halves: Tensor, interleaved: bool) -> Tensor:
-    """``[H, D', E']`` with real parts first → in the layer's own order of rotated dims."""
-    if not interleaved:
-        return halves
-    return torch.stack(halves.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
 def _beside(unrotated_up: Tensor, plain: int, K: int) -> Tensor:

@@ -48,6 +48,13 @@ def to_real(pairs: Tensor) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), dim=-2)
 
 
+def as_rotated(pairs: Tensor, *, interleaved: bool) -> Tensor:
+    """``[..., F, E]`` complex → ``[..., 2F, E]`` real, in the layer's own order: the inverse of `to_complex`."""
+    if not interleaved:
+        return to_real(pairs)
+    return torch.stack((pairs.real, pairs.imag), dim=-2).flatten(-3, -2)
+
+
 def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor) -> Channels:
     """Mix the key heads at each frequency so that energy lands in the first channels, weighted by who asks.
 
