@@ -382,7 +382,7 @@ def test_the_identity_of_a_run_changes_with_all_that_decides_it(
     seen.add(identity())
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert identity() == first
-    monkeypatch.setattr("headwise.__version__", "0")
+    monkeypatch.setattr("headwise.checkpoints.identity.version", lambda _: "0")
     seen.add(identity())
     monkeypatch.undo()
     (tiny_llama / "more.json").write_text("{}")

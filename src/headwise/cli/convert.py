@@ -27,6 +27,9 @@ def convert(
         typer.Option(metavar="TEXT", help="mla: a text its layers are studied on; give it again for a mixture."),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 16_384,
+    method: Annotated[
+        str | None, typer.Option(help="How heads come to be shared: aligned (the default), mean or first_head.")
+    ] = None,
     without: Annotated[
         list[str] | None,
         typer.Option(metavar="STAGE", help="Leave out sensitivity, sequence, refit or refine."),
@@ -50,6 +53,7 @@ def convert(
             qk_rope_head_dim=qk_rope_head_dim,
             calibrate=calibrate,
             calibration_tokens=calibration_tokens,
+            method=method,
             without=without or (),
             dtype=dtype,
             dry_run=dry_run,

@@ -17,7 +17,7 @@ from headwise.errors import ArgumentError, CheckpointError
 
 CONVERSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mha", {"to": "mha"}),
-    ("mqa-mean", {"to": "mqa"}),
+    ("mqa-mean", {"to": "mqa", "method": "mean"}),
     ("mla-lossless", {"to": "mla", "kv_budget": 1.0}),
     ("mla-half", {"to": "mla", "kv_budget": 0.5}),
 )

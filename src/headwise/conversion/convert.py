@@ -15,9 +15,8 @@ import torch
 from headwise.checkpoints import FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.calibration import begin, refuse_stages
-from headwise.conversion.job import Job
+from headwise.conversion.job import POOLINGS, Job
 from headwise.conversion.plan import parse_target
-from headwise.conversion.results import LayerResults
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
 from headwise.evaluation import read_source
@@ -34,7 +33,7 @@ class Conversion:
     Attributes:
         model_type: of the result: the family's, or ``headwise_`` and the family's where headwise's layers are in it.
         mechanism: of the result.
-        method: how the heads were made: ``copy``, ``repeat``, ``mean`` or ``svd``.
+        method: how the heads were made: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head`` or ``svd``.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype; what a decoder keeps of
             an encoder's output is not in it.
         kv_bytes_per_token_after: of the result.
@@ -81,6 +80,7 @@ def convert(
     qk_rope_head_dim: int | None = None,
     calibrate: str | Path | Sequence[str | Path] | None = None,
     calibration_tokens: int = 16_384,
+    method: str | None = None,
     without: Collection[str] = (),
     dtype: str | None = None,
     dry_run: bool = False,
@@ -99,9 +99,10 @@ def convert(
         kv_budget: for mla: the fraction of the source's cache to keep, above 0 and at most 1 (1 is lossless).
         kv_lora_rank: for mla, with ``qk_rope_head_dim``: the widths themselves.
         qk_rope_head_dim: see ``kv_lora_rank``.
-        calibrate: a text, or several, that layers are studied on (mla); see `headwise.evaluation.read_source`.
-            Without any, weights alone decide.
+        calibrate: a text, or several, that layers are studied on, where anything can be lost; see
+            `headwise.evaluation.read_source`. Without any, weights alone decide.
         calibration_tokens: how many of their tokens.
+        method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``.
         without: stages of calibration to leave out, of `headwise.conversion.STAGES`.
         dtype: of the output; the source's (float32 for quantised GGUF) when None.
         dry_run: only say what it would take; nothing is written.
@@ -115,8 +116,6 @@ def convert(
     """
     start = time.perf_counter()
     target = parse_target(to, kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
-    if calibrate is not None and target.mechanism != "mla":
-        raise ArgumentError("calibrate", str(calibrate), f"goes with mla; {to} is made from the weights alone")
     if calibration_tokens < 2:
         raise ArgumentError("calibration_tokens", calibration_tokens, "must be at least 2")
     texts = [calibrate] if isinstance(calibrate, str | Path) else list(calibrate or ())
@@ -133,7 +132,9 @@ def convert(
     real_source = Path(os.path.realpath(checkpoint.path))
     if Path(os.path.realpath(destination)) in (real_source, *real_source.parents):
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
-    job = Job(checkpoint, target, out_dtype)
+    job = Job(checkpoint, target, out_dtype, method)
+    if texts and job.method in POOLINGS:
+        raise ArgumentError("calibrate", str(texts[0]), f"goes with mla and aligned heads, not with {job.method}")
 
     seen = 0
     if dry_run:
@@ -142,6 +143,7 @@ def convert(
         run = run_identity(
             checkpoint,
             target=asdict(target),
+            method=job.method,
             dtype=dtype_name(job.dtype),
             calibrate=[_text_identity(text) for text in texts],
             tokens=calibration_tokens,
@@ -161,11 +163,11 @@ def convert(
                     progress=progress,
                 )
                 seen = sequence.windows.numel()
-            job.write(writer, sequence, LayerResults(writer.work / "layers"), progress)
+            job.write(writer, sequence, progress)
             writer.write_json("config.json", job.config())
         seconds = time.perf_counter() - start
     notes: list[str] = []
-    if target.mechanism == "mla" and calibrate is None and not job.is_lossless:
+    if not texts and not job.is_lossless and job.method not in POOLINGS:
         notes.append("no calibration text: weights alone decided, and quality suffers; give one with calibrate")
     if texts and job.is_lossless:
         notes.append("nothing is lost at this size, so no text was needed")

@@ -15,6 +15,8 @@ from headwise.errors import ArgumentError
 from headwise.specs import GroupedSpec
 
 Method = Literal["aligned", "mean", "first_head"]
+METHODS: tuple[Method, ...] = get_args(Method)
+"""How heads can come to be shared; the first unless another is asked for."""
 
 _SHARED = ("k_proj", "v_proj")
 
@@ -42,8 +44,8 @@ def convert_to_grouped(
         ArgumentError: there is no such method.
         SpecError: ``aligned`` has no place to undo a mixture of heads in.
     """
-    if method not in get_args(Method):
-        raise ArgumentError("method", method, f"must be one of {', '.join(get_args(Method))}")
+    if method not in METHODS:
+        raise ArgumentError("method", method, f"must be one of {', '.join(METHODS)}")
     if target.num_kv_heads >= source.num_kv_heads:
         return repeat_heads(state, source, target)
     if method == "mean":

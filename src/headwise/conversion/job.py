@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name
 from headwise.conversion.calibration import WINDOW
-from headwise.conversion.grouped import convert_to_grouped
+from headwise.conversion.grouped import METHODS, Method, convert_to_grouped
 from headwise.conversion.heads import Layer
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.plan import Target, plan_layers, refuse_latent
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sequential import Sequential, Solver, Step
 from headwise.conversion.statistics import Statistics
-from headwise.errors import CheckpointError
+from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import check_complete, expected_tensors, model_class
 from headwise.measurement import matmul_flops_per_second
 from headwise.progress import Progress
@@ -31,6 +31,9 @@ from headwise.specs import (
     rotary_width,
 )
 
+POOLINGS = ("mean", "first_head")
+"""Ways to share heads that no text goes into."""
+
 FORMAT = 1
 """Version of the ``headwise`` block in a converted ``config.json``."""
 
@@ -38,7 +41,9 @@ FORMAT = 1
 class Job:
     """One conversion's plan: what is read, what each layer becomes, what is written."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype | None, merging: str | None = None
+    ) -> None:
         self.checkpoint = checkpoint
         self.before = checkpoint.spec
         refuse_latent(self.before)  # a better reason than its family's having no file
@@ -50,6 +55,11 @@ class Job:
         )
         # Before anything is made of the sizes the config claims.
         check_complete(checkpoint)
+        if merging is not None and merging not in METHODS:
+            raise ArgumentError("method", merging, f"must be one of {', '.join(METHODS)}")
+        self.merging = cast(Method, merging or METHODS[0])
+        if merging is not None and self.method not in METHODS:
+            raise ArgumentError("method", merging, "says how heads come to be shared, and none do here")
         self.dtype = dtype or checkpoint.dtype
         self.channels = [
             [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
@@ -64,13 +74,13 @@ class Job:
         if self.after.mechanism == "mla":
             return "svd"
         old, new = (_kv_heads(model) for model in (self.before, self.after))
-        return "copy" if new == old else "repeat" if new > old else "mean"
+        return "copy" if new == old else "repeat" if new > old else self.merging
 
     @property
     def is_lossless(self) -> bool:
         """Whether the result computes what the source does, beyond rounding."""
         if self.method != "svd":
-            return self.method != "mean"
+            return self.method not in METHODS
         return all(
             new.qk_rope_head_dim == rotary_width(old)
             # What is not rotated is made of E inputs and a constant, however many numbers it is.
@@ -106,17 +116,15 @@ class Job:
         config["architectures"] = [model_class(config).__name__]
         return config
 
-    def write(
-        self, writer: FolderWriter, sequence: Sequential | None, results: LayerResults, progress: Progress
-    ) -> None:
+    def write(self, writer: FolderWriter, sequence: Sequential | None, progress: Progress) -> None:
         """Add every tensor of the output that is missing, one layer in memory at a time.
 
         Args:
             writer: of the output.
             sequence: the conversion on a text, which all layers go through in turn; None for weights alone.
-            results: where layers are kept that a text was gone through for.
             progress: told of each layer.
         """
+        results = None if sequence is None else LayerResults(writer.work / "layers")
         owner = {
             name: (index, cross)
             for cross, specs in ((False, self.after.layers), (True, self.after.cross_layers))
@@ -160,28 +168,32 @@ class Job:
         assert isinstance(source, GroupedSpec)
         was_hosted = str(self.checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
         state = self.family.read_attention(self.checkpoint.read, index, source, cross=cross, hosted=was_hosted)
-        if isinstance(target, LatentSpec):
-            longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
+        longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
 
-            def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> list[Layer]:
+        def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> Layer:
+            if isinstance(target, LatentSpec):
                 made, channels = convert_to_latent(
                     state, source, target, statistics=statistics, sensitivity=sensitivity, longest=longest
                 )
-                return [Layer(target, made, channels)]
+                return Layer(target, made, channels)
+            assert isinstance(target, GroupedSpec)
+            made = convert_to_grouped(
+                state, source, target, method=self.merging, statistics=statistics, sensitivity=sensitivity
+            )
+            return Layer(target, made)
 
-            if sequence is None or cross:
-                layer = solve(None, None)[0]
-            else:
-                assert results is not None
-                layer = _on_text(index, Layer(source, state).float(), target, solve, sequence, results)
-            out = dict(layer.state)
+        if sequence is None or results is None or cross:
+            layer = solve(None, None)
+        else:
+            assert isinstance(target, LatentSpec | GroupedSpec)
+            layer = _on_text(index, Layer(source, state).float(), target, solve, sequence, results)
+        out = dict(layer.state)
+        if isinstance(target, LatentSpec):
             if not cross:
                 self.channels[index] = layer.channels
-        else:
+        elif not self.hosted:
             assert isinstance(target, GroupedSpec)
-            out = convert_to_grouped(state, source, target)
-            if not self.hosted:
-                return self.family.write_attention(out, index, target, cross=cross)
+            return self.family.write_attention(out, index, target, cross=cross)
         prefix = self.family.place(index, cross=cross, hosted=True)
         return {f"{prefix}.{name}": tensor for name, tensor in out.items()}
 
@@ -225,7 +237,12 @@ def _kv_heads(model: ModelSpec) -> int:
 
 
 def _on_text(
-    index: int, source: Layer, target: LatentSpec, solve: Solver, sequence: Sequential, results: LayerResults
+    index: int,
+    source: Layer,
+    target: LatentSpec | GroupedSpec,
+    solve: Solver,
+    sequence: Sequential,
+    results: LayerResults,
 ) -> Layer:
     """One layer of a conversion on a text, unless an earlier run has been past it.
 

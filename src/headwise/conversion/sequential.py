@@ -36,8 +36,8 @@ STEPS = 40
 WEIGHED = 4096
 """Tokens the sensitivities are taken on, in whole windows."""
 
-Solver = Callable[[Statistics, Tensor | None], list[Layer]]
-"""Candidates for a converted layer, from its statistics and what an error of its output costs."""
+Solver = Callable[[Statistics, Tensor | None], Layer]
+"""A converted layer, from its statistics and what an error of its output costs."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Step:
 
     Attributes:
         layer: what it became.
-        errors: nats a token on held-out windows, estimated, after each step that was tried.
+        errors: nats a token on held-out windows, estimated, after each step that was tried: solved on the
+            statistics of either stream, refitted, refined.
         chosen: which of them it was.
     """
 
@@ -117,10 +118,11 @@ class Sequential:
         statistics = self._study(index, module, source, source.spec, rotation, sensitivity)
         cost = torch.eye(source.spec.hidden_size) if sensitivity is None else root(sensitivity).float()
         errors: dict[str, float] = {}
-        chosen, layer = "solve", source
-        for candidate in (found.float() for found in solve(statistics, sensitivity)):
-            if self._is_better(candidate, "solve", errors, rotation, cost):
-                layer = candidate
+        chosen, layer = "", source
+        for name, known in statistics.items():
+            candidate = solve(known, sensitivity).float()
+            if self._is_better(candidate, name, errors, rotation, cost):
+                chosen, layer = name, candidate
         for stage, change in (("refit", self._refitted), ("refine", self._refined), ("refit", self._refitted)):
             if stage in self.stages and (errors or stage == "refit"):
                 changed = change(layer, rotation, cost)
@@ -158,11 +160,11 @@ class Sequential:
         spec: GroupedSpec,
         rotation: Rotation | None,
         sensitivity: Tensor | None,
-    ) -> Statistics:
+    ) -> dict[str, Statistics]:
         """Move the source's stream on, and keep what the converted layer gets and what it should give."""
         tokens = self.windows.shape[1]
         metric = output_metric(source.state["o_proj.weight"], sensitivity, spec.num_heads)
-        sums = Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
+        sums = {name: Statistics.zeros(spec.hidden_size, spec.num_heads, tokens) for name in {self._stream, "source"}}
         for at in my_windows(len(self.windows)):
             own, other = (self.streams.read(name, at, at + 1) for name in ("source", self._stream))
             call, output = self.model.trace(index, module, own)
@@ -172,12 +174,14 @@ class Sequential:
             self.inputs.write(at, inputs)
             self.wanted.write(at, (call.output + makes_up)[0])
             if at < self.train:
-                sums.add(source.state, spec, inputs, metric, rotation=rotation, window=at)
+                seen = {self._stream: inputs, "source": call.inputs[0]}
+                for name, total in sums.items():
+                    total.add(source.state, spec, seen[name], metric, rotation=rotation, window=at)
         barrier()
-        if not bool(torch.isfinite(sums.reduced().inputs).all()):
+        if not all(bool(torch.isfinite(total.reduced().inputs).all()) for total in sums.values()):
             rule = f"makes the model compute NaN or infinite values before layer {index}"
             raise CheckpointError("calibrate", f"{self.windows.numel()} tokens", rule)
-        return sums.means()
+        return {name: total.means() for name, total in sorted(sums.items())}
 
     def _is_better(
         self, layer: Layer, name: str, errors: dict[str, float], rotation: Rotation | None, cost: Tensor
