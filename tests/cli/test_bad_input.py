@@ -278,7 +278,7 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
     assert "model = 'tiny': computes NaN or infinite logits in torch.float32" in refused(*READERS["evaluate"])
     edit_weights(lambda tensors: {key: t * 0 + 3e38 if "up_proj" in key else t for key, t in tensors.items()})
     line = refused(*READERS["convert"], "--calibrate", "text.txt")
-    assert "calibrate = 'text.txt': makes the model compute NaN or infinite values before layer 1" in line
+    assert "tokens': make the model compute NaN or infinite values before layer 1" in line
 
 
 # --- targets -------------------------------------------------------------------------------------------------
@@ -317,7 +317,13 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
         (("--to", "mla", "--kv-lora-rank", "0", "--qk-rope-head-dim", "4"), "kv_lora_rank = 0: must be at least 1"),
         (("--to", "mla", "--kv-lora-rank", "29", "--qk-rope-head-dim", "4"), "kv_lora_rank = 29: must be"),
         (("--to", "mla", "--kv-lora-rank", "x", "--qk-rope-head-dim", "4"), "--kv-lora-rank = 'x': "),
-        (("--to", "mqa", "--calibrate", "text.txt"), "calibrate = 'text.txt': goes with mla"),
+        (
+            ("--to", "mqa", "--method", "mean", "--calibrate", "text.txt"),
+            "calibrate = 'text.txt': goes with mla and aligned heads, not with mean",
+        ),
+        (("--to", "mqa", "--method", "x"), "method = 'x': must be one of aligned, mean, first_head"),
+        (("--to", "mha", "--method", "mean"), "method = 'mean': says how heads come to be shared, and none do here"),
+        ((*MLA, "--without", "x"), "without = 'x': must be one of sensitivity, sequence, refit, refine"),
         ((*MLA, "--calibration-tokens", "1"), "calibration_tokens = 1: must be at least 2"),
         ((*MLA, "--calibration-tokens", "x"), "--calibration-tokens = 'x': "),
         ((*MLA, "--dtype", "nonsense"), "dtype = 'nonsense': must be float64"),
@@ -335,8 +341,8 @@ def test_targets_and_sizes(refused: Refused, tiny_llama: Path, options: tuple[st
     ("content", "line"),
     [
         (None, "calibrate = 'study.txt': could not be read: No such file"),
-        (b"", "calibrate = '0 tokens': must be at least one window of 2 tokens"),
-        (b"a", "calibrate = '1 tokens': must be at least one window of 2 tokens"),
+        (b"", "calibrate study.txt = '0 tokens': must be at least one window of 2 tokens"),
+        (b"a", "calibrate study.txt = '1 tokens': must be at least one window of 2 tokens"),
         (b"\xff\xfe\x00", "calibrate = 'study.txt': must be UTF-8 text"),
     ],
 )

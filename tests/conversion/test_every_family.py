@@ -73,7 +73,7 @@ def test_heads_that_were_equal_are_merged_without_loss(name: str, to: str, tmp_p
     source = save_family(tmp_path / "source", name, **({"num_key_value_heads": 6} if name in STOCK else {}))
     share_heads(source, 1 if to == "mqa" else 3)
     done = convert(source, tmp_path / "out", to)
-    assert done.method == "mean"
+    assert done.method == "aligned"
     config = open_checkpoint(tmp_path / "out").config
     assert config["model_type"] == (name if name in STOCK else f"headwise_{name}")
     expected = answer(headwise.load(source), ids)

@@ -107,4 +107,4 @@ def test_a_full_disk(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"^results = '.*file/inside': could not be written: Not a directory"):
-        LayerResults(tmp_path / "file" / "inside")
+        LayerResults(tmp_path / "file" / "inside").save(0, {"x": torch.zeros(1)}, {})

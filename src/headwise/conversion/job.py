@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Job:
         check_complete(checkpoint)
         if merging is not None and merging not in METHODS:
             raise ArgumentError("method", merging, f"must be one of {', '.join(METHODS)}")
-        self.merging = cast(Method, merging or METHODS[0])
+        self.merging: Method = merging or METHODS[0]
         if merging is not None and self.method not in METHODS:
             raise ArgumentError("method", merging, "says how heads come to be shared, and none do here")
         self.dtype = dtype or checkpoint.dtype

@@ -24,18 +24,11 @@ class LayerResults:
     the activations are past can be loaded.
 
     Args:
-        folder: to keep the files in, such as within `FolderWriter.work`; made if need be.
-
-    Raises:
-        CheckpointError: the folder cannot be made.
+        folder: to keep the files in, such as within `FolderWriter.work`; made when there is something to keep.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._failed(error) from None
 
     def save(self, index: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         """Keep a layer; when this returns, it is on the disk.
@@ -52,6 +45,7 @@ class LayerResults:
         own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         content = save(own, metadata={"about": text, "checksum": _checksum(own, text)})
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self._file(index), content)
         except OSError as error:
             raise self._failed(error) from None

@@ -9,13 +9,17 @@ Shapes: N windows, W tokens in each, E hidden size.
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headwise.conversion.ranks import all_sum, my_windows
+from headwise.conversion.ranks import all_sum, barrier, my_windows, rank
 from headwise.conversion.results import LayerResults
+from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
 
@@ -36,18 +40,29 @@ def output_sensitivities(
         seed: of the labels drawn.
         progress: told of each layer, twice.
     """
-    count, layers = len(windows), model.num_layers
-    mine = my_windows(count)
+    layers = model.num_layers
     if all(results.load(index) for index in range(layers)):
         return
-    files = [results.folder / f"sensitivity-{index}.activations" for index in range(layers)]
+    with TemporaryDirectory(prefix="sensitivities-", dir=results.folder.parent) as folder:
+        _weigh(model, windows, results, Path(folder), seed, progress)
+    barrier()
+
+
+def _weigh(
+    model: LayerwiseModel, windows: Tensor, results: LayerResults, folder: Path, seed: int, progress: Progress
+) -> None:
+    count, layers = len(windows), model.num_layers
+    mine = my_windows(count)
+    files = [folder / f"{index}.activations" for index in range(layers)]
     with torch.no_grad():
         hidden = model.begin(windows[mine.start : mine.stop]) if len(mine) else model.begin(windows[:1])[:0]
         for index in range(layers):
             progress("weighing", index, 2 * layers)
+            refuse_no_numbers(hidden, index)
             save_file({"hidden": hidden.contiguous()}, files[index])
             module = model.layer(index)
             hidden = torch.cat([hidden[:0], *(model.run(index, module, one[None]) for one in hidden)])
+    refuse_no_numbers(hidden, layers)
     gradient = _loss_gradient(model, hidden, seed + mine.start)
     for index in reversed(range(layers)):
         progress("weighing", 2 * layers - index - 1, 2 * layers)
@@ -63,8 +78,21 @@ def output_sensitivities(
             wide = at_output[0].double()
             gram.addmm_(wide.mT, wide)
         files[index].unlink()
-        results.save(index, {"sensitivity": (all_sum(gram) / windows.numel()).float()}, {})
+        total = all_sum(gram) / windows.numel()
+        if rank() == 0:
+            results.save(index, {"sensitivity": total.float()}, {})
     progress("weighing", 2 * layers, 2 * layers)
+
+
+def refuse_no_numbers(states: Tensor, index: int) -> None:
+    """Raise where a text leads to states that nothing can be learned from.
+
+    Raises:
+        CheckpointError: they are NaN or infinite.
+    """
+    if not bool(torch.isfinite(states).all()):
+        rule = f"make the model compute NaN or infinite values before layer {index}"
+        raise CheckpointError("calibrate", f"{states.shape[0] * states.shape[1]} tokens", rule)
 
 
 def _loss_gradient(model: LayerwiseModel, hidden: Tensor, seed: int) -> Tensor:

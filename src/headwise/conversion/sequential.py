@@ -20,9 +20,8 @@ from headwise.conversion.heads import Layer, Rotation, rotation_tables, sample_r
 from headwise.conversion.ranks import all_sum, barrier, my_windows
 from headwise.conversion.refit import OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
-from headwise.conversion.sensitivity import output_sensitivities
+from headwise.conversion.sensitivity import output_sensitivities, refuse_no_numbers
 from headwise.conversion.statistics import SAMPLES, Statistics, output_metric, root
-from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
 from headwise.specs import GroupedSpec
@@ -169,6 +168,7 @@ class Sequential:
             own, other = (self.streams.read(name, at, at + 1) for name in ("source", self._stream))
             call, output = self.model.trace(index, module, own)
             self.streams.write("source", at, output)
+            refuse_no_numbers(own, index)
             inputs = self.model.attention_inputs(index, module, other)[0]
             makes_up = own - other if self.model.adds else torch.zeros_like(own)
             self.inputs.write(at, inputs)
@@ -178,10 +178,7 @@ class Sequential:
                 for name, total in sums.items():
                     total.add(source.state, spec, seen[name], metric, rotation=rotation, window=at)
         barrier()
-        if not all(bool(torch.isfinite(total.reduced().inputs).all()) for total in sums.values()):
-            rule = f"makes the model compute NaN or infinite values before layer {index}"
-            raise CheckpointError("calibrate", f"{self.windows.numel()} tokens", rule)
-        return {name: total.means() for name, total in sorted(sums.items())}
+        return {name: total.reduced().means() for name, total in sorted(sums.items())}
 
     def _is_better(
         self, layer: Layer, name: str, errors: dict[str, float], rotation: Rotation | None, cost: Tensor
