@@ -1,0 +1,112 @@
+"""A conversion on a text that ends early goes on where it stopped, and its bytes are those of one that did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headwise
+from headwise.conversion import sequential
+from headwise.conversion.activations import Activations
+from headwise.conversion.results import LayerResults
+from tests.real_models import save_tiny
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+FILES = ("model.safetensors", "config.json")
+
+
+class StoppedError(Exception):
+    """What ends a run early here; a kill leaves no more behind than an error does."""
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, call: int, *, after: bool) -> None:
+    """Let the so-manyeth call of a method be the last thing that happens, done or not done."""
+    count = 0
+    own: Callable[..., Any] = getattr(owner, name)
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call and not after:
+            raise StoppedError
+        result = own(*args, **kwargs)
+        if count == call:
+            raise StoppedError
+        return result
+
+    monkeypatch.setattr(owner, name, stopping)
+
+
+@pytest.mark.parametrize("options", [{"to": "mla", "kv_budget": 0.5}, {"to": "mqa"}], ids=["mla", "mqa"])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (Activations, "commit", 1),
+        (Activations, "commit", 2),
+        (Activations, "commit", 3),
+        (LayerResults, "save", 1),  # of a sensitivity
+        (LayerResults, "save", 3),  # of the first layer
+        (LayerResults, "save", 4),
+    ],
+)
+def test_it_goes_on(
+    owner: type[Any],
+    name: str,
+    call: int,
+    after: bool,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = save_tiny(tmp_path / "source")
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = {**options, "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
+    headwise.convert(source, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_at(patch, owner, name, call, after=after)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    headwise.convert(source, tmp_path / "out", **options)
+    for file in FILES:
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
+
+
+def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny(tmp_path / "source", num_hidden_layers=3)
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = {"to": "mla", "kv_budget": 0.5, "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
+    with monkeypatch.context() as patch:
+        stop_at(patch, Activations, "commit", 3, after=True)  # the embeddings', and two layers'
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **options)
+    solved: list[int] = []
+    own = sequential.Sequential.layer
+
+    def noting(self: Any, index: int, *args: Any) -> Any:
+        solved.append(index)
+        return own(self, index, *args)
+
+    monkeypatch.setattr(sequential.Sequential, "layer", noting)
+    monkeypatch.setattr("headwise.conversion.sensitivity._weigh", None)  # would be called, were any to be found
+    headwise.convert(source, tmp_path / "out", **options)
+    assert solved == [2]
+
+
+def test_other_arguments_start_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny(tmp_path / "source")
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = {"to": "mla", "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
+    headwise.convert(source, tmp_path / "whole", kv_budget=0.25, **options)
+    with monkeypatch.context() as patch:
+        stop_at(patch, Activations, "commit", 3, after=True)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", kv_budget=0.5, **options)
+    headwise.convert(source, tmp_path / "out", kv_budget=0.25, **options)
+    for file in FILES:
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
