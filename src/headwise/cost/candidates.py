@@ -24,7 +24,7 @@ def ladder(source: AttentionSpec) -> list[AttentionSpec]:
     """Every mechanism at a ladder of sizes in the place of a layer, which is among them.
 
     First what a layer can be converted to, from the largest cache down: MHA, ever fewer key–value heads (each time
-    about half) down to MQA, and MLA at the source's whole cache, a half and a quarter of it, about a third of that
+    about half) down to MQA, and MLA at the source's whole cache, a half and a quarter of it, about a quarter of that
     for the rotary key. Then the mechanisms to design with: latent-space and expert-latent attention at the same
     three budgets, and one head of the same width as all heads.
     """
