@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.heads import Layer, grouped_heads, rotation_tables, sample_rows
+from headwise.conversion.job import _shifted
 from headwise.conversion.refit import OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities
@@ -27,6 +28,8 @@ MODELS = {
     "biases": ("qwen2", {}),
     "partial rotary": ("phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
     "window": ("mistral", {"sliding_window": 5}),
+    "norms": ("qwen3", {"head_dim": 8}),
+    "norms as offsets": ("gemma3_text", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 11}),
 }
 
 
@@ -39,7 +42,8 @@ def source_layer(model: LayerwiseModel, index: int) -> Layer:
     checkpoint = model.checkpoint
     spec = checkpoint.spec.layers[index]
     assert isinstance(spec, GroupedSpec)
-    return Layer(spec, checkpoint.family.read_attention(checkpoint.read, index, spec)).float()
+    state = checkpoint.family.read_attention(checkpoint.read, index, spec)
+    return Layer(spec, _shifted(state, checkpoint.family.norm_offset)).float()
 
 
 def ids(count: int, window: int, seed: int = 0) -> torch.Tensor:

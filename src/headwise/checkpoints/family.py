@@ -31,6 +31,8 @@ class Family:
         output: where below ``attention`` its output projection is, when what the module gives has been added to the
             stream or normalised already.
         adds: the attention's output joins the residual stream as it is; False where a norm comes between.
+        norm_offset: what is added to stored weights of query and key norms before they multiply (Gemma's are
+            stored as offsets from 1).
         hosted: where below ``attention`` headwise's layer goes, when that is not the module itself.
         emptied: what below ``attention`` then has nothing left to do: headwise's layer does it.
         dropout: the config's field for dropped attention weights.
@@ -51,6 +53,7 @@ class Family:
     stock_kv_heads: bool = True
     output: str = ""
     adds: bool = True
+    norm_offset: float = 0.0
     hosted: str = ""
     emptied: tuple[str, ...] = ()
     dropout: str = "attention_dropout"

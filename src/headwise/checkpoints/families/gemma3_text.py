@@ -3,4 +3,6 @@
 from headwise.checkpoints.families import llama
 from headwise.checkpoints.family import Family
 
-FAMILY = Family(model_type="gemma3_text", layer=llama.FAMILY.layer, attention=llama.FAMILY.attention, adds=False)
+FAMILY = Family(
+    model_type="gemma3_text", layer=llama.FAMILY.layer, attention=llama.FAMILY.attention, adds=False, norm_offset=1.0
+)
