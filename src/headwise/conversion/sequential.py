@@ -21,7 +21,7 @@ from headwise.conversion.ranks import all_sum, barrier, my_windows
 from headwise.conversion.refit import OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities, refuse_no_numbers
-from headwise.conversion.statistics import SAMPLES, Statistics, output_metric, root
+from headwise.conversion.statistics import Statistics, output_metric, root, sampled_queries
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
 from headwise.specs import GroupedSpec
@@ -123,7 +123,7 @@ class Sequential:
             if self._is_better(candidate, name, errors, rotation, cost):
                 chosen, layer = name, candidate
         for stage, change in (("refit", self._refitted), ("refine", self._refined), ("refit", self._refitted)):
-            if stage in self.stages and (errors or stage == "refit"):
+            if stage in self.stages:
                 changed = change(layer, rotation, cost)
                 if self._is_better(changed, stage, errors, rotation, cost):
                     chosen, layer = stage, changed
@@ -163,7 +163,10 @@ class Sequential:
         """Move the source's stream on, and keep what the converted layer gets and what it should give."""
         tokens = self.windows.shape[1]
         metric = output_metric(source.state["o_proj.weight"], sensitivity, spec.num_heads)
-        sums = {name: Statistics.zeros(spec.hidden_size, spec.num_heads, tokens) for name in {self._stream, "source"}}
+        sums = {
+            name: Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
+            for name in sorted({self._stream, "source"})
+        }
         for at in my_windows(len(self.windows)):
             own, other = (self.streams.read(name, at, at + 1) for name in ("source", self._stream))
             call, output = self.model.trace(index, module, own)
@@ -178,7 +181,7 @@ class Sequential:
                 for name, total in sums.items():
                     total.add(source.state, spec, seen[name], metric, rotation=rotation, window=at)
         barrier()
-        return {name: total.reduced().means() for name, total in sorted(sums.items())}
+        return {name: total.reduced().means() for name, total in sums.items()}
 
     def _is_better(
         self, layer: Layer, name: str, errors: dict[str, float], rotation: Rotation | None, cost: Tensor
@@ -186,7 +189,7 @@ class Sequential:
         """Whether a layer does better on the held-out windows than all before it; the best of a name is noted."""
         total, count = 0.0, 0
         for at in range(self.train, len(self.windows)):
-            rows = sample_rows(self.windows.shape[1], SAMPLES // layer.spec.num_heads, at)
+            rows = sample_rows(self.windows.shape[1], sampled_queries(layer.spec.num_heads), at)
             error = layer.output(self.inputs.read(at), rotation, rows) - self.wanted.read(at)[rows]
             total += 0.5 * float((error @ cost).square().sum())
             count += len(rows)
@@ -206,7 +209,7 @@ class Sequential:
 
     def _refined(self, layer: Layer, rotation: Rotation | None, cost: Tensor) -> Layer:
         generator = torch.Generator().manual_seed(0)
-        tokens, count = self.windows.shape[1], max(SAMPLES // layer.spec.num_heads, 8)
+        tokens, count = self.windows.shape[1], sampled_queries(layer.spec.num_heads)
         order: list[int] = []
 
         def samples() -> Iterator[Sample]:

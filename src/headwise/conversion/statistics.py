@@ -19,6 +19,11 @@ SAMPLES = 2304
 """Queries times heads looked at in a window: 256 of nine heads."""
 
 
+def sampled_queries(heads: int) -> int:
+    """How many queries of a window are looked at, of all heads."""
+    return max(SAMPLES // heads, 8)
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Sums over a text; of each other's size only.
@@ -75,7 +80,7 @@ class Statistics:
             window: which of the text's, so that other queries are looked at in each.
         """
         H, T = spec.num_heads, len(inputs)
-        rows = sample_rows(T, max(SAMPLES // H, 8), window)
+        rows = sample_rows(T, sampled_queries(H), window)
         seen = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1)
         wide = seen.double()
         self.inputs.addmm_(wide.mT, wide)
@@ -85,7 +90,8 @@ class Statistics:
         asked = torch.zeros(T, dtype=torch.float64)
         for head in range(H):
             own = weights[head]
-            # A score's derivative of the output is P_ts (v_s − Σ P v): its square, in the metric of the loss.
+            # A score's derivative of the output is P_ts (v_s − Σ P v). Its square, in the metric of the loss, is
+            # divided by P_ts, so that scores count as often as they are met and not twice over.
             value = heads.value[head] @ metric[head].float()
             mean = own @ value
             distance = value.square().sum(-1) - 2 * mean @ value.mT + mean.square().sum(-1, keepdim=True)
