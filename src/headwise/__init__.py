@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "ArgumentError": "headwise.errors",
     "AttentionCache": "headwise.attention",
+    "Calibration": "headwise.conversion",
     "CheckpointError": "headwise.errors",
     "ChoiceEvaluation": "headwise.evaluation",
     "Comparison": "headwise.cost",
@@ -43,6 +44,7 @@ _PUBLIC = {
     "SelfAttention": "headwise.attention",
     "SpecError": "headwise.errors",
     "attend": "headwise.kernels",
+    "calibrate": "headwise.conversion",
     "choose_backend": "headwise.kernels",
     "compare": "headwise.cost",
     "complexity": "headwise.cost",
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
         RotaryEmbedding,
         SelfAttention,
     )
-    from headwise.conversion import Conversion, convert
+    from headwise.conversion import Calibration, Conversion, calibrate, convert
     from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
     from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, SpecError
     from headwise.evaluation import (
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArgumentError",
     "AttentionCache",
+    "Calibration",
     "CheckpointError",
     "ChoiceEvaluation",
     "Comparison",
@@ -129,6 +132,7 @@ __all__ = [
     "SelfAttention",
     "SpecError",
     "attend",
+    "calibrate",
     "choose_backend",
     "compare",
     "complexity",

@@ -4,7 +4,7 @@ from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtyp
 from headwise.checkpoints.family import Family, family_names, family_of, has_family
 from headwise.checkpoints.folder import FolderCheckpoint
 from headwise.checkpoints.gguf import GgufCheckpoint
-from headwise.checkpoints.identity import run_identity, versions
+from headwise.checkpoints.identity import model_identity, run_identity, versions
 from headwise.checkpoints.layout import Layout
 from headwise.checkpoints.open import model_path, open_checkpoint
 from headwise.checkpoints.tokenizer import load_tokenizer, tokenize
@@ -25,6 +25,7 @@ __all__ = [
     "family_of",
     "has_family",
     "load_tokenizer",
+    "model_identity",
     "model_path",
     "open_checkpoint",
     "run_identity",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,11 +52,13 @@ class Checkpoint(ABC):
         config: what its ``config.json`` holds, or would.
         spec: what the config describes.
         tensors: every stored tensor by transformers' name.
+        read_seconds: how long reading and checking them has taken so far.
     """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    read_seconds: float = 0.0
 
     @property
     def spec(self) -> ModelSpec:
@@ -85,6 +88,7 @@ class Checkpoint(ABC):
         """
         if name not in self.tensors:
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
+        start = time.perf_counter()
         try:
             tensor = self._read(name)
         except OSError as error:
@@ -93,6 +97,7 @@ class Checkpoint(ABC):
         if not all(bool(torch.isfinite(piece).all()) for piece in torch.split(tensor.flatten(), _PIECE)):
             kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite values"
             raise CheckpointError("tensor", name, f"holds {kind}")
+        self.read_seconds += time.perf_counter() - start
         return tensor
 
     @abstractmethod

@@ -9,6 +9,8 @@ from importlib.metadata import version
 
 from headwise.checkpoints.checkpoint import Checkpoint, dtype_name
 
+_STRIDE, _PAGE = 1 << 20, 4096
+_SAID_BY_THE_WRITER = ("transformers_version", "_name_or_path")
 _LIBRARIES = ("headwise", "torch", "transformers", "safetensors")
 
 
@@ -36,6 +38,30 @@ def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
         "decides": decides,
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def model_identity(checkpoint: Checkpoint) -> str:
+    """A digest of a model itself, the same wherever its files are: of its config, and of its weights by a sample.
+
+    Of each file of weights its size, its first megabyte and a page of every further one count: a model trained
+    further differs nearly everywhere, and reading all of it would take as long as what the digest is to spare.
+
+    Args:
+        checkpoint: the model.
+    """
+    path = checkpoint.path
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    config = {key: value for key, value in checkpoint.config.items() if key not in _SAID_BY_THE_WRITER}
+    total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in files:
+        size = file.stat().st_size
+        total.update(f"{size} ".encode())
+        with file.open("rb", buffering=0) as opened:
+            total.update(opened.read(_STRIDE))
+            for start in range(_STRIDE, size, _STRIDE):
+                opened.seek(start)
+                total.update(opened.read(_PAGE))
+    return total.hexdigest()
 
 
 def versions() -> dict[str, str]:

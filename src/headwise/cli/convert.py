@@ -8,6 +8,7 @@ import typer
 from rich.markup import escape
 
 from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.cli.torchrun import as_one_process
 
 
 @app.command(
@@ -27,6 +28,10 @@ def convert(
         typer.Option(metavar="TEXT", help="mla: a text its layers are studied on; give it again for a mixture."),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 16_384,
+    statistics: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Of headwise calibrate, in the place of a text: the model is not run."),
+    ] = None,
     method: Annotated[
         str | None, typer.Option(help="How heads come to be shared: aligned (the default), mean or first_head.")
     ] = None,
@@ -40,7 +45,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a model's attention to MHA, GQA, MQA or MLA and write a model folder."""
-    with progress_bar() as progress:
+    with as_one_process(), progress_bar() as progress:
         from headwise.conversion import convert as convert_source
         from headwise.specs import HOSTED_PREFIX
 
@@ -53,6 +58,7 @@ def convert(
             qk_rope_head_dim=qk_rope_head_dim,
             calibrate=calibrate,
             calibration_tokens=calibration_tokens,
+            statistics=statistics,
             method=method,
             without=without or (),
             dtype=dtype,

@@ -9,12 +9,15 @@ from headwise.conversion.plan import Target, parse_target, plan_layers
 from headwise.conversion.published import first_head, mha2mla, transmla
 from headwise.conversion.rope_channels import Channels, concentrate, keep_rotation, mean_rotation
 from headwise.conversion.sequential import STAGES
+from headwise.conversion.study import Calibration, calibrate
 
 __all__ = [
     "STAGES",
+    "Calibration",
     "Channels",
     "Conversion",
     "Target",
+    "calibrate",
     "concentrate",
     "convert",
     "convert_to_grouped",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.conversion.sequential import STAGES, Sequential
 from headwise.errors import ArgumentError
-from headwise.evaluation import calibration_windows, hold_out
+from headwise.evaluation import calibration_windows, hold_out, read_source
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
 
@@ -54,18 +55,19 @@ def begin(
     Raises:
         ArgumentError: a text cannot be read or is too short, or has tokens the model does not know.
     """
-    windows, held = _windows(checkpoint, texts, tokens)
-    vocabulary = checkpoint.config.get("vocab_size")
-    if isinstance(vocabulary, int) and (largest := int(windows.max())) >= vocabulary:
-        raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
+    windows, held = open_windows(checkpoint, texts, tokens)
     # In float32 whatever the weights are stored in: a layer is solved for what it should be given.
     model = LayerwiseModel(checkpoint, torch.float32)
     stages = [stage for stage in STAGES if stage not in without]
     return Sequential(model, windows, held=held, folder=folder, stages=stages, run=run, progress=progress)
 
 
-def _windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -> tuple[Tensor, int]:
-    """Windows to calibrate on and, last, those held out; and how many those are."""
+def open_windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -> tuple[Tensor, int]:
+    """Windows to calibrate on and, last, those held out; and how many those are.
+
+    Raises:
+        ArgumentError: a text cannot be read or is too short, or has tokens the model does not know.
+    """
     tokenizer = load_tokenizer(checkpoint.path)
     window = min(WINDOW, checkpoint.spec.max_position_embeddings or WINDOW)
     windows = calibration_windows(tokenizer, texts, tokens=tokens, window=window)
@@ -75,4 +77,40 @@ def _windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -
             raise ArgumentError("calibrate", f"{windows.numel()} tokens", "must be at least 4 tokens")
         windows = windows[:, : 2 * half].reshape(2, half)
     rest, held = hold_out(windows, HELD_EVERY, sources=len(texts))
-    return torch.cat((rest, held)), len(held)
+    windows = torch.cat((rest, held))
+    vocabulary = checkpoint.config.get("vocab_size")
+    if isinstance(vocabulary, int) and (largest := int(windows.max())) >= vocabulary:
+        raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
+    return windows, len(held)
+
+
+def check_texts(calibrate: str | Path | Sequence[str | Path] | None, tokens: int) -> list[str | Path]:
+    """The texts that were named, every one of which can be read.
+
+    Raises:
+        ArgumentError: one cannot, or too few tokens are asked for.
+        MissingExtraError: a dataset is named and ``datasets`` is not installed.
+    """
+    if tokens < 2:
+        raise ArgumentError("calibration_tokens", tokens, "must be at least 2")
+    texts = [calibrate] if isinstance(calibrate, str | Path) else list(calibrate or ())
+    for text in texts:
+        read_source(text, characters=1)
+    return texts
+
+
+def refuse_cross_layers(checkpoint: Checkpoint, texts: Sequence[str | Path]) -> None:
+    """Refuse a text where a model decodes what its encoder heard.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    if texts and checkpoint.spec.cross_layers:
+        rule = f"is text, and a {checkpoint.spec.model_type} model decodes what its encoder heard"
+        raise ArgumentError("calibrate", ", ".join(str(text) for text in texts), rule)
+
+
+def text_identity(text: str | Path) -> str:
+    """What tells a text from another: a file's content, otherwise its name."""
+    path = Path(text)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else str(text)

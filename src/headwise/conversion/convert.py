@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -14,12 +13,14 @@ import torch
 
 from headwise.checkpoints import FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.gguf import GgufCheckpoint
-from headwise.conversion.calibration import begin, refuse_stages
-from headwise.conversion.job import POOLINGS, Job
+from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages, text_identity
+from headwise.conversion.job import POOLINGS, Job, Study
 from headwise.conversion.plan import parse_target
+from headwise.conversion.ranks import first_enters, rank
+from headwise.conversion.saved import SavedStatistics, open_statistics
+from headwise.conversion.sequential import Sequential
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
-from headwise.evaluation import read_source
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
@@ -42,6 +43,8 @@ class Conversion:
         disk_bytes: of the result's weights.
         calibration_tokens: tokens that went into the statistics; 0 for none.
         seconds: it took; with ``dry_run``, it would take, from one layer's solution and a matrix product timed.
+        seconds_reading: of these, spent on reading and checking weights and statistics.
+        seconds_writing: on writing tensors; the rest went into solving layers and, with a text, running them.
         peak_rss_bytes: most resident memory of the process so far; None with ``dry_run``.
         notes: what a user should know of the result.
     """
@@ -60,6 +63,8 @@ class Conversion:
     disk_bytes: int
     calibration_tokens: int
     seconds: float
+    seconds_reading: float
+    seconds_writing: float
     peak_rss_bytes: int | None
     dry_run: bool
     notes: tuple[str, ...]
@@ -80,6 +85,7 @@ def convert(
     qk_rope_head_dim: int | None = None,
     calibrate: str | Path | Sequence[str | Path] | None = None,
     calibration_tokens: int = 16_384,
+    statistics: str | Path | None = None,
     method: str | None = None,
     without: Collection[str] = (),
     dtype: str | None = None,
@@ -102,6 +108,8 @@ def convert(
         calibrate: a text, or several, that layers are studied on, where anything can be lost; see
             `headwise.evaluation.read_source`. Without any, weights alone decide.
         calibration_tokens: how many of their tokens.
+        statistics: a folder of `headwise.calibrate` in the place of a text: the model is then not run, and each
+            layer is solved by itself, for what the source's own layers hand on to it.
         method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``.
         without: stages of calibration to leave out, of `headwise.conversion.STAGES`.
         dtype: of the output; the source's (float32 for quantised GGUF) when None.
@@ -116,25 +124,22 @@ def convert(
     """
     start = time.perf_counter()
     target = parse_target(to, kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
-    if calibration_tokens < 2:
-        raise ArgumentError("calibration_tokens", calibration_tokens, "must be at least 2")
-    texts = [calibrate] if isinstance(calibrate, str | Path) else list(calibrate or ())
-    for text in texts:
-        read_source(text, characters=1)  # or refused, before any work
+    texts = check_texts(calibrate, calibration_tokens)
     refuse_stages(without)
+    _refuse_with_statistics(statistics, texts, without)
     out_dtype = None if dtype is None else as_dtype(dtype)
     destination = Path(output)
     check_output(destination, overwrite=overwrite)
     checkpoint = open_checkpoint(source)
-    if calibrate is not None and checkpoint.spec.cross_layers:
-        rule = f"is text, and a {checkpoint.spec.model_type} model decodes what its encoder heard"
-        raise ArgumentError("calibrate", str(calibrate), rule)
+    refuse_cross_layers(checkpoint, texts)
     real_source = Path(os.path.realpath(checkpoint.path))
     if Path(os.path.realpath(destination)) in (real_source, *real_source.parents):
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
     job = Job(checkpoint, target, out_dtype, method)
-    if texts and job.method in POOLINGS:
-        raise ArgumentError("calibrate", str(texts[0]), f"goes with mla and aligned heads, not with {job.method}")
+    for field, given in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
+        if given is not None and job.method in POOLINGS:
+            raise ArgumentError(field, str(given), f"goes with mla and aligned heads, not with {job.method}")
+    saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
 
     seen = 0
     if dry_run:
@@ -145,15 +150,15 @@ def convert(
             target=asdict(target),
             method=job.method,
             dtype=dtype_name(job.dtype),
-            calibrate=[_text_identity(text) for text in texts],
+            calibrate=[text_identity(text) for text in texts],
             tokens=calibration_tokens,
             without=sorted(without),
+            statistics=None if saved is None else saved.identity,
         )
-        with FolderWriter(destination, job.tensors, run=run, overwrite=overwrite) as writer:
-            writer.add_companions(checkpoint)
-            sequence = None
+        with first_enters(FolderWriter(destination, job.tensors, run=run, overwrite=overwrite)) as writer:
+            study: Study | None = None if job.is_lossless else saved
             if texts and not job.is_lossless:
-                sequence = begin(
+                study = begin(
                     checkpoint,
                     texts,
                     writer.work,
@@ -162,16 +167,22 @@ def convert(
                     run=run,
                     progress=progress,
                 )
-                seen = sequence.windows.numel()
-            job.write(writer, sequence, progress)
-            writer.write_json("config.json", job.config())
+            if study is not None:
+                seen = study.tokens if isinstance(study, SavedStatistics) else study.windows.numel()
+            if rank() == 0:
+                writer.add_companions(checkpoint)
+                job.write(writer, study, progress)
+                writer.write_json("config.json", job.config())
+            elif isinstance(study, Sequential):
+                job.follow(writer, study)
         seconds = time.perf_counter() - start
     notes: list[str] = []
-    if not texts and not job.is_lossless and job.method not in POOLINGS:
+    is_studied = bool(texts) or saved is not None
+    if not is_studied and not job.is_lossless and job.method not in POOLINGS:
         notes.append("no calibration text: weights alone decided, and quality suffers; give one with calibrate")
-    if texts and job.is_lossless:
+    if is_studied and job.is_lossless:
         notes.append("nothing is lost at this size, so no text was needed")
-    elif texts and not dry_run and seen <= job.before.hidden_size:
+    elif is_studied and not dry_run and seen <= job.before.hidden_size:
         inputs = job.before.hidden_size
         notes.append(f"only {seen} calibration tokens for {inputs} inputs: they decide little, and quality suffers")
     if isinstance(checkpoint, GgufCheckpoint) and checkpoint.quantization is not None:
@@ -192,13 +203,19 @@ def convert(
         disk_bytes=sum(info.nbytes for info in job.tensors.values()),
         calibration_tokens=seen,
         seconds=seconds,
+        seconds_reading=0.0 if dry_run else checkpoint.read_seconds + job.clock.seconds.get("reading", 0.0),
+        seconds_writing=0.0 if dry_run else job.clock.seconds.get("writing", 0.0),
         peak_rss_bytes=None if dry_run else peak_rss_bytes(),
         dry_run=dry_run,
         notes=tuple(notes),
     )
 
 
-def _text_identity(text: str | Path) -> str:
-    """What tells a text from another: a file's content, otherwise its name."""
-    path = Path(text)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else str(text)
+def _refuse_with_statistics(
+    statistics: str | Path | None, texts: Sequence[str | Path], without: Collection[str]
+) -> None:
+    """Refuse what says how a text is studied, where no text is."""
+    if statistics is not None and texts:
+        raise ArgumentError("statistics", str(statistics), "goes without calibrate: it is in the place of a text")
+    if statistics is not None and without:
+        raise ArgumentError("without", ", ".join(without), "names stages of calibrate, and statistics know none")

@@ -11,17 +11,20 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name
 from headwise.conversion.calibration import WINDOW
+from headwise.conversion.clock import Clock
 from headwise.conversion.grouped import METHODS, Method, convert_to_grouped
 from headwise.conversion.heads import Layer
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.plan import Target, plan_layers, refuse_latent
+from headwise.conversion.ranks import rank
 from headwise.conversion.results import LayerResults
-from headwise.conversion.sequential import Sequential, Solver, Step
+from headwise.conversion.saved import SavedStatistics
+from headwise.conversion.sequential import Sequential
 from headwise.conversion.statistics import Statistics
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import check_complete, expected_tensors, model_class
 from headwise.measurement import matmul_flops_per_second
-from headwise.progress import Progress
+from headwise.progress import Progress, silent
 from headwise.specs import (
     HOSTED_PREFIX,
     AttentionSpec,
@@ -37,6 +40,10 @@ POOLINGS = ("mean", "first_head")
 
 FORMAT = 1
 """Version of the ``headwise`` block in a converted ``config.json``."""
+
+
+Study = Sequential | SavedStatistics
+"""What layers are solved from: a text that they go through in turn, or what an earlier study found."""
 
 
 class Job:
@@ -62,6 +69,7 @@ class Job:
         if merging is not None and self.method not in METHODS:
             raise ArgumentError("method", merging, "says how heads come to be shared, and none do here")
         self.dtype = dtype or checkpoint.dtype
+        self.clock = Clock()
         self.channels = [
             [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
         ]
@@ -117,15 +125,16 @@ class Job:
         config["architectures"] = [model_class(config).__name__]
         return config
 
-    def write(self, writer: FolderWriter, sequence: Sequential | None, progress: Progress) -> None:
+    def write(self, writer: FolderWriter, study: Study | None, progress: Progress = silent) -> None:
         """Add every tensor of the output that is missing, one layer in memory at a time.
 
         Args:
             writer: of the output.
-            sequence: the conversion on a text, which all layers go through in turn; None for weights alone.
+            study: the conversion on a text, which all layers go through in turn, or what an earlier study of the
+                source found; None for weights alone.
             progress: told of each layer.
         """
-        results = None if sequence is None else LayerResults(writer.work / "layers")
+        results = None if study is None else LayerResults(writer.work / "layers")
         owner = {
             name: (index, cross)
             for cross, specs in ((False, self.after.layers), (True, self.after.cross_layers))
@@ -137,15 +146,27 @@ class Job:
         for name in self.tensors:
             if name not in owner:
                 if not writer.has(name):
-                    writer.add(name, self._cast(name, self.checkpoint.read(name)))
+                    tensor = self._cast(name, self.checkpoint.read(name))
+                    with self.clock("writing"):
+                        writer.add(name, tensor)
+                    del tensor
                 continue
             if owner[name] != done:
                 done = index, cross = owner[name]
                 progress("converting", index, self.before.num_layers)
-                layer = self.convert_layer(index, sequence, results, cross=cross)
+                layer.clear()  # before the next one needs the room
+                layer = self.convert_layer(index, study, results, cross=cross)
+            tensor = layer.pop(name)
             if not writer.has(name):
-                writer.add(name, self._cast(name, layer[name]))
+                with self.clock("writing"):
+                    writer.add(name, tensor)
+            del tensor
         progress("converting", self.before.num_layers, self.before.num_layers)
+
+    def follow(self, writer: FolderWriter, study: Sequential) -> None:
+        """What the processes do that do not `write`: their windows' part in each layer."""
+        for index in range(study.position, self.before.num_layers):
+            self.convert_layer(index, study, LayerResults(writer.work / "layers"))
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor in the output's dtype, whose range may be smaller than the source's."""
@@ -158,46 +179,87 @@ class Job:
     def convert_layer(
         self,
         index: int,
-        sequence: Sequential | None = None,
+        study: Study | None = None,
         results: LayerResults | None = None,
         *,
         cross: bool = False,
     ) -> dict[str, Tensor]:
-        """One layer's new attention, by the output's names; with ``cross``, that to an encoder's output."""
-        before, after = (m.cross_layers if cross else m.layers for m in (self.before, self.after))
-        source, target = before[index], after[index]
+        """One layer's new attention, by the output's names and in its dtype; with ``cross``, that to an encoder's.
+
+        Args:
+            index: the layer's.
+            study: see `write`.
+            results: where layers are kept, and found again by a later run; None to keep none.
+            cross: the attention to an encoder's output.
+
+        Raises:
+            CheckpointError: what an earlier run kept is damaged, and cannot be made again.
+        """
+        results = None if cross else results
+        is_past = isinstance(study, Sequential) and study.position > index
+        if results is not None and (is_past or isinstance(study, SavedStatistics)):
+            with self.clock("reading"):
+                kept = results.load(index)
+            if kept is not None:
+                self._note_channels(index, kept[1]["channels"])
+                return kept[0]
+            if is_past:
+                partial = results.folder.parent.parent
+                rule = f"was lost of a run that had converted it; remove {partial} and convert again"
+                raise CheckpointError("layer", index, rule)
+        before = read_layer(self.checkpoint, index, cross=cross)
+        source, state = before.spec, before.state
+        target = (self.after.cross_layers if cross else self.after.layers)[index]
         assert isinstance(source, GroupedSpec)
-        was_hosted = str(self.checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
-        state = self.family.read_attention(self.checkpoint.read, index, source, cross=cross, hosted=was_hosted)
-        state = _shifted(state, self.family.norm_offset)
+        assert isinstance(target, LatentSpec | GroupedSpec)
         longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
+        made: dict[str, Tensor] = {}
 
         def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> Layer:
             if isinstance(target, LatentSpec):
-                made, channels = convert_to_latent(
+                solved, channels = convert_to_latent(
                     state, source, target, statistics=statistics, sensitivity=sensitivity, longest=longest
                 )
-                return Layer(target, made, channels)
-            assert isinstance(target, GroupedSpec)
-            made = convert_to_grouped(
+                return Layer(target, solved, channels)
+            solved = convert_to_grouped(
                 state, source, target, method=self.merging, statistics=statistics, sensitivity=sensitivity
             )
-            return Layer(target, made)
+            return Layer(target, solved)
 
-        if sequence is None or results is None or cross:
-            layer = solve(None, None)
-        else:
-            assert isinstance(target, LatentSpec | GroupedSpec)
-            layer = _on_text(index, Layer(source, state).float(), target, solve, sequence, results)
-        out = _shifted(layer.state, -self.family.norm_offset)
-        if isinstance(target, LatentSpec):
+        def keep(layer: Layer, **about: Any) -> None:
+            made.update(self._as_stored(index, layer, cross=cross))
+            if results is not None and rank() == 0:
+                with self.clock("writing"):
+                    results.save(index, made, {"channels": layer.channels, **about})
             if not cross:
-                self.channels[index] = layer.channels
-        elif not self.hosted:
-            assert isinstance(target, GroupedSpec)
-            return self.family.write_attention(out, index, target, cross=cross)
-        prefix = self.family.place(index, cross=cross, hosted=True)
-        return {f"{prefix}.{name}": tensor for name, tensor in out.items()}
+                self._note_channels(index, layer.channels)
+
+        if study is None or cross:
+            keep(solve(None, None))
+        elif isinstance(study, SavedStatistics):
+            with self.clock("reading"):
+                known = study.layer(index)
+            keep(solve(*known))
+        else:
+            study.layer(
+                index, before.float(), solve, lambda step: keep(step.layer, errors=step.errors, chosen=step.chosen)
+            )
+        return made
+
+    def _note_channels(self, index: int, channels: list[int]) -> None:
+        """The model frequency of each rotary pair of a layer, for the output's config."""
+        if self.channels:
+            self.channels[index] = channels
+
+    def _as_stored(self, index: int, layer: Layer, *, cross: bool = False) -> dict[str, Tensor]:
+        """A converted layer's tensors by the output's names, in its dtype."""
+        out = _shifted(layer.state, -self.family.norm_offset)
+        if isinstance(layer.spec, GroupedSpec) and not self.hosted:
+            named = self.family.write_attention(out, index, layer.spec, cross=cross)
+        else:
+            prefix = self.family.place(index, cross=cross, hosted=True)
+            named = {f"{prefix}.{name}": tensor for name, tensor in out.items()}
+        return {name: self._cast(name, tensor) for name, tensor in named.items()}
 
     def _names(self, index: int, *, cross: bool) -> list[str]:
         """The output's names of a layer's attention."""
@@ -228,6 +290,21 @@ class Job:
         return solving + copying + calibrating
 
 
+def read_layer(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> Layer:
+    """A layer's attention as it is stored, norms of queries and keys as what they multiply by.
+
+    Args:
+        checkpoint: the source.
+        index: the layer's.
+        cross: the attention to an encoder's output.
+    """
+    spec = (checkpoint.spec.cross_layers if cross else checkpoint.spec.layers)[index]
+    assert isinstance(spec, GroupedSpec)
+    was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
+    state = checkpoint.family.read_attention(checkpoint.read, index, spec, cross=cross, hosted=was_hosted)
+    return Layer(spec, _shifted(state, checkpoint.family.norm_offset))
+
+
 def _is_shared(layer: AttentionSpec) -> bool:
     return isinstance(layer, GroupedSpec) and layer.num_kv_heads < layer.num_heads
 
@@ -242,30 +319,3 @@ def _shifted(state: Mapping[str, Tensor], offset: float) -> dict[str, Tensor]:
     """With norms of queries and keys that multiply by their weights, or back to how the family stores them."""
     norms = ("q_norm.weight", "k_norm.weight") if offset else ()
     return {name: tensor + offset if name in norms else tensor for name, tensor in state.items()}
-
-
-def _on_text(
-    index: int,
-    source: Layer,
-    target: LatentSpec | GroupedSpec,
-    solve: Solver,
-    sequence: Sequential,
-    results: LayerResults,
-) -> Layer:
-    """One layer of a conversion on a text, unless an earlier run has been past it.
-
-    Raises:
-        CheckpointError: what that run kept is damaged.
-    """
-    if sequence.position > index:
-        kept = results.load(index)
-        if kept is None:
-            rule = f"was lost of a run that had converted it; remove {results.folder.parent.parent} and convert again"
-            raise CheckpointError("layer", index, rule)
-        return Layer(target, kept[0], kept[1]["channels"])
-
-    def keep(step: Step) -> None:
-        about = {"channels": step.layer.channels, "errors": step.errors, "chosen": step.chosen}
-        results.save(index, step.layer.state, about)
-
-    return sequence.layer(index, source, solve, keep).layer

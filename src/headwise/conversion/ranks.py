@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch.distributed as dist
 from torch import Tensor
+
+from headwise.checkpoints import FolderWriter
 
 
 def rank() -> int:
@@ -32,6 +37,15 @@ def barrier() -> None:
     """Wait until all processes are here."""
     if _is_shared():
         dist.barrier()
+
+
+@contextmanager
+def first_enters(writer: FolderWriter) -> Iterator[FolderWriter]:
+    """The first process writes; the others begin once it has the folder, and end once the folder is in its place."""
+    with writer if rank() == 0 else nullcontext():
+        barrier()
+        yield writer
+    barrier()
 
 
 def _is_shared() -> bool:

@@ -16,6 +16,8 @@ from headwise.checkpoints.disk import write_whole
 from headwise.checkpoints.shards import tensor_bytes
 from headwise.errors import CheckpointError
 
+_KEY = "headwise"
+
 
 class LayerResults:
     """Solved layers, one file each, there whole or not at all.
@@ -43,18 +45,19 @@ class LayerResults:
         """
         text = json.dumps(about)
         own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        content = save(own, metadata={"about": text, "checksum": _checksum(own, text)})
+        # Under one name: safetensors writes several in any order.
+        content = save(own, metadata={_KEY: json.dumps({"about": text, "checksum": _checksum(own, text)})})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._file(index), content)
+            write_whole(self.file(index), content)
         except OSError as error:
             raise self._failed(error) from None
 
     def load(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """A layer's tensors and what is known of it, or None when it was not kept or is damaged."""
         try:
-            with safe_open(self._file(index), framework="pt", backend="pread") as file:
-                about = file.metadata() or {}
+            with safe_open(self.file(index), framework="pt", backend="pread") as file:
+                about = _metadata(file)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
             if about["checksum"] != _checksum(tensors, about["about"]):
                 return None
@@ -62,11 +65,25 @@ class LayerResults:
         except (OSError, SafetensorError, KeyError, ValueError):
             return None
 
-    def _file(self, index: int) -> Path:
+    def checksum(self, index: int) -> str | None:
+        """What a layer that was kept says its checksum is, or None."""
+        try:
+            with safe_open(self.file(index), framework="pt", backend="pread") as file:
+                return _metadata(file)["checksum"]
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return None
+
+    def file(self, index: int) -> Path:
+        """Where a layer is kept."""
         return self.folder / f"layer-{index:05d}.safetensors"
 
     def _failed(self, error: OSError) -> CheckpointError:
         return CheckpointError("results", str(self.folder), f"could not be written: {error.strerror or error}")
+
+
+def _metadata(file: Any) -> dict[str, str]:
+    found: dict[str, str] = json.loads((file.metadata() or {})[_KEY])
+    return found
 
 
 def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:

@@ -1,0 +1,5 @@
+"""``python -m headwise``, as ``torchrun -m headwise`` starts it."""
+
+from headwise.cli import main
+
+main()

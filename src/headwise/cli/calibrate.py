@@ -1,0 +1,39 @@
+"""``headwise calibrate``: study a model on a text once, for any number of conversions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.cli.torchrun import as_one_process
+
+
+@app.command(epilog="Example: headwise calibrate smollm2-135m ./smollm2-statistics --calibrate text.txt")
+def calibrate(
+    source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    text: Annotated[
+        list[str],
+        typer.Option(
+            "--calibrate", metavar="TEXT", help="What to study it on; again for a mixture.", show_default=False
+        ),
+    ],
+    calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 16_384,
+    as_json: Json = False,
+) -> None:
+    """Keep what a conversion needs to know of a model, whatever the target: convert --statistics OUT."""
+    with as_one_process(), progress_bar() as progress:
+        from headwise.conversion import calibrate as study
+
+        done = study(source, output, calibrate=text, calibration_tokens=calibration_tokens, progress=progress)
+    if as_json:
+        emit(done.to_dict())
+        return
+    out.print(
+        f"[bold]{escape(source)}[/bold] studied on {done.tokens:,} tokens, {done.layers} layers, in {escape(output)}"
+    )
+    out.print(f"on disk  {bytes_text(done.disk_bytes)}")
+    out.print(f"{done.seconds:.1f} s, peak memory {bytes_text(done.peak_rss_bytes)}")

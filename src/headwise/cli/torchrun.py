@@ -1,0 +1,52 @@
+"""Several processes behind one command line, as ``torchrun -m headwise`` starts them: they speak with one voice."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from headwise.cli.app import err
+from headwise.errors import HeadwiseError
+
+_FAILED = "headwise/failed"
+_WAIT = timedelta(days=2)
+"""A layer's solution may take the first process long; one that has died is noticed at once, by its connection."""
+
+
+@contextmanager
+def as_one_process() -> Iterator[None]:
+    """Share the block's work with the other processes, where torchrun has started several.
+
+    The first process alone prints. Of all that fail, the first to fail says why; each ends with status 2 for bad
+    input and 1 for a failure.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        yield
+        return
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    if int(os.environ["RANK"]) > 0:
+        err.quiet = True
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
+    store, rank, world = next(rendezvous("env://", timeout=_WAIT))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_WAIT)
+    try:
+        yield
+    except BaseException as error:
+        if store.add(_FAILED, 1) > 1:  # another process has failed, and said so; this one has lost it
+            sys.exit(2)
+        if isinstance(error, RuntimeError) and not isinstance(error, HeadwiseError) and _is_lost(error):
+            sys.stderr.write("headwise: another process of this run was ended; the same command goes on from there\n")
+            sys.exit(1)
+        raise
+    else:
+        dist.destroy_process_group()
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether the connection to another process broke."""
+    return any(word in str(error) for word in ("gloo", "Connection", "closed"))

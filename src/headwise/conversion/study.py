@@ -1,0 +1,153 @@
+"""`calibrate`: study a model on a text once, for any number of conversions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
+from headwise.conversion.activations import Activations
+from headwise.conversion.calibration import check_texts, open_windows, refuse_cross_layers, text_identity
+from headwise.conversion.heads import rotation_tables
+from headwise.conversion.job import read_layer
+from headwise.conversion.plan import refuse_latent
+from headwise.conversion.ranks import first_enters, my_windows, rank
+from headwise.conversion.results import LayerResults
+from headwise.conversion.saved import save_layer, write_statistics
+from headwise.conversion.sensitivity import output_sensitivities, refuse_no_numbers
+from headwise.conversion.sequential import WEIGHED
+from headwise.conversion.statistics import Statistics, output_metric
+from headwise.errors import CheckpointError
+from headwise.hf import LayerwiseModel
+from headwise.measurement import peak_rss_bytes
+from headwise.progress import Progress, silent
+from headwise.specs import GroupedSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What a study of a model did.
+
+    Attributes:
+        source: the model.
+        output: the folder of its statistics.
+        layers: how many it has.
+        tokens: that were looked at.
+        disk_bytes: of the folder.
+        seconds: it took.
+        peak_rss_bytes: most resident memory of the process so far.
+    """
+
+    source: str
+    output: str
+    layers: int
+    tokens: int
+    disk_bytes: int
+    seconds: float
+    peak_rss_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        return asdict(self)
+
+
+@torch.inference_mode(False)
+def calibrate(
+    source: str | Path,
+    output: str | Path,
+    *,
+    calibrate: str | Path | Sequence[str | Path],
+    calibration_tokens: int = 16_384,
+    progress: Progress = silent,
+) -> Calibration:
+    """Study a model on a text and keep what `convert` needs to know of it, whatever the target.
+
+    A conversion by these statistics runs no model, and holds one layer at a time: fast, and small. It is not as good
+    as one that is given the text itself, in which each layer makes up for those before it.
+
+    Args:
+        source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
+        output: the folder to write; must not exist, or be empty.
+        calibrate: a text, or several; see `headwise.evaluation.read_source`.
+        calibration_tokens: how many of their tokens.
+        progress: told of each layer.
+
+    Raises:
+        ArgumentError: an argument is outside its rule.
+        SpecError: the source's attention is of a kind that is not converted.
+        CheckpointError: the source cannot be read, or the output cannot be written.
+    """
+    start = time.perf_counter()
+    texts = check_texts(calibrate, calibration_tokens)
+    destination = Path(output)
+    check_output(destination, overwrite=False)
+    checkpoint = open_checkpoint(source)
+    refuse_latent(checkpoint.spec)
+    refuse_cross_layers(checkpoint, texts)
+    run = run_identity(checkpoint, study=[text_identity(text) for text in texts], tokens=calibration_tokens)
+    with first_enters(FolderWriter(destination, {}, run=run)) as writer:
+        windows, _ = open_windows(checkpoint, texts, calibration_tokens)
+        results = _study(checkpoint, windows, writer.work, run, progress)
+        if rank() == 0:
+            try:
+                write_statistics(writer.folder, results, checkpoint, texts, windows)
+            except OSError as error:
+                rule = f"could not be written: {error.strerror or error}"
+                raise CheckpointError("output", str(output), rule) from error
+    return Calibration(
+        source=str(source),
+        output=str(output),
+        layers=checkpoint.spec.num_layers,
+        tokens=windows.numel(),
+        disk_bytes=sum(file.stat().st_size for file in destination.iterdir()),
+        seconds=time.perf_counter() - start,
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+@torch.no_grad()
+def _study(checkpoint: Checkpoint, windows: Tensor, folder: Path, run: str, progress: Progress) -> LayerResults:
+    """Each layer's statistics as the source's own layers hand on to it, kept as they are finished."""
+    model = LayerwiseModel(checkpoint, torch.float32)  # as a conversion on the text runs it
+    sensitivities, results = LayerResults(folder / "sensitivities"), LayerResults(folder / "layers")
+    weighed = windows[: max(WEIGHED // windows.shape[1], 1)]
+    output_sensitivities(model, weighed, sensitivities, progress=progress)
+    shape = (*windows.shape, model.begin(windows[:1]).shape[-1])
+    stream = Activations(folder, streams=("source",), shape=shape, run=run)
+    if stream.layer is None:
+        for at in my_windows(len(windows)):
+            stream.write("source", at, model.begin(windows[at : at + 1]))
+        stream.commit()
+    model.release()
+    assert stream.layer is not None
+    for index in range(stream.layer, model.num_layers):
+        progress("studying", index, model.num_layers)
+        kept = sensitivities.load(index)
+        if kept is None:
+            raise CheckpointError("layer", index, f"was lost; remove {folder.parent} and calibrate again")
+        module, sensitivity = model.layer(index), kept[0]["sensitivity"]
+        source = read_layer(checkpoint, index).float()
+        spec = source.spec
+        assert isinstance(spec, GroupedSpec)
+        metric = output_metric(source.state["o_proj.weight"], sensitivity.double(), spec.num_heads)
+        rotation = rotation_tables(spec, windows.shape[1])
+        sums = Statistics.zeros(spec.hidden_size, spec.num_heads, windows.shape[1])
+        for at in my_windows(len(windows)):
+            hidden = stream.read("source", at, at + 1)
+            refuse_no_numbers(hidden, index)
+            call, made = model.trace(index, module, hidden)
+            stream.write("source", at, made)
+            sums.add(source.state, spec, call.inputs[0], metric, rotation=rotation, window=at)
+        del module
+        known = sums.reduced().means()
+        if rank() == 0:
+            save_layer(results, index, known, sensitivity)
+        stream.commit()
+    progress("studying", model.num_layers, model.num_layers)
+    return results
