@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from headwise.cli.app import err
@@ -37,8 +37,9 @@ def as_one_process() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if store.add(_FAILED, 1) > 1:  # another process has failed, and said so; this one has lost it
-            sys.exit(2)
+        with suppress(RuntimeError):  # torchrun itself, which keeps the store, may be gone
+            if store.add(_FAILED, 1) > 1:  # another process has failed, and said so; this one has lost it
+                sys.exit(2)
         if isinstance(error, RuntimeError) and not isinstance(error, HeadwiseError) and _is_lost(error):
             sys.stderr.write("headwise: another process of this run was ended; the same command goes on from there\n")
             sys.exit(1)

@@ -1,0 +1,125 @@
+"""Two processes behind one command line, as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import headwise
+from headwise.checkpoints import open_checkpoint
+from headwise.conversion.saved import open_statistics
+from tests.closeness import assert_close
+from tests.real_models import save_tiny
+
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+
+
+def run(*arguments: object, launch: tuple[str, ...] = TWO) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *launch, *(str(argument) for argument in arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def ours(said: str) -> list[str]:
+    """The lines of stderr that headwise wrote; torchrun writes its own."""
+    return [line for line in said.splitlines() if line.startswith("headwise: ")]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "exam.txt").write_text("a lazy fox does not jump over the quick brown dog again. " * 20)
+    return save_tiny(tmp_path / "source", "qwen2")
+
+
+def test_grams_are_those_of_one_process(source: Path, tmp_path: Path) -> None:
+    """Seven windows, which do not split evenly."""
+    options = ("--calibrate", tmp_path / "text.txt", "--calibration-tokens", 7 * 256)
+    for name, launch in (("one", ()), ("two", TWO)):
+        done = run("-m", "headwise", "calibrate", source, tmp_path / name, *options, "--json", launch=launch)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["tokens"] == 7 * 256  # printed once
+    one, two = (open_statistics(tmp_path / name, open_checkpoint(source)) for name in ("one", "two"))
+    for index in range(2):
+        expected, found = one.layer(index), two.layer(index)
+        for field in ("inputs", "keys", "head_weight", "distances", "queries"):
+            assert_close(getattr(found[0], field), getattr(expected[0], field), 1e-10)
+        assert_close(found[1], expected[1], 1e-6)  # kept in float32
+
+
+def test_a_conversion_is_that_of_one_process(source: Path, tmp_path: Path) -> None:
+    options = ("--to", "mla", "--kv-budget", "0.5", "--calibrate", tmp_path / "text.txt", "--json")
+    for name, launch in (("one", ()), ("two", TWO)):
+        done = run("-m", "headwise", "convert", source, tmp_path / name, *options, launch=launch)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["output"] == str(tmp_path / name)
+    found = [
+        headwise.evaluate(tmp_path / name, text=tmp_path / "exam.txt", window=128, windows=3).perplexity
+        for name in ("one", "two")
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert not any(torch.isnan(tensor).any() for tensor in two.values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exam.txt", "one", "source", "text.txt", "two"]
+
+
+def test_bad_input_is_one_line(source: Path, tmp_path: Path) -> None:
+    done = run("-m", "headwise", "convert", source, tmp_path / "out", "--to", "mqa", "--calibrate", "nowhere.txt")
+    assert ours(done.stderr) == ["headwise: calibrate = 'nowhere.txt': could not be read: No such file or directory"]
+    assert "exitcode  : 2" in done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+FAILING = """
+import os, sys
+from headwise.cli import app, main
+from headwise.cli.torchrun import as_one_process
+from headwise.errors import ArgumentError
+import headwise.cli.convert
+
+@app.app.command()
+def fail(rank: int, how: str):
+    with as_one_process():
+        from headwise.conversion.ranks import barrier
+        barrier()
+        if int(os.environ["RANK"]) == rank:
+            if how == "killed":
+                os.kill(os.getpid(), 9)
+            raise ArgumentError("argument", rank, "is wrong")
+        barrier()
+        print("never")
+
+main()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_process_ends_all(tmp_path: Path, rank: int) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = run(tmp_path / "failing.py", "fail", rank, "error")
+    assert ours(done.stderr) == [f"headwise: argument = {rank}: is wrong"]
+    assert "exitcode  : 2" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_killed_process_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = run(tmp_path / "failing.py", "fail", 1, "killed")
+    assert done.returncode != 0
+    assert len(ours(done.stderr)) <= 1
+    assert "Error" not in "".join(ours(done.stderr))
+    assert done.stdout == ""
