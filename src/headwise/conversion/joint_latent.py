@@ -52,54 +52,74 @@ def joint_latent(parts: list[Part], rank: int, *, rounds: int = ROUNDS) -> tuple
         return down, list(torch.split(up, [len(part.rows) for part in parts]))
     # Moments of one size, their sizes going into the metrics; and none that is blind to some of the inputs.
     sizes = [float(part.moments.diagonal().mean().clamp_min(_TINY)) for part in parts]
-    parts = [
-        Part(part.rows, floored(part.metric * size), floored(part.moments / size))
-        for part, size in zip(parts, sizes, strict=True)
-    ]
-    average = sum((part.moments for part in parts), torch.zeros_like(parts[0].moments)) / len(parts)
-    factor = torch.linalg.cholesky(average)
-    needed = sum((p.rows.mT @ p.metric @ p.rows for p in parts), torch.zeros_like(average))
-    vectors = torch.linalg.eigh(factor.mT @ needed @ factor)[1].flip(-1)[:, :rank]
-    down = torch.linalg.solve_triangular(factor.mT, vectors, upper=True).mT
-    if len(parts) == 2 and not torch.equal(parts[0].moments, parts[1].moments):
-        share, basis = _shared_basis(parts[0].moments, parts[1].moments)
+    basis, shares = _input_basis([floored(part.moments / size) for part, size in zip(parts, sizes, strict=True)])
+    needed = [_needed(part, size, basis) for part, size in zip(parts, sizes, strict=True)]
+    latents = torch.linalg.eigh(_total(needed))[1].flip(-1)[:, :rank].mT
+    if not torch.equal(shares[0], shares[-1]):
         for _ in range(rounds):
-            down = _best_down(parts, _ups(parts, down), share, basis)
+            latents = _better(latents, needed, shares)
+    del needed
     # Latents of mean square 1, uncorrelated: nothing is far larger than the rest in a cache of few bits.
-    spread = torch.linalg.cholesky(floored(down @ average @ down.mT, _TINY))
-    down = torch.linalg.solve_triangular(spread, down, upper=False)
-    return down, _ups(parts, down)
+    spread = torch.linalg.cholesky(floored(latents @ latents.mT / len(parts), _TINY))
+    latents = torch.linalg.solve_triangular(spread, latents, upper=False)
+    ups = [(part.rows @ (basis @ _decoder(latents, share).mT)) for part, share in zip(parts, shares, strict=True)]
+    return torch.linalg.solve(basis.mT, latents.mT).mT, ups
 
 
-def _ups(parts: list[Part], down: Tensor) -> list[Tensor]:
-    """Each part's best decoder of given latents, whatever its metric."""
-    ups = []
-    for part in parts:
-        seen = down @ part.moments
-        ups.append(torch.linalg.solve(floored(seen @ down.mT, _TINY), seen @ part.rows.mT).mT)
-    return ups
+def _input_basis(moments: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """L, and for each part the shares s of which its moments are ``L diag(s) Lᵀ``; the shares' sum is 1.
+
+    In that basis of the inputs a latent ``y = down x`` is a row of ``down L``, and moments cost no product.
+    """
+    count = len(moments)
+    if count == 1 or torch.equal(moments[0], moments[1]):
+        even = torch.full((len(moments[0]),), 1 / count, dtype=moments[0].dtype)
+        return torch.linalg.cholesky(_total(moments)), [even] * count
+    factor, share, vectors = _together(moments[0], moments[1])
+    return factor @ vectors, [share, 1 - share]
 
 
-def _best_down(parts: list[Part], ups: list[Tensor], share: Tensor, basis: Tensor) -> Tensor:
-    """The best latents for given decoders: ``A₁ down S₁ + A₂ down S₂ = C``, in the bases where all are diagonal."""
-    first, second = (up.mT @ part.metric @ up for part, up in zip(parts, ups, strict=True))
-    target = sum(
-        (up.mT @ part.metric @ part.rows @ part.moments for part, up in zip(parts, ups, strict=True)),
-        torch.zeros_like(parts[0].rows[:1]),
-    )
-    scale = float((first + second).diagonal().mean())
-    own_share, own_basis = _shared_basis(floored(first / scale, _TINY), floored(second / scale, _TINY))
-    weight = own_share[:, None] * share + (1 - own_share)[:, None] * (1 - share)
-    return own_basis @ ((own_basis.mT @ (target / scale) @ basis) / weight.clamp_min(_TINY)) @ basis.mT
+def _needed(part: Part, size: float, basis: Tensor) -> Tensor:
+    """``Wᵀ M W`` in a basis of the inputs: all that the search for latents needs to know of a part."""
+    rows = part.rows @ basis
+    return rows.mT @ (floored(part.metric * size) @ rows)
 
 
-def _shared_basis(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """X with ``Xᵀ (A + B) X = 1`` and ``Xᵀ A X`` diagonal, and that diagonal."""
+def _decoder(latents: Tensor, share: Tensor) -> Tensor:
+    """``[R, E']``, which gives a part's best decoder of given latents, whatever its metric: ``up = W decoderᵀ``."""
+    seen = latents * share
+    decoder: Tensor = torch.linalg.solve(floored(seen @ latents.mT, _TINY), seen)
+    return decoder
+
+
+def _better(latents: Tensor, needed: list[Tensor], shares: list[Tensor]) -> Tensor:
+    """The best latents Y for the best decoders of given ones: ``A₁ Y s₁ + A₂ Y s₂ = C``, a number at a time."""
+    grams, target = [], torch.zeros_like(latents)
+    for need, share in zip(needed, shares, strict=True):
+        decoder = _decoder(latents, share)
+        wanted = decoder @ need
+        grams.append(wanted @ decoder.mT)
+        target += wanted * share
+    scale = float(_total(grams).diagonal().mean())
+    factor, own, vectors = _together(*(floored(gram / scale, _TINY) for gram in grams))
+    basis = torch.linalg.solve_triangular(factor.mT, vectors, upper=True)
+    weight = own[:, None] * shares[0] + (1 - own)[:, None] * shares[1]
+    found: Tensor = basis @ ((basis.mT @ (target / scale)) / weight.clamp_min(_TINY))
+    return found
+
+
+def _together(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """F, s and V with ``A + B = F Fᵀ`` and ``A = F V diag(s) Vᵀ Fᵀ``, V being orthogonal and F lower triangular."""
     factor = torch.linalg.cholesky(first + second)
     half = torch.linalg.solve_triangular(factor, first, upper=False)
     both = torch.linalg.solve_triangular(factor, half.mT, upper=False)
+    del half
     share, vectors = torch.linalg.eigh((both + both.mT) / 2)
-    return share.clamp(0, 1), torch.linalg.solve_triangular(factor.mT, vectors, upper=True)
+    return factor, share.clamp(0, 1), vectors
+
+
+def _total(matrices: list[Tensor]) -> Tensor:
+    return matrices[0] if len(matrices) == 1 else matrices[0] + matrices[1]
 
 
 def floored(matrix: Tensor, floor: float = _FLOOR) -> Tensor:
