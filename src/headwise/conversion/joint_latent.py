@@ -100,11 +100,13 @@ def _better(latents: Tensor, needed: list[Tensor], shares: list[Tensor]) -> Tens
         wanted = decoder @ need
         grams.append(wanted @ decoder.mT)
         target += wanted * share
-    scale = float(_total(grams).diagonal().mean())
-    factor, own, vectors = _together(*(floored(gram / scale, _TINY) for gram in grams))
+    del decoder, wanted
+    scale = float(sum(gram.diagonal().mean() for gram in grams))
+    grams = [floored(gram / scale, _TINY) for gram in grams]
+    factor, own, vectors = _together(grams[0], grams[1])
     basis = torch.linalg.solve_triangular(factor.mT, vectors, upper=True)
     weight = own[:, None] * shares[0] + (1 - own)[:, None] * shares[1]
-    found: Tensor = basis @ ((basis.mT @ (target / scale)) / weight.clamp_min(_TINY))
+    found: Tensor = basis @ ((basis.mT @ target).div_(scale).div_(weight.clamp_min(_TINY)))
     return found
 
 
@@ -114,7 +116,8 @@ def _together(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     half = torch.linalg.solve_triangular(factor, first, upper=False)
     both = torch.linalg.solve_triangular(factor, half.mT, upper=False)
     del half
-    share, vectors = torch.linalg.eigh((both + both.mT) / 2)
+    both = (both + both.mT).mul_(0.5)
+    share, vectors = torch.linalg.eigh(both)
     return factor, share.clamp(0, 1), vectors
 
 

@@ -98,6 +98,8 @@ def convert_to_latent(
         # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
         still = queries * (rotation.conj() * rotary.attention_scaling**2)[:, :, None]
         heads = torch.cat((as_rotated(still, interleaved=interleaved), heads[:, turned:]), dim=1)
+        del queries, keys, channels, unrotated, unrotated_up, still  # each as large as a layer's projection
+    del w_q, w_k, key_heads, plain
 
     key_metric = _key_metric(heads, inputs, content_up.view(K, D, -1), known.head_weight, source)
     by_head = value_metric(state["o_proj.weight"], sensitivity, source)

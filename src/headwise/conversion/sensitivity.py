@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from headwise.conversion.ranks import all_sum, barrier, my_windows, rank
@@ -59,7 +59,7 @@ def _weigh(
         for index in range(layers):
             progress("weighing", index, 2 * layers)
             refuse_no_numbers(hidden, index)
-            save_file({"hidden": hidden.contiguous()}, files[index])
+            _put_aside(hidden, files[index])
             module = model.layer(index)
             hidden = torch.cat([hidden[:0], *(model.run(index, module, one[None]) for one in hidden)])
     refuse_no_numbers(hidden, layers)
@@ -82,6 +82,19 @@ def _weigh(
         if rank() == 0:
             results.save(index, {"sensitivity": total.float()}, {})
     progress("weighing", 2 * layers, 2 * layers)
+
+
+def _put_aside(hidden: Tensor, file: Path) -> None:
+    """Keep a layer's inputs until the way back comes to it.
+
+    Raises:
+        CheckpointError: the disk is full, or the file cannot be written.
+    """
+    try:
+        file.write_bytes(save({"hidden": hidden.contiguous()}))
+    except OSError as error:
+        rule = f"could not be written: {error.strerror or error}"
+        raise CheckpointError("activations", str(file), rule) from None
 
 
 def refuse_no_numbers(states: Tensor, index: int) -> None:

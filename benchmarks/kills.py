@@ -1,0 +1,121 @@
+"""Kill a conversion at random moments, again and again, and hold what comes out to one that was left alone.
+
+    python benchmarks/kills.py --folder FOLDER --calibrate TEXT --json benchmarks/results/kills.json
+    python benchmarks/kills.py --folder FOLDER --calibrate TEXT --source SMALL --kills 3 --tokens 512
+
+One conversion is timed and kept. Then others are killed (SIGKILL) after a time drawn from all of its length, each run
+again by the same command until it is done; every output must be the first one's, byte for byte. A run that goes on
+from a killed one has less left to do, so its time is drawn from what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+def command(options: argparse.Namespace, out: Path) -> list[str]:
+    given = ["--to", "mla", "--kv-budget", options.kv_budget, "--calibrate", options.calibrate]
+    given += ["--calibration-tokens", options.tokens]
+    return [sys.executable, "-m", "headwise", "convert", options.source, str(out), *map(str, given), "--json"]
+
+
+def phase(out: Path) -> str:
+    """What a conversion that has just been killed was doing, by what it left."""
+    work = out.with_name(f".{out.name}.headwise-partial") / "work"
+    if out.exists():
+        return "done"
+    if not work.exists() or not any(work.iterdir()):
+        return "starting"
+    state = work / "activations.json"
+    if not state.exists():
+        return "weighing"
+    layer = json.loads(state.read_text())["layer"]
+    kept = len(list((work / "layers").glob("*.safetensors"))) if (work / "layers").exists() else 0
+    return "between a layer's result and its activations" if kept > layer else "converting"
+
+
+def attempt(options: argparse.Namespace, out: Path, delay: float | None) -> bool:
+    """Convert, or be killed while at it; whether it ended by itself."""
+    process = subprocess.Popen(command(options, out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        _, said = process.communicate(timeout=delay)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        return False
+    if process.returncode:
+        raise SystemExit(f"the conversion failed: {said}")
+    return True
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--calibrate", required=True)
+    parser.add_argument("--source", default="smollm2-135m")
+    parser.add_argument("--kv-budget", default="0.5")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    work = options.folder / "headwise-kills"
+    work.mkdir(parents=True)
+    draw = random.Random(options.seed)
+    kills: list[dict[str, Any]] = []
+    outputs = 0
+    try:
+        start = time.perf_counter()
+        attempt(options, work / "whole", None)
+        seconds = time.perf_counter() - start
+        expected = content(work / "whole")
+        print(f"{seconds:.0f} s undisturbed", flush=True)
+        while len(kills) < options.kills:
+            out, left = work / "out", seconds
+            while len(kills) < options.kills:
+                delay = draw.uniform(0, left)
+                if attempt(options, out, delay):
+                    break
+                kills.append({"after": delay, "left": left, "phase": phase(out)})
+                print(kills[-1], flush=True)
+                if out.exists():  # killed when all was done but clearing up
+                    break
+                left = max(left - delay, 0.1 * seconds)
+            if not out.exists():
+                attempt(options, out, None)
+            assert content(out) == expected, "the output is another"
+            shutil.rmtree(out)
+            outputs += 1
+    finally:
+        shutil.rmtree(work)
+    found = {
+        "source": options.source,
+        "calibration_tokens": options.tokens,
+        "kv_budget": float(options.kv_budget),
+        "seconds": seconds,
+        "kills": kills,
+        "phases": Counter(kill["phase"] for kill in kills),
+        "outputs": outputs,
+        "identical": True,
+    }
+    print(f"{len(kills)} kills, {outputs} outputs, all identical; {dict(found['phases'])}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Convert a 7B-shaped llama of random weights, one layer in memory at a time: peak memory, and seconds a layer.
+
+    python benchmarks/large.py --folder FOLDER --json benchmarks/results/large.json
+    python benchmarks/large.py --folder FOLDER --layers 2        # a first look
+
+It makes the checkpoint (13 GB of bf16 shards at 32 layers), then converts it to MLA at half the cache, each time in a
+process of its own: with statistics given, and calibrated on 8 windows of 512 tokens. FOLDER needs room for about
+three such models and is emptied of what was made there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from headwise.checkpoints import FolderWriter, TensorInfo, open_checkpoint
+from headwise.conversion.results import LayerResults
+from headwise.conversion.saved import save_layer, write_statistics
+from headwise.conversion.statistics import Statistics
+from headwise.hf.load import expected_tensors
+
+SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
+WINDOWS, WINDOW = 8, 512
+ROPE = 64
+"""Dims of the rotary key, as DeepSeek's models have."""
+
+
+def config(layers: int, hidden: int) -> dict[str, Any]:
+    scale = hidden / SHAPE["hidden_size"]
+    sizes = {name: int(size * scale) if name != "vocab_size" else size for name, size in SHAPE.items()}
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        **sizes,
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def make_checkpoint(folder: Path, layers: int, hidden: int) -> None:
+    """Random weights, written one tensor at a time."""
+    own = config(layers, hidden)
+    shapes = {name: TensorInfo(shape, torch.bfloat16) for name, shape in expected_tensors(own).items()}
+    generator = torch.Generator().manual_seed(0)
+    with FolderWriter(folder, shapes) as writer:
+        for name, info in shapes.items():
+            made = torch.ones(info.shape, dtype=info.dtype)
+            if len(info.shape) == 2:
+                made.normal_(0, info.shape[1] ** -0.5, generator=generator)
+            writer.add(name, made)
+        vocabulary = {"<unk>": 0} | {chr(32 + index): index for index in range(1, 95)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(writer.folder)
+        writer.write_json("config.json", own)
+
+
+def make_statistics(source: Path, folder: Path) -> None:
+    """Such as a text would give: moments of full rank, keys seen otherwise than inputs; all layers share one file."""
+    checkpoint = open_checkpoint(source)
+    spec = checkpoint.spec.layers[0]
+    E, H = spec.hidden_size, spec.num_heads
+    generator = torch.Generator().manual_seed(1)
+    grams = []
+    for _ in range(2):
+        gram = torch.zeros(E + 1, E + 1, dtype=torch.float64)
+        spread = 0.5 + torch.rand(E, generator=generator)
+        for _ in range(0, 2 * E, 256):
+            inputs = torch.randn(256, E, generator=generator) * spread
+            seen = torch.cat((inputs, torch.ones(256, 1)), dim=1).double()
+            gram.addmm_(seen.mT, seen)
+        grams.append(gram / gram[-1, -1])
+    distances = torch.rand(H, WINDOW, generator=generator, dtype=torch.float64)
+    weight = torch.rand(H, generator=generator, dtype=torch.float64)
+    known = Statistics(grams[0], grams[1], weight, distances / distances.sum(-1, keepdim=True), weight[0])
+    gradients = torch.randn(2 * E, E, generator=generator)
+    results = LayerResults(folder.with_name(f"{folder.name}-layers"))
+    save_layer(results, 0, known, gradients.mT @ gradients / (2 * E))
+    for index in range(1, checkpoint.spec.num_layers):
+        os.link(results.file(0), results.file(index))
+    folder.mkdir()
+    write_statistics(folder, results, checkpoint, [], torch.zeros(WINDOWS, WINDOW))
+    shutil.rmtree(results.folder)
+
+
+def convert(source: Path, out: Path, hidden: int, *options: object) -> dict[str, Any]:
+    """In a process of its own, by the command line, and what it reports."""
+    values = hidden  # half of the keys and values of an MHA
+    sizes = ("--kv-lora-rank", values - ROPE, "--qk-rope-head-dim", ROPE)
+    command = ["-m", "headwise", "convert", source, out, "--to", "mla", *sizes, *options, "--json"]
+    done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, check=True)
+    report: dict[str, Any] = json.loads(done.stdout)
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    solving = report["seconds"] - report["seconds_reading"] - report["seconds_writing"]
+    split = {"reading": report["seconds_reading"], "solving": solving, "writing": report["seconds_writing"]}
+    return {
+        "label": report["label"],
+        "peak_rss_gb": report["peak_rss_bytes"] / 1e9,
+        "seconds": report["seconds"],
+        "seconds_a_layer": {name: seconds / layers for name, seconds in split.items()},
+        "output_gb": report["disk_bytes"] / 1e9,
+        "calibration_tokens": report["calibration_tokens"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden-size", type=int, default=SHAPE["hidden_size"], help="smaller, to try the script")
+    parser.add_argument("--only", choices=("statistics", "text"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    work = options.folder / "headwise-large"
+    work.mkdir(parents=True)
+    rows: dict[str, Any] = {}
+    try:
+        make_checkpoint(work / "source", options.layers, options.hidden_size)
+        text = work / "text.txt"
+        draw = torch.randint(33, 127, (WINDOWS * WINDOW * 2,), generator=torch.Generator().manual_seed(2))
+        text.write_text("".join(map(chr, draw.tolist())))
+        if options.only != "text":
+            make_statistics(work / "source", work / "statistics")
+            given = ("--statistics", work / "statistics")
+            rows["statistics"] = convert(work / "source", work / "out", options.hidden_size, *given)
+            print(json.dumps({"statistics": rows["statistics"]}, indent=2), flush=True)
+            shutil.rmtree(work / "statistics")
+            shutil.rmtree(work / "out")
+        if options.only != "statistics":
+            given = ("--calibrate", text, "--calibration-tokens", WINDOWS * WINDOW)
+            rows["text"] = convert(work / "source", work / "out", options.hidden_size, *given)
+            print(json.dumps({"text": rows["text"]}, indent=2), flush=True)
+        source_bytes = sum(file.stat().st_size for file in (work / "source").glob("*.safetensors"))
+    finally:
+        shutil.rmtree(work)
+    if options.json:
+        found = {
+            "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+            "torch": torch.__version__,
+            "source": {**config(options.layers, options.hidden_size), "gb": source_bytes / 1e9},
+            "conversions": rows,
+        }
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A disk that fills up while a model is converted: one line, status 2, and the same command goes on."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Said
+from tests.real_models import save_tiny
+
+KEPT = "what is done is kept, and the same command goes on from there"
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file grows beyond some bytes, which fails as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+# Of 512 tokens, 48 wide: a stream is 98 kB, a Gram matrix 9 kB, a layer's result 80 kB, the output 360 kB.
+@pytest.mark.parametrize("size", [3_000, 50_000, 90_000, 200_000])
+@pytest.mark.parametrize("command", ["convert", "calibrate"])
+def test_a_full_disk(cli: Callable[..., Said], here: Path, command: str, size: int) -> None:
+    save_tiny(here / "source")
+    (here / "text.txt").write_text("the quick brown fox jumps over the lazy dog, and then it does so again. " * 40)
+    options = ["--calibrate", "text.txt", "--calibration-tokens", 512]
+    options += ["--to", "mla", "--kv-budget", "0.5"] if command == "convert" else []
+    assert cli(command, "source", "whole", *options).status == 0
+    with full_disk(size):
+        said = cli(command, "source", "out", *options)
+    if command == "calibrate" and size == 200_000:  # it was enough
+        assert said.status == 0
+        return
+    assert (said.status, said.out) == (2, "")
+    assert said.err.startswith("headwise: ")
+    assert said.err.count("\n") == 1
+    assert "File too large" in said.err
+    assert (KEPT in said.err) == (here / ".out.headwise-partial").exists()
+    assert (KEPT in said.err) or size < 10_000
+    assert not (here / "out").exists()
+    assert cli(command, "source", "out", *options).status == 0
+    assert content(here / "out") == content(here / "whole")
