@@ -105,9 +105,12 @@ def _better(latents: Tensor, needed: list[Tensor], shares: list[Tensor]) -> Tens
     grams = [floored(gram / scale, _TINY) for gram in grams]
     factor, own, vectors = _together(grams[0], grams[1])
     basis = torch.linalg.solve_triangular(factor.mT, vectors, upper=True)
-    weight = own[:, None] * shares[0] + (1 - own)[:, None] * shares[1]
-    found: Tensor = basis @ ((basis.mT @ target).div_(scale).div_(weight.clamp_min(_TINY)))
-    return found
+    del grams, factor, vectors
+    found = (basis.mT @ target).div_(scale)
+    del target
+    found.div_((own[:, None] * shares[0] + (1 - own)[:, None] * shares[1]).clamp_min_(_TINY))
+    better: Tensor = basis @ found
+    return better
 
 
 def _together(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,9 +118,9 @@ def _together(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor = torch.linalg.cholesky(first + second)
     half = torch.linalg.solve_triangular(factor, first, upper=False)
     both = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-    del half
-    both = (both + both.mT).mul_(0.5)
-    share, vectors = torch.linalg.eigh(both)
+    half = (both + both.mT).mul_(0.5)
+    del both
+    share, vectors = torch.linalg.eigh(half)
     return factor, share.clamp(0, 1), vectors
 
 
@@ -128,4 +131,6 @@ def _total(matrices: list[Tensor]) -> Tensor:
 def floored(matrix: Tensor, floor: float = _FLOOR) -> Tensor:
     """A positive semidefinite matrix kept away from singular."""
     ridge = floor * matrix.diagonal().mean().clamp_min(torch.finfo(matrix.dtype).tiny / _TINY)
-    return (matrix + matrix.mT) / 2 + ridge * torch.eye(len(matrix), dtype=matrix.dtype)
+    away = (matrix + matrix.mT).mul_(0.5)
+    away.diagonal().add_(ridge)
+    return away
