@@ -8,7 +8,7 @@ E hidden, P rotary dims.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
 from headwise.attention.rope import rotate
+from headwise.kernels import attend
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 
 State = Mapping[str, Tensor]
-
-CHUNK = 256
-"""Queries whose scores are held at a time."""
 
 
 class Heads(NamedTuple):
@@ -142,21 +140,22 @@ class Layer:
             return latent_heads(self.state, self.spec, inputs, rows, rotation, self.channels)
         return grouped_heads(self.state, self.spec, inputs, rows, rotation)
 
-    def mixed(self, inputs: Tensor, rotation: Rotation | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """What goes into the output projection at every position, some rows at a time, and those rows."""
-        positions = torch.arange(len(inputs))
-        whole = self.heads(inputs, positions, rotation)
-        for start in range(0, len(inputs), CHUNK):
-            rows = positions[start : start + CHUNK]
-            seen = int(rows[-1]) + 1 if self.spec.is_causal else len(inputs)
-            some = Heads(whole.query[:, rows], whole.key[:, :seen], whole.value[:, :seen])
-            yield mixed_values(some, self.spec, rows), rows
+    def mixed(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:
+        """What goes into the output projection at every position: ``[T, H·V]``."""
+        query, key, value = (x[None] for x in self.heads(inputs, torch.arange(len(inputs)), rotation))
+        spec = self.spec
+        made = attend(
+            query, key, value, is_causal=spec.is_causal, scale=spec.softmax_scale, window=spec.sliding_window
+        )
+        return made[0].transpose(0, 1).flatten(1)
 
     def output(self, inputs: Tensor, rotation: Rotation | None, rows: Tensor | None = None) -> Tensor:
         """The layer's output ``[S, E]`` at ``rows``, or at every position."""
-        if rows is not None:
-            return _project(self.state, "o_proj", mixed_values(self.heads(inputs, rows, rotation), self.spec, rows))
-        return torch.cat([_project(self.state, "o_proj", mixed) for mixed, _ in self.mixed(inputs, rotation)])
+        if rows is None:
+            mixed = self.mixed(inputs, rotation)
+        else:
+            mixed = mixed_values(self.heads(inputs, rows, rotation), self.spec, rows)
+        return _project(self.state, "o_proj", mixed)
 
 
 def _project(state: State, name: str, inputs: Tensor) -> Tensor:

@@ -12,12 +12,48 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.conversion.quick import quick_products
+
 RIDGE = 1e-2
 """Of the mean square of the inputs: how strongly a refit holds on to what it starts from."""
 
 
-RATE = 2e-3
+RATE = 3e-3
 """Of a tensor's own mean size: how far one step of the descent goes at most."""
+
+OUTLIER = 10.0
+"""Times the median: what an error costs at most. Tokens that others only rest on, with states a thousand times as
+large, would otherwise decide everything, and a least squares fit would serve nobody else."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an error of a layer's output costs, in nats.
+
+    Attributes:
+        metric: ``[E, E]``, the root of the sensitivity.
+        limit: what one token's error costs at most.
+    """
+
+    metric: Tensor
+    limit: float = math.inf
+
+    def __call__(self, error: Tensor) -> Tensor:
+        """``e / (1 + e/limit)`` of each token, ``[S]``, e being ``½ δᵀ G δ``; ``error`` is ``[S, E]``."""
+        nats = self.plain(error)
+        return nats / (1 + nats / self.limit)
+
+    def weight(self, error: Tensor) -> Tensor:
+        """How much the cost of each token grows with e, ``[S]``."""
+        return (1 + self.plain(error) / self.limit) ** -2
+
+    def plain(self, error: Tensor) -> Tensor:
+        """Without the limit."""
+        return 0.5 * (error @ self.metric).square().sum(-1)
+
+    def limited(self, error: Tensor) -> Cost:
+        """With the limit that errors ``[S, E]`` lead to."""
+        return Cost(self.metric, max(OUTLIER * float(self.plain(error).median()), torch.finfo(torch.float32).tiny))
 
 
 @dataclass(frozen=True)
@@ -50,13 +86,15 @@ class OutputRefit:
         self.moments = torch.zeros(width, width, dtype=torch.float64)
         self.error = torch.zeros_like(self.start)
 
-    def add(self, mixed: Tensor, wanted: Tensor) -> None:
-        """Add tokens: ``[S, H·V]`` and ``[S, E]``."""
+    def add(self, mixed: Tensor, wanted: Tensor, cost: Cost) -> None:
+        """Add tokens, ``[S, H·V]`` and ``[S, E]``, weighted by what their error now costs."""
         seen = mixed.double()
         if self.has_bias:
             seen = torch.cat((seen, seen.new_ones(len(seen), 1)), dim=1)
-        self.moments.addmm_(seen.mT, seen)
-        self.error.addmm_((wanted.double() - seen @ self.start.mT).mT, seen)
+        error = wanted.double() - seen @ self.start.mT
+        weighted = seen * cost.weight(error.float()).double()[:, None]
+        self.moments.addmm_(weighted.mT, seen)
+        self.error.addmm_(error.mT, weighted)
 
     def solve(self, ridge: float = RIDGE) -> dict[str, Tensor]:
         """The new ``o_proj``, float64."""
@@ -71,7 +109,7 @@ def refine(
     state: Mapping[str, Tensor],
     output: Callable[[Mapping[str, Tensor], Sample], Tensor],
     samples: Callable[[], Iterator[Sample]],
-    metric: Tensor,
+    cost: Cost,
     *,
     steps: int,
     rate: float = RATE,
@@ -82,7 +120,7 @@ def refine(
         state: the converted layer's tensors.
         output: the layer, a function of its tensors and a sample.
         samples: the samples of each step, whose errors are averaged.
-        metric: ``[E, E]``, the root of what an error costs.
+        cost: of an error.
         steps: how many.
         rate: of each tensor's own mean size.
 
@@ -102,8 +140,9 @@ def refine(
             group["lr"] = peak * share
         with torch.enable_grad():
             for sample in samples():
-                error = (output(moved, sample) - sample.wanted) @ metric
-                (0.5 * error.square().sum(-1).mean()).backward()  # type: ignore[no-untyped-call]
+                with quick_products():
+                    made = output(moved, sample)
+                cost(made.float() - sample.wanted).mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     return {name: tensor.detach() for name, tensor in moved.items()}

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from headwise.conversion.quick import quick_products
 from headwise.conversion.ranks import all_sum, barrier, my_windows, rank
 from headwise.conversion.results import LayerResults
 from headwise.errors import CheckpointError
@@ -54,14 +55,16 @@ def _weigh(
     count, layers = len(windows), model.num_layers
     mine = my_windows(count)
     files = [folder / f"{index}.activations" for index in range(layers)]
-    with torch.no_grad():
+    with torch.no_grad(), quick_products():
         hidden = model.begin(windows[mine.start : mine.stop]) if len(mine) else model.begin(windows[:1])[:0]
         for index in range(layers):
             progress("weighing", index, 2 * layers)
             refuse_no_numbers(hidden, index)
             _put_aside(hidden, files[index])
             module = model.layer(index)
-            hidden = torch.cat([hidden[:0], *(model.run(index, module, one[None]) for one in hidden)])
+            hidden = torch.cat(
+                [hidden[:0], *(model.run(index, module, one[None]).to(hidden.dtype) for one in hidden)]
+            )
     refuse_no_numbers(hidden, layers)
     gradient = _loss_gradient(model, hidden, seed + mine.start)
     for index in reversed(range(layers)):
@@ -71,9 +74,10 @@ def _weigh(
         gram = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
         for at in range(len(inputs)):
             one = inputs[at : at + 1].requires_grad_()
-            with torch.enable_grad():
+            with torch.enable_grad(), quick_products():
                 call, output = model.trace(index, module, one)
-            at_input, at_output = torch.autograd.grad(output, (one, call.output), gradient[at : at + 1])
+            wanted = gradient[at : at + 1].to(output.dtype)
+            at_input, at_output = torch.autograd.grad(output, (one, call.output), wanted)
             gradient[at] = at_input[0]
             wide = at_output[0].double()
             gram.addmm_(wide.mT, wide)
@@ -120,7 +124,7 @@ def _loss_gradient(model: LayerwiseModel, hidden: Tensor, seed: int) -> Tensor:
         generator.manual_seed(seed + at)
         for start in range(0, len(window), PIECE):
             piece = window[None, start : start + PIECE].detach().requires_grad_()
-            with torch.enable_grad():
+            with torch.enable_grad(), quick_products():
                 made = model.finish(piece)[0].float()
                 if model.has_logits:
                     drawn = torch.multinomial(made.detach().softmax(-1), 1, generator=generator)[:, 0]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.activations import Activations, Spill
-from headwise.conversion.heads import Layer, Rotation, rotation_tables, sample_rows
+from headwise.conversion.heads import Layer, Rotation, rotation_tables
 from headwise.conversion.ranks import all_sum, barrier, my_windows
-from headwise.conversion.refit import OutputRefit, Sample, refine
+from headwise.conversion.refit import Cost, OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities, refuse_no_numbers
 from headwise.conversion.statistics import Statistics, output_metric, root, sampled_queries
@@ -29,8 +29,8 @@ from headwise.specs import GroupedSpec
 STAGES = ("sensitivity", "sequence", "refit", "refine")
 """What is done beside solving each layer; every one can be left out by name."""
 
-STEPS = 40
-"""Of the local descent, for each layer."""
+PASSES = 8
+"""Of the local descent over the text, for each layer."""
 
 WEIGHED = 4096
 """Tokens the sensitivities are taken on, in whole windows."""
@@ -45,8 +45,8 @@ class Step:
 
     Attributes:
         layer: what it became.
-        errors: nats a token on held-out windows, estimated, after each step that was tried: solved on the
-            statistics of either stream, refitted, refined.
+        errors: nats a token on held-out windows, estimated, after each step that was tried: ``solved``,
+            ``refit``, ``refine``.
         chosen: which of them it was.
     """
 
@@ -64,7 +64,7 @@ class Sequential:
         held: how many.
         folder: for activations, from which a run that was killed goes on.
         stages: of `STAGES`, those that are done.
-        steps: of the local descent, for each layer.
+        steps: of the local descent, for each layer; `PASSES` over the text when None.
         run: what tells this run from another.
         progress: told of each layer.
     """
@@ -77,12 +77,13 @@ class Sequential:
         held: int,
         folder: Path,
         stages: Collection[str] = STAGES,
-        steps: int = STEPS,
+        steps: int | None = None,
         run: str = "",
         progress: Progress = silent,
     ) -> None:
-        self.model, self.windows, self.stages, self.steps = model, windows, frozenset(stages), steps
+        self.model, self.windows, self.stages = model, windows, frozenset(stages)
         self.train = len(windows) - held
+        self.steps = PASSES * self.train if steps is None else steps
         self.sensitivities = LayerResults(folder / "sensitivities")
         if "sensitivity" in self.stages:
             weighed = windows[: min(max(WEIGHED // windows.shape[1], 1), self.train)]
@@ -115,13 +116,12 @@ class Sequential:
         rotation = rotation_tables(source.spec, self.windows.shape[1])
         sensitivity = self._sensitivity(index)
         statistics = self._study(index, module, source, source.spec, rotation, sensitivity)
-        cost = torch.eye(source.spec.hidden_size) if sensitivity is None else root(sensitivity).float()
+        cost = Cost(torch.eye(source.spec.hidden_size) if sensitivity is None else root(sensitivity).float())
+        layer = solve(statistics, sensitivity).float()
+        cost = cost.limited(self._held_errors(layer, rotation))
         errors: dict[str, float] = {}
-        chosen, layer = "", source
-        for name, known in statistics.items():
-            candidate = solve(known, sensitivity).float()
-            if self._is_better(candidate, name, errors, rotation, cost):
-                chosen, layer = name, candidate
+        self._is_better(layer, "solved", errors, rotation, cost)
+        chosen = "solved"
         for stage, change in (("refit", self._refitted), ("refine", self._refined), ("refit", self._refitted)):
             if stage in self.stages:
                 changed = change(layer, rotation, cost)
@@ -159,14 +159,11 @@ class Sequential:
         spec: GroupedSpec,
         rotation: Rotation | None,
         sensitivity: Tensor | None,
-    ) -> dict[str, Statistics]:
+    ) -> Statistics:
         """Move the source's stream on, and keep what the converted layer gets and what it should give."""
         tokens = self.windows.shape[1]
         metric = output_metric(source.state["o_proj.weight"], sensitivity, spec.num_heads)
-        sums = {
-            name: Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
-            for name in sorted({self._stream, "source"})
-        }
+        statistics = Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
         for at in my_windows(len(self.windows)):
             own, other = (self.streams.read(name, at, at + 1) for name in ("source", self._stream))
             call, output = self.model.trace(index, module, own)
@@ -177,39 +174,36 @@ class Sequential:
             self.inputs.write(at, inputs)
             self.wanted.write(at, (call.output + makes_up)[0])
             if at < self.train:
-                seen = {self._stream: inputs, "source": call.inputs[0]}
-                for name, total in sums.items():
-                    total.add(source.state, spec, seen[name], metric, rotation=rotation, window=at)
+                statistics.add(source.state, spec, inputs, metric, rotation=rotation, window=at)
         barrier()
-        return {name: total.reduced().means() for name, total in sums.items()}
+        return statistics.reduced().means()
+
+    def _held_errors(self, layer: Layer, rotation: Rotation | None) -> Tensor:
+        """Of the layer's output, at every token of the held-out windows: ``[S, E]``."""
+        at_windows = range(self.train, len(self.windows))
+        return torch.cat([layer.output(self.inputs.read(at), rotation) - self.wanted.read(at) for at in at_windows])
 
     def _is_better(
-        self, layer: Layer, name: str, errors: dict[str, float], rotation: Rotation | None, cost: Tensor
+        self, layer: Layer, name: str, errors: dict[str, float], rotation: Rotation | None, cost: Cost
     ) -> bool:
         """Whether a layer does better on the held-out windows than all before it; the best of a name is noted."""
-        total, count = 0.0, 0
-        for at in range(self.train, len(self.windows)):
-            rows = sample_rows(self.windows.shape[1], sampled_queries(layer.spec.num_heads), at)
-            error = layer.output(self.inputs.read(at), rotation, rows) - self.wanted.read(at)[rows]
-            total += 0.5 * float((error @ cost).square().sum())
-            count += len(rows)
         best = min(errors.values(), default=torch.inf)
-        errors[name] = min(total / count, errors.get(name, torch.inf))
-        return total / count < best
+        found = float(cost(self._held_errors(layer, rotation)).mean())
+        errors[name] = min(found, errors.get(name, torch.inf))
+        return found < best
 
-    def _refitted(self, layer: Layer, rotation: Rotation | None, _: Tensor) -> Layer:
+    def _refitted(self, layer: Layer, rotation: Rotation | None, cost: Cost) -> Layer:
         refit = OutputRefit(layer.state["o_proj.weight"], layer.state.get("o_proj.bias"))
         for at in my_windows(self.train):
-            wanted = self.wanted.read(at)
-            for mixed, rows in layer.mixed(self.inputs.read(at), rotation):
-                refit.add(mixed, wanted[rows])
+            mixed, wanted = layer.mixed(self.inputs.read(at), rotation), self.wanted.read(at)
+            refit.add(mixed, wanted, cost)
         all_sum(refit.moments)
         all_sum(refit.error)
         return replace(layer, state={**layer.state, **{name: t.float() for name, t in refit.solve().items()}})
 
-    def _refined(self, layer: Layer, rotation: Rotation | None, cost: Tensor) -> Layer:
+    def _refined(self, layer: Layer, rotation: Rotation | None, cost: Cost) -> Layer:
         generator = torch.Generator().manual_seed(0)
-        tokens, count = self.windows.shape[1], sampled_queries(layer.spec.num_heads)
+        tokens, count = self.windows.shape[1], 2 * sampled_queries(layer.spec.num_heads)
         order: list[int] = []
 
         def samples() -> Iterator[Sample]:
