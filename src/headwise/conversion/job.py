@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -169,7 +168,6 @@ class Job:
         assert isinstance(source, GroupedSpec)
         was_hosted = str(self.checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
         state = self.family.read_attention(self.checkpoint.read, index, source, cross=cross, hosted=was_hosted)
-        state = _shifted(state, self.family.norm_offset)
         longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
 
         def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> Layer:
@@ -189,15 +187,14 @@ class Job:
         else:
             assert isinstance(target, LatentSpec | GroupedSpec)
             layer = _on_text(index, Layer(source, state).float(), target, solve, sequence, results)
-        out = _shifted(layer.state, -self.family.norm_offset)
         if isinstance(target, LatentSpec):
             if not cross:
                 self.channels[index] = layer.channels
         elif not self.hosted:
             assert isinstance(target, GroupedSpec)
-            return self.family.write_attention(out, index, target, cross=cross)
+            return self.family.write_attention(layer.state, index, target, cross=cross)
         prefix = self.family.place(index, cross=cross, hosted=True)
-        return {f"{prefix}.{name}": tensor for name, tensor in out.items()}
+        return {f"{prefix}.{name}": tensor for name, tensor in layer.state.items()}
 
     def _names(self, index: int, *, cross: bool) -> list[str]:
         """The output's names of a layer's attention."""
@@ -236,12 +233,6 @@ def _kv_heads(model: ModelSpec) -> int:
     layer = model.layers[0]
     assert isinstance(layer, GroupedSpec)
     return layer.num_kv_heads
-
-
-def _shifted(state: Mapping[str, Tensor], offset: float) -> dict[str, Tensor]:
-    """With norms of queries and keys that multiply by their weights, or back to how the family stores them."""
-    norms = ("q_norm.weight", "k_norm.weight") if offset else ()
-    return {name: tensor + offset if name in norms else tensor for name, tensor in state.items()}
 
 
 def _on_text(
