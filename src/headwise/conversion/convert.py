@@ -184,14 +184,16 @@ def convert(
         notes = _notes(job, texts, made.tokens)
         if made.stock is not None:
             notes += made.stock.notes(in_nats="sensitivity" not in without)
-        if skipped is not None and evaluate is not False:
-            notes.append(f"not evaluated: {skipped}")
         about |= {"calibration_tokens": made.tokens, "notes": notes}
         facts = card_facts(job, made.config, **about, calibration=texts, without=without)
         writer.write_text("README.md", model_card(facts))
     about |= {"output": str(output), "seconds": time.perf_counter() - start, "peak_rss_bytes": peak_rss_bytes()}
     report = _report(job, made.config, **about, stock=made.stock)
-    return report if evaluate is False or not exam else _proven(report, facts, exam, progress)
+    if evaluate is False:
+        return report
+    if skipped is not None:  # the card says that nothing was measured, and of this machine nothing
+        return replace(report, notes=(*report.notes, f"not evaluated: {skipped}"))
+    return _proven(report, facts, exam, progress)
 
 
 def _proven(report: Conversion, facts: CardFacts, exam: Exam, progress: Progress) -> Conversion:

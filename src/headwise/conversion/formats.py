@@ -55,7 +55,7 @@ class StockReport:
         if self.logits_difference is not None:
             found.append(
                 f"float32 logits differ by at most {self.logits_difference:.1e} from headwise's own format's, on "
-                f"{self.tokens:,} tokens of {self.text}"
+                f"{self.tokens:,} tokens of text"
             )
         if self.shared_plan_error is not None and self.own_plan_error is not None:
             unit = "nats a token" if in_nats else "of squared error"
