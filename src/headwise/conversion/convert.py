@@ -136,8 +136,12 @@ def convert(
     """
     start = time.perf_counter()
     target = parse_target(to, kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
-    if calibration_tokens < 2:
-        raise ArgumentError("calibration_tokens", calibration_tokens, "must be at least 2")
+    for field, value, least in (
+        ("calibration_tokens", calibration_tokens, 2),
+        ("evaluation_windows", evaluation_windows, 1),
+    ):
+        if value < least:
+            raise ArgumentError(field, value, f"must be at least {least}")
     texts = [calibrate] if isinstance(calibrate, str | Path) else list(calibrate or ())
     for text in texts:
         read_source(text, characters=1)  # or refused, before any work
