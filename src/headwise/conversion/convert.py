@@ -17,9 +17,8 @@ from headwise.checkpoints.disk import write_whole
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.calibration import begin, refuse_stages
 from headwise.conversion.card import CardFacts, card_facts, model_card, parameters_of
-from headwise.conversion.deepseek import deepseek_config
 from headwise.conversion.estimate import estimate_seconds
-from headwise.conversion.formats import StockReport, refuse_format, stock_tensors, write_folder
+from headwise.conversion.formats import StockReport, plan_folder, write_folder
 from headwise.conversion.job import POOLINGS, Job
 from headwise.conversion.plan import parse_target
 from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
@@ -159,20 +158,18 @@ def convert(
     job = Job(checkpoint, target, out_dtype, method)
     if texts and job.method in POOLINGS:
         raise ArgumentError("calibrate", str(texts[0]), f"goes with mla and aligned heads, not with {job.method}")
-    refuse_format(format, job)
+    planned, tensors = plan_folder(job, format)
 
     exam, skipped = Exam(), None
     if not (evaluate is False and format == "headwise") and not (dry_run and isinstance(evaluate, bool)):
         how = {"tokens": calibration_tokens, "windows": evaluation_windows}
         exam, skipped = find_exam(checkpoint, evaluate, calibrate=texts, **how)
     study: dict[str, Any] = {"tokens": calibration_tokens, "without": without, "progress": progress}
-    tensors = job.tensors if format == "headwise" else stock_tensors(job)
     about: dict[str, Any] = {"source": str(source), "tensors": tensors}
     if dry_run:
         seconds = estimate_seconds(job, texts, shared_plan=format == "deepseek", **study)
-        config = job.config() if format == "headwise" else deepseek_config(job.config())
         notes = _notes(job, texts, None)
-        return _report(job, config, **about, output=str(output), seconds=seconds, dry_run=True, notes=notes)
+        return _report(job, planned, **about, output=str(output), seconds=seconds, dry_run=True, notes=notes)
 
     decides: dict[str, Any] = {"target": asdict(target), "method": job.method, "dtype": dtype_name(job.dtype)}
     decides |= {"calibrate": [_text_identity(text) for text in texts], "tokens": calibration_tokens}
