@@ -171,6 +171,44 @@ torch.save({{
                 assert first - second < 1e-3
 
 
+def test_convert_ends_as_deepseek_v3(smollm2: Path, text: Path, tmp_path: Path, ids: torch.Tensor) -> None:
+    done = headwise.convert(
+        smollm2,
+        tmp_path / "stock",
+        to="mla",
+        kv_budget=0.75,
+        format="deepseek",
+        calibrate=text,
+        calibration_tokens=512,
+        without=("sensitivity", "refine"),
+        evaluate=False,
+    )
+    assert done.stock is not None
+    assert done.stock.logits_difference is not None
+    assert done.stock.logits_difference < 1e-3
+    assert done.stock.shared_plan_error is not None
+    assert done.stock.own_plan_error is not None
+    code = f"""
+import sys
+sys.modules["headwise"] = None
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "stock")!r})
+torch.save([type(model).__name__, model(torch.tensor({ids.tolist()})).logits.detach()], {str(tmp_path / "said")!r})
+"""
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert fresh.returncode == 0, fresh.stderr
+    name, said = torch.load(tmp_path / "said", weights_only=True)
+    assert name == "DeepseekV3ForCausalLM"
+    optimized = headwise.optimize(headwise.load(tmp_path / "stock"))
+    with torch.inference_mode():
+        assert float((said - optimized(ids).logits).abs().max()) < 1e-3
+    found = headwise.evaluate(tmp_path / "stock", against=smollm2, text=text, window=512, windows=1, context=64)
+    assert found.perplexity_ratio is not None
+    assert 1 < found.perplexity_ratio < 2
+
+
 def test_stock_cache_of_the_original_is_twice_as_large(smollm2: Path, ids: torch.Tensor) -> None:
     with torch.inference_mode():
         cache = headwise.load(smollm2)(ids, use_cache=True).past_key_values
