@@ -2,6 +2,7 @@
 
 from headwise.conversion.convert import Conversion, convert
 from headwise.conversion.deepseek import deepseek_config, deepseek_layer, export_deepseek, one_plan
+from headwise.conversion.formats import FORMATS, StockReport
 from headwise.conversion.grouped import convert_to_grouped
 from headwise.conversion.joint_latent import joint_latent
 from headwise.conversion.latent import convert_to_latent
@@ -12,10 +13,12 @@ from headwise.conversion.sequential import STAGES
 from headwise.conversion.study import Calibration, calibrate
 
 __all__ = [
+    "FORMATS",
     "STAGES",
     "Calibration",
     "Channels",
     "Conversion",
+    "StockReport",
     "Target",
     "calibrate",
     "concentrate",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ from headwise.conversion.sequential import Sequential
 from headwise.conversion.statistics import Statistics
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import check_complete, expected_tensors, model_class
-from headwise.measurement import matmul_flops_per_second
-from headwise.progress import Progress, silent
+from headwise.progress import Progress
 from headwise.specs import (
     HOSTED_PREFIX,
     AttentionSpec,
@@ -70,6 +69,7 @@ class Job:
             raise ArgumentError("method", merging, "says how heads come to be shared, and none do here")
         self.dtype = dtype or checkpoint.dtype
         self.clock = Clock()
+        self.kept: Tensor | None = None  # rotary channels that every layer keeps, where all are to keep the same
         self.channels = [
             [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
         ]
@@ -84,6 +84,16 @@ class Job:
             return "svd"
         old, new = (_kv_heads(model) for model in (self.before, self.after))
         return "copy" if new == old else "repeat" if new > old else self.merging
+
+    def refuse_inputs(self, texts: Sequence[str | Path], statistics: str | Path | None) -> None:
+        """Refuse to study a source for a method that looks at nothing.
+
+        Raises:
+            ArgumentError: it is such a method.
+        """
+        for field, given in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
+            if given is not None and self.method in POOLINGS:
+                raise ArgumentError(field, str(given), f"goes with mla and aligned heads, not with {self.method}")
 
     @property
     def is_lossless(self) -> bool:
@@ -106,6 +116,11 @@ class Job:
             if isinstance(old, GroupedSpec) and isinstance(new, LatentSpec)
         )
 
+    @property
+    def longest(self) -> int:
+        """The longest distance looked at, in tokens: of a window, or of all the model's positions."""
+        return min(WINDOW, self.before.max_position_embeddings or WINDOW)
+
     def config(self) -> dict[str, Any]:
         """The output's ``config.json``."""
         config = {key: value for key, value in self.checkpoint.config.items() if not key.startswith("_")}
@@ -125,7 +140,16 @@ class Job:
         config["architectures"] = [model_class(config).__name__]
         return config
 
-    def write(self, writer: FolderWriter, study: Study | None, progress: Progress = silent) -> None:
+    def fill(self, writer: FolderWriter, study: Study | None, progress: Progress) -> None:
+        """The whole folder, but for its card: written by the first process, while the others `follow`."""
+        if rank() == 0:
+            writer.add_companions(self.checkpoint)
+            self.write(writer, study, progress)
+            writer.write_json("config.json", self.config())
+        elif isinstance(study, Sequential):
+            self.follow(writer, study)
+
+    def write(self, writer: FolderWriter, study: Study | None, progress: Progress) -> None:
         """Add every tensor of the output that is missing, one layer in memory at a time.
 
         Args:
@@ -212,13 +236,18 @@ class Job:
         target = (self.after.cross_layers if cross else self.after.layers)[index]
         assert isinstance(source, GroupedSpec)
         assert isinstance(target, LatentSpec | GroupedSpec)
-        longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
         made: dict[str, Tensor] = {}
 
         def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> Layer:
             if isinstance(target, LatentSpec):
                 solved, channels = convert_to_latent(
-                    state, source, target, statistics=statistics, sensitivity=sensitivity, longest=longest
+                    state,
+                    source,
+                    target,
+                    statistics=statistics,
+                    sensitivity=sensitivity,
+                    longest=self.longest,
+                    kept=self.kept,
                 )
                 return Layer(target, solved, channels)
             solved = convert_to_grouped(
@@ -253,12 +282,11 @@ class Job:
 
     def _as_stored(self, index: int, layer: Layer, *, cross: bool = False) -> dict[str, Tensor]:
         """A converted layer's tensors by the output's names, in its dtype."""
-        out = _shifted(layer.state, -self.family.norm_offset)
         if isinstance(layer.spec, GroupedSpec) and not self.hosted:
-            named = self.family.write_attention(out, index, layer.spec, cross=cross)
+            named = self.family.write_attention(layer.state, index, layer.spec, cross=cross)
         else:
             prefix = self.family.place(index, cross=cross, hosted=True)
-            named = {f"{prefix}.{name}": tensor for name, tensor in out.items()}
+            named = {f"{prefix}.{name}": tensor for name, tensor in layer.state.items()}
         return {name: self._cast(name, tensor) for name, tensor in named.items()}
 
     def _names(self, index: int, *, cross: bool) -> list[str]:
@@ -270,28 +298,9 @@ class Job:
         assert isinstance(spec, GroupedSpec)
         return list(self.family.stored_shapes(index, spec, cross=cross))
 
-    def estimate_seconds(self, calibration_tokens: int) -> float:
-        """One layer is solved and timed; calibration is its FLOPs at the rate of a matrix product timed here."""
-        self.convert_layer(0)  # the first solution also starts the libraries up
-        start = time.perf_counter()
-        self.convert_layer(0)
-        solving = (time.perf_counter() - start) * self.before.num_layers
-        start = time.perf_counter()
-        name = max(self.checkpoint.tensors, key=lambda name: self.checkpoint.tensors[name].nbytes)
-        self.checkpoint.read(name).to(self.dtype)
-        per_byte = (time.perf_counter() - start) / self.checkpoint.tensors[name].nbytes
-        # Each byte is read, checked, and written again at about the rate it is read.
-        copying = 2 * per_byte * sum(info.nbytes for info in self.checkpoint.tensors.values())
-        parameters = sum(info.numel for info in self.checkpoint.tensors.values())
-        calibrating = 0.0
-        if calibration_tokens:
-            # A model's forward pass reaches about half of what one large product does.
-            calibrating = 2 * 2 * parameters * calibration_tokens / matmul_flops_per_second()
-        return solving + copying + calibrating
-
 
 def read_layer(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> Layer:
-    """A layer's attention as it is stored, norms of queries and keys as what they multiply by.
+    """A layer's attention in a model, by the layer's own names.
 
     Args:
         checkpoint: the source.
@@ -302,7 +311,7 @@ def read_layer(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> La
     assert isinstance(spec, GroupedSpec)
     was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
     state = checkpoint.family.read_attention(checkpoint.read, index, spec, cross=cross, hosted=was_hosted)
-    return Layer(spec, _shifted(state, checkpoint.family.norm_offset))
+    return Layer(spec, state)
 
 
 def _is_shared(layer: AttentionSpec) -> bool:
@@ -313,9 +322,3 @@ def _kv_heads(model: ModelSpec) -> int:
     layer = model.layers[0]
     assert isinstance(layer, GroupedSpec)
     return layer.num_kv_heads
-
-
-def _shifted(state: Mapping[str, Tensor], offset: float) -> dict[str, Tensor]:
-    """With norms of queries and keys that multiply by their weights, or back to how the family stores them."""
-    norms = ("q_norm.weight", "k_norm.weight") if offset else ()
-    return {name: tensor + offset if name in norms else tensor for name, tensor in state.items()}
