@@ -28,7 +28,11 @@ def convert(
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 16_384,
     method: Annotated[
-        str | None, typer.Option(help="How heads come to be shared: aligned (the default), mean or first_head.")
+        str | None,
+        typer.Option(
+            help="How heads come to be shared: aligned (the default), mean or first_head; for mla a published method "
+            "to compare with: mha2mla, transmla or transmla:F."
+        ),
     ] = None,
     without: Annotated[
         list[str] | None,

@@ -17,6 +17,7 @@ from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.calibration import begin, refuse_stages
 from headwise.conversion.job import POOLINGS, Job
 from headwise.conversion.plan import parse_target
+from headwise.conversion.sequential import STAGES
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
 from headwise.evaluation import read_source
@@ -33,7 +34,8 @@ class Conversion:
     Attributes:
         model_type: of the result: the family's, or ``headwise_`` and the family's where headwise's layers are in it.
         mechanism: of the result.
-        method: how the heads were made: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head`` or ``svd``.
+        method: how the heads were made: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head`` or ``svd``, or by
+            which published method.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype; what a decoder keeps of
             an encoder's output is not in it.
         kv_bytes_per_token_after: of the result.
@@ -102,7 +104,8 @@ def convert(
         calibrate: a text, or several, that layers are studied on, where anything can be lost; see
             `headwise.evaluation.read_source`. Without any, weights alone decide.
         calibration_tokens: how many of their tokens.
-        method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``.
+        method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``. For mla a published
+            method to compare with: ``mha2mla``, or ``transmla`` (``transmla:F`` with F frequencies to a fold).
         without: stages of calibration to leave out, of `headwise.conversion.STAGES`.
         dtype: of the output; the source's (float32 for quantised GGUF) when None.
         dry_run: only say what it would take; nothing is written.
@@ -133,9 +136,7 @@ def convert(
     if Path(os.path.realpath(destination)) in (real_source, *real_source.parents):
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
     job = Job(checkpoint, target, out_dtype, method)
-    if texts and job.method in POOLINGS:
-        raise ArgumentError("calibrate", str(texts[0]), f"goes with mla and aligned heads, not with {job.method}")
-
+    job.refuse_inputs(texts, without)
     seen = 0
     if dry_run:
         seconds = job.estimate_seconds(calibration_tokens if calibrate is not None else 0)
@@ -158,7 +159,7 @@ def convert(
                     texts,
                     writer.work,
                     tokens=calibration_tokens,
-                    without=without,
+                    without=STAGES if job.published else without,
                     run=run,
                     progress=progress,
                 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from headwise.conversion.grouped import METHODS, Method, convert_to_grouped
 from headwise.conversion.heads import Layer
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.plan import Target, plan_layers, refuse_latent
+from headwise.conversion.published import PUBLISHED, convert_as_published, is_published, refuse_published
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sequential import Sequential, Solver, Step
 from headwise.conversion.statistics import Statistics
@@ -56,10 +58,12 @@ class Job:
         )
         # Before anything is made of the sizes the config claims.
         check_complete(checkpoint)
-        if merging is not None and merging not in METHODS:
-            raise ArgumentError("method", merging, f"must be one of {', '.join(METHODS)}")
-        self.merging: Method = merging or METHODS[0]
-        if merging is not None and self.method not in METHODS:
+        self.published, self.merging = _methods(merging)
+        if self.published is not None:
+            if self.after.mechanism != "mla":
+                raise ArgumentError("method", merging, "goes with mla")
+            refuse_published(self.published, self.before)
+        elif merging is not None and self.method not in METHODS:
             raise ArgumentError("method", merging, "says how heads come to be shared, and none do here")
         self.dtype = dtype or checkpoint.dtype
         self.channels = [
@@ -73,15 +77,32 @@ class Job:
     def method(self) -> str:
         """How the new heads are made."""
         if self.after.mechanism == "mla":
-            return "svd"
+            return self.published or "svd"
         old, new = (_kv_heads(model) for model in (self.before, self.after))
         return "copy" if new == old else "repeat" if new > old else self.merging
+
+    def refuse_inputs(self, texts: Sequence[str | Path], without: Collection[str]) -> None:
+        """Refuse texts and stages that do not go with the method.
+
+        Raises:
+            ArgumentError: they do not.
+        """
+        if texts and self.method in POOLINGS:
+            raise ArgumentError(
+                "calibrate", str(texts[0]), f"goes with mla and aligned heads, not with {self.method}"
+            )
+        if self.published and without:
+            raise ArgumentError("without", min(without), f"is a stage of headwise's own, and {self.method} has none")
+        if self.published and self.published != "mha2mla" and not texts:
+            raise ArgumentError("calibrate", None, f"is required: {self.method} finds its channels on a text")
 
     @property
     def is_lossless(self) -> bool:
         """Whether the result computes what the source does, beyond rounding."""
-        if self.method != "svd":
+        if self.after.mechanism != "mla":
             return self.method not in METHODS
+        if self.published:
+            return False  # it is done as it was published, whatever there is to lose
         return all(
             new.qk_rope_head_dim == rotary_width(old)
             # What is not rotated is made of E inputs and a constant, however many numbers it is.
@@ -174,6 +195,11 @@ class Job:
 
         def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> Layer:
             if isinstance(target, LatentSpec):
+                if self.published:
+                    made, channels = convert_as_published(
+                        self.published, state, source, target, statistics=statistics
+                    )
+                    return Layer(target, made, channels)
                 made, channels = convert_to_latent(
                     state, source, target, statistics=statistics, sensitivity=sensitivity, longest=longest
                 )
@@ -226,6 +252,15 @@ class Job:
             # A model's forward pass reaches about half of what one large product does.
             calibrating = 2 * 2 * parameters * calibration_tokens / matmul_flops_per_second()
         return solving + copying + calibrating
+
+
+def _methods(asked: str | None) -> tuple[str | None, Method]:
+    """The published method for mla that was asked for, if it is one, and the way to share heads."""
+    if asked is None or is_published(asked):
+        return asked, METHODS[0]
+    if asked not in METHODS:
+        raise ArgumentError("method", asked, f"must be one of {', '.join(METHODS)}; or for mla {PUBLISHED}")
+    return None, asked
 
 
 def _is_shared(layer: AttentionSpec) -> bool:
