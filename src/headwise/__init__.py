@@ -22,6 +22,7 @@ _PUBLIC = {
     "Evaluation": "headwise.evaluation",
     "ExpertLatentAttention": "headwise.attention",
     "ExpertLatentSpec": "headwise.specs",
+    "Frontier": "headwise.conversion",
     "Generation": "headwise.hf",
     "GroupedQueryAttention": "headwise.attention",
     "GroupedSpec": "headwise.specs",
@@ -53,6 +54,7 @@ _PUBLIC = {
     "evaluate_choices": "headwise.evaluation",
     "evaluate_planted": "headwise.evaluation",
     "evaluate_retrieval": "headwise.evaluation",
+    "frontier": "headwise.conversion",
     "generate": "headwise.hf",
     "inspect": "headwise.cost",
     "load": "headwise.hf",
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
         RotaryEmbedding,
         SelfAttention,
     )
-    from headwise.conversion import Conversion, convert
+    from headwise.conversion import Conversion, Frontier, convert, frontier
     from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
     from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, SpecError
     from headwise.evaluation import (
@@ -108,6 +110,7 @@ __all__ = [
     "Evaluation",
     "ExpertLatentAttention",
     "ExpertLatentSpec",
+    "Frontier",
     "Generation",
     "GroupedQueryAttention",
     "GroupedSpec",
@@ -139,6 +142,7 @@ __all__ = [
     "evaluate_choices",
     "evaluate_planted",
     "evaluate_retrieval",
+    "frontier",
     "generate",
     "inspect",
     "load",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -76,3 +77,9 @@ def _windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -
         windows = windows[:, : 2 * half].reshape(2, half)
     rest, held = hold_out(windows, HELD_EVERY, sources=len(texts))
     return torch.cat((rest, held)), len(held)
+
+
+def text_identity(text: str | Path) -> str:
+    """What tells a text from another: a file's content, otherwise its name."""
+    path = Path(text)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else str(text)

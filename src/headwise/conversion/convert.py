@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -14,7 +13,7 @@ import torch
 
 from headwise.checkpoints import FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.gguf import GgufCheckpoint
-from headwise.conversion.calibration import begin, refuse_stages
+from headwise.conversion.calibration import begin, refuse_stages, text_identity
 from headwise.conversion.job import POOLINGS, Job
 from headwise.conversion.plan import parse_target
 from headwise.conversion.sequential import STAGES
@@ -146,7 +145,7 @@ def convert(
             target=asdict(target),
             method=job.method,
             dtype=dtype_name(job.dtype),
-            calibrate=[_text_identity(text) for text in texts],
+            calibrate=[text_identity(text) for text in texts],
             tokens=calibration_tokens,
             without=sorted(without),
         )
@@ -197,9 +196,3 @@ def convert(
         dry_run=dry_run,
         notes=tuple(notes),
     )
-
-
-def _text_identity(text: str | Path) -> str:
-    """What tells a text from another: a file's content, otherwise its name."""
-    path = Path(text)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else str(text)
