@@ -19,7 +19,9 @@ def frontier(
     ] = None,
     evaluate: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="To measure on, may be repeated; what calibration leaves when left out."),
+        typer.Option(
+            metavar="TEXT", help="To measure on, may be repeated; what calibration leaves of its own when left out."
+        ),
     ] = None,
     target: Annotated[
         list[str] | None,

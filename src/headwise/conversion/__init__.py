@@ -2,6 +2,7 @@
 
 from headwise.conversion.convert import Conversion, convert
 from headwise.conversion.deepseek import deepseek_config, deepseek_layer, export_deepseek, one_plan
+from headwise.conversion.formats import FORMATS, StockReport
 from headwise.conversion.frontier import frontier
 from headwise.conversion.grouped import convert_to_grouped
 from headwise.conversion.joint_latent import joint_latent
@@ -13,11 +14,13 @@ from headwise.conversion.rope_channels import Channels, concentrate, keep_rotati
 from headwise.conversion.sequential import STAGES
 
 __all__ = [
+    "FORMATS",
     "STAGES",
     "Channels",
     "Conversion",
     "Frontier",
     "Point",
+    "StockReport",
     "Target",
     "concentrate",
     "convert",

@@ -39,6 +39,7 @@ def begin(
     tokens: int,
     without: Collection[str] = (),
     run: str = "",
+    make: type[Sequential] = Sequential,
     progress: Progress,
 ) -> Sequential:
     """A conversion that is about to convert layer 0.
@@ -50,22 +51,23 @@ def begin(
         tokens: how many to look at, in windows of 2048 (shorter where the model or the text is).
         without: stages to leave out.
         run: what tells this conversion from another; one that was killed goes on.
+        make: the kind of conversion.
         progress: told of windows and layers.
 
     Raises:
         ArgumentError: a text cannot be read or is too short, or has tokens the model does not know.
     """
-    windows, held = _windows(checkpoint, texts, tokens)
+    windows, held = study_windows(checkpoint, texts, tokens)
     vocabulary = checkpoint.config.get("vocab_size")
     if isinstance(vocabulary, int) and (largest := int(windows.max())) >= vocabulary:
         raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
     # In float32 whatever the weights are stored in: a layer is solved for what it should be given.
     model = LayerwiseModel(checkpoint, torch.float32)
     stages = [stage for stage in STAGES if stage not in without]
-    return Sequential(model, windows, held=held, folder=folder, stages=stages, run=run, progress=progress)
+    return make(model, windows, held=held, folder=folder, stages=stages, run=run, progress=progress)
 
 
-def _windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -> tuple[Tensor, int]:
+def study_windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -> tuple[Tensor, int]:
     """Windows to calibrate on and, last, those held out; and how many those are."""
     tokenizer = load_tokenizer(checkpoint.path)
     window = min(WINDOW, checkpoint.spec.max_position_embeddings or WINDOW)

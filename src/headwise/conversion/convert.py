@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from headwise.checkpoints import FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
+from headwise.checkpoints import FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint, run_identity
+from headwise.checkpoints.disk import write_whole
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.calibration import begin, refuse_stages, text_identity
+from headwise.conversion.card import CardFacts, card_facts, model_card, parameters_of
+from headwise.conversion.deepseek import deepseek_config
+from headwise.conversion.estimate import estimate_seconds
+from headwise.conversion.formats import StockReport, refuse_format, stock_tensors, write_folder
 from headwise.conversion.job import POOLINGS, Job
 from headwise.conversion.plan import parse_target
-from headwise.conversion.sequential import STAGES
+from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
+from headwise.conversion.sequential import STAGES, Sequential
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
-from headwise.evaluation import read_source
+from headwise.evaluation import Evaluation, read_source
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
-from headwise.specs import HOSTED_PREFIX
+from headwise.specs import read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +48,10 @@ class Conversion:
         parameters_after: in the result.
         disk_bytes: of the result's weights.
         calibration_tokens: tokens that went into the statistics; 0 for none.
-        seconds: it took; with ``dry_run``, it would take, from one layer's solution and a matrix product timed.
-        peak_rss_bytes: most resident memory of the process so far; None with ``dry_run``.
+        seconds: it took, without the evaluation; with ``dry_run``, it would take (`estimate_seconds`).
+        peak_rss_bytes: most resident memory of the process when the folder was there; None with ``dry_run``.
+        evaluation: the result beside its source, on text it was not calibrated on; None where it was skipped.
+        stock: what it cost to be a stock folder; None but for ``format="deepseek"``.
         notes: what a user should know of the result.
     """
 
@@ -59,10 +67,12 @@ class Conversion:
     parameters_before: int
     parameters_after: int
     disk_bytes: int
-    calibration_tokens: int
+    calibration_tokens: int = 0
     seconds: float
-    peak_rss_bytes: int | None
-    dry_run: bool
+    peak_rss_bytes: int | None = None
+    dry_run: bool = False
+    evaluation: Evaluation | None = None
+    stock: StockReport | None = None
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,6 +94,9 @@ def convert(
     method: str | None = None,
     without: Collection[str] = (),
     dtype: str | None = None,
+    format: Literal["headwise", "deepseek"] = "headwise",  # noqa: A002
+    evaluate: bool | str | Path | Sequence[str | Path] = True,
+    evaluation_windows: int = WINDOWS,
     dry_run: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
@@ -107,6 +120,12 @@ def convert(
             method to compare with: ``mha2mla``, or ``transmla`` (``transmla:F`` with F frequencies to a fold).
         without: stages of calibration to leave out, of `headwise.conversion.STAGES`.
         dtype: of the output; the source's (float32 for quantised GGUF) when None.
+        format: of mla results: ``headwise``, or ``deepseek`` for a stock ``deepseek_v3`` folder, which has one plan
+            for all layers and loads where there is no headwise.
+        evaluate: whether to end by measuring the result beside its source, or the text, or texts, to do it on.
+            Unless named it is what the calibration leaves of its own, or Python's language reference. What cannot
+            be evaluated is said in a note.
+        evaluation_windows: of each text, of 2048 tokens or as many as the model has positions.
         dry_run: only say what it would take; nothing is written.
         overwrite: replace a model folder at ``output``.
         progress: told of each layer.
@@ -136,63 +155,90 @@ def convert(
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
     job = Job(checkpoint, target, out_dtype, method)
     job.refuse_inputs(texts, without)
-    seen = 0
+    refuse_format(format, job)
+
+    exam, skipped = Exam(), None
+    if not (evaluate is False and format == "headwise") and not (dry_run and isinstance(evaluate, bool)):
+        how = {"tokens": calibration_tokens, "windows": evaluation_windows}
+        exam, skipped = find_exam(checkpoint, evaluate, calibrate=texts, **how)
+    left_out = STAGES if job.published else without
+    study: dict[str, Any] = {"tokens": calibration_tokens, "without": left_out, "progress": progress}
+    tensors = job.tensors if format == "headwise" else stock_tensors(job)
+    about: dict[str, Any] = {"source": str(source), "tensors": tensors}
     if dry_run:
-        seconds = job.estimate_seconds(calibration_tokens if calibrate is not None else 0)
-    else:
-        run = run_identity(
-            checkpoint,
-            target=asdict(target),
-            method=job.method,
-            dtype=dtype_name(job.dtype),
-            calibrate=[text_identity(text) for text in texts],
-            tokens=calibration_tokens,
-            without=sorted(without),
-        )
-        with FolderWriter(destination, job.tensors, run=run, overwrite=overwrite) as writer:
-            writer.add_companions(checkpoint)
-            sequence = None
-            if texts and not job.is_lossless:
-                sequence = begin(
-                    checkpoint,
-                    texts,
-                    writer.work,
-                    tokens=calibration_tokens,
-                    without=STAGES if job.published else without,
-                    run=run,
-                    progress=progress,
-                )
-                seen = sequence.windows.numel()
-            job.write(writer, sequence, progress)
-            writer.write_json("config.json", job.config())
-        seconds = time.perf_counter() - start
-    notes: list[str] = []
+        seconds = estimate_seconds(job, texts, shared_plan=format == "deepseek", **study)
+        config = job.config() if format == "headwise" else deepseek_config(job.config())
+        notes = _notes(job, texts, None)
+        return _report(job, config, **about, output=str(output), seconds=seconds, dry_run=True, notes=notes)
+
+    decides: dict[str, Any] = {"target": asdict(target), "method": job.method, "dtype": dtype_name(job.dtype)}
+    decides |= {"calibrate": [text_identity(text) for text in texts], "tokens": calibration_tokens}
+    run = run_identity(checkpoint, **decides, format=format, without=sorted(without))
+
+    def begun(folder: Path, make: type[Sequential]) -> Sequential | None:
+        if not texts or job.is_lossless:
+            return None
+        return begin(checkpoint, texts, folder, run=run, make=make, **study)
+
+    with FolderWriter(destination, tensors, run=run, overwrite=overwrite) as writer:
+        made = write_folder(job, writer, format, begun, run=run, exam=exam, progress=progress)
+        notes = _notes(job, texts, made.tokens)
+        if made.stock is not None:
+            notes += made.stock.notes(in_nats="sensitivity" not in without)
+        about |= {"calibration_tokens": made.tokens, "notes": notes}
+        facts = card_facts(job, made.config, **about, calibration=texts, without=without)
+        writer.write_text("README.md", model_card(facts))
+    about |= {"output": str(output), "seconds": time.perf_counter() - start, "peak_rss_bytes": peak_rss_bytes()}
+    report = _report(job, made.config, **about, stock=made.stock)
+    if evaluate is False:
+        return report
+    if skipped is not None:  # the card says that nothing was measured, and of this machine nothing
+        return replace(report, notes=(*report.notes, f"not evaluated: {skipped}"))
+    return _proven(report, facts, exam, progress)
+
+
+def _proven(report: Conversion, facts: CardFacts, exam: Exam, progress: Progress) -> Conversion:
+    """The same with what the evaluation found, which the folder's card is told too."""
+    folder = Path(report.output)
+    proof = prove(folder, report.source, exam, progress)
+    if isinstance(proof, str):
+        return replace(report, notes=(*report.notes, proof))
+    facts = replace(facts, evaluation=proof.to_dict(), seconds=report.seconds)
+    write_whole(folder / "README.md", model_card(facts).encode())
+    return replace(report, evaluation=proof)
+
+
+def _report(
+    job: Job, config: dict[str, Any], tensors: Mapping[str, TensorInfo], *, notes: Sequence[str], **known: Any
+) -> Conversion:
+    """What is to be said of a result, by its config and its tensors."""
+    after, dtype = read_config(config), dtype_name(job.dtype)
+    return Conversion(
+        model_type=config["model_type"],
+        mechanism=after.mechanism,
+        label=after.layers[0].label,
+        method=job.method,
+        dtype=dtype,
+        kv_bytes_per_token_before=cost.cache_bytes_per_token(job.before, dtype),
+        kv_bytes_per_token_after=cost.cache_bytes_per_token(after, dtype),
+        parameters_before=parameters_of(job.checkpoint.tensors),
+        parameters_after=parameters_of(tensors),
+        disk_bytes=sum(info.nbytes for info in tensors.values()),
+        notes=tuple(notes),
+        **known,
+    )
+
+
+def _notes(job: Job, texts: Sequence[str | Path], seen: int | None) -> list[str]:
+    """What a user should know; ``seen`` tokens were calibrated on, None if that is not known yet."""
+    notes = []
     if not texts and not job.is_lossless and job.method not in POOLINGS:
         notes.append("no calibration text: weights alone decided, and quality suffers; give one with calibrate")
     if texts and job.is_lossless:
         notes.append("nothing is lost at this size, so no text was needed")
-    elif texts and not dry_run and seen <= job.before.hidden_size:
+    elif texts and seen is not None and seen <= job.before.hidden_size:
         inputs = job.before.hidden_size
         notes.append(f"only {seen} calibration tokens for {inputs} inputs: they decide little, and quality suffers")
-    if isinstance(checkpoint, GgufCheckpoint) and checkpoint.quantization is not None:
-        notes.append(f"the source is dequantised from {checkpoint.quantization}")
-    written = dtype_name(job.dtype)
-    return Conversion(
-        source=str(source),
-        output=str(output),
-        model_type=(HOSTED_PREFIX if job.hosted else "") + job.family.model_type,
-        mechanism=job.after.mechanism,
-        label=job.after.layers[0].label,
-        method=job.method,
-        dtype=written,
-        kv_bytes_per_token_before=cost.cache_bytes_per_token(job.before, written),
-        kv_bytes_per_token_after=cost.cache_bytes_per_token(job.after, written),
-        parameters_before=sum(info.numel for info in checkpoint.tensors.values()),
-        parameters_after=sum(info.numel for info in job.tensors.values()),
-        disk_bytes=sum(info.nbytes for info in job.tensors.values()),
-        calibration_tokens=seen,
-        seconds=seconds,
-        peak_rss_bytes=None if dry_run else peak_rss_bytes(),
-        dry_run=dry_run,
-        notes=tuple(notes),
-    )
+    if isinstance(job.checkpoint, GgufCheckpoint) and job.checkpoint.quantization is not None:
+        notes.append(f"the source is dequantised from {job.checkpoint.quantization}")
+    return notes

@@ -14,23 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer, run_identity, versions
+from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
 from headwise.checkpoints.disk import lock_folder, remove_locked, unlock, write_whole
 from headwise.conversion.calibration import WINDOW, text_identity
 from headwise.conversion.convert import convert
 from headwise.conversion.frontier_page import markdown, page, refuse_no_plotly
 from headwise.conversion.job import POOLINGS
 from headwise.conversion.points import Frontier, collect
+from headwise.conversion.proof import Exam, choose_exam, refuse_unexamined
 from headwise.conversion.rungs import Rung, plan_rungs
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation import evaluate_windows, open_pair, read_source, read_text, token_windows, windows_beyond
-from headwise.hf import as_dtype, open_decoder
+from headwise.evaluation import cut_windows, evaluate_windows, open_pair, read_source
+from headwise.hf import as_dtype
 from headwise.progress import Progress, silent
 
 _RESULTS, _MODELS, _WORK = "results", "models", ".headwise-work"
-
-Texts = Sequence[tuple[str, Tensor]]
-"""What each text is called, and its windows ``[n, W]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ class _Common:
     models: Path
     calibrate: tuple[str, ...]
     calibration_tokens: int
-    texts: Texts
+    texts: Exam
     dtype: torch.dtype | None
     keep: bool
     progress: Progress
@@ -75,7 +73,8 @@ def frontier(
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
         output: a folder: new, empty, or an earlier frontier's.
         calibrate: a text, or several, to calibrate on; see `headwise.evaluation.read_source`.
-        evaluate: a UTF-8 text, or several, to measure on; what the calibration leaves of its texts when None.
+        evaluate: a text, or several, to measure on; when None, what the calibration leaves of its own, or, where that
+            is nothing, Python's language reference.
         targets: ``mla:F`` (a fraction of the source's cache), ``mla:R+P`` (latent and rotary key), ``gqa:K``, ``mqa``
             or ``mha``. When there are none: MLA at ¾, ½, ⅓ and ¼, GQA at each proper divisor of the key–value heads,
             and MQA.
@@ -107,9 +106,10 @@ def frontier(
     for text in studied:
         read_source(text, characters=1)  # or refused, before any work
     out_dtype = None if dtype is None else as_dtype(dtype)
-    checkpoint = open_decoder(source)
+    checkpoint = open_checkpoint(source)
+    refuse_unexamined(checkpoint.spec)
     rungs, notes = plan_rungs(checkpoint, targets, methods=methods, dtype=out_dtype)
-    named = None if evaluate is None else [evaluate] if isinstance(evaluate, str | Path) else list(evaluate)
+    named = [evaluate] if isinstance(evaluate, str | Path) else list(evaluate or ())
     texts = _texts(checkpoint, named, studied, tokens=calibration_tokens, window=window, windows=windows)
 
     with _own(folder) as work:
@@ -150,51 +150,39 @@ def frontier(
 
 def _texts(
     checkpoint: Checkpoint,
-    named: Sequence[str | Path] | None,
+    named: Sequence[str | Path],
     studied: Sequence[str],
     *,
     tokens: int,
     window: int | None,
     windows: int,
-) -> Texts:
-    """What to measure on: windows of the texts that were named, or of what calibration leaves of its own.
+) -> Exam:
+    """What to measure on; see `choose_exam`, but in windows of ``window`` tokens, if that is given.
 
     Raises:
-        ArgumentError: one is too short or calibrated on, nothing is left, or a number is out of range.
+        ArgumentError: a text is too short or calibrated on, or a number is out of range.
+        SpecError: next tokens of a text do not measure the model.
     """
+    known = {text_identity(text) for text in studied}
+    for text in named:
+        if text_identity(text) in known:
+            raise ArgumentError("evaluate", str(text), "is calibrated on; without it what calibration leaves is used")
     positions = checkpoint.spec.max_position_embeddings
-    longest = min(WINDOW, positions or WINDOW)
     if window is not None and not 2 <= window <= (positions or window):
         limit = "" if positions is None else f" and at most {positions}, by the model's positions"
         raise ArgumentError("window", window, f"must be at least 2{limit}")
     if windows < 1:
         raise ArgumentError("windows", windows, "must be at least 1")
-    width = window or longest
-    tokenizer = load_tokenizer(checkpoint.path)
-    if named is not None:
-        if not named:
-            raise ArgumentError("evaluate", [], "must be at least one file")
-        known = {text_identity(text) for text in studied}
-        contents = {str(file): read_text(file, name="evaluate") for file in named}
-        for file in contents:
-            if text_identity(file) in known:
-                raise ArgumentError("evaluate", file, "is calibrated on: leave it out to use what calibration leaves")
-        return [
-            (file, token_windows(tokenizer, content, window=width, windows=windows, name=f"evaluate {file}"))
-            for file, content in contents.items()
-        ]
-    enough = -(-windows * width // longest)
-    left = windows_beyond(tokenizer, studied, tokens=tokens, window=longest, windows=enough)
-    texts = [(text, _recut(ids, width, windows)) for text, ids in left if ids.numel() >= width]
-    if not texts:
-        rule = f"is required: calibrating on {tokens} tokens leaves no window of {width} in {', '.join(studied)}"
-        raise ArgumentError("evaluate", None, rule)
-    return texts
+    usual = min(WINDOW, positions or WINDOW)
+    enough = -(-windows * (window or usual) // usual)
+    exam = choose_exam(checkpoint, named, calibrate=studied, tokens=tokens, windows=enough)
+    return [(text, _recut(text, ids, window or ids.shape[1], windows)) for text, ids in exam]
 
 
-def _recut(ids: Tensor, width: int, windows: int) -> Tensor:
-    count = min(ids.numel() // width, windows)
-    return ids.flatten()[: count * width].view(count, width)
+def _recut(text: str, ids: Tensor, width: int, windows: int) -> Tensor:
+    """Windows that follow each other, cut to another width."""
+    cut: Tensor = cut_windows(ids.flatten().tolist(), window=width, windows=windows, name=f"evaluate {text}")
+    return cut
 
 
 def _result(rung: Rung, common: _Common) -> dict[str, Any]:
@@ -233,11 +221,13 @@ def _convert(rung: Rung, model: Path, run: str, common: _Common) -> dict[str, An
         calibrate=_studied(rung, common),
         calibration_tokens=common.calibration_tokens,
         dtype=_name(common.dtype),
+        evaluate=False,  # what is measured here is the same for all
         overwrite=model.is_dir(),
         progress=common.progress,
         **rung.options(),
     )
     conversion = {**done.to_dict(), "output": rung.slug}
+    del conversion["evaluation"]  # there is none
     _write(_stamp(model), json.dumps({"run": run, "conversion": conversion}))
     return conversion
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from headwise.conversion.sequential import Sequential, Solver, Step
 from headwise.conversion.statistics import Statistics
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import check_complete, expected_tensors, model_class
-from headwise.measurement import matmul_flops_per_second
 from headwise.progress import Progress
 from headwise.specs import (
     HOSTED_PREFIX,
@@ -66,6 +64,7 @@ class Job:
         elif merging is not None and self.method not in METHODS:
             raise ArgumentError("method", merging, "says how heads come to be shared, and none do here")
         self.dtype = dtype or checkpoint.dtype
+        self.kept: Tensor | None = None  # rotary channels that every layer keeps, where all are to keep the same
         self.channels = [
             [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
         ]
@@ -119,6 +118,18 @@ class Job:
             if isinstance(old, GroupedSpec) and isinstance(new, LatentSpec)
         )
 
+    @property
+    def longest(self) -> int:
+        """The longest distance looked at, in tokens: of a window, or of all the model's positions."""
+        return min(WINDOW, self.before.max_position_embeddings or WINDOW)
+
+    def source_state(self, index: int, *, cross: bool = False) -> dict[str, Tensor]:
+        """One layer's attention in the source, by the layer's own names."""
+        spec = (self.before.cross_layers if cross else self.before.layers)[index]
+        assert isinstance(spec, GroupedSpec)
+        was_hosted = str(self.checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
+        return self.family.read_attention(self.checkpoint.read, index, spec, cross=cross, hosted=was_hosted)
+
     def config(self) -> dict[str, Any]:
         """The output's ``config.json``."""
         config = {key: value for key, value in self.checkpoint.config.items() if not key.startswith("_")}
@@ -137,6 +148,12 @@ class Job:
             config["num_key_value_heads"] = _kv_heads(self.after)
         config["architectures"] = [model_class(config).__name__]
         return config
+
+    def fill(self, writer: FolderWriter, sequence: Sequential | None, progress: Progress) -> None:
+        """Write the whole folder; see `write`."""
+        writer.add_companions(self.checkpoint)
+        self.write(writer, sequence, progress)
+        writer.write_json("config.json", self.config())
 
     def write(self, writer: FolderWriter, sequence: Sequential | None, progress: Progress) -> None:
         """Add every tensor of the output that is missing, one layer in memory at a time.
@@ -188,10 +205,7 @@ class Job:
         before, after = (m.cross_layers if cross else m.layers for m in (self.before, self.after))
         source, target = before[index], after[index]
         assert isinstance(source, GroupedSpec)
-        was_hosted = str(self.checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
-        state = self.family.read_attention(self.checkpoint.read, index, source, cross=cross, hosted=was_hosted)
-        state = _shifted(state, self.family.norm_offset)
-        longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
+        state = self.source_state(index, cross=cross)
 
         def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> Layer:
             if isinstance(target, LatentSpec):
@@ -201,7 +215,13 @@ class Job:
                     )
                     return Layer(target, made, channels)
                 made, channels = convert_to_latent(
-                    state, source, target, statistics=statistics, sensitivity=sensitivity, longest=longest
+                    state,
+                    source,
+                    target,
+                    statistics=statistics,
+                    sensitivity=sensitivity,
+                    longest=self.longest,
+                    kept=self.kept,
                 )
                 return Layer(target, made, channels)
             assert isinstance(target, GroupedSpec)
@@ -215,15 +235,14 @@ class Job:
         else:
             assert isinstance(target, LatentSpec | GroupedSpec)
             layer = _on_text(index, Layer(source, state).float(), target, solve, sequence, results)
-        out = _shifted(layer.state, -self.family.norm_offset)
         if isinstance(target, LatentSpec):
             if not cross:
                 self.channels[index] = layer.channels
         elif not self.hosted:
             assert isinstance(target, GroupedSpec)
-            return self.family.write_attention(out, index, target, cross=cross)
+            return self.family.write_attention(layer.state, index, target, cross=cross)
         prefix = self.family.place(index, cross=cross, hosted=True)
-        return {f"{prefix}.{name}": tensor for name, tensor in out.items()}
+        return {f"{prefix}.{name}": tensor for name, tensor in layer.state.items()}
 
     def _names(self, index: int, *, cross: bool) -> list[str]:
         """The output's names of a layer's attention."""
@@ -233,25 +252,6 @@ class Job:
         spec = (self.after.cross_layers if cross else self.after.layers)[index]
         assert isinstance(spec, GroupedSpec)
         return list(self.family.stored_shapes(index, spec, cross=cross))
-
-    def estimate_seconds(self, calibration_tokens: int) -> float:
-        """One layer is solved and timed; calibration is its FLOPs at the rate of a matrix product timed here."""
-        self.convert_layer(0)  # the first solution also starts the libraries up
-        start = time.perf_counter()
-        self.convert_layer(0)
-        solving = (time.perf_counter() - start) * self.before.num_layers
-        start = time.perf_counter()
-        name = max(self.checkpoint.tensors, key=lambda name: self.checkpoint.tensors[name].nbytes)
-        self.checkpoint.read(name).to(self.dtype)
-        per_byte = (time.perf_counter() - start) / self.checkpoint.tensors[name].nbytes
-        # Each byte is read, checked, and written again at about the rate it is read.
-        copying = 2 * per_byte * sum(info.nbytes for info in self.checkpoint.tensors.values())
-        parameters = sum(info.numel for info in self.checkpoint.tensors.values())
-        calibrating = 0.0
-        if calibration_tokens:
-            # A model's forward pass reaches about half of what one large product does.
-            calibrating = 2 * 2 * parameters * calibration_tokens / matmul_flops_per_second()
-        return solving + copying + calibrating
 
 
 def _methods(asked: str | None) -> tuple[str | None, Method]:
@@ -271,12 +271,6 @@ def _kv_heads(model: ModelSpec) -> int:
     layer = model.layers[0]
     assert isinstance(layer, GroupedSpec)
     return layer.num_kv_heads
-
-
-def _shifted(state: Mapping[str, Tensor], offset: float) -> dict[str, Tensor]:
-    """With norms of queries and keys that multiply by their weights, or back to how the family stores them."""
-    norms = ("q_norm.weight", "k_norm.weight") if offset else ()
-    return {name: tensor + offset if name in norms else tensor for name, tensor in state.items()}
 
 
 def _on_text(
