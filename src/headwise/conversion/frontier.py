@@ -103,13 +103,14 @@ def frontier(
         refuse_no_plotly()
     folder = Path(output)
     _refuse_output(folder)
-    for text in studied:
-        read_source(text, characters=1)  # or refused, before any work
+    named = [evaluate] if isinstance(evaluate, str | Path) else list(evaluate or ())
+    for field, sources in (("calibrate", studied), ("evaluate", named)):
+        for text in sources:
+            read_source(text, characters=1, name=field)  # or refused, before any work
     out_dtype = None if dtype is None else as_dtype(dtype)
     checkpoint = open_checkpoint(source)
     refuse_unexamined(checkpoint.spec)
     rungs, notes = plan_rungs(checkpoint, targets, methods=methods, dtype=out_dtype)
-    named = [evaluate] if isinstance(evaluate, str | Path) else list(evaluate or ())
     texts = _texts(checkpoint, named, studied, tokens=calibration_tokens, window=window, windows=windows)
 
     with _own(folder) as work:
