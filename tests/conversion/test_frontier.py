@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +145,43 @@ def test_a_run_that_ended_early_goes_on(
     assert without_times(document(tmp_path / "out")) == without_times(document(whole))
     files = [sorted(str(path.relative_to(top)) for path in top.rglob("*")) for top in (tmp_path / "out", whole)]
     assert files[0] == files[1]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from headwise.checkpoints import disk
+from tests.conversion.test_frontier import climb
+
+left, own = int(sys.argv[1]), disk.replace
+
+def dying(source, destination):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    own(source, destination)
+
+disk.replace = dying
+climb(Path(sys.argv[2]), Path(sys.argv[3]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
+@pytest.mark.parametrize("moment", [4, 9])  # in the first conversion, and once there is a result
+def test_a_run_that_was_killed_goes_on(moment: int, place: Path, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle of writing a file; nobody cleans up."""
+    run = [sys.executable, "-c", KILLED, str(moment), str(place), str(tmp_path / "out")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run(
+        run, env=environment, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / "out/.headwise-work").is_dir()
+    assert (tmp_path / "out/results").is_dir() == (moment == 9)
+    climb(place, tmp_path / "out")
+    assert without_times(document(tmp_path / "out")) == without_times(document(whole))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
 
 
 def test_what_is_done_is_not_done_again(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

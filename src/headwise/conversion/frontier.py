@@ -203,7 +203,6 @@ def _result(rung: Rung, common: _Common) -> dict[str, Any]:
         evaluation = evaluate_windows(pair, common.texts, progress=common.progress).to_dict()
         # Where the model lay is no finding.
         found = {"conversion": conversion, "evaluation": {**evaluation, "model": rung.slug}}
-        kept.parent.mkdir(exist_ok=True)
         _write(kept, json.dumps(found, indent=2))
         result = _read(kept)
         assert result is not None
@@ -278,6 +277,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 def _write(file: Path, content: str) -> None:
     try:
+        file.parent.mkdir(exist_ok=True)
         write_whole(file, content.encode(errors="backslashreplace"))
     except OSError as error:
         raise CheckpointError("output", str(file), f"could not be written: {error.strerror or error}") from None
