@@ -16,9 +16,8 @@ from headwise.checkpoints.disk import write_whole
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.calibration import begin, refuse_stages, text_identity
 from headwise.conversion.card import CardFacts, card_facts, model_card, parameters_of
-from headwise.conversion.deepseek import deepseek_config
 from headwise.conversion.estimate import estimate_seconds
-from headwise.conversion.formats import StockReport, refuse_format, stock_tensors, write_folder
+from headwise.conversion.formats import StockReport, plan_folder, write_folder
 from headwise.conversion.job import POOLINGS, Job
 from headwise.conversion.plan import parse_target
 from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
@@ -137,8 +136,12 @@ def convert(
     """
     start = time.perf_counter()
     target = parse_target(to, kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
-    if calibration_tokens < 2:
-        raise ArgumentError("calibration_tokens", calibration_tokens, "must be at least 2")
+    for field, value, least in (
+        ("calibration_tokens", calibration_tokens, 2),
+        ("evaluation_windows", evaluation_windows, 1),
+    ):
+        if value < least:
+            raise ArgumentError(field, value, f"must be at least {least}")
     texts = [calibrate] if isinstance(calibrate, str | Path) else list(calibrate or ())
     for text in texts:
         read_source(text, characters=1)  # or refused, before any work
@@ -155,7 +158,7 @@ def convert(
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
     job = Job(checkpoint, target, out_dtype, method)
     job.refuse_inputs(texts, without)
-    refuse_format(format, job)
+    planned, tensors = plan_folder(job, format)
 
     exam, skipped = Exam(), None
     if not (evaluate is False and format == "headwise") and not (dry_run and isinstance(evaluate, bool)):
@@ -163,13 +166,11 @@ def convert(
         exam, skipped = find_exam(checkpoint, evaluate, calibrate=texts, **how)
     left_out = STAGES if job.published else without
     study: dict[str, Any] = {"tokens": calibration_tokens, "without": left_out, "progress": progress}
-    tensors = job.tensors if format == "headwise" else stock_tensors(job)
     about: dict[str, Any] = {"source": str(source), "tensors": tensors}
     if dry_run:
         seconds = estimate_seconds(job, texts, shared_plan=format == "deepseek", **study)
-        config = job.config() if format == "headwise" else deepseek_config(job.config())
         notes = _notes(job, texts, None)
-        return _report(job, config, **about, output=str(output), seconds=seconds, dry_run=True, notes=notes)
+        return _report(job, planned, **about, output=str(output), seconds=seconds, dry_run=True, notes=notes)
 
     decides: dict[str, Any] = {"target": asdict(target), "method": job.method, "dtype": dtype_name(job.dtype)}
     decides |= {"calibrate": [text_identity(text) for text in texts], "tokens": calibration_tokens}

@@ -18,8 +18,10 @@ from headwise.conversion.sequential import STAGES, STEPS, WEIGHED, Sequential
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
 
-_FEW, _MORE = 2, 10
+_FEW, _MORE = 1, 7
 """Steps of the local descent that are timed."""
+
+_PARTS = 5
 
 
 def estimate_seconds(
@@ -44,17 +46,18 @@ def estimate_seconds(
     Raises:
         ArgumentError: a text cannot be read or is too short.
     """
-    layers = job.before.num_layers
-    progress("estimating", 0, 5)
+    progress("estimating", 0, _PARTS)
     job.convert_layer(0)  # the first solution also starts the libraries up
-    start = time.perf_counter()
-    job.convert_layer(0)
-    seconds = (time.perf_counter() - start) * layers + _copying(job)
+    progress("estimating", 1, _PARTS)
     if texts and not job.is_lossless:
         stages = [stage for stage in STAGES if stage not in without]
-        seconds += _on_text(job, texts, tokens, stages, shared_plan=shared_plan, progress=progress)
-    progress("estimating", 5, 5)
-    return seconds
+        seconds = _on_text(job, texts, tokens, stages, shared_plan=shared_plan, progress=progress)
+    else:
+        start = time.perf_counter()
+        job.convert_layer(0)
+        seconds = (time.perf_counter() - start) * job.before.num_layers
+    progress("estimating", _PARTS, _PARTS)
+    return seconds + _copying(job)
 
 
 def _copying(job: Job) -> float:
@@ -76,7 +79,7 @@ def _on_text(
     shared_plan: bool,
     progress: Progress,
 ) -> float:
-    """What the calibration adds: a layer costs something by itself, by the window and by the step of its descent."""
+    """A layer costs something by itself, by the window and by the step of its descent."""
     windows, held = study_windows(job.checkpoint, texts, tokens)
     model = LayerwiseModel(job.checkpoint, torch.float32)
     weighed = min(max(WEIGHED // windows.shape[1], 1), len(windows) - held)
@@ -84,7 +87,7 @@ def _on_text(
     with TemporaryDirectory() as folder:
 
         def layer(part: int, count: int, steps: int) -> float:
-            progress("estimating", part, 5)
+            progress("estimating", part, _PARTS)
             some = windows[torch.arange(count) % len(windows)]
             own = [stage for stage in stages if stage != "sensitivity"]  # which is about all layers
             place = Path(folder) / str(part)

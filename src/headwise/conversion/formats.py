@@ -80,27 +80,23 @@ class Written(NamedTuple):
     stock: StockReport | None = None
 
 
-def refuse_format(format: str, job: Job) -> None:  # noqa: A002
-    """Refuse a format that there is not, or that the result cannot have.
+def plan_folder(job: Job, format: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:  # noqa: A002
+    """What the folder will be, whatever channels are kept: its config and its tensors.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: there is no such format, or the result cannot have it.
         SpecError: the source's family is one that deepseek_v3 cannot hold.
     """
     if format not in FORMATS:
         raise ArgumentError("format", format, f"must be {' or '.join(FORMATS)}")
-    if format == "deepseek":
-        if job.after.mechanism != "mla":
-            raise ArgumentError("format", format, f"goes with mla; {job.after.mechanism} results are stock already")
-        if job.published:  # which choose rotary channels layer by layer
-            raise ArgumentError("format", format, f"goes with headwise's own method, not with {job.published}")
-        stock_tensors(job)
-
-
-def stock_tensors(job: Job) -> dict[str, TensorInfo]:
-    """What will be in the folder, whatever channels are kept."""
-    shapes = expected_tensors(deepseek_config(job.config()))
-    return {name: TensorInfo(shape, job.dtype) for name, shape in shapes.items()}
+    if format == "headwise":
+        return job.config(), job.tensors
+    if job.after.mechanism != "mla":
+        raise ArgumentError("format", format, f"goes with mla; {job.after.mechanism} results are stock already")
+    if job.published:  # which choose rotary channels layer by layer
+        raise ArgumentError("format", format, f"goes with headwise's own method, not with {job.published}")
+    config = deepseek_config(job.config())
+    return config, {name: TensorInfo(shape, job.dtype) for name, shape in expected_tensors(config).items()}
 
 
 def write_folder(

@@ -111,8 +111,6 @@ def find_exam(
         HeadwiseError: a text that the user named does not do.
     """
     named = [] if isinstance(evaluate, bool) else [evaluate] if isinstance(evaluate, str | Path) else list(evaluate)
-    if windows < 1:
-        raise ArgumentError("evaluation_windows", windows, "must be at least 1")
     try:
         return choose_exam(checkpoint, named, calibrate=calibrate, tokens=tokens, windows=windows), None
     except HeadwiseError as error:
