@@ -68,7 +68,7 @@ def frontier(
     for heads, *rows in tables(found):
         shown = numbers_table(*(escape(head) for head in _narrow(heads)))
         for column, head in zip(shown.columns, _narrow(heads), strict=True):
-            column.no_wrap = not head.startswith("×")  # of a text, whose name may be long
+            column.no_wrap, column.overflow = not head.startswith("×"), "fold"  # of a text, whose name may be long
         for row in rows:
             shown.add_row(*map(escape, _narrow(row)))
         out.print(shown)

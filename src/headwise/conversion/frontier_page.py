@@ -80,11 +80,12 @@ def how(found: Frontier) -> str:
     texts = "; ".join(f"{short(text, found)}: {found.perplexities[text]:.3f}" for text in found.texts)
     libraries = ", ".join(f"{library} {version}" for library, version in sorted(found.versions.items()))
     studied = max(point.conversion["calibration_tokens"] for point in found.points)
+    study = f"Calibrated on {studied:,} tokens of {', '.join(map(last_name, found.calibrate))}, without training"
     return (
         f"×: perplexity over the original's ({texts}), on {found.tokens:,} tokens in windows of {found.window}."
         " KL, in nats a token, and top-1, how often both rank the same token first, are over all texts. s: seconds to"
-        f" convert. Calibrated on {studied:,} tokens of {', '.join(map(last_name, found.calibrate))}, without"
-        f" training. {found.dtype}, {found.threads} threads; {libraries}."
+        f" convert. {study if studied else 'Nothing needed calibration'}."
+        f" {found.dtype}, {found.threads} threads; {libraries}."
     )
 
 
