@@ -35,7 +35,11 @@ def convert(
         typer.Option(metavar="FOLDER", help="Of headwise calibrate, in the place of a text: the model is not run."),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="How heads come to be shared: aligned (the default), mean or first_head.")
+        str | None,
+        typer.Option(
+            help="How heads come to be shared: aligned (the default), mean or first_head; for mla a published method "
+            "to compare with: mha2mla, transmla or transmla:F."
+        ),
     ] = None,
     without: Annotated[
         list[str] | None,

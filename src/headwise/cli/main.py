@@ -16,7 +16,18 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for bad input (one line on stderr), 1 for a failure."""
     import typer
 
-    from headwise.cli import calibrate, compare, complexity, convert, count, demo, evaluate, generate, inspect  # noqa: F401  (they register)
+    from headwise.cli import (  # noqa: F401  (they register)
+        calibrate,
+        compare,
+        complexity,
+        convert,
+        count,
+        demo,
+        evaluate,
+        frontier,
+        generate,
+        inspect,
+    )
     from headwise.cli.app import StoppedError, app
 
     arguments = sys.argv[1:] if arguments is None else arguments

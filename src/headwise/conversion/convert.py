@@ -23,7 +23,7 @@ from headwise.conversion.plan import parse_target
 from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
 from headwise.conversion.ranks import barrier, first_enters, rank
 from headwise.conversion.saved import open_statistics
-from headwise.conversion.sequential import STAGES, Sequential
+from headwise.conversion.sequential import Sequential
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
@@ -40,7 +40,8 @@ class Conversion:
     Attributes:
         model_type: of the result: the family's, or ``headwise_`` and the family's where headwise's layers are in it.
         mechanism: of the result.
-        method: how the heads were made: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head`` or ``svd``.
+        method: how the heads were made: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head`` or ``svd``, or by
+            which published method.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype; what a decoder keeps of
             an encoder's output is not in it.
         kv_bytes_per_token_after: of the result.
@@ -123,7 +124,8 @@ def convert(
         calibration_tokens: how many of their tokens.
         statistics: a folder of `headwise.calibrate` in the place of a text: the model is then not run, and each
             layer is solved by itself, for what the source's own layers hand on to it.
-        method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``.
+        method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``. For mla a published
+            method to compare with: ``mha2mla``, or ``transmla`` (``transmla:F`` with F frequencies to a fold).
         without: stages of calibration to leave out, of `headwise.conversion.STAGES`.
         dtype: of the output; the source's (float32 for quantised GGUF) when None.
         format: of mla results: ``headwise``, or ``deepseek`` for a stock ``deepseek_v3`` folder, which has one plan
@@ -147,7 +149,6 @@ def convert(
     if evaluation_windows < 1:
         raise ArgumentError("evaluation_windows", evaluation_windows, "must be at least 1")
     refuse_stages(without)
-    _refuse_with_statistics(statistics, texts, without)
     out_dtype = None if dtype is None else as_dtype(dtype)
     destination = Path(output)
     check_output(destination, overwrite=overwrite)
@@ -157,7 +158,7 @@ def convert(
     if Path(os.path.realpath(destination)) in (real_source, *real_source.parents):
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
     job = Job(checkpoint, target, out_dtype, method)
-    job.refuse_inputs(texts, statistics)
+    job.refuse_inputs(texts, statistics, without)
     planned, tensors = plan_folder(job, format)
 
     exam, skipped = Exam(), None
@@ -165,7 +166,7 @@ def convert(
         how = {"tokens": calibration_tokens, "windows": evaluation_windows}
         exam, skipped = find_exam(checkpoint, evaluate, calibrate=texts, **how)
     saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
-    stages = [stage for stage in STAGES if stage not in without and (saved is None or stage == "sensitivity")]
+    stages = job.stages(statistics, without)
     is_studied = bool(texts) or saved is not None
     about: dict[str, Any] = {"source": str(source), "tensors": tensors}
     if dry_run:
@@ -193,8 +194,10 @@ def convert(
     )
 
     def begun(folder: Path, make: type[Sequential]) -> Study | None:
-        if job.is_lossless or not texts:
-            return None if job.is_lossless else saved
+        if job.is_lossless:
+            return None
+        if not texts:
+            return saved
         return begin(
             checkpoint,
             texts,
@@ -282,17 +285,3 @@ def _notes(job: Job, seen: int | None, *, is_studied: bool) -> list[str]:
     if isinstance(job.checkpoint, GgufCheckpoint) and job.checkpoint.quantization is not None:
         notes.append(f"the source is dequantised from {job.checkpoint.quantization}")
     return notes
-
-
-def _refuse_with_statistics(
-    statistics: str | Path | None, texts: Sequence[str | Path], without: Collection[str]
-) -> None:
-    """Refuse what says how a text is studied, where no text is.
-
-    Raises:
-        ArgumentError: it is given beside statistics.
-    """
-    if statistics is not None and texts:
-        raise ArgumentError("statistics", str(statistics), "goes without calibrate: it is in the place of a text")
-    if statistics is not None and without:
-        raise ArgumentError("without", ", ".join(without), "names stages of calibrate, and statistics know none")

@@ -94,6 +94,8 @@ def plan_folder(job: Job, format: str) -> tuple[dict[str, Any], dict[str, Tensor
         return job.config(), job.tensors
     if job.after.mechanism != "mla":
         raise ArgumentError("format", format, f"goes with mla; {job.after.mechanism} results are stock already")
+    if job.published:  # which choose rotary channels layer by layer
+        raise ArgumentError("format", format, f"goes with headwise's own method, not with {job.published}")
     config = deepseek_config(job.config())
     return config, {name: TensorInfo(shape, job.dtype) for name, shape in expected_tensors(config).items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from headwise.conversion.grouped import METHODS, Method, convert_to_grouped
 from headwise.conversion.heads import Layer
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.plan import Target, plan_layers, refuse_latent
+from headwise.conversion.published import PUBLISHED, convert_as_published, is_published, refuse_published
 from headwise.conversion.ranks import rank
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics
-from headwise.conversion.sequential import Sequential
+from headwise.conversion.sequential import STAGES, Sequential
 from headwise.conversion.statistics import Statistics
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import check_complete, expected_tensors, model_class
@@ -62,10 +63,12 @@ class Job:
         )
         # Before anything is made of the sizes the config claims.
         check_complete(checkpoint)
-        if merging is not None and merging not in METHODS:
-            raise ArgumentError("method", merging, f"must be one of {', '.join(METHODS)}")
-        self.merging: Method = merging or METHODS[0]
-        if merging is not None and self.method not in METHODS:
+        self.published, self.merging = _methods(merging)
+        if self.published is not None:
+            if self.after.mechanism != "mla":
+                raise ArgumentError("method", merging, "goes with mla")
+            refuse_published(self.published, self.before)
+        elif merging is not None and self.method not in METHODS:
             raise ArgumentError("method", merging, "says how heads come to be shared, and none do here")
         self.dtype = dtype or checkpoint.dtype
         self.clock = Clock()
@@ -81,25 +84,42 @@ class Job:
     def method(self) -> str:
         """How the new heads are made."""
         if self.after.mechanism == "mla":
-            return "svd"
+            return self.published or "svd"
         old, new = (_kv_heads(model) for model in (self.before, self.after))
         return "copy" if new == old else "repeat" if new > old else self.merging
 
-    def refuse_inputs(self, texts: Sequence[str | Path], statistics: str | Path | None) -> None:
-        """Refuse to study a source for a method that looks at nothing.
+    def refuse_inputs(
+        self, texts: Sequence[str | Path], statistics: str | Path | None, without: Collection[str]
+    ) -> None:
+        """Refuse texts, statistics and stages that do not go with each other or with the method.
 
         Raises:
-            ArgumentError: it is such a method.
+            ArgumentError: they do not.
         """
         for field, given in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
             if given is not None and self.method in POOLINGS:
                 raise ArgumentError(field, str(given), f"goes with mla and aligned heads, not with {self.method}")
+        if statistics is not None and texts:
+            raise ArgumentError("statistics", str(statistics), "goes without calibrate: it is in the place of a text")
+        if statistics is not None and without:
+            raise ArgumentError("without", min(without), "is a stage of calibrate, and statistics know none")
+        if self.published and without:
+            raise ArgumentError("without", min(without), f"is a stage of headwise's own, and {self.method} has none")
+        if self.published and self.published != "mha2mla" and statistics is None and not texts:
+            raise ArgumentError("calibrate", None, f"is required: {self.method} finds its channels on a text")
+
+    def stages(self, statistics: str | Path | None, without: Collection[str]) -> list[str]:
+        """Those of `STAGES` that are done: published methods have none, and of statistics only the first is known."""
+        possible = () if self.published else STAGES if statistics is None else ("sensitivity",)
+        return [stage for stage in possible if stage not in without]
 
     @property
     def is_lossless(self) -> bool:
         """Whether the result computes what the source does, beyond rounding."""
-        if self.method != "svd":
+        if self.after.mechanism != "mla":
             return self.method not in METHODS
+        if self.published:
+            return False  # it is done as it was published, whatever there is to lose
         return all(
             new.qk_rope_head_dim == rotary_width(old)
             # What is not rotated is made of E inputs and a constant, however many numbers it is.
@@ -239,6 +259,9 @@ class Job:
         made: dict[str, Tensor] = {}
 
         def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> Layer:
+            if isinstance(target, LatentSpec) and self.published:
+                solved, channels = convert_as_published(self.published, state, source, target, statistics=statistics)
+                return Layer(target, solved, channels)
             if isinstance(target, LatentSpec):
                 solved, channels = convert_to_latent(
                     state,
@@ -312,6 +335,15 @@ def read_layer(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> La
     was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
     state = checkpoint.family.read_attention(checkpoint.read, index, spec, cross=cross, hosted=was_hosted)
     return Layer(spec, state)
+
+
+def _methods(asked: str | None) -> tuple[str | None, Method]:
+    """The published method for mla that was asked for, if it is one, and the way to share heads."""
+    if asked is None or is_published(asked):
+        return asked, METHODS[0]
+    if asked not in METHODS:
+        raise ArgumentError("method", asked, f"must be one of {', '.join(METHODS)}; or for mla {PUBLISHED}")
+    return None, asked
 
 
 def _is_shared(layer: AttentionSpec) -> bool:
