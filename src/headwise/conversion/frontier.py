@@ -94,11 +94,11 @@ def frontier(
         CheckpointError: the source cannot be read, or the output cannot be written.
         MissingExtraError: a plot is asked for, and plotly is not installed.
     """
+    if plot:
+        refuse_no_plotly()
     studied = tuple(str(text) for text in check_texts(calibrate, calibration_tokens))
     if not studied:
         raise ArgumentError("calibrate", None, "is required: what a conversion can do shows on a text")
-    if plot:
-        refuse_no_plotly()
     folder = Path(output)
     _refuse_output(folder)
     named = [evaluate] if isinstance(evaluate, str | Path) else list(evaluate or ())
