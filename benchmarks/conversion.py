@@ -48,7 +48,6 @@ ROTATED = (32, 48, 64)
 """Dims of a shared rotary key that the published methods may choose from."""
 FOLDS = (1, 2, 4, 8, 16)
 TUNING_WINDOWS = 2
-WINDOW = 2048
 
 TEXTS: dict[str, Callable[[Path], Path]] = {
     "wikitext": lambda cache: data.wikitext("train", cache),
@@ -130,7 +129,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.source, self.cache, self.work = options.source, options.cache, options.work
-        self.tokens, self.windows, self.items = options.tokens, options.windows, options.items
+        self.tokens, self.items = options.tokens, options.items
+        self.windows, self.window = options.windows, options.window
         self.split = options.split
         self.checkpoint: Checkpoint = open_checkpoint(self.source)
         settings = {
@@ -138,7 +138,7 @@ class Bench:
             "calibration_tokens": self.tokens,
             "split": self.split,
             "windows": self.windows,
-            "window": WINDOW,
+            "window": self.window,
             "choices": self.items,
             "dtype": "float32",
         }
@@ -155,8 +155,10 @@ class Bench:
         made = json.loads(report.read_text(encoding="utf-8"))
         start = time.perf_counter()
         pair = open_pair(folder, against=self.source, dtype="float32")
-        result = evaluate(pair, text=self._exams(), windows=self.windows)
-        measured: dict[str, Any] = {"evaluate": result.to_dict()}
+        result = evaluate(pair, text=self._exams(), window=self.window, windows=self.windows)
+        # As the cache's own tensors have them.
+        values = result.cache_bytes_per_token / 4 / self.checkpoint.spec.num_layers
+        measured: dict[str, Any] = {"values": round(values), "evaluate": result.to_dict()}
         if row.method == "headwise" and self.split == "test" and self.items:
             measured["choices"] = evaluate_choices(pair, file=data.piqa(self.cache), limit=self.items).to_dict()
         measured["evaluation_seconds"] = round(time.perf_counter() - start, 1)
@@ -214,14 +216,16 @@ class Bench:
         model = headwise.load(folder, dtype=torch.float32)
         text = read_text(data.wikitext("valid", self.cache))
         windows = token_windows(
-            load_tokenizer(self.checkpoint.path), text, window=WINDOW, windows=min(TUNING_WINDOWS, self.windows)
+            load_tokenizer(self.checkpoint.path), text, window=self.window, windows=min(TUNING_WINDOWS, self.windows)
         )
         nll = torch.stack([score_window({"model": model}, ids)["nll"] for ids in windows])
         return float(nll.mean().exp())
 
     def _study(self, row: Row) -> torch.Tensor:
         texts = [TEXTS[name](self.cache) for name in row.texts]
-        return calibration_windows(load_tokenizer(self.checkpoint.path), texts, tokens=self.tokens, window=WINDOW)
+        return calibration_windows(
+            load_tokenizer(self.checkpoint.path), texts, tokens=self.tokens, window=self.window
+        )
 
     def _exams(self) -> list[Path]:
         if self.split == "valid":
@@ -229,13 +233,14 @@ class Bench:
         return [data.wikitext("test", self.cache), data.brown(self.cache), data.austen(self.cache)]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default=SOURCE)
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of rows' names; * for any part")
     parser.add_argument("--mla", nargs="+", default=MLA, metavar="SIZE", help="values a token, or R+P")
     parser.add_argument("--tokens", type=int, default=65_536, help="calibrated on")
-    parser.add_argument("--windows", type=int, default=6, help="of 2048 tokens, of each text")
+    parser.add_argument("--windows", type=int, default=6, help="of each text")
+    parser.add_argument("--window", type=int, default=2048, help="tokens in each")
     parser.add_argument("--items", type=int, default=500, help="of PIQA; 0 for none")
     parser.add_argument("--split", choices=("test", "valid"), default="test", help="valid: WikiText-2's, for tuning")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/conversion.json"))
@@ -244,7 +249,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="the converted folders")
     parser.add_argument("--again", action="store_true", help="measure rows that are there, too")
     parser.add_argument("--list", action="store_true", help="only say which rows there are, and which are done")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     bench = Bench(options)
     for row in plan(bench.checkpoint.spec.layers[0], options.mla, options.rows):
         done = row.name in bench.kept.rows and not options.again
