@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.conversion.sequential import STAGES, Sequential
 from headwise.errors import ArgumentError
-from headwise.evaluation import calibration_windows, hold_out
+from headwise.evaluation import calibration_windows, hold_out, read_pooling, wrapping_ids
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
 
@@ -46,7 +46,8 @@ def begin(
         checkpoint: the source.
         texts: see `calibration_windows`.
         folder: for activations.
-        tokens: how many to look at, in windows of 2048 (shorter where the model or the text is).
+        tokens: how many to look at, in windows of 2048 (shorter where the model or the text is); an encoder's are as
+            long as the sentences it reads, with the tokens that its tokenizer puts around them.
         without: stages to leave out.
         run: what tells this conversion from another; one that was killed goes on.
         progress: told of windows and layers.
@@ -68,11 +69,18 @@ def _windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -
     """Windows to calibrate on and, last, those held out; and how many those are."""
     tokenizer = load_tokenizer(checkpoint.path)
     window = min(WINDOW, checkpoint.spec.max_position_embeddings or WINDOW)
-    windows = calibration_windows(tokenizer, texts, tokens=tokens, window=window)
+    before, after = list[int](), list[int]()
+    if not checkpoint.spec.is_causal:
+        # An encoder never reads text without the tokens around it, and attends to them more than to most words.
+        before, after = wrapping_ids(tokenizer)
+        window = min(window, read_pooling(checkpoint.path).max_length or window)
+    windows = calibration_windows(tokenizer, texts, tokens=tokens, window=window - len(before) - len(after))
     if len(windows) == 1:
         half = windows.shape[1] // 2
         if half < 2:
             raise ArgumentError("calibrate", f"{windows.numel()} tokens", "must be at least 4 tokens")
         windows = windows[:, : 2 * half].reshape(2, half)
+    first, last = (torch.tensor(ids, dtype=windows.dtype).expand(len(windows), -1) for ids in (before, after))
+    windows = torch.cat((first, windows, last), dim=1)
     rest, held = hold_out(windows, HELD_EVERY, sources=len(texts))
     return torch.cat((rest, held)), len(held)

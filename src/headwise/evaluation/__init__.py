@@ -17,7 +17,7 @@ from headwise.evaluation.retrieval import (
 )
 from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import Speed, decode_times
-from headwise.evaluation.text import cut_windows, read_jsonl, read_text, token_ids, token_windows
+from headwise.evaluation.text import cut_windows, read_jsonl, read_text, token_ids, token_windows, wrapping_ids
 
 __all__ = [
     "Choice",
@@ -56,4 +56,5 @@ __all__ = [
     "score_window",
     "token_ids",
     "token_windows",
+    "wrapping_ids",
 ]
