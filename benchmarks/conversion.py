@@ -147,12 +147,15 @@ class Bench:
     def measure(self, row: Row, *, keep: bool) -> None:
         """Convert, evaluate, keep the result; the folder is removed unless it is to be kept."""
         folder, report = self.work / row.slug, self.work / f"{row.slug}.json"
-        if not (report.exists() and (folder / "config.json").exists()):
+        identity = json.loads(json.dumps({**asdict(row), "source": self.source, "tokens": self.tokens}))
+        made = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+        if made.get("identity") != identity or not (folder / "config.json").exists():
+            report.unlink(missing_ok=True)  # it is of another folder from here on
             start = time.perf_counter()
             made = self._convert(row, folder)
-            made["seconds"] = round(time.perf_counter() - start, 1)
+            made |= {"identity": identity, "seconds": round(time.perf_counter() - start, 1)}
             report.write_text(json.dumps(made), encoding="utf-8")
-        made = json.loads(report.read_text(encoding="utf-8"))
+        del made["identity"]
         start = time.perf_counter()
         pair = open_pair(folder, against=self.source, dtype="float32")
         result = evaluate(pair, text=self._exams(), window=self.window, windows=self.windows)
@@ -190,7 +193,7 @@ class Bench:
         moments = published.input_moments(
             self.checkpoint,
             self._study(row),
-            self.work / f"moments-{'-'.join(row.texts)}-{self.tokens}.safetensors",
+            self.work / f"moments-{Path(self.source).name}-{'-'.join(row.texts)}-{self.tokens}.safetensors",
         )
         found: dict[str, tuple[float, dict[str, Any], published.LatentMethod]] = {}
         for setting, method in variants(row):

@@ -132,7 +132,7 @@ def test_rows_are_measured_once_and_the_published_ones_at_their_best(
     assert rows["mla-24/headwise"]["choices"]["items"] == 3
     assert "choices" not in best
     assert rows["mla-24/headwise"]["conversion"]["calibration_tokens"] == 512
-    assert [path.name for path in (root / "work").iterdir()] == ["moments-wikitext-512.safetensors"]
+    assert [path.name for path in (root / "work").iterdir()] == ["moments-source-wikitext-512.safetensors"]
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError
@@ -160,8 +160,11 @@ def test_a_conversion_that_was_made_is_not_made_again_when_its_evaluation_was_ki
         patch.setattr(conversion, "evaluate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             conversion.main(arguments(root, "b.json", *wanted))
-    monkeypatch.setattr(headwise, "convert", None)
-    conversion.main(arguments(root, "b.json", *wanted))
+    with monkeypatch.context() as patch:
+        patch.setattr(headwise, "convert", None)
+        with pytest.raises(TypeError):  # of other tokens it is another conversion
+            conversion.main(arguments(root, "c.json", *wanted, "--tokens", "256"))
+        conversion.main(arguments(root, "b.json", *wanted))
     row = json.loads((root / "b.json").read_text())["rows"]["mqa/first_head"]
     assert [Path(score["text"]).stem for score in row["evaluate"]["texts"]] == ["wikitext-2.valid"]
     assert (root / "work" / "mqa-first_head" / "config.json").exists()
