@@ -162,12 +162,13 @@ def test_a_conversion_that_was_made_is_not_made_again_when_its_evaluation_was_ki
             conversion.main(arguments(root, "b.json", *wanted))
     with monkeypatch.context() as patch:
         patch.setattr(headwise, "convert", None)
-        with pytest.raises(TypeError):  # of other tokens it is another conversion
-            conversion.main(arguments(root, "c.json", *wanted, "--tokens", "256"))
         conversion.main(arguments(root, "b.json", *wanted))
     row = json.loads((root / "b.json").read_text())["rows"]["mqa/first_head"]
     assert [Path(score["text"]).stem for score in row["evaluate"]["texts"]] == ["wikitext-2.valid"]
     assert (root / "work" / "mqa-first_head" / "config.json").exists()
+    monkeypatch.setattr(headwise, "convert", None)
+    with pytest.raises(TypeError):  # of other tokens it is another conversion
+        conversion.main(arguments(root, "c.json", *wanted, "--tokens", "256"))
 
 
 def test_what_is_lost_at_length_is_kept_text_by_text_and_depth_by_depth(
