@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise
-from benchmarks import conversion, long, published
+from benchmarks import conversion, long, published, tables
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import parse_target
 from headwise.specs import GroupedSpec, RopeSpec, split_budget
@@ -133,6 +133,10 @@ def test_rows_are_measured_once_and_the_published_ones_at_their_best(
     assert "choices" not in best
     assert rows["mla-24/headwise"]["conversion"]["calibration_tokens"] == 512
     assert [path.name for path in (root / "work").iterdir()] == ["moments-source-wikitext-512.safetensors"]
+
+    assert [line.split(" | ")[0] for line in tables.conversion(document).splitlines()[2:]] == [
+        *("| 48", "| 24", "| 24", "| 16, MQA")
+    ]
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError
