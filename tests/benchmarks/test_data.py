@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from benchmarks.data import Package, _piqa_item, fetch, r_character_vectors, running_text, unwrapped
+from benchmarks.data import Package, _piqa_item, fetch, r_character_vectors, running_text, unlike, unwrapped
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,17 @@ def test_tagged_words_become_prose(tagged: str, text: str) -> None:
     assert running_text(tagged) == text
 
 
-def r_database(*vectors: list[str]) -> bytes:
+def r_database(*vectors: list[str], named: bool = False) -> bytes:
     found = b""
     for vector in vectors:
-        data = b"X\n" + struct.pack(">iiii", 3, 0x40201, 0x30500, 5) + b"UTF-8" + struct.pack(">ii", 16, len(vector))
+        flags = 16 | named << 9
+        data = (
+            b"X\n" + struct.pack(">iiii", 3, 0x40201, 0x30500, 5) + b"UTF-8" + struct.pack(">ii", flags, len(vector))
+        )
         for text in vector:
             data += struct.pack(">ii", 0x40009, len(text.encode())) + text.encode()
+        if named:
+            data += struct.pack(">iiii", 0x402, 1, 0x40009, 5) + b"names"
         found += struct.pack(">I", len(data)) + zlib.compress(data)
     return found
 
@@ -41,6 +46,7 @@ def r_database(*vectors: list[str]) -> bytes:
 def test_character_vectors_of_an_r_database() -> None:
     vectors = [["EMMA", "", "naïve — yes"], [], ["Persuasion"]]
     assert r_character_vectors(r_database(*vectors)) == vectors
+    assert r_character_vectors(r_database(*vectors, named=True)) == vectors
 
 
 def test_other_r_objects_are_refused() -> None:
@@ -58,6 +64,15 @@ def test_hard_wrapped_lines_are_joined() -> None:
 def test_piqa_items() -> None:
     row = {"question": "q", "options": "A. x \nB. two\nlines ", "answer": "B. two\nlines "}
     assert _piqa_item(row) == {"question": "q", "choices": ["x", "two\nlines"], "answer": 1}
+
+
+def test_questions_of_the_same_article_or_passage_are_left_out() -> None:
+    rows = [
+        {"question": "a", "passage": "Home Run -- Hit -- far.", "idx": "1"},
+        {"question": "b", "passage": "Ethanol fuel -- It burns.", "idx": "2"},
+        {"question": "c", "passage": "Euro -- Money.", "idx": "3"},
+    ]
+    assert unlike(rows, {"ethanol Fuel"}, {"Money."}) == [{"question": "a", "passage": "Hit -- far."}]
 
 
 def test_a_package_is_fetched_once_and_held_to_its_hash(tmp_path: Path) -> None:

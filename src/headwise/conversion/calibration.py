@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.conversion.sequential import STAGES, Sequential
 from headwise.errors import ArgumentError
-from headwise.evaluation import calibration_windows, hold_out, read_source
+from headwise.evaluation import calibration_windows, hold_out, read_pooling, read_source, wrapping_ids
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
 
@@ -48,7 +48,8 @@ def begin(
         checkpoint: the source.
         texts: see `calibration_windows`.
         folder: for activations.
-        tokens: how many to look at, in windows of 2048 (shorter where the model or the text is).
+        tokens: how many to look at, in windows of 2048 (shorter where the model or the text is); an encoder's are as
+            long as the sentences it reads, with the tokens that its tokenizer puts around them.
         stages: of `STAGES`, those that are done.
         run: what tells this conversion from another; one that was killed goes on.
         make: the kind of conversion.
@@ -71,12 +72,19 @@ def open_windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: in
     """
     tokenizer = load_tokenizer(checkpoint.path)
     window = min(WINDOW, checkpoint.spec.max_position_embeddings or WINDOW)
-    windows = calibration_windows(tokenizer, texts, tokens=tokens, window=window)
+    before, after = list[int](), list[int]()
+    if not checkpoint.spec.is_causal:
+        # An encoder never reads text without the tokens around it, and attends to them more than to most words.
+        before, after = wrapping_ids(tokenizer)
+        window = min(window, read_pooling(checkpoint.path).max_length or window)
+    windows = calibration_windows(tokenizer, texts, tokens=tokens, window=window - len(before) - len(after))
     if len(windows) == 1:
         half = windows.shape[1] // 2
         if half < 2:
             raise ArgumentError("calibrate", f"{windows.numel()} tokens", "must be at least 4 tokens")
         windows = windows[:, : 2 * half].reshape(2, half)
+    first, last = (torch.tensor(ids, dtype=windows.dtype).expand(len(windows), -1) for ids in (before, after))
+    windows = torch.cat((first, windows, last), dim=1)
     rest, held = hold_out(windows, HELD_EVERY, sources=len(texts))
     windows = torch.cat((rest, held))
     refuse_unknown_tokens(checkpoint, windows)

@@ -18,6 +18,7 @@ from headwise.conversion.heads import Layer, State, rotation_tables
 from headwise.conversion.job import Job, Study, read_layer
 from headwise.conversion.latent import convert_to_latent, rotary_channels
 from headwise.conversion.ranks import my_windows, rank
+from headwise.conversion.refit import Cost
 from headwise.conversion.results import LayerResults
 from headwise.conversion.rope_channels import keep_rotation
 from headwise.conversion.saved import SavedStatistics
@@ -112,7 +113,7 @@ class SharedPlan(Sequential):
             made, channels = convert_to_latent(
                 source.state, spec, shared.spec, statistics=statistics, sensitivity=sensitivity
             )
-            cost = torch.eye(spec.hidden_size) if sensitivity is None else root(sensitivity).float()
+            cost = Cost(torch.eye(spec.hidden_size) if sensitivity is None else root(sensitivity).float())
             for name, layer in (("shared", shared), ("own", Layer(shared.spec, made, channels))):
                 self._is_better(layer.float(), str(len(errors[name])), errors[name], rotation, cost)
             return shared

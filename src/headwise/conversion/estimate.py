@@ -15,7 +15,7 @@ from headwise.conversion.job import Job
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics
 from headwise.conversion.sensitivity import PIECE
-from headwise.conversion.sequential import STAGES, STEPS, WEIGHED, Sequential
+from headwise.conversion.sequential import PASSES, STAGES, WEIGHED, Sequential
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
 
@@ -101,7 +101,7 @@ def _on_text(
     by_window = max(more_windows - least, 0.0)
     by_step = max(more_steps - least, 0.0) / (_MORE - _FEW)
     alone = max(least - 2 * by_window - _FEW * by_step, 0.0)
-    one = alone + by_window * len(windows) + by_step * STEPS
+    one = alone + by_window * len(windows) + by_step * PASSES * (len(windows) - held)
     if shared_plan:
         one += alone + by_window * weighed
     return one * job.before.num_layers + weighing * weighed

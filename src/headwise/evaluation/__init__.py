@@ -24,6 +24,7 @@ from headwise.evaluation.text import (
     read_text,
     token_ids,
     token_windows,
+    wrapping_ids,
 )
 
 __all__ = [
@@ -66,4 +67,5 @@ __all__ = [
     "token_ids",
     "token_windows",
     "windows_beyond",
+    "wrapping_ids",
 ]

@@ -127,6 +127,16 @@ def first_ids(tokenizer: Any) -> list[int]:
     return [token for token in ids[:1] if token == tokenizer.bos_token_id]
 
 
+def wrapping_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens a tokenizer puts before and behind any text by itself: an encoder's ``[CLS]`` and ``[SEP]``."""
+    alone = token_ids(tokenizer, "a")
+    whole: list[int] = tokenize(tokenizer, "a")["input_ids"]
+    for at in range(len(whole) - len(alone) + 1):
+        if alone and whole[at : at + len(alone)] == alone:
+            return whole[:at], whole[at + len(alone) :]
+    return [], []
+
+
 def ending_ids(tokenizer: Any, prompt: str, ending: str) -> tuple[list[int], list[int]]:
     """A prompt's tokens and its ending's, read as one text: a token that spans both is the ending's."""
     alone = token_ids(tokenizer, prompt)

@@ -1,0 +1,269 @@
+"""Convert SmolLM2 by every method at the same bytes of cache, and measure each conversion on texts it never saw.
+
+    python -m benchmarks.conversion                          # every row; kept in benchmarks/results/conversion.json
+    python -m benchmarks.conversion --rows 'mla-192/*' --tokens 16384 --split valid --json build/tuning.json
+
+A row is ``mla-VALUES/METHOD`` or ``mqa/METHOD``; ``mla-192/headwise-mixture`` is calibrated on several texts. A row
+is kept as soon as it is measured, and a conversion that was killed goes on, so the same command finishes what is
+left. Nothing is trained. What the published methods leave open (how many frequencies TransMLA folds; how many dims
+stay rotated) is chosen for each row by perplexity on WikiText-2 valid, as their authors do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.kept import Kept, say
+
+import headwise
+from benchmarks import data, published
+from headwise.checkpoints import Checkpoint, load_tokenizer, open_checkpoint
+from headwise.conversion import parse_target
+from headwise.evaluation import (
+    calibration_windows,
+    evaluate,
+    evaluate_choices,
+    open_pair,
+    read_text,
+    score_window,
+    token_windows,
+)
+from headwise.specs import AttentionSpec, split_budget
+
+SOURCE = "smollm2-135m"
+MLA = ("216", "192", "128", "96")
+MIXED = "192"
+"""The size that is also calibrated on a mixture of texts."""
+ROTATED = (32, 48, 64)
+"""Dims of a shared rotary key that the published methods may choose from."""
+FOLDS = (1, 2, 4, 8, 16)
+TUNING_WINDOWS = 2
+
+TEXTS: dict[str, Callable[[Path], Path]] = {
+    "wikitext": lambda cache: data.wikitext("train", cache),
+    "moby-dick": data.moby_dick,
+    "xsum": data.xsum,
+}
+"""What is calibrated on: an encyclopaedia, a novel of 1851, news of the 2010s."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversion.
+
+    Attributes:
+        name: ``target/method``.
+        method: ``headwise``, ``transmla``, ``mha2mla``, ``mean`` or ``first_head``.
+        kv_lora_rank: for MLA.
+        qk_rope_head_dim: for MLA.
+        texts: calibrated on, of `TEXTS`.
+    """
+
+    name: str
+    method: str
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    texts: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> dict[str, Any]:
+        """As `headwise.convert` takes it."""
+        if self.kv_lora_rank is None:
+            return {"to": "mqa"}
+        return {"to": "mla", "kv_lora_rank": self.kv_lora_rank, "qk_rope_head_dim": self.qk_rope_head_dim}
+
+    @property
+    def slug(self) -> str:
+        """A file name."""
+        return self.name.replace("/", "-").replace(" ", "-")
+
+
+def plan(layer: AttentionSpec, sizes: Iterable[str], wanted: Sequence[str] = ("*",)) -> list[Row]:
+    """The rows to measure.
+
+    Args:
+        layer: of the source.
+        sizes: of MLA: values a token, split as `headwise.convert` would, or ``R+P``.
+        wanted: patterns of rows' names.
+    """
+    rows = []
+    for size in sizes:
+        latent, _, rotary = size.partition("+")
+        R, P = (int(latent), int(rotary)) if rotary else split_budget(layer, int(latent))
+        name = f"mla-{R + P}"
+        for method in ("headwise", "transmla", "mha2mla"):
+            rows.append(Row(f"{name}/{method}", method, R, P, ("wikitext",)))
+        if str(R + P) == MIXED:
+            rows.append(Row(f"{name}/headwise-mixture", "headwise", R, P, tuple(TEXTS)))
+    rows.append(Row("mqa/headwise", "headwise", texts=("wikitext",)))
+    rows += [Row(f"mqa/{method}", method) for method in ("mean", "first_head")]
+    return [row for row in rows if any(fnmatchcase(row.name, pattern) for pattern in wanted)]
+
+
+def variants(row: Row) -> Iterator[tuple[dict[str, Any], published.LatentMethod]]:
+    """What a published method leaves open, each way: the split of the same bytes, and the method's own setting."""
+    assert row.kv_lora_rank is not None
+    assert row.qk_rope_head_dim is not None
+    values = row.kv_lora_rank + row.qk_rope_head_dim
+    splits = sorted({row.qk_rope_head_dim, *(P for P in ROTATED if values - P >= P)})
+    if row.method == "transmla":
+        for P, fold in product(splits, FOLDS):
+            yield {"qk_rope_head_dim": P, "freqfold": fold}, published.by_transmla(fold)
+    else:
+        for P, on_text in product(splits, (True, False)):
+            yield {"qk_rope_head_dim": P, "norms_on_text": on_text}, published.by_mha2mla(on_text=on_text)
+
+
+class Bench:
+    """What all rows share: the source, the texts, and where results are kept."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.source, self.cache, self.work = options.source, options.cache, options.work
+        self.tokens, self.items = options.tokens, options.items
+        self.windows, self.window = options.windows, options.window
+        self.split = options.split
+        self.checkpoint: Checkpoint = open_checkpoint(self.source)
+        settings = {
+            "source": self.source,
+            "calibration_tokens": self.tokens,
+            "split": self.split,
+            "windows": self.windows,
+            "window": self.window,
+            "choices": self.items,
+            "dtype": "float32",
+        }
+        self.kept = Kept(options.json, settings)
+
+    def measure(self, row: Row, *, keep: bool) -> None:
+        """Convert, evaluate, keep the result; the folder is removed unless it is to be kept."""
+        folder, report = self.work / row.slug, self.work / f"{row.slug}.json"
+        identity = json.loads(json.dumps({**asdict(row), "source": self.source, "tokens": self.tokens}))
+        made = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+        if made.get("identity") != identity or not (folder / "config.json").exists():
+            report.unlink(missing_ok=True)  # it is of another folder from here on
+            start = time.perf_counter()
+            made = self._convert(row, folder)
+            made |= {"identity": identity, "seconds": round(time.perf_counter() - start, 1)}
+            report.write_text(json.dumps(made), encoding="utf-8")
+        del made["identity"]
+        start = time.perf_counter()
+        pair = open_pair(folder, against=self.source, dtype="float32")
+        result = evaluate(pair, text=self._exams(), window=self.window, windows=self.windows)
+        # As the cache's own tensors have them.
+        values = result.cache_bytes_per_token / 4 / self.checkpoint.spec.num_layers
+        measured: dict[str, Any] = {"values": round(values), "evaluate": result.to_dict()}
+        if row.method == "headwise" and self.split == "test" and self.items:
+            measured["choices"] = evaluate_choices(pair, file=data.piqa(self.cache), limit=self.items).to_dict()
+        measured["evaluation_seconds"] = round(time.perf_counter() - start, 1)
+        self.kept.add(row.name, {**asdict(row), **made, **measured})
+        for text in result.texts:
+            say(f"{row.name:26} {text.text:32} {text.perplexity:12.3f}  ratio {text.perplexity_ratio:.4f}")
+        if not keep:
+            shutil.rmtree(folder)
+            report.unlink()
+
+    def _convert(self, row: Row, folder: Path) -> dict[str, Any]:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if row.method in ("transmla", "mha2mla"):
+            return self._convert_published(row, folder)
+        texts = [TEXTS[name](self.cache) for name in row.texts]
+        report = headwise.convert(
+            self.source,
+            folder,
+            **row.target,
+            calibrate=texts or None,
+            calibration_tokens=self.tokens,
+            method=row.method if row.method in ("mean", "first_head") else None,
+            overwrite=True,
+            evaluate=False,
+        )
+        return {"conversion": report.to_dict()}
+
+    def _convert_published(self, row: Row, folder: Path) -> dict[str, Any]:
+        """The method's best way on the tuning text; each way's perplexity is kept as it is measured."""
+        moments = published.input_moments(
+            self.checkpoint,
+            self._study(row),
+            self.work / f"moments-{Path(self.source).name}-{'-'.join(row.texts)}-{self.tokens}.safetensors",
+        )
+        found: dict[str, tuple[float, dict[str, Any], published.LatentMethod]] = {}
+        for setting, method in variants(row):
+            name = f"{row.name}?" + "&".join(f"{key}={value}" for key, value in setting.items())
+            if name not in self.kept.rows:
+                published.write(self.checkpoint, self._target(row, setting), method, moments, folder)
+                self.kept.add(name, {**setting, "valid_perplexity": self._tuned(folder)})
+            found[name] = self.kept.rows[name]["valid_perplexity"], setting, method
+            say(f"  {name:64} {found[name][0]:12.3f} on valid")
+        best, setting, method = min(found.values(), key=lambda one: one[0])
+        published.write(self.checkpoint, self._target(row, setting), method, moments, folder)
+        return {"setting": setting, "valid_perplexity": best}
+
+    def _target(self, row: Row, setting: dict[str, Any]) -> Any:
+        assert row.kv_lora_rank is not None
+        assert row.qk_rope_head_dim is not None
+        P = setting["qk_rope_head_dim"]
+        return parse_target("mla", kv_lora_rank=row.kv_lora_rank + row.qk_rope_head_dim - P, qk_rope_head_dim=P)
+
+    @torch.inference_mode()
+    def _tuned(self, folder: Path) -> float:
+        """Perplexity on the text that settings are chosen by."""
+        model = headwise.load(folder, dtype=torch.float32)
+        text = read_text(data.wikitext("valid", self.cache))
+        windows = token_windows(
+            load_tokenizer(self.checkpoint.path), text, window=self.window, windows=min(TUNING_WINDOWS, self.windows)
+        )
+        nll = torch.stack([score_window({"model": model}, ids)["nll"] for ids in windows])
+        return float(nll.mean().exp())
+
+    def _study(self, row: Row) -> torch.Tensor:
+        texts = [TEXTS[name](self.cache) for name in row.texts]
+        return calibration_windows(
+            load_tokenizer(self.checkpoint.path), texts, tokens=self.tokens, window=self.window
+        )
+
+    def _exams(self) -> list[Path]:
+        if self.split == "valid":
+            return [data.wikitext("valid", self.cache)]
+        return [data.wikitext("test", self.cache), data.brown(self.cache), data.austen(self.cache)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default=SOURCE)
+    parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of rows' names; * for any part")
+    parser.add_argument("--mla", nargs="+", default=MLA, metavar="SIZE", help="values a token, or R+P")
+    parser.add_argument("--tokens", type=int, default=65_536, help="calibrated on")
+    parser.add_argument("--windows", type=int, default=6, help="of each text")
+    parser.add_argument("--window", type=int, default=2048, help="tokens in each")
+    parser.add_argument("--items", type=int, default=500, help="of PIQA; 0 for none")
+    parser.add_argument("--split", choices=("test", "valid"), default="test", help="valid: WikiText-2's, for tuning")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/conversion.json"))
+    parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
+    parser.add_argument("--work", type=Path, default=Path("build/conversion"), help="where models are converted")
+    parser.add_argument("--keep", action="store_true", help="the converted folders")
+    parser.add_argument("--again", action="store_true", help="measure rows that are there, too")
+    parser.add_argument("--list", action="store_true", help="only say which rows there are, and which are done")
+    options = parser.parse_args(arguments)
+    bench = Bench(options)
+    for row in plan(bench.checkpoint.spec.layers[0], options.mla, options.rows):
+        done = row.name in bench.kept.rows and not options.again
+        if options.list:
+            say(f"{row.name:26} {'done' if done else ''}")
+        elif not done:
+            if options.again:
+                shutil.rmtree(bench.work / row.slug, ignore_errors=True)
+            bench.measure(row, keep=options.keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A benchmark's results file: a row is kept as soon as it is measured, so that a run that was killed goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import headwise
+
+
+class OtherSettingsError(ValueError):
+    """A results file is of other settings than this run's."""
+
+
+class Kept:
+    """Rows by name, in a JSON file.
+
+    Args:
+        path: the file; made by the first row.
+        settings: what all of its rows are measured with. Rows of other settings are never mixed in.
+
+    Raises:
+        OtherSettingsError: the file is of other ones.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path, self.settings = path, json.loads(json.dumps(dict(settings)))
+        self.rows: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            for name, value in self.settings.items():
+                if found["settings"].get(name) != value:
+                    was = found["settings"].get(name)
+                    raise OtherSettingsError(
+                        f"{path} was measured with {name} = {was!r}, not {value!r}: give another"
+                    )
+            self.rows = found["rows"]
+
+    def add(self, name: str, row: Mapping[str, Any]) -> None:
+        """Keep a row, with what it was run on and by which command."""
+        self.rows[name] = {**row, "run": run()}
+        document = {"settings": self.settings, "rows": self.rows}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(self.path.name + ".part")
+        beside.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        beside.rename(self.path)
+
+    def forget(self, name: str) -> None:
+        """So that it is measured again."""
+        self.rows.pop(name, None)
+
+
+def run() -> dict[str, Any]:
+    """What a number was measured on: command, machine, versions."""
+    return {
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {
+            "headwise": headwise.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def say(*words: object) -> None:
+    """To the terminal at once, whatever it is piped into."""
+    print(*words, flush=True)

@@ -1,0 +1,92 @@
+"""What a conversion loses at length: calibrated on windows of 2048 tokens, measured at 8192, beside the original.
+
+    python -m benchmarks.long --model build/conversion/mla-192-headwise      # kept in benchmarks/results/long.json
+
+Perplexity by position in the window, on texts the conversion never saw; and a fact planted at several depths, which
+the model is asked for at the end. Each text and each depth is kept as soon as it is measured: the same command goes
+on with what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.kept import Kept, say
+
+from benchmarks import data
+from headwise.evaluation import Pair, evaluate, evaluate_planted, open_pair
+from headwise.evaluation.planted import DEPTHS
+
+SOURCE = "smollm2-135m"
+
+
+def measure(pair: Pair, texts: dict[str, Path], kept: Kept, *, depths: tuple[float, ...] = DEPTHS) -> None:
+    """Whatever of both is not kept yet.
+
+    Args:
+        pair: the conversion and its original.
+        texts: files by the names of their rows; facts are planted in the first.
+        kept: its settings say how much is measured.
+        depths: where facts are planted; each is a row.
+    """
+    wanted = kept.settings
+    for name, text in texts.items():
+        if f"text/{name}" not in kept.rows:
+            found = evaluate(
+                pair, text=text, window=wanted["context"], windows=wanted["windows"], context=wanted["context"] - 1
+            )
+            kept.add(f"text/{name}", found.to_dict())
+            for score in found.texts[0].by_position:
+                say(f"{name:10} {score.start:5}–{score.stop - 1:5}  {score.nll:.4f}  {score.reference_nll:.4f}")
+    for depth in depths:
+        if f"planted/{depth}" not in kept.rows:
+            # One seed for all: the same codes in the same texts, at another depth.
+            planted = evaluate_planted(
+                pair,
+                text=next(iter(texts.values())),
+                context=wanted["context"],
+                depths=(depth,),
+                trials=wanted["trials"],
+                seed=wanted["seed"],
+            )
+            kept.add(f"planted/{depth}", planted.to_dict())
+            own = planted.depths[0]
+            say(
+                f"depth {depth:4}  found {own.found:.2f} / {own.reference_found:.2f}"
+                f"  nll {own.nll:.2f} / {own.reference_nll:.2f}"
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="the converted folder")
+    parser.add_argument("--against", default=SOURCE)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--windows", type=int, default=6, help="of each text")
+    parser.add_argument("--trials", type=int, default=4, help="of planted facts, at each depth")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/long.json"))
+    parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
+    options = parser.parse_args(arguments)
+    settings = {
+        "model": str(options.model),
+        "against": options.against,
+        "context": options.context,
+        "windows": options.windows,
+        "trials": options.trials,
+        "seed": options.seed,
+        "dtype": "float32",
+    }
+    kept = Kept(options.json, settings)
+    texts = {
+        "wikitext": data.wikitext("test", options.cache),
+        "brown": data.brown(options.cache),
+        "austen": data.austen(options.cache),
+    }
+    measure(open_pair(options.model, against=options.against, dtype="float32"), texts, kept)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""MiniLM, a sentence encoder of 12 heads, to fewer key–value heads: what its retrieval loses beside the original's.
+
+    python -m benchmarks.retrieval           # every row; kept in benchmarks/results/retrieval.json
+
+A row is ``gqa:K/METHOD``, and for ``aligned`` the text and tokens it was calibrated on. Each of BoolQ's 3270 dev
+questions looks for its own passage among all of them. ``boolq`` to calibrate on is BoolQ's test split without the
+articles that dev has: the same kind of text, and none of it seen again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.kept import Kept, say
+
+import headwise
+from benchmarks import data
+from headwise.evaluation import Encoder, embed, load_encoder, rate, read_jsonl
+from headwise.evaluation.retrieval import answer_ranks
+
+HEADS = (6, 3)
+TOKENS = (16_384, 65_536)
+ORIGINAL = "original"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversion.
+
+    Attributes:
+        heads: key–value heads that are left.
+        method: how they come to be shared.
+        text: what is calibrated on; empty for nothing.
+        tokens: of it.
+    """
+
+    heads: int
+    method: str
+    text: str = ""
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """In the results."""
+        return f"gqa:{self.heads}/{self.method}" + (f" {self.text} {self.tokens}" if self.text else "")
+
+
+def plan(wanted: Sequence[str] = ("*",), tokens: Sequence[int] = TOKENS) -> list[Row]:
+    """The rows to measure, of those whose names fit a pattern."""
+    rows = []
+    for heads in HEADS:
+        rows += [Row(heads, method) for method in ("mean", "first_head", "aligned")]
+        rows += [Row(heads, "aligned", text, count) for text, count in product(("boolq", "wikitext"), tokens)]
+    return [row for row in rows if any(fnmatchcase(row.name, pattern) for pattern in wanted)]
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Questions, passages without doubles, and which passage is each question's."""
+
+    questions: list[str]
+    passages: list[str]
+    answers: torch.Tensor
+
+    @classmethod
+    def read(cls, file: Path, limit: int | None) -> Exam:
+        """Of a ``.jsonl`` of questions and passages, the first so many."""
+        rows = read_jsonl(file, name="exam", limit=limit)
+        passages = list(dict.fromkeys(row["passage"] for row in rows))
+        place = {passage: index for index, passage in enumerate(passages)}
+        return cls([row["question"] for row in rows], passages, torch.tensor([place[row["passage"]] for row in rows]))
+
+    def ranks(self, encoder: Encoder) -> list[int]:
+        """The rank of each question's passage."""
+        found: list[int] = answer_ranks(
+            embed(encoder, self.questions), embed(encoder, self.passages), self.answers
+        ).tolist()
+        return found
+
+
+def paired(ranks: Sequence[int], original: Sequence[int]) -> dict[str, Any]:
+    """What a conversion's ranks say beside the original's of the same questions."""
+    return {
+        f"recall_at_{near}": asdict(rate([rank <= near for rank in ranks], [rank <= near for rank in original]))
+        for near in (1, 10)
+    } | {
+        "mrr": sum(1 / rank for rank in ranks) / len(ranks),
+        "reference_mrr": sum(1 / rank for rank in original) / len(original),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of rows' names; * for any part")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="calibrated on")
+    parser.add_argument("--limit", type=int, help="questions; all when left out")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/retrieval.json"))
+    parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts and the model are")
+    parser.add_argument("--work", type=Path, default=Path("build/retrieval"), help="where models are converted")
+    parser.add_argument("--keep", action="store_true", help="the converted folders")
+    parser.add_argument("--again", action="store_true", help="measure rows that are there, too")
+    options = parser.parse_args(arguments)
+    source = data.minilm(options.cache)
+    settings = {"source": "all-MiniLM-L6-v2", "limit": options.limit, "dtype": "float32"}
+    kept = Kept(options.json, settings)
+    exam = Exam.read(data.boolq(options.cache), options.limit)
+    reference = load_encoder(source)
+    if ORIGINAL not in kept.rows:
+        kept.add(ORIGINAL, {"ranks": exam.ranks(reference), "passages": len(exam.passages)})
+    original = kept.rows[ORIGINAL]["ranks"]
+    for row in plan(options.rows, options.tokens):
+        if row.name in kept.rows and not options.again:
+            continue
+        folder = options.work / row.name.replace("/", "-").replace(" ", "-").replace(":", "-")
+        start = time.perf_counter()
+        headwise.convert(
+            source,
+            folder,
+            to=f"gqa:{row.heads}",
+            method=row.method,
+            calibrate=study(row.text, options.cache, options.work) if row.text else None,
+            calibration_tokens=row.tokens or 2,
+            overwrite=True,
+            evaluate=False,
+        )
+        seconds = round(time.perf_counter() - start, 1)
+        found = paired(exam.ranks(load_encoder(folder, like=reference)), original)
+        kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **found})
+        near = {key: 100 * value for key, value in found["recall_at_1"].items()}
+        say(
+            f"{row.name:30} R@1 {near['reference_rate']:.2f} → {near['rate']:.2f}: {near['difference']:+.2f}"
+            f" [{near['difference_low']:+.2f}, {near['difference_high']:+.2f}]"
+        )
+        if not options.keep:
+            shutil.rmtree(folder)
+
+
+def study(text: str, cache: Path, work: Path) -> Path:
+    """A text file to calibrate on; of BoolQ, a question a line and its passage on the next."""
+    if text == "wikitext":
+        return data.wikitext("train", cache)
+    made = work / "boolq-study.txt"
+    work.mkdir(parents=True, exist_ok=True)
+    rows = read_jsonl(data.boolq_study(cache), name="study")
+    made.write_text("".join(f"{row['question']}\n{row['passage']}\n" for row in rows), encoding="utf-8")
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The results as tables, in the documents that show them.
+
+    python -m benchmarks.tables                                        # print them
+    python -m benchmarks.tables --write docs/conversion.md README.md   # into their places there
+
+A place is a line ``<!-- table: NAME -->`` and a line ``<!-- end of table -->``; what is between them is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("benchmarks/results")
+Document = dict[str, Any]
+
+METHODS = {
+    "headwise": "headwise",
+    "transmla": "TransMLA",
+    "mha2mla": "MHA2MLA",
+    "mean": "mean pooling",
+    "first_head": "first head",
+}
+
+
+def conversion(document: Document) -> str:
+    """Every conversion on every text."""
+    texts, rows = _texts(document), []
+    for row in _conversions(document):
+        scores = row["evaluate"]["texts"]
+        ratios = [f"{_number(score['perplexity'])} ({_ratio(score['perplexity_ratio'])})" for score in scores]
+        rows.append([_target(row), _method(row), *ratios, *_piqa(row), _minutes(row)])
+    for row in _conversions(document)[:1]:
+        found = row["evaluate"]
+        whole = row["values"] * found["reference_cache_bytes_per_token"] / found["cache_bytes_per_token"]
+        own = [_number(score["reference_perplexity"]) for score in found["texts"]]
+        rows.insert(0, [f"{whole:.0f}", "original", *own, *_piqa_of_original(document), ""])
+    head = ["values", "method", *texts, "PIQA", "minutes"]
+    return table(head, rows, left=2)
+
+
+def conversion_short(document: Document) -> str:
+    """The ratio of perplexities on the first text, a target a line, and headwise's on the others."""
+    rows = _conversions(document)
+    targets = list(dict.fromkeys(_target(row) for row in rows))
+    texts = _texts(document)
+    shown = [method for method in METHODS if any(row["method"] == method for row in rows)]
+    lines = []
+    for target in targets:
+        own = {row["method"]: row for row in reversed(rows) if _target(row) == target}
+        first = [_ratio(own[m]["evaluate"]["texts"][0]["perplexity_ratio"]) if m in own else "" for m in shown]
+        others = [""] * (len(texts) - 1)
+        if "headwise" in own:
+            others = [_ratio(score["perplexity_ratio"]) for score in own["headwise"]["evaluate"]["texts"][1:]]
+        lines.append([target, *first, *others])
+    head = ["values", *(METHODS[method] for method in shown), *(f"headwise, {text}" for text in texts[1:])]
+    return table(head, lines)
+
+
+def retrieval(document: Document) -> str:
+    """Points of R@1 that an encoder's conversions lose."""
+    rows = []
+    for name, row in document["rows"].items():
+        if "recall_at_1" in row:
+            found = row["recall_at_1"]
+            lost, low, high = (-100 * found[key] for key in ("difference", "difference_high", "difference_low"))
+            method = METHODS.get(row["method"], row["method"])
+            on = f"{row['tokens']:,} tokens of {row['text']}".replace(",", " ") if row["text"] else ""
+            rows.append(
+                [
+                    name.partition("/")[0],
+                    method,
+                    on,
+                    f"{100 * found['rate']:.2f}",
+                    f"{lost:.2f} ({low:.2f} to {high:.2f})",
+                    f"{100 * row['recall_at_10']['rate']:.2f}",
+                ]
+            )
+            original = f"{100 * found['reference_rate']:.2f}", f"{100 * row['recall_at_10']['reference_rate']:.2f}"
+    if rows:
+        rows.insert(0, ["mha (12)", "original", "", original[0], "", original[1]])
+    return table(["heads", "method", "calibrated on", "R@1 %", "points lost (95 %)", "R@10 %"], rows, left=3)
+
+
+def positions(document: Document) -> str:
+    """What a token costs by its position in a long window, original and converted."""
+    rows = []
+    for name, row in document["rows"].items():
+        if name.startswith("text/"):
+            for score in row["texts"][0]["by_position"]:
+                more = score["nll"] - score["reference_nll"]
+                place = f"{score['start']}–{score['stop'] - 1}"
+                text = name.removeprefix("text/")
+                rows.append([text, place, f"{score['reference_nll']:.3f}", f"{score['nll']:.3f}", f"{more:+.3f}"])
+    return table(["text", "positions", "original (nats)", "converted", "more"], rows, left=2)
+
+
+def planted(document: Document) -> str:
+    """Facts planted at several depths."""
+    rows = []
+    for name, row in document["rows"].items():
+        if name.startswith("planted/"):
+            own = row["depths"][0]
+            pairs = [(own[f"reference_{key}"], own[key]) for key in ("found", "first", "nll")]
+            rows.append([name.removeprefix("planted/"), *(f"{was:.2f} → {now:.2f}" for was, now in pairs)])
+    return table(["depth", "found", "likeliest of ten", "nats of the code"], rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
+    "conversion": ("conversion.json", conversion),
+    "conversion-short": ("conversion.json", conversion_short),
+    "retrieval": ("retrieval.json", retrieval),
+    "positions": ("long.json", positions),
+    "planted": ("long.json", planted),
+}
+"""By the name of their place: the results file and what makes the table."""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Markdown; the first columns are words, the others numbers."""
+    rule = ["---" if at < left else "---:" for at in range(len(head))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+def fill(text: str, tables: dict[str, str]) -> str:
+    """A document with its tables put in their places; a place whose table is not there stays as it is."""
+
+    def put(place: re.Match[str]) -> str:
+        made = tables.get(place[2])
+        return place[0] if made is None else f"{place[1]}\n{made}\n{place[3]}"
+
+    return re.sub(r"(<!-- table: ([a-z-]+) -->)\n.*?(<!-- end of table -->)", put, text, flags=re.DOTALL)
+
+
+def _conversions(document: Document) -> list[dict[str, Any]]:
+    """Those that were tested, the largest first; what was only tried for its setting is left out."""
+    found = [row for row in document["rows"].values() if "evaluate" in row]
+    order = list(METHODS)
+    return sorted(
+        found,
+        key=lambda row: (
+            -row["values"],
+            row["name"].startswith("mqa"),
+            order.index(row["method"]),
+            len(row["texts"]),
+        ),
+    )
+
+
+def _texts(document: Document) -> list[str]:
+    names = {"wikitext-2.test": "WikiText-2", "wikitext-2.valid": "WikiText-2 valid"}
+    stems = [Path(score["text"]).stem for row in _conversions(document)[:1] for score in row["evaluate"]["texts"]]
+    return [names.get(stem, stem.capitalize()) for stem in stems]
+
+
+def _target(row: dict[str, Any]) -> str:
+    return f"{row['values']}" + (", MQA" if row["kv_lora_rank"] is None else "")
+
+
+def _method(row: dict[str, Any]) -> str:
+    name = METHODS[row["method"]]
+    if len(row["texts"]) > 1:
+        name += " on " + ", ".join(row["texts"])
+    setting = row.get("setting", {})
+    if "freqfold" in setting:
+        name += f" (FreqFold {setting['freqfold']}, {setting['qk_rope_head_dim']} rotated)"
+    elif setting:
+        name += f" ({setting['qk_rope_head_dim']} rotated)"
+    elif row["qk_rope_head_dim"] is not None:
+        name += f" ({row['qk_rope_head_dim']} rotated)"
+    return name
+
+
+def _piqa(row: dict[str, Any]) -> list[str]:
+    return [f"{100 * row['choices']['accuracy']['rate']:.1f} %" if "choices" in row else ""]
+
+
+def _piqa_of_original(document: Document) -> list[str]:
+    rates = [row["choices"]["accuracy"]["reference_rate"] for row in _conversions(document) if "choices" in row]
+    return [f"{100 * rates[0]:.1f} %" if rates else ""]
+
+
+def _minutes(row: dict[str, Any]) -> str:
+    # A published method's time is the search for its settings: its own conversion takes seconds.
+    return f"{row['conversion']['seconds'] / 60:.1f}" if row["method"] == "headwise" else ""
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}".replace(",", " ")
+
+
+def _ratio(value: float) -> str:
+    return f"×{value:.3f}" if value < 10 else f"×{value:,.0f}".replace(",", " ")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--write", nargs="+", type=Path, default=[], metavar="DOCUMENT")
+    options = parser.parse_args(arguments)
+    made = {}
+    for name, (file, render) in TABLES.items():
+        if (options.results / file).exists():
+            made[name] = render(json.loads((options.results / file).read_text(encoding="utf-8")))
+    for document in options.write:
+        document.write_text(fill(document.read_text(encoding="utf-8"), made), encoding="utf-8")
+    if not options.write:
+        print("\n\n".join(f"{name}\n\n{text}" for name, text in made.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The conversion benchmark on a toy: published methods as folders, the choice of their settings, going on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.conversion import Row, plan, variants
+from hypothesis import given
+from hypothesis import strategies as st
+
+import headwise
+from benchmarks import conversion, long, published, tables
+from headwise.checkpoints import open_checkpoint
+from headwise.conversion import parse_target
+from headwise.specs import GroupedSpec, RopeSpec, split_budget
+from tests.closeness import assert_close
+from tests.real_models import save_tiny
+
+LAYER = GroupedSpec(hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, rope=RopeSpec(dim=64))
+TEXT = "Whatever is worth measuring is worth measuring twice, side by side; and saying how. "
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy source, and short files in the places of the texts."""
+    root = tmp_path_factory.mktemp("benchmark")
+    save_tiny(root / "source")
+    cache = root / "cache"
+    cache.mkdir()
+    for place, name in enumerate(("wikitext-2.train", "wikitext-2.valid", "wikitext-2.test", "brown", "austen")):
+        (cache / f"{name}.txt").write_text((TEXT[place:] + TEXT[:place]) * 40)
+    items = [{"question": "Why?", "choices": ["so.", "no."], "answer": 1}] * 3
+    (cache / "piqa.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    return root
+
+
+def arguments(root: Path, name: str, *more: str) -> Sequence[str]:
+    return [
+        *("--source", str(root / "source"), "--cache", str(root / "cache"), "--work", str(root / "work")),
+        *("--json", str(root / name), "--mla", "14+10", "--window", "64", "--windows", "2", "--tokens", "512"),
+        *more,
+    ]
+
+
+# --- what is measured ---
+
+
+def test_sizes_are_split_as_a_conversion_splits_them_unless_they_say_how() -> None:
+    rows = {row.name: row for row in plan(LAYER, ["216", "152+64", "192"])}
+    assert (rows["mla-192/headwise"].kv_lora_rank, rows["mla-192/headwise"].qk_rope_head_dim) == split_budget(
+        LAYER, 192
+    )
+    assert rows["mla-216/transmla"].target == {"to": "mla", "kv_lora_rank": 152, "qk_rope_head_dim": 64}
+    assert rows["mla-192/headwise-mixture"].texts == ("wikitext", "moby-dick", "xsum")
+    assert rows["mqa/mean"].target == {"to": "mqa"}
+    assert [row.name for row in plan(LAYER, ["96"], ["*/mha2mla", "mqa/f*"])] == ["mla-96/mha2mla", "mqa/first_head"]
+
+
+@given(st.integers(8, 300), st.sampled_from([2, 16, 32, 48, 64]), st.sampled_from(["transmla", "mha2mla"]))
+def test_every_variant_is_another_and_keeps_the_rows_own_split_among_its_choices(
+    values: int, rotary: int, method: str
+) -> None:
+    row = Row("r", method, max(values - rotary, 1), rotary)
+    settings = [tuple(setting.items()) for setting, _ in variants(row)]
+    assert len(set(settings)) == len(settings)
+    widths = {dict(setting)["qk_rope_head_dim"] for setting in settings}
+    assert rotary in widths
+    assert all(width == rotary or 2 * width <= row.kv_lora_rank + rotary for width in widths)
+
+
+# --- published methods as folders ---
+
+
+def test_moments_are_those_of_what_goes_into_each_attention(root: Path) -> None:
+    checkpoint = open_checkpoint(root / "source")
+    windows = torch.randint(3, 97, (5, 30), generator=torch.Generator().manual_seed(0))
+    moments = published.input_moments(checkpoint, windows, root / "moments.safetensors")
+    model, seen = headwise.load(root / "source", dtype=torch.float32), list[torch.Tensor]()
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
+        )
+    with torch.inference_mode():
+        model(windows)
+    for gram, inputs in zip(moments, seen, strict=True):
+        flat = torch.cat((inputs.flatten(0, 1), torch.ones(150, 1)), dim=1).double()
+        assert_close(gram, flat.mT @ flat / 150, 1e-5)
+    again = published.input_moments(checkpoint, windows[:1], root / "moments.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(again, moments, strict=True))
+
+
+@pytest.mark.parametrize("method", ["transmla", "mha2mla"])
+def test_a_published_method_as_a_folder_loses_nothing_at_full_width(root: Path, method: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(root / "source")
+    solve = published.by_transmla(1) if method == "transmla" else published.by_mha2mla(on_text=True)
+    moments = [torch.eye(49, dtype=torch.float64)] * 2
+    target = parse_target("mla", kv_lora_rank=24, qk_rope_head_dim=24)
+    published.write(checkpoint, target, solve, moments, tmp_path / "made")
+    ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        before, after = (headwise.load(folder)(ids).logits for folder in (root / "source", tmp_path / "made"))
+    assert_close(after, before, 1e-9)
+
+
+# --- the whole of it ---
+
+
+def test_rows_are_measured_once_and_the_published_ones_at_their_best(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = ("--rows", "mla-24/headwise", "mla-24/transmla", "mqa/mean")
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "FOLDS", (1, 2))
+        conversion.main(arguments(root, "a.json", *wanted))
+    document = json.loads((root / "a.json").read_text())
+    rows = document["rows"]
+    assert document["settings"]["calibration_tokens"] == 512
+    tried = {name: row["valid_perplexity"] for name, row in rows.items() if "?" in name}
+    assert len(tried) == 2
+    best = rows["mla-24/transmla"]
+    assert best["valid_perplexity"] == min(tried.values())
+    assert tried[f"mla-24/transmla?qk_rope_head_dim=10&freqfold={best['setting']['freqfold']}"] == min(tried.values())
+    texts = [Path(score["text"]).stem for score in best["evaluate"]["texts"]]
+    assert texts == ["wikitext-2.test", "brown", "austen"]
+    assert [rows[f"mla-24/{name}"]["values"] for name in ("headwise", "transmla")] == [24, 24]
+    assert rows["mqa/mean"]["values"] == 16
+    assert rows["mla-24/headwise"]["choices"]["items"] == 3
+    assert "choices" not in best
+    assert rows["mla-24/headwise"]["conversion"]["calibration_tokens"] == 512
+    assert [path.name for path in (root / "work").iterdir()] == ["moments-source-wikitext-512.safetensors"]
+
+    assert [line.split(" | ")[0] for line in tables.conversion(document).splitlines()[2:]] == [
+        *("| 48", "| 24", "| 24", "| 16, MQA")
+    ]
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    for module, name in ((headwise, "convert"), (published, "write"), (conversion, "evaluate")):
+        monkeypatch.setattr(module, name, never)
+    before = (root / "a.json").read_bytes()
+    conversion.main(arguments(root, "a.json", *wanted))
+    assert (root / "a.json").read_bytes() == before
+    capsys.readouterr()
+    conversion.main(arguments(root, "a.json", *wanted, "mla-24/mha2mla", "--list"))
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["mla-24/headwise", "done"],
+        ["mla-24/transmla", "done"],
+        ["mla-24/mha2mla"],
+        ["mqa/mean", "done"],
+    ]
+
+
+def test_a_conversion_that_was_made_is_not_made_again_when_its_evaluation_was_killed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = ("--rows", "mqa/first_head", "--keep", "--split", "valid")
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "evaluate", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            conversion.main(arguments(root, "b.json", *wanted))
+    with monkeypatch.context() as patch:
+        patch.setattr(headwise, "convert", None)
+        conversion.main(arguments(root, "b.json", *wanted))
+    row = json.loads((root / "b.json").read_text())["rows"]["mqa/first_head"]
+    assert [Path(score["text"]).stem for score in row["evaluate"]["texts"]] == ["wikitext-2.valid"]
+    assert (root / "work" / "mqa-first_head" / "config.json").exists()
+    monkeypatch.setattr(headwise, "convert", None)
+    with pytest.raises(TypeError):  # of other tokens it is another conversion
+        conversion.main(arguments(root, "c.json", *wanted, "--tokens", "256"))
+
+
+def test_what_is_lost_at_length_is_kept_text_by_text_and_depth_by_depth(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headwise.convert(root / "source", root / "half", to="mla", kv_budget=0.5)
+    options = [
+        *("--model", str(root / "half"), "--against", str(root / "source"), "--cache", str(root / "cache")),
+        *("--context", "224", "--windows", "2", "--trials", "2", "--json", str(root / "long.json")),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(long, "evaluate_planted", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            long.main(options)
+    assert list(json.loads((root / "long.json").read_text())["rows"]) == [
+        "text/wikitext",
+        "text/brown",
+        "text/austen",
+    ]
+    monkeypatch.setattr(long, "evaluate", None)
+    long.main(options)
+    rows = json.loads((root / "long.json").read_text())["rows"]
+    assert [rows[f"planted/{depth}"]["depths"][0]["depth"] for depth in long.DEPTHS] == list(long.DEPTHS)
+    stops = [score["stop"] for score in rows["text/brown"]["texts"][0]["by_position"]]
+    assert stops[-1] == 224
+    whole = headwise.evaluation.evaluate_planted(
+        root / "half",
+        text=root / "cache" / "wikitext-2.test.txt",
+        against=root / "source",
+        context=224,
+        depths=(0.0,),
+        trials=2,
+    )
+    assert rows["planted/0.0"]["depths"][0]["nll"] == pytest.approx(whole.depths[0].nll, rel=1e-3)

@@ -1,0 +1,112 @@
+"""Results as tables, and tables in their places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tables import conversion, conversion_short, fill, planted, positions, retrieval
+
+
+def row(target: str, method: str, values: int, ratios: list[float], **more: Any) -> dict[str, Any]:
+    names = ("wikitext-2.test", "brown")
+    texts = [
+        {
+            "text": f".cache/{name}.txt",
+            "perplexity": 20 * ratio,
+            "perplexity_ratio": ratio,
+            "reference_perplexity": 20.0,
+        }
+        for name, ratio in zip(names, ratios, strict=True)
+    ]
+    rank = None if target == "mqa" else values - 48
+    return {
+        "name": f"{target}/{method}",
+        "method": method,
+        "values": values,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": None if rank is None else 48,
+        "texts": ["wikitext"],
+        "evaluate": {"texts": texts, "cache_bytes_per_token": values, "reference_cache_bytes_per_token": 384},
+        **more,
+    }
+
+
+RIGHT = {"accuracy": {"rate": 0.66, "reference_rate": 0.68}}
+DOCUMENT = {
+    "rows": {
+        row["name"]: row
+        for row in (
+            row("mqa", "mean", 128, [1308.4, 900.0]),
+            row("mla-128", "headwise", 128, [1.4, 1.5], conversion={"seconds": 90.0}, choices=RIGHT),
+            row("mla-192", "headwise", 192, [1.123, 1.2], conversion={"seconds": 120.0}, choices=RIGHT),
+            row("mla-192", "transmla", 192, [2.0, 2.5], setting={"freqfold": 4, "qk_rope_head_dim": 64}),
+        )
+    }
+    | {"mla-192/transmla?freqfold=1": {"valid_perplexity": 99.0}}
+}
+
+
+def test_conversions_the_largest_first_under_the_original() -> None:
+    assert conversion(DOCUMENT).splitlines() == [
+        "| values | method | WikiText-2 | Brown | PIQA | minutes |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| 384 | original | 20.00 | 20.00 | 68.0 % |  |",
+        "| 192 | headwise (48 rotated) | 22.46 (×1.123) | 24.00 (×1.200) | 66.0 % | 2.0 |",
+        "| 192 | TransMLA (FreqFold 4, 64 rotated) | 40.00 (×2.000) | 50.00 (×2.500) |  |  |",
+        "| 128 | headwise (48 rotated) | 28.00 (×1.400) | 30.00 (×1.500) | 66.0 % | 1.5 |",
+        "| 128, MQA | mean pooling | 26 168 (×1 308) | 18 000 (×900) |  |  |",
+    ]
+
+
+def test_a_target_a_line() -> None:
+    assert conversion_short(DOCUMENT).splitlines() == [
+        "| values | headwise | TransMLA | mean pooling | headwise, Brown |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| 192 | ×1.123 | ×2.000 |  | ×1.200 |",
+        "| 128 | ×1.400 |  |  | ×1.500 |",
+        "| 128, MQA |  |  | ×1 308 |  |",
+    ]
+
+
+def test_points_lost() -> None:
+    near = {
+        "rate": 0.8,
+        "reference_rate": 0.82,
+        "difference": -0.02,
+        "difference_low": -0.031,
+        "difference_high": -0.01,
+    }
+    rows = {
+        "original": {"ranks": [1]},
+        "gqa:6/aligned boolq 16384": {
+            "method": "aligned",
+            "text": "boolq",
+            "tokens": 16384,
+            "recall_at_1": near,
+            "recall_at_10": {"rate": 0.95, "reference_rate": 0.96},
+        },
+    }
+    assert retrieval({"rows": rows}).splitlines()[2:] == [
+        "| mha (12) | original |  | 82.00 |  | 96.00 |",
+        "| gqa:6 | aligned | 16 384 tokens of boolq | 80.00 | 2.00 (1.00 to 3.10) | 95.00 |",
+    ]
+
+
+def test_length() -> None:
+    scores = [{"start": 1, "stop": 256, "nll": 3.5, "reference_nll": 3.4}]
+    depth = {"found": 0.5, "first": 1.0, "nll": 2.0}
+    rows = {
+        "text/brown": {"texts": [{"by_position": scores}]},
+        "planted/0.25": {"depths": [depth | {f"reference_{key}": 1.0 for key in depth}]},
+    }
+    assert positions({"rows": rows}).splitlines()[2:] == ["| brown | 1–255 | 3.400 | 3.500 | +0.100 |"]
+    assert planted({"rows": rows}).splitlines()[2:] == ["| 0.25 | 1.00 → 0.50 | 1.00 → 1.00 | 1.00 → 2.00 |"]
+
+
+def test_tables_go_into_their_places_and_nowhere_else() -> None:
+    text = (
+        "a\n<!-- table: one -->\nold\nold\n<!-- end of table -->\nb\n<!-- table: two -->\n<!-- end of table -->\nc\n"
+    )
+    made = fill(text, {"one": "| new |"})
+    assert made == text.replace("old\nold", "| new |")
+    assert fill(made, {"one": "| new |"}) == made

@@ -1,0 +1,82 @@
+"""What a model is shown to be studied on: a decoder running text, an encoder sentences as it reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from headwise.checkpoints import load_tokenizer, open_checkpoint
+from headwise.conversion.calibration import _windows
+from headwise.evaluation import token_ids, wrapping_ids
+from tests.real_models import save_tiny
+from tests.tiny_families import save_family
+
+TEXT = "Whatever is worth measuring is worth measuring twice. " * 30
+
+
+def wrap(folder: Path) -> None:
+    """Let the folder's tokenizer put a token before and two behind each text."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A <unk> <pad>", special_tokens=[("<s>", 1), ("<unk>", 2), ("<pad>", 0)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def shown(folder: Path, text: Path, tokens: int) -> torch.Tensor:
+    windows, held = _windows(open_checkpoint(folder), [text], tokens)
+    assert 0 < held < len(windows)
+    return windows
+
+
+def test_what_a_tokenizer_puts_around_a_text(tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "bert", "bert")
+    assert wrapping_ids(load_tokenizer(folder)) == ([], [])
+    wrap(folder)
+    assert wrapping_ids(load_tokenizer(folder)) == ([1], [2, 0])
+
+
+def test_an_encoder_is_shown_sentences_of_its_length_with_the_tokens_around_them(tmp_path: Path, text: Path) -> None:
+    folder = save_family(tmp_path / "bert", "bert")
+    wrap(folder)
+    (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer"}]))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 24}))
+    windows = shown(folder, text, 210)
+    assert windows.shape == (10, 24)
+    assert windows[:, 0].tolist() == [1] * 10
+    assert windows[:, -2:].tolist() == [[2, 0]] * 10
+    ids = token_ids(load_tokenizer(folder), TEXT)
+    inside = {tuple(row) for row in windows[:, 1:-2].tolist()}
+    assert inside == {tuple(ids[at : at + 21]) for at in range(0, 210, 21)}
+
+
+def test_a_single_sentence_is_halved_before_it_is_wrapped(tmp_path: Path, text: Path) -> None:
+    folder = save_family(tmp_path / "bert", "bert")
+    wrap(folder)
+    windows = shown(folder, text, 20)
+    assert windows.shape == (2, 13)
+    ids = token_ids(load_tokenizer(folder), TEXT)
+    assert sorted(windows[:, 1:-2].tolist()) == sorted([ids[:10], ids[10:20]])
+
+
+def test_a_decoder_is_shown_running_text(tmp_path: Path, text: Path) -> None:
+    folder = save_tiny(tmp_path / "llama")
+    wrap(folder)
+    windows = shown(folder, text, 512)
+    ids = token_ids(load_tokenizer(folder), TEXT)
+    assert {tuple(row) for row in windows.tolist()} == {tuple(ids[:256]), tuple(ids[256:512])}
