@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion.calibration import _windows
+from headwise.conversion.calibration import open_windows
 from headwise.evaluation import token_ids, wrapping_ids
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
@@ -39,7 +39,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def shown(folder: Path, text: Path, tokens: int) -> torch.Tensor:
-    windows, held = _windows(open_checkpoint(folder), [text], tokens)
+    windows, held = open_windows(open_checkpoint(folder), [text], tokens)
     assert 0 < held < len(windows)
     return windows
 
@@ -62,7 +62,7 @@ def test_an_encoder_is_shown_sentences_of_its_length_with_the_tokens_around_them
     assert windows[:, -2:].tolist() == [[2, 0]] * 10
     ids = token_ids(load_tokenizer(folder), TEXT)
     inside = {tuple(row) for row in windows[:, 1:-2].tolist()}
-    assert inside == {tuple(ids[at : at + 21]) for at in range(0, 210, 21)}
+    assert inside == {tuple(ids[at : at + 21]) for at in range(0, 1410, 141)}  # with the end left out
 
 
 def test_a_single_sentence_is_halved_before_it_is_wrapped(tmp_path: Path, text: Path) -> None:
@@ -79,4 +79,4 @@ def test_a_decoder_is_shown_running_text(tmp_path: Path, text: Path) -> None:
     wrap(folder)
     windows = shown(folder, text, 512)
     ids = token_ids(load_tokenizer(folder), TEXT)
-    assert {tuple(row) for row in windows.tolist()} == {tuple(ids[:256]), tuple(ids[256:512])}
+    assert {tuple(row) for row in windows.tolist()} == {tuple(ids[:256]), tuple(ids[298:554])}

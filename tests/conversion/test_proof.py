@@ -42,9 +42,9 @@ def test_it_ends_on_what_the_calibration_left_of_its_text(source: Path, text: Pa
     done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY)
     found = done.evaluation
     assert found is not None
-    assert (found.text, found.windows, found.window) == (f"{text} after 512 tokens", 2, 256)
+    assert (found.text, found.windows, found.window) == (f"{text} after 1,976 tokens", 2, 256)
     rest = tmp_path / "rest.txt"
-    rest.write_text(TEXT[512:])  # a character is a token
+    rest.write_text(TEXT[1976:])  # a character is a token
     again = headwise.evaluate(tmp_path / "out", against=source, text=rest, windows=2)
     for name in ("perplexity", "reference_perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
         assert getattr(found, name) == getattr(again, name), name
@@ -58,13 +58,13 @@ def test_of_several_texts_what_is_left_of_each(source: Path, text: Path, tmp_pat
     short.write_text("x" * 300)
     exam = choose_exam(open_checkpoint(source), calibrate=[text, short, text], tokens=900, windows=3)
     # Windows of 225 tokens, two of the first text and one of each of the others, which leaves too little of one.
-    assert [name for name, _ in exam] == [f"{text} after 450 tokens", f"{text} after 225 tokens"]
+    assert [name for name, _ in exam] == [f"{text} after 2,100 tokens"] * 2
     study = calibration_windows(load_tokenizer(source), [text, short, text], tokens=900, window=256)
     assert study.shape == (4, 225)
     tokens = load_tokenizer(source)(TEXT)["input_ids"]
-    assert [batch.flatten().tolist() for _, batch in exam] == [tokens[450:][:768], tokens[225:][:768]]
+    assert [batch.flatten().tolist() for _, batch in exam] == [tokens[2100:][:768]] * 2
     assert tokens[:225] == study[0].tolist()
-    assert tokens[225:450] == study[3].tolist()
+    assert tokens[1050:1275] == study[3].tolist()
 
 
 def test_a_text_that_is_used_up_is_not_evaluated_on(source: Path, text: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path)
     assert "Theirs" not in told
     assert str(tmp_path) not in told
     score = done.evaluation
-    assert f"| `text.txt after 512 tokens` | {score.tokens} | {score.reference_perplexity:.3f}" in told
+    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference_perplexity:.3f}" in told
     assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in told
     assert "- steps: sensitivity, sequence, refit\n- calibrated on 512 tokens of `text.txt`\n" in told
     assert f"- took {done.seconds:,.0f} s\n- versions: headwise {headwise.__version__}, torch " in told

@@ -17,6 +17,10 @@ from headwise.evaluation.text import cut_windows, read_text, token_ids
 
 DATASET_PREFIX = "hf-dataset://"
 DATASETS_PIP = "pip install 'headwise[datasets]'"
+SPREAD = 16
+"""Times the tokens asked for: how much of a long text windows are spread over, so that they are about many things."""
+_RESERVE = 8
+"""One in so many tokens of a text, at its end, are left for an exam, and a few windows at least."""
 _CHARACTERS_PER_TOKEN = 32  # no tokenizer in use averages over 16 for long
 _KINDS = {"parquet": ("*.parquet",), "json": ("*.jsonl", "*.json"), "text": ("*.txt",)}
 
@@ -26,8 +30,9 @@ def calibration_windows(
 ) -> Tensor:
     """Windows ``[N, window]`` of a mixture of texts: an equal share of each, in turn.
 
-    Where a text is shorter than its share, what there is is taken: ``numel()`` of the result is the number of tokens.
-    The same arguments give the same windows.
+    Those of a long text lie evenly apart, as windows next to each other are about one thing; its end is left for
+    `windows_beyond`. Where a text is shorter than its share, what there is is taken: ``numel()`` of the result is the
+    number of tokens. The same arguments give the same windows.
 
     Args:
         tokenizer: transformers'.
@@ -48,10 +53,11 @@ def calibration_windows(
             raise ArgumentError(field, value, "must be at least 2")
     ids = [_beginning(tokenizer, source, _enough(tokens, window, len(sources)), name) for source in sources]
     counts, window = _shares([len(own) for own in ids], tokens, window)
-    cut = [
-        cut_windows(own, window=window, windows=count, name=f"{name} {source}")
-        for own, count, source in zip(ids, counts, sources, strict=True)
-    ]
+    cut = []
+    for own, count, source in zip(ids, counts, sources, strict=True):
+        whole = cut_windows(own, window=window, windows=count, name=f"{name} {source}")
+        apart = window + (_span(len(own), len(whole), window) - whole.numel()) // len(whole)
+        cut.append([torch.tensor(own[at * apart : at * apart + window]) for at in range(len(whole))])
     in_turn = [row for rows in zip_longest(*cut) for row in rows if row is not None]
     return torch.stack(in_turn)
 
@@ -70,11 +76,11 @@ def windows_beyond(
         name: of the sources, for errors.
     """
     enough = _enough(tokens, window, len(sources))
-    ids = [_beginning(tokenizer, source, enough + window * windows, name) for source in sources]
+    ids = [_beginning(tokenizer, source, enough, name) for source in sources]
     counts, taken = _shares([len(own) for own in ids], tokens, window)
     found = []
     for own, count, source in zip(ids, counts, sources, strict=True):
-        used = min(count, len(own) // taken) * taken
+        used = _span(len(own), min(count, len(own) // taken), taken)
         if len(own) - used >= window:
             left = cut_windows(own[used:], window=window, windows=windows)
             found.append((f"{source} after {used:,} tokens", left))
@@ -138,8 +144,13 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
 
 
 def _enough(tokens: int, window: int, sources: int) -> int:
-    """How many tokens of each source are as many as `_shares` can ask for."""
-    return -(-tokens // sources) + window
+    """How many tokens of each source are as many as windows are spread over, and an exam is taken from."""
+    return SPREAD * (-(-tokens // sources) + window)
+
+
+def _span(length: int, count: int, window: int) -> int:
+    """How many of a text's tokens its windows are spread over."""
+    return max(count * window, length - max(length // _RESERVE, 4 * window))
 
 
 def _beginning(tokenizer: Any, source: str | Path, tokens: int, name: str) -> list[int]:
