@@ -50,7 +50,8 @@ def test_the_file_runs_and_converts_without_a_tokenizer(tiny_llama_folder: Path,
         assert torch.equal(headwise.load(path)(ids).logits, logits)
         headwise.convert(path, tmp_path / "out", to="mha", evaluate=False)
         torch.testing.assert_close(headwise.load(tmp_path / "out")(ids).logits, logits)
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    names = sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert names == ["README.md", "config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])

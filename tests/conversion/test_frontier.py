@@ -45,7 +45,9 @@ def climb(place: Path, output: Path, **options: Any) -> headwise.Frontier:
 
 def without_times(value: Any) -> Any:
     """All that must be the same from run to run."""
-    timed = ("seconds", "decode_ms", "reference_decode_ms", "peak_rss_bytes")
+    timed = {"decode_ms", "reference_decode_ms", "peak_rss_bytes"} | {
+        f"seconds{kind}" for kind in ("", "_reading", "_writing")
+    }
     if isinstance(value, dict):
         return {key: without_times(item) for key, item in value.items() if key not in timed}
     return [without_times(item) for item in value] if isinstance(value, list) else value
