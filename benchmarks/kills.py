@@ -26,7 +26,17 @@ from typing import Any
 def command(options: argparse.Namespace, out: Path) -> list[str]:
     given = ["--to", "mla", "--kv-budget", options.kv_budget, "--calibrate", options.calibrate]
     given += ["--calibration-tokens", options.tokens]
-    return [sys.executable, "-m", "headwise", "convert", options.source, str(out), *map(str, given), "--json"]
+    return [
+        sys.executable,
+        "-m",
+        "headwise",
+        "convert",
+        options.source,
+        str(out),
+        *map(str, given),
+        "--no-evaluate",
+        "--json",
+    ]
 
 
 def phase(out: Path) -> str:

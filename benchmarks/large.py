@@ -104,7 +104,7 @@ def convert(source: Path, out: Path, hidden: int, *options: object) -> dict[str,
     """In a process of its own, by the command line, and what it reports."""
     values = hidden  # half of the keys and values of an MHA
     sizes = ("--kv-lora-rank", values - ROPE, "--qk-rope-head-dim", ROPE)
-    command = ["-m", "headwise", "convert", source, out, "--to", "mla", *sizes, *options, "--json"]
+    command = ["-m", "headwise", "convert", source, out, "--to", "mla", *sizes, *options, "--no-evaluate", "--json"]
     done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, check=True)
     report: dict[str, Any] = json.loads(done.stdout)
     layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]

@@ -16,7 +16,9 @@ from headwise.specs import GroupedSpec, LatentSpec
 
 def convert_with_one_plan(source: Path, output: Path, *, kv_lora_rank: int, qk_rope_head_dim: int) -> Path:
     """A lossy MLA folder whose layers all keep rotation on every n-th frequency, of the first channels."""
-    headwise.convert(source, output, to="mla", kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+    headwise.convert(
+        source, output, to="mla", kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim, evaluate=False
+    )
     before, after = open_checkpoint(source), open_checkpoint(output)
     tensors = load_file(output / "model.safetensors")
     channels = []

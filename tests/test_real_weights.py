@@ -36,7 +36,7 @@ def text(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def smollm2(root: Path) -> Path:
-    headwise.convert("smollm2-135m", root / "smollm2", to="gqa:3")
+    headwise.convert("smollm2-135m", root / "smollm2", to="gqa:3", evaluate=False)
     return root / "smollm2"
 
 
@@ -58,7 +58,7 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def mha(smollm2: Path) -> Path:
-    headwise.convert(smollm2, smollm2.parent / "mha", to="mha")
+    headwise.convert(smollm2, smollm2.parent / "mha", to="mha", evaluate=False)
     return smollm2.parent / "mha"
 
 
@@ -70,13 +70,13 @@ def test_to_mha_differs_by_exactly_zero(mha: Path, ids: torch.Tensor, expected: 
 def test_its_nine_heads_pooled_to_three_are_the_original(
     mha: Path, ids: torch.Tensor, expected: torch.Tensor
 ) -> None:
-    headwise.convert(mha, mha.parent / "pooled", to="gqa:3")
+    headwise.convert(mha, mha.parent / "pooled", to="gqa:3", evaluate=False)
     assert float((logits(mha.parent / "pooled", ids) - expected).abs().max()) < 1e-4
 
 
 def test_lossless_mla(smollm2: Path, text: Path, ids: torch.Tensor, expected: torch.Tensor) -> None:
     out = smollm2.parent / "lossless"
-    headwise.convert(smollm2, out, to="mla", kv_budget=1.0)
+    headwise.convert(smollm2, out, to="mla", kv_budget=1.0, evaluate=False)
     assert float((logits(out, ids) - expected).abs().max()) < 1e-3
     found = headwise.evaluate(out, against=smollm2, text=text, window=512, windows=1, context=64)
     assert found.perplexity_ratio == pytest.approx(1, abs=1e-4)
@@ -88,7 +88,14 @@ def test_lossless_mla(smollm2: Path, text: Path, ids: torch.Tensor, expected: to
 def test_half_the_cache_in_a_fresh_process(smollm2: Path, text: Path) -> None:
     out = smollm2.parent / "half"
     done = headwise.convert(
-        smollm2, out, to="mla", kv_budget=0.5, calibrate=text, calibration_tokens=1024, without=("refine",)
+        smollm2,
+        out,
+        to="mla",
+        kv_budget=0.5,
+        calibrate=text,
+        calibration_tokens=1024,
+        without=("refine",),
+        evaluate=False,
     )
     assert done.label == "MLA 144 + 48"
     assert (done.kv_bytes_per_token_before, done.kv_bytes_per_token_after) == (30 * 384 * 4, 30 * 192 * 4)
@@ -126,7 +133,7 @@ def test_as_deepseek_v3_where_headwise_cannot_be_imported(
 ) -> None:
     own = tmp_path / "own"
     if plan == "lossless":
-        headwise.convert(smollm2, own, to="mla", kv_budget=1.0)
+        headwise.convert(smollm2, own, to="mla", kv_budget=1.0, evaluate=False)
     else:
         convert_with_one_plan(smollm2, own, kv_lora_rank=200, qk_rope_head_dim=128)
     export_deepseek(own, tmp_path / "stock")
@@ -164,6 +171,44 @@ torch.save({{
                 assert first - second < 1e-3
 
 
+def test_convert_ends_as_deepseek_v3(smollm2: Path, text: Path, tmp_path: Path, ids: torch.Tensor) -> None:
+    done = headwise.convert(
+        smollm2,
+        tmp_path / "stock",
+        to="mla",
+        kv_budget=0.75,
+        format="deepseek",
+        calibrate=text,
+        calibration_tokens=512,
+        without=("sensitivity", "refine"),
+        evaluate=False,
+    )
+    assert done.stock is not None
+    assert done.stock.logits_difference is not None
+    assert done.stock.logits_difference < 1e-3
+    assert done.stock.shared_plan_error is not None
+    assert done.stock.own_plan_error is not None
+    code = f"""
+import sys
+sys.modules["headwise"] = None
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "stock")!r})
+torch.save([type(model).__name__, model(torch.tensor({ids.tolist()})).logits.detach()], {str(tmp_path / "said")!r})
+"""
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert fresh.returncode == 0, fresh.stderr
+    name, said = torch.load(tmp_path / "said", weights_only=True)
+    assert name == "DeepseekV3ForCausalLM"
+    optimized = headwise.optimize(headwise.load(tmp_path / "stock"))
+    with torch.inference_mode():
+        assert float((said - optimized(ids).logits).abs().max()) < 1e-3
+    found = headwise.evaluate(tmp_path / "stock", against=smollm2, text=text, window=512, windows=1, context=64)
+    assert found.perplexity_ratio is not None
+    assert 1 < found.perplexity_ratio < 2
+
+
 def test_stock_cache_of_the_original_is_twice_as_large(smollm2: Path, ids: torch.Tensor) -> None:
     with torch.inference_mode():
         cache = headwise.load(smollm2)(ids, use_cache=True).past_key_values
@@ -175,9 +220,9 @@ def test_glassllm_converts_with_no_change_to_the_code(tmp_path: Path) -> None:
     ids = torch.randint(0, 1024, (2, 100), generator=torch.Generator().manual_seed(1))
     expected = logits(source, ids)
     for name, options in (("mha", {"to": "mha"}), ("lossless", {"to": "mla", "kv_budget": 1.0})):
-        headwise.convert(source, tmp_path / name, **options)
+        headwise.convert(source, tmp_path / name, **options, evaluate=False)
         assert_close(logits(tmp_path / name, ids), expected, 1e-5)
-    done = headwise.convert(source, tmp_path / "half", to="mla", kv_budget=0.5)
+    done = headwise.convert(source, tmp_path / "half", to="mla", kv_budget=0.5, evaluate=False)
     assert done.kv_bytes_per_token_after * 2 == done.kv_bytes_per_token_before
     assert logits(tmp_path / "half", ids).isfinite().all()
 

@@ -23,6 +23,7 @@ _PUBLIC = {
     "Evaluation": "headwise.evaluation",
     "ExpertLatentAttention": "headwise.attention",
     "ExpertLatentSpec": "headwise.specs",
+    "Frontier": "headwise.conversion",
     "Generation": "headwise.hf",
     "GroupedQueryAttention": "headwise.attention",
     "GroupedSpec": "headwise.specs",
@@ -55,6 +56,7 @@ _PUBLIC = {
     "evaluate_choices": "headwise.evaluation",
     "evaluate_planted": "headwise.evaluation",
     "evaluate_retrieval": "headwise.evaluation",
+    "frontier": "headwise.conversion",
     "generate": "headwise.hf",
     "inspect": "headwise.cost",
     "load": "headwise.hf",
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
         RotaryEmbedding,
         SelfAttention,
     )
-    from headwise.conversion import Calibration, Conversion, calibrate, convert
+    from headwise.conversion import Calibration, Conversion, Frontier, calibrate, convert, frontier
     from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
     from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, SpecError
     from headwise.evaluation import (
@@ -111,6 +113,7 @@ __all__ = [
     "Evaluation",
     "ExpertLatentAttention",
     "ExpertLatentSpec",
+    "Frontier",
     "Generation",
     "GroupedQueryAttention",
     "GroupedSpec",
@@ -143,6 +146,7 @@ __all__ = [
     "evaluate_choices",
     "evaluate_planted",
     "evaluate_retrieval",
+    "frontier",
     "generate",
     "inspect",
     "load",

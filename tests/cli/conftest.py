@@ -20,8 +20,9 @@ class Said:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """Run the command line in this process."""
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
+    """Run the command line in this process, without a progress bar: a busy machine is slow, not wrong."""
+    monkeypatch.setattr("headwise.cli.app._PATIENCE", 600.0)
 
     def run(*arguments: object) -> Said:
         capsys.readouterr()

@@ -55,7 +55,10 @@ CONVERT = {
     "parameters_after",
     "seconds",
     "peak_rss_bytes",
+    "evaluation",
+    "stock",
 }
+MEASURED = {"seconds", "peak_rss_bytes", "evaluation"}
 EVALUATE = {
     "tokens",
     "perplexity",
@@ -150,9 +153,10 @@ def test_every_command_speaks_json(cli: Callable[..., Said], here: Path, tiny_ll
     done = document(cli("convert", "tiny", "out", *MLA, "--calibrate", "text.txt", "--json"))
     assert done.keys() >= CONVERT
     assert done["kv_bytes_per_token_before"] == 2 * done["kv_bytes_per_token_after"]
-    assert {key: planned[key] for key in CONVERT - {"seconds", "peak_rss_bytes"}} == {
-        key: done[key] for key in CONVERT - {"seconds", "peak_rss_bytes"}
-    }
+    assert {key: planned[key] for key in CONVERT - MEASURED} == {key: done[key] for key in CONVERT - MEASURED}
+    assert planned["evaluation"] is None
+    assert done["evaluation"].keys() >= EVALUATE
+    assert done["evaluation"]["against"] == "tiny"
     assert (document(cli("inspect", "out", "--json"))["mechanism"]) == "mla"
 
     evaluated = document(cli("evaluate", "out", "--against", "tiny", "--text", "text.txt", *SMALL, "--json"))
@@ -165,6 +169,21 @@ def test_every_command_speaks_json(cli: Callable[..., Said], here: Path, tiny_ll
     said = document(cli("generate", "out", "--prompt", "the quick", "--max-new-tokens", "3", "--json"))
     assert said["prompt"] == "the quick"
     assert isinstance(said["text"], str)
+
+
+def test_a_conversion_prints_its_proof(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
+    said = cli("convert", "tiny", "out", *MLA, "--evaluate", "text.txt", "--evaluation-windows", "3")
+    assert (said.status, said.err) == (0, "")
+    lines = said.out.splitlines()
+    (about,) = [at for at, line in enumerate(lines) if line.startswith("381 tokens of text.txt, windows of 128;")]
+    assert lines[about + 1].split() == ["converted", "original"]
+    assert [line.split()[0] for line in lines[about + 3 :]] == ["perplexity", "cache", "decode", "perplexity"]
+    assert "same first choice" in lines[-1]
+    assert "tokens of" not in cli("convert", "tiny", "out", *MLA, "--overwrite", "--no-evaluate").out
+    said = cli("convert", "tiny", "out", *MLA, "--overwrite", "--format", "deepseek", "--no-evaluate")
+    assert "transformers loads it as deepseek_v3" in said.out
+    assert "note: float32 logits differ by at most" in said.out
+    assert document(cli("inspect", "out", "--json"))["model_type"] == "deepseek_v3"
 
 
 def test_a_number_json_has_no_word_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,6 +260,41 @@ def slowly(self, name, tensor):
 FolderWriter.add = slowly
 main()
 """
+
+
+SLOWLY_ON_TEXT = """
+import time
+from headwise.cli import main
+from headwise.conversion.activations import Activations
+
+commit = Activations.commit
+def slowly(self):
+    commit(self)
+    print("committed", flush=True)
+    time.sleep(0.5)
+Activations.commit = slowly
+main()
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("--format", "deepseek")], ids=["headwise", "deepseek"])
+def test_stopping_it_says_that_finished_work_is_kept(
+    here: Path, tiny_llama: Path, cli: Callable[..., Said], more: tuple[str, ...]
+) -> None:
+    command = ("convert", "tiny", "out", *MLA, "--calibrate", "text.txt", "--no-evaluate", *more)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOWLY_ON_TEXT, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["committed\n"] * 2  # the embeddings', and a layer's
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    line = "headwise: interrupted; what is done is kept, and the same command goes on from there\n"
+    assert (process.returncode, stderr) == (130, line)
+    assert left(here) == [".out.headwise-partial", "text.txt", "tiny"]
+    said = cli(*command)
+    assert (said.status, said.err) == (0, "")
+    assert left(here) == ["out", "text.txt", "tiny"]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
@@ -346,5 +400,6 @@ def test_an_encoder_is_converted_and_caches_nothing(cli: Callable[..., Said], he
     assert said.status == 0
     assert "cache a token" not in said.out
     assert "run it with headwise.load, or in transformers after import headwise.hf" in said.out
+    assert "note: not evaluated: model_type = 'bert': is an encoder" in said.out
     assert "every token sees every other" in cli("inspect", "out").out
     assert "model_type = 'headwise_bert': is an encoder" in cli("generate", "out", "--prompt", "a").err

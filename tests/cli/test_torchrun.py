@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.saved import open_statistics
 from tests.closeness import assert_close
@@ -59,17 +58,21 @@ def test_grams_are_those_of_one_process(source: Path, tmp_path: Path) -> None:
         assert_close(found[1], expected[1], 1e-6)  # kept in float32
 
 
-def test_a_conversion_is_that_of_one_process(source: Path, tmp_path: Path) -> None:
-    options = ("--to", "mla", "--kv-budget", "0.5", "--calibrate", tmp_path / "text.txt", "--json")
+@pytest.mark.parametrize("form", ["headwise", "deepseek"])
+def test_a_conversion_is_that_of_one_process(source: Path, tmp_path: Path, form: str) -> None:
+    options = ("--to", "mla", "--kv-budget", "0.5", "--calibrate", tmp_path / "text.txt", "--format", form)
+    exam = ("--evaluate", tmp_path / "exam.txt", "--json")
+    reports = []
     for name, launch in (("one", ()), ("two", TWO)):
-        done = run("-m", "headwise", "convert", source, tmp_path / name, *options, launch=launch)
+        done = run("-m", "headwise", "convert", source, tmp_path / name, *options, *exam, launch=launch)
         assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["output"] == str(tmp_path / name)
-    found = [
-        headwise.evaluate(tmp_path / name, text=tmp_path / "exam.txt", window=128, windows=3).perplexity
-        for name in ("one", "two")
-    ]
-    assert found[1] == pytest.approx(found[0], rel=1e-3)
+        reports.append(json.loads(done.stdout))  # printed once
+        assert reports[-1]["output"] == str(tmp_path / name)
+        assert "Not measured" not in (tmp_path / name / "README.md").read_text()
+    one, two = (report["evaluation"]["perplexity"] for report in reports)
+    assert two == pytest.approx(one, rel=1e-3)
+    one, two = (report["stock"] and report["stock"]["shared_plan_error"] for report in reports)
+    assert two == pytest.approx(one, rel=1e-3)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     assert not any(torch.isnan(tensor).any() for tensor in two.values())

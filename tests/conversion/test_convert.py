@@ -33,7 +33,7 @@ def first_tokens(source: Path, count: int) -> torch.Tensor:
 
 
 def test_the_report_is_true_to_the_files(source: Path, tmp_path: Path) -> None:
-    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5)
+    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5, evaluate=False)
     with safe_open(tmp_path / "out/model.safetensors", framework="pt") as file:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
     assert done.parameters_after == sum(torch.Size(shape).numel() for shape in shapes)
@@ -53,7 +53,7 @@ def test_the_report_is_true_to_the_files(source: Path, tmp_path: Path) -> None:
 
 
 def test_grouped_results_are_stock_folders(source: Path, tmp_path: Path) -> None:
-    headwise.convert(source, tmp_path / "out", to="gqa:1")
+    headwise.convert(source, tmp_path / "out", to="gqa:1", evaluate=False)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["model_type"] == "qwen2"
     assert config["num_key_value_heads"] == 1
@@ -62,12 +62,12 @@ def test_grouped_results_are_stock_folders(source: Path, tmp_path: Path) -> None
 
 
 def test_the_tokenizer_comes_along(source: Path, tmp_path: Path) -> None:
-    headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5)
+    headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5, evaluate=False)
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
 def test_dtype_is_the_outputs(source: Path, tmp_path: Path) -> None:
-    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=1.0, dtype="bfloat16")
+    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=1.0, dtype="bfloat16", evaluate=False)
     assert done.dtype == "bfloat16"
     assert headwise.load(tmp_path / "out").dtype == torch.bfloat16
     assert headwise.load(tmp_path / "out", dtype="float32").dtype == torch.float32
@@ -79,14 +79,14 @@ def test_a_dry_run_writes_nothing_and_says_the_same(source: Path, text: Path, tm
     dry = headwise.convert(source, tmp_path / "out", dry_run=True, **options)
     assert sorted(tmp_path.iterdir()) == before
     assert dry.seconds > 0
-    wet = headwise.convert(source, tmp_path / "out", **options)
+    wet = headwise.convert(source, tmp_path / "out", **options, evaluate=False)
     same = ("kv_bytes_per_token_before", "kv_bytes_per_token_after", "parameters_after", "disk_bytes", "label")
     assert [getattr(dry, name) for name in same] == [getattr(wet, name) for name in same]
 
 
 def test_the_same_conversion_gives_the_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.4, calibrate=text)
+        headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.4, calibrate=text, evaluate=False)
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
@@ -98,7 +98,7 @@ def test_calibration_text_lowers_the_error_it_is_meant_to(source: Path, text: Pa
     with torch.inference_mode():
         expected = headwise.load(source)(ids).logits
         for name, options in (("blind", {}), ("calibrated", {"calibrate": text})):
-            headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.5, **options)
+            headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.5, **options, evaluate=False)
             errors[name] = float((headwise.load(tmp_path / name)(ids).logits - expected).square().mean())
     assert errors["calibrated"] < errors["blind"]
 
@@ -110,37 +110,37 @@ def test_more_cache_is_less_damage(source: Path, text: Path, tmp_path: Path) -> 
         expected = headwise.load(source)(ids).logits
         for budget in (0.25, 0.5, 0.75, 1.0):
             out = tmp_path / f"at-{budget}"
-            headwise.convert(source, out, to="mla", kv_budget=budget, calibrate=text)
+            headwise.convert(source, out, to="mla", kv_budget=budget, calibrate=text, evaluate=False)
             errors.append(float((headwise.load(out)(ids).logits - expected).square().mean()))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-12
 
 
 def test_overwrite_replaces_a_model_folder(source: Path, tmp_path: Path) -> None:
-    headwise.convert(source, tmp_path / "out", to="mha")
-    headwise.convert(source, tmp_path / "out", to="mqa", overwrite=True)
+    headwise.convert(source, tmp_path / "out", to="mha", evaluate=False)
+    headwise.convert(source, tmp_path / "out", to="mqa", overwrite=True, evaluate=False)
     assert headwise.inspect(tmp_path / "out").mechanism == "mqa"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_converting_from_mla_is_refused_by_name(source: Path, tmp_path: Path) -> None:
-    headwise.convert(source, tmp_path / "mla", to="mla", kv_budget=0.5)
+    headwise.convert(source, tmp_path / "mla", to="mla", kv_budget=0.5, evaluate=False)
     with pytest.raises(headwise.SpecError, match="converting from MLA is not supported"):
         headwise.convert(tmp_path / "mla", tmp_path / "out", to="gqa:1")
 
 
 def test_only_every_channel_and_the_whole_latent_is_lossless(source: Path, tmp_path: Path) -> None:
     """As many cached bytes as the source, but spent otherwise, is not the source."""
-    done = headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=36, qk_rope_head_dim=12)
+    done = headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=36, qk_rope_head_dim=12, evaluate=False)
     assert done.kv_bytes_per_token_after == done.kv_bytes_per_token_before
     assert any("calibrat" in note for note in done.notes)
 
 
 def test_calibration_uses_all_the_tokens_asked_for(source: Path, text: Path, tmp_path: Path) -> None:
     options = {"to": "mla", "kv_budget": 0.5, "calibrate": text, "without": ("refine",)}
-    done = headwise.convert(source, tmp_path / "some", **options, calibration_tokens=300)
+    done = headwise.convert(source, tmp_path / "some", **options, calibration_tokens=300, evaluate=False)
     assert done.calibration_tokens == 300
-    assert headwise.convert(source, tmp_path / "all", **options).calibration_tokens > 2000
+    assert headwise.convert(source, tmp_path / "all", **options, evaluate=False).calibration_tokens > 2000
 
 
 def test_a_tensor_without_a_place_in_the_model_is_refused(source: Path, tmp_path: Path) -> None:

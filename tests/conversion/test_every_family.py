@@ -32,7 +32,9 @@ CONVERTED = [
 
 
 def convert(source: Path, out: Path, to: str, budget: float = 0.5, **options: Any) -> Any:
-    return headwise.convert(source, out, to=to, **({"kv_budget": budget} if to == "mla" else {}), **options)
+    return headwise.convert(
+        source, out, to=to, **({"kv_budget": budget} if to == "mla" else {}), **options, evaluate=False
+    )
 
 
 @pytest.fixture
@@ -183,7 +185,7 @@ def test_a_static_cache_serves_too(name: str, to: str, tmp_path: Path, ids: torc
 def test_without_rope_half_the_cache_is_enough(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
     """Keys and values of as many heads are 2E numbers made from E: a latent of E + 1 (for the biases) holds them."""
     source = save_family(tmp_path / "source", name)
-    headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=49, qk_rope_head_dim=0)
+    headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=49, qk_rope_head_dim=0, evaluate=False)
     assert_close(answer(headwise.load(tmp_path / "out"), ids), answer(headwise.load(source), ids), 1e-6)
 
 

@@ -55,7 +55,7 @@ def ids() -> torch.Tensor:
 
 
 def test_repeating_heads_changes_not_a_bit(source: Path, tmp_path: Path, ids: torch.Tensor) -> None:
-    done = headwise.convert(source, tmp_path / "out", to="mha")
+    done = headwise.convert(source, tmp_path / "out", to="mha", evaluate=False)
     assert done.mechanism == "mha"
     assert torch.equal(logits(tmp_path / "out", ids), logits(source, ids))
 
@@ -63,7 +63,7 @@ def test_repeating_heads_changes_not_a_bit(source: Path, tmp_path: Path, ids: to
 def test_mla_with_every_channel_and_the_whole_latent_is_the_model(
     source: Path, tmp_path: Path, ids: torch.Tensor
 ) -> None:
-    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=1.0)
+    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=1.0, evaluate=False)
     assert done.kv_bytes_per_token_after == done.kv_bytes_per_token_before
     assert done.notes == ()
     assert_close(logits(tmp_path / "out", ids), logits(source, ids), 1e-8)
@@ -78,13 +78,13 @@ def test_a_full_latent_beside_part_of_the_rotation_keeps_the_values(
     assert spec.head_dim is not None
     keys = spec.num_kv_heads * spec.head_dim
     rank = 2 * keys - 4
-    headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=rank, qk_rope_head_dim=4)
+    headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=rank, qk_rope_head_dim=4, evaluate=False)
     # One token attends to itself alone: whatever its score, its output is its value.
     assert_close(logits(tmp_path / "out", ids[:, :1]), logits(source, ids[:, :1]), 1e-8)
 
 
 def test_there_and_back_is_where_one_started(source: Path, tmp_path: Path, ids: torch.Tensor) -> None:
     spec = headwise.inspect(source)
-    headwise.convert(source, tmp_path / "wide", to="mha")
-    headwise.convert(tmp_path / "wide", tmp_path / "back", to=f"gqa:{spec.num_kv_heads}")
+    headwise.convert(source, tmp_path / "wide", to="mha", evaluate=False)
+    headwise.convert(tmp_path / "wide", tmp_path / "back", to=f"gqa:{spec.num_kv_heads}", evaluate=False)
     assert_close(logits(tmp_path / "back", ids), logits(source, ids), 1e-12)

@@ -65,7 +65,7 @@ def test_it_goes_on(
     source = save_tiny(tmp_path / "source")
     (tmp_path / "text.txt").write_text(TEXT)
     options = {**options, "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
-    headwise.convert(source, tmp_path / "whole", **options)
+    headwise.convert(source, tmp_path / "whole", **options, evaluate=False)
     with monkeypatch.context() as patch:
         stop_at(patch, owner, name, call, after=after)
         with pytest.raises(StoppedError):
@@ -94,7 +94,7 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(sequential.Sequential, "layer", noting)
     monkeypatch.setattr("headwise.conversion.sensitivity._weigh", None)  # would be called, were any to be found
-    headwise.convert(source, tmp_path / "out", **options)
+    headwise.convert(source, tmp_path / "out", **options, evaluate=False)
     assert solved == [2]
 
 
@@ -102,7 +102,7 @@ def test_other_arguments_start_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     source = save_tiny(tmp_path / "source")
     (tmp_path / "text.txt").write_text(TEXT)
     options = {"to": "mla", "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
-    headwise.convert(source, tmp_path / "whole", kv_budget=0.25, **options)
+    headwise.convert(source, tmp_path / "whole", kv_budget=0.25, **options, evaluate=False)
     with monkeypatch.context() as patch:
         stop_at(patch, Activations, "commit", 3, after=True)
         with pytest.raises(StoppedError):
@@ -110,3 +110,24 @@ def test_other_arguments_start_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     headwise.convert(source, tmp_path / "out", kv_budget=0.25, **options)
     for file in FILES:
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_what_a_kill_left_of_the_sensitivities_is_cleared_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's inputs wait in a temporary folder, which only a kill leaves there."""
+    source = save_tiny(tmp_path / "source")
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = {"to": "mqa", "calibrate": tmp_path / "text.txt", "calibration_tokens": 512, "evaluate": False}
+    with monkeypatch.context() as patch:
+        stop_at(patch, Activations, "commit", 1, after=True)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **options)
+    work = tmp_path / ".out.headwise-partial/work"
+    (work / "sensitivities-abc").mkdir()
+    (work / "sensitivities-abc/0.activations").write_bytes(b"states")
+    with monkeypatch.context() as patch:
+        stop_at(patch, Activations, "commit", 1, after=True)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **options)
+    assert sorted(path.name for path in work.glob("sensitivities*")) == ["sensitivities"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ from safetensors.torch import load_file, save
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.conversion import study
+from headwise.conversion.proof import REFERENCE
 from headwise.conversion.results import LayerResults
-from headwise.conversion.saved import _triangle, _whole, open_statistics
+from headwise.conversion.saved import SavedStatistics, _triangle, _whole, open_statistics
 from headwise.conversion.sequential import Sequential
 from headwise.hf import LayerwiseModel
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+
+convert = partial(headwise.convert, evaluate=False)
+"""Nothing is measured, but where a test says so."""
 
 
 @pytest.fixture
@@ -81,26 +86,27 @@ def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics
 def test_any_target_is_made_without_running_the_model(
     source: Path, statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: dict[str, Any]
 ) -> None:
-    headwise.convert(source, tmp_path / "blind", **target)
+    convert(source, tmp_path / "blind", **target)
     monkeypatch.setattr(LayerwiseModel, "__init__", None)  # would be called, were the model to be run
-    done = headwise.convert(source, tmp_path / "out", statistics=statistics, **target)
+    done = convert(source, tmp_path / "out", statistics=statistics, **target)
     assert done.calibration_tokens == 512
     assert not any("no calibration text" in note for note in done.notes)
     assert error_of(source, tmp_path / "out") < error_of(source, tmp_path / "blind")
 
 
+@pytest.mark.parametrize("method", [None, "mha2mla", "transmla:2"])
 def test_it_is_the_conversion_on_the_text_with_every_stage_left_out(
-    source: Path, statistics: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str | None
 ) -> None:
     """But for the sensitivities: each layer solved for the source's own stream, on the windows not held out."""
-    without = ("sequence", "refit", "refine")
-    options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5}
-    headwise.convert(source, tmp_path / "on-text", calibrate=text, calibration_tokens=512, without=without, **options)
+    without = ("sequence", "refit", "refine") if method is None else ()  # a published one has none
+    options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "method": method}
+    convert(source, tmp_path / "on-text", calibrate=text, calibration_tokens=512, without=without, **options)
     # A study of no more than those windows, in their order.
     own = study.open_windows
     monkeypatch.setattr(study, "open_windows", lambda *args: (own(*args)[0][: -own(*args)[1]], 0))
     headwise.calibrate(source, tmp_path / "fewer", calibrate=text, calibration_tokens=512)
-    headwise.convert(source, tmp_path / "out", statistics=tmp_path / "fewer", **options)
+    convert(source, tmp_path / "out", statistics=tmp_path / "fewer", **options)
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("on-text", "out"))
     for name, tensor in expected.items():
         assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-5 * float(tensor.abs().max())), name
@@ -110,17 +116,17 @@ def test_layers_that_are_done_are_neither_read_nor_solved_again(
     source: Path, statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
-    headwise.convert(source, tmp_path / "whole", **options)
+    convert(source, tmp_path / "whole", **options)
     with monkeypatch.context() as patch:
         stop_at(patch, LayerResults, "save", 1, after=True)
         with pytest.raises(StoppedError):
-            headwise.convert(source, tmp_path / "out", **options)
+            convert(source, tmp_path / "out", **options)
     read: list[int] = []
     own = headwise.conversion.job.read_layer
     monkeypatch.setattr(
         "headwise.conversion.job.read_layer", lambda *args, **kwargs: read.append(args[1]) or own(*args, **kwargs)
     )
-    headwise.convert(source, tmp_path / "out", **options)
+    convert(source, tmp_path / "out", **options)
     assert read == [1]
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
@@ -181,25 +187,25 @@ def test_a_damaged_layer_is_refused_by_name(
 ) -> None:
     spoil(statistics / "layer-00000.safetensors")
     with pytest.raises(headwise.CheckpointError, match=rule):
-        headwise.convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_layer_in_anothers_place_is_refused(source: Path, statistics: Path, tmp_path: Path) -> None:
     (statistics / "layer-00001.safetensors").write_bytes((statistics / "layer-00000.safetensors").read_bytes())
     with pytest.raises(headwise.CheckpointError, match=r"layer-00001.*is not the layer that statistics\.json names"):
-        headwise.convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics)
 
 
 def test_another_models_are_refused(source: Path, statistics: Path, tmp_path: Path) -> None:
     other = save_tiny(tmp_path / "other", "qwen2", seed=1)
     with pytest.raises(headwise.CheckpointError, match="is of another model than"):
-        headwise.convert(other, tmp_path / "out", to="mqa", statistics=statistics)
+        convert(other, tmp_path / "out", to="mqa", statistics=statistics)
     deeper = save_tiny(tmp_path / "deeper", "qwen2", num_hidden_layers=3)
     with pytest.raises(headwise.CheckpointError, match=r"has 2 layers, and .*deeper has 3"):
-        headwise.convert(deeper, tmp_path / "out", to="mqa", statistics=statistics)
+        convert(deeper, tmp_path / "out", to="mqa", statistics=statistics)
     source.rename(tmp_path / "moved")
-    headwise.convert(tmp_path / "moved", tmp_path / "out", to="mqa", statistics=statistics)
+    convert(tmp_path / "moved", tmp_path / "out", to="mqa", statistics=statistics)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"format": 1}'])
@@ -209,21 +215,21 @@ def test_what_is_no_such_folder_is_refused(
     about = statistics / "statistics.json"
     about.unlink() if content is None else about.write_text(content)
     with pytest.raises(headwise.CheckpointError, match=r"has no readable statistics\.json"):
-        headwise.convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics)
 
 
 def test_another_format_is_refused(source: Path, statistics: Path, tmp_path: Path) -> None:
     about = json.loads((statistics / "statistics.json").read_text())
     (statistics / "statistics.json").write_text(json.dumps({**about, "format": 2}))
     with pytest.raises(headwise.CheckpointError, match="is of format 2; this headwise reads format 1"):
-        headwise.convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics)
 
 
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
         ({"calibrate": "text"}, "statistics = .*goes without calibrate"),
-        ({"without": ("refit",)}, "without = 'refit': names stages of calibrate"),
+        ({"without": ("refit",)}, "without = 'refit': is a stage of calibrate"),
         ({"method": "mean"}, "statistics = .*goes with mla and aligned heads, not with mean"),
     ],
 )
@@ -233,11 +239,45 @@ def test_what_does_not_go_with_them(
     if "calibrate" in options:
         options = {"calibrate": text}
     with pytest.raises(headwise.ArgumentError, match=rule):
-        headwise.convert(source, tmp_path / "out", to="mqa", statistics=statistics, **options)
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics, **options)
+
+
+def test_they_end_as_deepseek_too(
+    source: Path, statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The channels that all layers keep are chosen by them, and the model is run for nothing but the comparison."""
+    options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "format": "deepseek"}
+    convert(source, tmp_path / "blind", **options)
+    monkeypatch.setattr("headwise.conversion.calibration.LayerwiseModel", None)  # would be called
+    done = convert(source, tmp_path / "out", statistics=statistics, **options)
+    assert (done.model_type, done.calibration_tokens) == ("deepseek_v3", 512)
+    assert done.stock is not None
+    assert done.stock.shared_plan_error is None
+    assert error_of(source, tmp_path / "out") < error_of(source, tmp_path / "blind")
+
+
+def test_the_card_and_the_proof_know_of_them(source: Path, statistics: Path, tmp_path: Path) -> None:
+    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5, statistics=statistics)
+    assert done.evaluation is not None
+    assert done.evaluation.text == REFERENCE  # there is no text that something could be left of
+    card = (tmp_path / "out/README.md").read_text()
+    assert "- steps: sensitivity\n- calibrated on 512 tokens of `text.txt`\n" in card
+
+
+def test_what_they_would_take(source: Path, statistics: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
+    read: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        own = SavedStatistics.layer
+        patch.setattr(SavedStatistics, "layer", lambda self, index: read.append(index) or own(self, index))
+        dry = convert(source, tmp_path / "out", **options, dry_run=True)
+    assert read == [0, 1, 0]  # both are checked, and one is solved for
+    assert dry.seconds > 0
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_report_says_where_the_time_went(source: Path, statistics: Path, tmp_path: Path) -> None:
-    done = headwise.convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+    done = convert(source, tmp_path / "out", to="mqa", statistics=statistics)
     assert 0 < done.seconds_reading < done.seconds
     assert 0 < done.seconds_writing < done.seconds - done.seconds_reading
 
@@ -249,11 +289,11 @@ def test_a_resumed_conversion_on_a_text_does_not_read_what_it_skips(
     with monkeypatch.context() as patch:
         stop_at(patch, Sequential, "layer", 1, after=True)
         with pytest.raises(StoppedError):
-            headwise.convert(source, tmp_path / "out", **options)
+            convert(source, tmp_path / "out", **options)
     read: list[int] = []
     own = headwise.conversion.job.read_layer
     monkeypatch.setattr(
         "headwise.conversion.job.read_layer", lambda *args, **kwargs: read.append(args[1]) or own(*args, **kwargs)
     )
-    headwise.convert(source, tmp_path / "out", **options)
+    convert(source, tmp_path / "out", **options)
     assert read == [1]

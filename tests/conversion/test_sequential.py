@@ -14,7 +14,6 @@ import torch.nn.functional as F
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.heads import Layer, grouped_heads, rotation_tables, sample_rows
-from headwise.conversion.job import _shifted
 from headwise.conversion.refit import OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities
@@ -43,7 +42,7 @@ def source_layer(model: LayerwiseModel, index: int) -> Layer:
     spec = checkpoint.spec.layers[index]
     assert isinstance(spec, GroupedSpec)
     state = checkpoint.family.read_attention(checkpoint.read, index, spec)
-    return Layer(spec, _shifted(state, checkpoint.family.norm_offset)).float()
+    return Layer(spec, state).float()
 
 
 def ids(count: int, window: int, seed: int = 0) -> torch.Tensor:

@@ -24,7 +24,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("evaluation")
     save_tiny(root / "source")
     (root / "text.txt").write_text(TEXT)
-    headwise.convert(root / "source", root / "half", to="mla", kv_budget=0.5)
+    headwise.convert(root / "source", root / "half", to="mla", kv_budget=0.5, evaluate=False)
     return root
 
 
@@ -103,7 +103,7 @@ def test_a_model_of_few_positions_is_measured_within_them(root: Path) -> None:
 
 
 def test_two_dtypes_are_run_in_the_wider_one(root: Path) -> None:
-    headwise.convert(root / "source", root / "narrow", to="mla", kv_budget=0.5, dtype="bfloat16")
+    headwise.convert(root / "source", root / "narrow", to="mla", kv_budget=0.5, dtype="bfloat16", evaluate=False)
     options = {"text": root / "text.txt", "window": 50, "windows": 1, "context": 10}
     found = headwise.evaluate(root / "narrow", against=root / "source", **options)
     assert found.dtype == "float64"

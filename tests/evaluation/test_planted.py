@@ -24,7 +24,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("planted")
     save_tiny(root / "source")
     (root / "text.txt").write_text(TEXT)
-    headwise.convert(root / "source", root / "half", to="mla", kv_budget=0.5)
+    headwise.convert(root / "source", root / "half", to="mla", kv_budget=0.5, evaluate=False)
     return root
 
 

@@ -22,13 +22,13 @@ from tests.real_models import save_tiny
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("hosting")
     source = save_tiny(root / "source", "qwen2", tie_word_embeddings=True)
-    headwise.convert(source, root / "mla", to="mla", kv_budget=0.5)
+    headwise.convert(source, root / "mla", to="mla", kv_budget=0.5, evaluate=False)
     return root / "mla"
 
 
 @pytest.fixture(scope="module")
 def lossless(folder: Path) -> Path:
-    headwise.convert(folder.parent / "source", folder.parent / "lossless", to="mla", kv_budget=1.0)
+    headwise.convert(folder.parent / "source", folder.parent / "lossless", to="mla", kv_budget=1.0, evaluate=False)
     return folder.parent / "lossless"
 
 

@@ -31,8 +31,6 @@ class Family:
         output: where below ``attention`` its output projection is, when what the module gives has been added to the
             stream or normalised already.
         adds: the attention's output joins the residual stream as it is; False where a norm comes between.
-        norm_offset: what is added to stored weights of query and key norms before they multiply (Gemma's are
-            stored as offsets from 1).
         hosted: where below ``attention`` headwise's layer goes, when that is not the module itself.
         emptied: what below ``attention`` then has nothing left to do: headwise's layer does it.
         dropout: the config's field for dropped attention weights.
@@ -53,7 +51,6 @@ class Family:
     stock_kv_heads: bool = True
     output: str = ""
     adds: bool = True
-    norm_offset: float = 0.0
     hosted: str = ""
     emptied: tuple[str, ...] = ()
     dropout: str = "attention_dropout"
@@ -117,7 +114,7 @@ class Family:
     ) -> State:
         """One layer's attention in the layer's own names: ``q_proj.weight`` ``[H·D, E]`` and so on.
 
-        Norms of queries and keys come as the family stores them (Gemma's are offsets from 1).
+        Norms of queries and keys come as they multiply (Gemma stores them as offsets from 1).
 
         Args:
             read: gives a tensor of the checkpoint by name.

@@ -69,6 +69,19 @@ PLAIN = renamed()
 """Llama's: as the layer itself has them."""
 
 
+def offset_norms(offset: float) -> Layout:
+    """Llama's, with norms of queries and keys stored less an offset that is added before they multiply (Gemma).
+
+    As they multiply they are float64: beside the offset, a narrower dtype would drop their last digits.
+    """
+
+    def shifted(state: Mapping[str, Tensor], by: float) -> State:
+        norms = ("q_norm.weight", "k_norm.weight")
+        return {name: tensor.double() + by if name in norms else tensor for name, tensor in state.items()}
+
+    return Layout(lambda state, _: shifted(state, -offset), lambda state, _: shifted(state, offset))
+
+
 def fused(name: str, output: str, *, by_head: bool = False, transposed: bool = False) -> Layout:
     """Query, key and value rows in one projection.
 

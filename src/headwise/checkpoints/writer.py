@@ -121,6 +121,8 @@ class FolderWriter:
                 self._move_into_place()
             elif isinstance(error, CheckpointError) and isinstance(error.__context__, OSError) and self._is_kept():
                 raise CheckpointError(error.field, error.value, error.rule + _KEPT) from error
+            elif isinstance(error, KeyboardInterrupt) and self._is_kept():
+                error.add_note(_KEPT.removeprefix("; "))
         except OSError as failure:
             raise self._refusal(_could_not(failure)) from failure
         finally:

@@ -72,6 +72,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class StoppedError(Exception):
+    """Ctrl-C, with what there is to say of the work it ended; typer would let that go."""
+
+
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
     """A bar on stderr that appears once the work has taken two seconds."""
@@ -94,11 +98,13 @@ def progress_bar() -> Iterator[Progress]:
 
     try:
         yield report
-    except BaseException:
+    except BaseException as error:
         patience.cancel()
         # The error is all there is to see; the bar's own stop would put an empty line before it.
         bar.live.transient = True
         bar.live.stop()
+        if isinstance(error, KeyboardInterrupt) and (notes := getattr(error, "__notes__", ())):
+            raise StoppedError(notes[0]) from None
         raise
     finally:
         patience.cancel()

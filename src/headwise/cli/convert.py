@@ -8,7 +8,9 @@ import typer
 from rich.markup import escape
 
 from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.cli.evaluate import show_text
 from headwise.cli.torchrun import as_one_process
+from headwise.errors import ArgumentError
 
 
 @app.command(
@@ -33,18 +35,33 @@ def convert(
         typer.Option(metavar="FOLDER", help="Of headwise calibrate, in the place of a text: the model is not run."),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="How heads come to be shared: aligned (the default), mean or first_head.")
+        str | None,
+        typer.Option(
+            help="How heads come to be shared: aligned (the default), mean or first_head; for mla a published method "
+            "to compare with: mha2mla, transmla or transmla:F."
+        ),
     ] = None,
     without: Annotated[
         list[str] | None,
         typer.Option(metavar="STAGE", help="Leave out sensitivity, sequence, refit or refine."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the output; the source's when left out.")] = None,
+    format: Annotated[  # noqa: A002
+        str, typer.Option(help="mla: headwise, or deepseek: a stock folder, with one plan for all layers.")
+    ] = "headwise",
+    evaluate: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="What to evaluate on; when left out, text beyond the calibration's."),
+    ] = None,
+    no_evaluate: Annotated[bool, typer.Option("--no-evaluate", help="Do not evaluate at the end.")] = False,
+    evaluation_windows: Annotated[int, typer.Option(help="How many windows of each text, of 2048 tokens.")] = 2,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model folder at OUT.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Convert a model's attention to MHA, GQA, MQA or MLA and write a model folder."""
+    if no_evaluate and evaluate:
+        raise ArgumentError("evaluate", evaluate[0], "goes without --no-evaluate")
     with as_one_process(), progress_bar() as progress:
         from headwise.conversion import convert as convert_source
         from headwise.specs import HOSTED_PREFIX
@@ -62,6 +79,9 @@ def convert(
             method=method,
             without=without or (),
             dtype=dtype,
+            format=format,  # type: ignore[arg-type]  # it says itself what it can be
+            evaluate=evaluate or not no_evaluate,
+            evaluation_windows=evaluation_windows,
             dry_run=dry_run,
             overwrite=overwrite,
             progress=progress,
@@ -79,5 +99,9 @@ def convert(
     out.print(f"{'about ' if dry_run else ''}{done.seconds:.1f} s{peak}")
     if done.model_type.startswith(HOSTED_PREFIX) and not dry_run:
         out.print("run it with headwise.load, or in transformers after import headwise.hf")
+    elif done.stock is not None:
+        out.print("transformers loads it as deepseek_v3; headwise.optimize(model) makes it attend to its latents")
     for note in done.notes:
         out.print(f"note: {note}", markup=False)
+    if done.evaluation is not None:
+        show_text(done.evaluation, columns=("converted", "original"))

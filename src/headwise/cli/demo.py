@@ -50,7 +50,7 @@ def demo(
 
     with progress_bar() as progress:
         console.print("[bold]1 unpack[/bold] SmolLM2-135M-Instruct, dequantised from Q4_1, as a model folder")
-        headwise.convert(BUNDLED, original, to="gqa:3", overwrite=True, progress=progress)
+        headwise.convert(BUNDLED, original, to="gqa:3", evaluate=False, overwrite=True, progress=progress)
         console.print("[bold]2 inspect[/bold]")
         inspection = headwise.inspect(original, dtype="float32")
         console.print(
@@ -68,14 +68,25 @@ def demo(
         for name, how in CONVERSIONS:
             folder = output / name
             calibrate: dict[str, Any] = {"calibrate": study} if name == "mla-half" else {}
-            conversion = headwise.convert(original, folder, **how, **calibrate, overwrite=True, progress=progress)
-            evaluation = headwise.evaluate(folder, against=original, text=exam, windows=windows, progress=progress)
+            conversion = headwise.convert(
+                original,
+                folder,
+                **how,
+                **calibrate,
+                evaluate=exam,
+                evaluation_windows=windows,
+                overwrite=True,
+                progress=progress,
+            )
+            evaluation = conversion.evaluation
+            if evaluation is None:
+                raise CheckpointError("evaluation", name, conversion.notes[-1])
             said = headwise.generate(folder, PROMPT, max_new_tokens=12)
             console.print(f"  {name}: perplexity × {evaluation.perplexity_ratio:.4f}")
             results.append(
                 {
                     "name": name,
-                    "convert": conversion.to_dict(),
+                    "convert": {k: v for k, v in conversion.to_dict().items() if k != "evaluation"},
                     "evaluate": evaluation.to_dict(),
                     "generate": said.to_dict(),
                 }
@@ -107,13 +118,11 @@ def demo(
 
 def _texts(folder: Path) -> tuple[Path, Path]:
     """The two halves of Python's own language reference: one to study, one to be examined on."""
-    from pydoc_data.topics import topics
+    from headwise.evaluation import language_reference
 
-    names = sorted(topics)
-    halves = names[0::2], names[1::2]
     paths = folder / "study.txt", folder / "exam.txt"
-    for path, half in zip(paths, halves, strict=True):
-        path.write_text("\n\n".join(topics[name] for name in half), encoding="utf-8")
+    for path, first in zip(paths, (0, 1), strict=True):
+        path.write_text(language_reference(slice(first, None, 2)), encoding="utf-8")
     return paths
 
 

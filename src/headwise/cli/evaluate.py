@@ -79,7 +79,7 @@ def evaluate(
         emit(document)
         return
     if of_text is not None:
-        _show_text(of_text, by_position=by_position)
+        show_text(of_text, by_position=by_position)
     if of_choices is not None:
         _show_choices(of_choices)
     if of_planted is not None:
@@ -88,10 +88,13 @@ def evaluate(
         _show_retrieval(of_retrieval)
 
 
-def _show_text(found: Evaluation, *, by_position: bool) -> None:
+def show_text(
+    found: Evaluation, *, by_position: bool = False, columns: tuple[str, str] = ("model", "reference")
+) -> None:
+    """Print what was measured on text: two columns, and the cost by position if that is asked for."""
     how = f"windows of {found.window}; {found.dtype}, {found.threads} threads"
     out.print(f"{found.tokens:,} tokens of {escape(found.text)}, {how}")
-    table = _table("", found.against)
+    table = _table("", found.against, columns)
     for score in found.texts if len(found.texts) > 1 else ():
         _row(table, f"perplexity of {escape(score.text)}", score.perplexity, score.reference_perplexity, ".3f")
     _row(table, "perplexity", found.perplexity, found.reference_perplexity, ".3f")
@@ -105,7 +108,7 @@ def _show_text(found: Evaluation, *, by_position: bool) -> None:
             f" · same first choice {score.top1_agreement:.1%}"
         )
     for score in found.texts if by_position else ():
-        table = _table(f"nats at positions of {escape(score.text)}", found.against)
+        table = _table(f"nats at positions of {escape(score.text)}", found.against, columns)
         for bucket in score.by_position:
             _row(table, f"{bucket.start}–{bucket.stop - 1}", bucket.nll, bucket.reference_nll, ".4f")
         out.print(table)
@@ -161,8 +164,8 @@ def _span(low: float | None, high: float | None, style: str = ".1f") -> str:
     return f"{100 * low:{style}} to {100 * high:{style}}"
 
 
-def _table(heading: str, against: str | None) -> Any:
-    return numbers_table(heading, "model", *(["reference"] if against is not None else []))
+def _table(heading: str, against: str | None, columns: tuple[str, str] = ("model", "reference")) -> Any:
+    return numbers_table(heading, *columns[: 1 if against is None else 2])
 
 
 def _row(table: Any, name: str, own: float, reference: float | None, style: str) -> None:

@@ -16,8 +16,19 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for bad input (one line on stderr), 1 for a failure."""
     import typer
 
-    from headwise.cli import calibrate, compare, complexity, convert, count, demo, evaluate, generate, inspect  # noqa: F401  (they register)
-    from headwise.cli.app import app
+    from headwise.cli import (  # noqa: F401  (they register)
+        calibrate,
+        compare,
+        complexity,
+        convert,
+        count,
+        demo,
+        evaluate,
+        frontier,
+        generate,
+        inspect,
+    )
+    from headwise.cli.app import StoppedError, app
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():
@@ -27,12 +38,15 @@ def main(arguments: list[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # a table's × on a terminal that has none
     # typer carries its own copy of click, or uses click's, by version: its public exception tells which.
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]
+    word = "interrupted"
     try:
         status = app(args=arguments, prog_name="headwise", standalone_mode=False)
     except HeadwiseError as error:
         _complain(str(error))
     except usage_error as error:
         _complain(_usage(error, arguments))
+    except StoppedError as stopped:
+        word, status = f"{word}; {stopped}", _INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
         status = _INTERRUPTED
     except (MemoryError, RuntimeError) as error:
@@ -44,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr.close()
         sys.exit(1)
     if status == _INTERRUPTED:  # typer turns Ctrl-C into this by itself
-        sys.stderr.write("headwise: interrupted\n")
+        sys.stderr.write(f"headwise: {word}\n")
     sys.exit(status if isinstance(status, int) else 0)
 
 

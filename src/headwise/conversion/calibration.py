@@ -37,8 +37,9 @@ def begin(
     folder: Path,
     *,
     tokens: int,
-    without: Collection[str] = (),
+    stages: Collection[str] = STAGES,
     run: str = "",
+    make: type[Sequential] = Sequential,
     progress: Progress,
 ) -> Sequential:
     """A conversion that is about to convert layer 0.
@@ -48,8 +49,9 @@ def begin(
         texts: see `calibration_windows`.
         folder: for activations.
         tokens: how many to look at, in windows of 2048 (shorter where the model or the text is).
-        without: stages to leave out.
+        stages: of `STAGES`, those that are done.
         run: what tells this conversion from another; one that was killed goes on.
+        make: the kind of conversion.
         progress: told of windows and layers.
 
     Raises:
@@ -58,8 +60,7 @@ def begin(
     windows, held = open_windows(checkpoint, texts, tokens)
     # In float32 whatever the weights are stored in: a layer is solved for what it should be given.
     model = LayerwiseModel(checkpoint, torch.float32)
-    stages = [stage for stage in STAGES if stage not in without]
-    return Sequential(model, windows, held=held, folder=folder, stages=stages, run=run, progress=progress)
+    return make(model, windows, held=held, folder=folder, stages=stages, run=run, progress=progress)
 
 
 def open_windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -> tuple[Tensor, int]:
@@ -78,9 +79,7 @@ def open_windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: in
         windows = windows[:, : 2 * half].reshape(2, half)
     rest, held = hold_out(windows, HELD_EVERY, sources=len(texts))
     windows = torch.cat((rest, held))
-    vocabulary = checkpoint.config.get("vocab_size")
-    if isinstance(vocabulary, int) and (largest := int(windows.max())) >= vocabulary:
-        raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
+    refuse_unknown_tokens(checkpoint, windows)
     return windows, len(held)
 
 
@@ -97,6 +96,17 @@ def check_texts(calibrate: str | Path | Sequence[str | Path] | None, tokens: int
     for text in texts:
         read_source(text, characters=1)
     return texts
+
+
+def refuse_unknown_tokens(checkpoint: Checkpoint, *windows: Tensor) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Raises:
+        ArgumentError: there are some.
+    """
+    vocabulary, largest = checkpoint.config.get("vocab_size"), max(int(batch.max()) for batch in windows)
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
 
 
 def refuse_cross_layers(checkpoint: Checkpoint, texts: Sequence[str | Path]) -> None:

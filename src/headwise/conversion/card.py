@@ -11,9 +11,12 @@ from typing import Any, Literal
 
 from huggingface_hub import ModelCardData, metadata_load
 
+from headwise.checkpoints import TensorInfo, dtype_name, versions
+from headwise.conversion.job import Job
 from headwise.cost import layer as layer_cost
 from headwise.cost import model as model_cost
-from headwise.specs import AttentionSpec, ModelSpec
+from headwise.hf import auto_class
+from headwise.specs import HOSTED_PREFIX, AttentionSpec, ModelSpec, read_config
 from headwise.specs.sources import BUNDLED
 
 Layout = Literal["stock", "headwise", "deepseek"]
@@ -43,6 +46,7 @@ class CardFacts:
         versions: of what did it, by name.
         auto_class: of transformers, that loads it.
         parameters: learned numbers before and after.
+        seconds: that the conversion took; None leaves them out.
         notes: what else a user should know.
     """
 
@@ -62,6 +66,7 @@ class CardFacts:
     versions: Mapping[str, str] = field(default_factory=dict)
     auto_class: str = "AutoModelForCausalLM"
     parameters: tuple[int, int] | None = None
+    seconds: float | None = None
     notes: Sequence[str] = ()
 
 
@@ -83,6 +88,56 @@ def model_card(facts: CardFacts) -> str:
         text += [f"## {title}"] if title else []
         text += blocks
     return "\n\n".join(text) + "\n"
+
+
+def card_facts(
+    job: Job,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    *,
+    source: str,
+    calibration: Sequence[str | Path],
+    calibration_tokens: int,
+    stages: Sequence[str],
+    notes: Sequence[str],
+) -> CardFacts:
+    """What there is to tell of a conversion whose folder is written.
+
+    Args:
+        job: the conversion.
+        config: of the result.
+        tensors: of the result.
+        source: as the user named it.
+        calibration: see `CardFacts`.
+        calibration_tokens: likewise.
+        stages: those of calibration that were done.
+        notes: see `CardFacts`.
+    """
+    after, base_model = read_config(config), base_model_of(source)
+    hosted = str(config["model_type"]).startswith(HOSTED_PREFIX)
+    return CardFacts(
+        name=f"{(base_model or _place(source)).rpartition('/')[2]}, {after.layers[0].label}",
+        source=source,
+        before=job.before,
+        after=after,
+        dtype=dtype_name(job.dtype),
+        layout="headwise" if hosted else "deepseek" if config["model_type"] == "deepseek_v3" else "stock",
+        method=job.method,
+        stages=stages if calibration_tokens else [],
+        calibration=calibration,
+        calibration_tokens=calibration_tokens,
+        base_model=base_model,
+        license=source_license(job.checkpoint.path),
+        versions=versions(),
+        auto_class=auto_class(dict(config)),
+        parameters=(parameters_of(job.checkpoint.tensors), parameters_of(tensors)),
+        notes=notes,
+    )
+
+
+def parameters_of(tensors: Mapping[str, TensorInfo]) -> int:
+    """How many learned numbers there are in a folder's tensors."""
+    return sum(info.numel for info in tensors.values())
 
 
 def source_license(source: Path) -> dict[str, str]:
@@ -200,6 +255,8 @@ def _making(facts: CardFacts) -> Iterator[str]:
         lines.append(f"- calibrated on {facts.calibration_tokens:,} tokens of {texts or 'a text'}")
     else:
         lines.append("- calibrated on nothing: the weights alone decided")
+    if facts.seconds is not None:
+        lines.append(f"- took {facts.seconds:,.0f} s")
     if facts.versions:
         lines.append(f"- versions: {', '.join(f'{name} {number}' for name, number in facts.versions.items())}")
     lines += [f"- {_line(note)}" for note in facts.notes]

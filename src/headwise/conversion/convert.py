@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from headwise.checkpoints import FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
+from headwise.checkpoints import FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint, run_identity
+from headwise.checkpoints.disk import write_whole
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages, text_identity
+from headwise.conversion.card import CardFacts, card_facts, model_card, parameters_of
+from headwise.conversion.estimate import estimate_seconds
+from headwise.conversion.formats import StockReport, plan_folder, write_folder
 from headwise.conversion.job import POOLINGS, Job, Study
 from headwise.conversion.plan import parse_target
-from headwise.conversion.ranks import first_enters, rank
-from headwise.conversion.saved import SavedStatistics, open_statistics
+from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
+from headwise.conversion.ranks import barrier, first_enters, rank
+from headwise.conversion.saved import open_statistics
 from headwise.conversion.sequential import Sequential
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
+from headwise.evaluation import Evaluation
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
-from headwise.specs import HOSTED_PREFIX
+from headwise.specs import read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +40,8 @@ class Conversion:
     Attributes:
         model_type: of the result: the family's, or ``headwise_`` and the family's where headwise's layers are in it.
         mechanism: of the result.
-        method: how the heads were made: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head`` or ``svd``.
+        method: how the heads were made: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head`` or ``svd``, or by
+            which published method.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype; what a decoder keeps of
             an encoder's output is not in it.
         kv_bytes_per_token_after: of the result.
@@ -42,10 +49,12 @@ class Conversion:
         parameters_after: in the result.
         disk_bytes: of the result's weights.
         calibration_tokens: tokens that went into the statistics; 0 for none.
-        seconds: it took; with ``dry_run``, it would take, from one layer's solution and a matrix product timed.
+        seconds: it took, without the evaluation; with ``dry_run``, it would take (`estimate_seconds`).
         seconds_reading: of these, spent on reading and checking weights and statistics.
         seconds_writing: on writing tensors; the rest went into solving layers and, with a text, running them.
-        peak_rss_bytes: most resident memory of the process so far; None with ``dry_run``.
+        peak_rss_bytes: most resident memory of the process when the folder was there; None with ``dry_run``.
+        evaluation: the result beside its source, on text it was not calibrated on; None where it was skipped.
+        stock: what it cost to be a stock folder; None but for ``format="deepseek"``.
         notes: what a user should know of the result.
     """
 
@@ -61,12 +70,14 @@ class Conversion:
     parameters_before: int
     parameters_after: int
     disk_bytes: int
-    calibration_tokens: int
+    calibration_tokens: int = 0
     seconds: float
-    seconds_reading: float
-    seconds_writing: float
-    peak_rss_bytes: int | None
-    dry_run: bool
+    seconds_reading: float = 0.0
+    seconds_writing: float = 0.0
+    peak_rss_bytes: int | None = None
+    dry_run: bool = False
+    evaluation: Evaluation | None = None
+    stock: StockReport | None = None
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,6 +100,9 @@ def convert(
     method: str | None = None,
     without: Collection[str] = (),
     dtype: str | None = None,
+    format: Literal["headwise", "deepseek"] = "headwise",  # noqa: A002
+    evaluate: bool | str | Path | Sequence[str | Path] = True,
+    evaluation_windows: int = WINDOWS,
     dry_run: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
@@ -110,9 +124,16 @@ def convert(
         calibration_tokens: how many of their tokens.
         statistics: a folder of `headwise.calibrate` in the place of a text: the model is then not run, and each
             layer is solved by itself, for what the source's own layers hand on to it.
-        method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``.
+        method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``. For mla a published
+            method to compare with: ``mha2mla``, or ``transmla`` (``transmla:F`` with F frequencies to a fold).
         without: stages of calibration to leave out, of `headwise.conversion.STAGES`.
         dtype: of the output; the source's (float32 for quantised GGUF) when None.
+        format: of mla results: ``headwise``, or ``deepseek`` for a stock ``deepseek_v3`` folder, which has one plan
+            for all layers and loads where there is no headwise.
+        evaluate: whether to end by measuring the result beside its source, or the text, or texts, to do it on.
+            Unless named it is what the calibration leaves of its own, or Python's language reference. What cannot
+            be evaluated is said in a note.
+        evaluation_windows: of each text, of 2048 tokens or as many as the model has positions.
         dry_run: only say what it would take; nothing is written.
         overwrite: replace a model folder at ``output``.
         progress: told of each layer.
@@ -125,8 +146,9 @@ def convert(
     start = time.perf_counter()
     target = parse_target(to, kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
     texts = check_texts(calibrate, calibration_tokens)
+    if evaluation_windows < 1:
+        raise ArgumentError("evaluation_windows", evaluation_windows, "must be at least 1")
     refuse_stages(without)
-    _refuse_with_statistics(statistics, texts, without)
     out_dtype = None if dtype is None else as_dtype(dtype)
     destination = Path(output)
     check_output(destination, overwrite=overwrite)
@@ -136,86 +158,130 @@ def convert(
     if Path(os.path.realpath(destination)) in (real_source, *real_source.parents):
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
     job = Job(checkpoint, target, out_dtype, method)
-    for field, given in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
-        if given is not None and job.method in POOLINGS:
-            raise ArgumentError(field, str(given), f"goes with mla and aligned heads, not with {job.method}")
-    saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
+    job.refuse_inputs(texts, statistics, without)
+    planned, tensors = plan_folder(job, format)
 
-    seen = 0
-    if dry_run:
-        seconds = job.estimate_seconds(calibration_tokens if calibrate is not None else 0)
-    else:
-        run = run_identity(
-            checkpoint,
-            target=asdict(target),
-            method=job.method,
-            dtype=dtype_name(job.dtype),
-            calibrate=[text_identity(text) for text in texts],
-            tokens=calibration_tokens,
-            without=sorted(without),
-            statistics=None if saved is None else saved.identity,
-        )
-        with first_enters(FolderWriter(destination, job.tensors, run=run, overwrite=overwrite)) as writer:
-            study: Study | None = None if job.is_lossless else saved
-            if texts and not job.is_lossless:
-                study = begin(
-                    checkpoint,
-                    texts,
-                    writer.work,
-                    tokens=calibration_tokens,
-                    without=without,
-                    run=run,
-                    progress=progress,
-                )
-            if study is not None:
-                seen = study.tokens if isinstance(study, SavedStatistics) else study.windows.numel()
-            if rank() == 0:
-                writer.add_companions(checkpoint)
-                job.write(writer, study, progress)
-                writer.write_json("config.json", job.config())
-            elif isinstance(study, Sequential):
-                job.follow(writer, study)
-        seconds = time.perf_counter() - start
-    notes: list[str] = []
+    exam, skipped = Exam(), None
+    if not (evaluate is False and format == "headwise") and not (dry_run and isinstance(evaluate, bool)):
+        how = {"tokens": calibration_tokens, "windows": evaluation_windows}
+        exam, skipped = find_exam(checkpoint, evaluate, calibrate=texts, **how)
+    saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
+    stages = job.stages(statistics, without)
     is_studied = bool(texts) or saved is not None
+    about: dict[str, Any] = {"source": str(source), "tensors": tensors}
+    if dry_run:
+        seconds = estimate_seconds(
+            job,
+            texts if saved is None else saved,
+            tokens=calibration_tokens,
+            stages=stages,
+            shared_plan=format == "deepseek",
+            progress=progress,
+        )
+        notes = _notes(job, None, is_studied=is_studied)
+        return _report(job, planned, **about, output=str(output), seconds=seconds, dry_run=True, notes=notes)
+
+    run = run_identity(
+        checkpoint,
+        target=asdict(target),
+        method=job.method,
+        dtype=dtype_name(job.dtype),
+        format=format,
+        calibrate=[text_identity(text) for text in texts],
+        tokens=calibration_tokens,
+        without=sorted(without),
+        statistics=None if saved is None else saved.identity,
+    )
+
+    def begun(folder: Path, make: type[Sequential]) -> Study | None:
+        if job.is_lossless:
+            return None
+        if not texts:
+            return saved
+        return begin(
+            checkpoint,
+            texts,
+            folder,
+            tokens=calibration_tokens,
+            stages=stages,
+            run=run,
+            make=make,
+            progress=progress,
+        )
+
+    with first_enters(FolderWriter(destination, tensors, run=run, overwrite=overwrite)) as writer:
+        made = write_folder(job, writer, format, begun, run=run, exam=exam, progress=progress)
+        notes = _notes(job, made.tokens, is_studied=is_studied)
+        if made.stock is not None:
+            notes += made.stock.notes(in_nats="sensitivity" in stages)
+        about |= {"calibration_tokens": made.tokens, "notes": notes}
+        read = texts if saved is None else saved.texts
+        facts = card_facts(job, made.config, **about, calibration=read, stages=stages)
+        if rank() == 0:
+            writer.write_text("README.md", model_card(facts))
+    report = _report(
+        job,
+        made.config,
+        **about,
+        output=str(output),
+        seconds=time.perf_counter() - start,
+        seconds_reading=checkpoint.read_seconds + job.clock.seconds.get("reading", 0.0),
+        seconds_writing=job.clock.seconds.get("writing", 0.0),
+        peak_rss_bytes=peak_rss_bytes(),
+        stock=made.stock,
+    )
+    if evaluate is not False and skipped is not None:
+        # The card says that nothing was measured, and of this machine nothing.
+        return replace(report, notes=(*report.notes, f"not evaluated: {skipped}"))
+    if evaluate is not False:
+        if rank() == 0:
+            report = _proven(report, facts, exam, progress)
+        barrier()  # the others wait for it
+    return report
+
+
+def _proven(report: Conversion, facts: CardFacts, exam: Exam, progress: Progress) -> Conversion:
+    """The same with what the evaluation found, which the folder's card is told too."""
+    folder = Path(report.output)
+    proof = prove(folder, report.source, exam, progress)
+    if isinstance(proof, str):
+        return replace(report, notes=(*report.notes, proof))
+    facts = replace(facts, evaluation=proof.to_dict(), seconds=report.seconds)
+    write_whole(folder / "README.md", model_card(facts).encode())
+    return replace(report, evaluation=proof)
+
+
+def _report(
+    job: Job, config: dict[str, Any], tensors: Mapping[str, TensorInfo], *, notes: Sequence[str], **known: Any
+) -> Conversion:
+    """What is to be said of a result, by its config and its tensors."""
+    after, dtype = read_config(config), dtype_name(job.dtype)
+    return Conversion(
+        model_type=config["model_type"],
+        mechanism=after.mechanism,
+        label=after.layers[0].label,
+        method=job.method,
+        dtype=dtype,
+        kv_bytes_per_token_before=cost.cache_bytes_per_token(job.before, dtype),
+        kv_bytes_per_token_after=cost.cache_bytes_per_token(after, dtype),
+        parameters_before=parameters_of(job.checkpoint.tensors),
+        parameters_after=parameters_of(tensors),
+        disk_bytes=sum(info.nbytes for info in tensors.values()),
+        notes=tuple(notes),
+        **known,
+    )
+
+
+def _notes(job: Job, seen: int | None, *, is_studied: bool) -> list[str]:
+    """What a user should know; ``seen`` tokens were calibrated on, None if that is not known yet."""
+    notes = []
     if not is_studied and not job.is_lossless and job.method not in POOLINGS:
         notes.append("no calibration text: weights alone decided, and quality suffers; give one with calibrate")
     if is_studied and job.is_lossless:
         notes.append("nothing is lost at this size, so no text was needed")
-    elif is_studied and not dry_run and seen <= job.before.hidden_size:
+    elif is_studied and seen is not None and seen <= job.before.hidden_size:
         inputs = job.before.hidden_size
         notes.append(f"only {seen} calibration tokens for {inputs} inputs: they decide little, and quality suffers")
-    if isinstance(checkpoint, GgufCheckpoint) and checkpoint.quantization is not None:
-        notes.append(f"the source is dequantised from {checkpoint.quantization}")
-    written = dtype_name(job.dtype)
-    return Conversion(
-        source=str(source),
-        output=str(output),
-        model_type=(HOSTED_PREFIX if job.hosted else "") + job.family.model_type,
-        mechanism=job.after.mechanism,
-        label=job.after.layers[0].label,
-        method=job.method,
-        dtype=written,
-        kv_bytes_per_token_before=cost.cache_bytes_per_token(job.before, written),
-        kv_bytes_per_token_after=cost.cache_bytes_per_token(job.after, written),
-        parameters_before=sum(info.numel for info in checkpoint.tensors.values()),
-        parameters_after=sum(info.numel for info in job.tensors.values()),
-        disk_bytes=sum(info.nbytes for info in job.tensors.values()),
-        calibration_tokens=seen,
-        seconds=seconds,
-        seconds_reading=0.0 if dry_run else checkpoint.read_seconds + job.clock.seconds.get("reading", 0.0),
-        seconds_writing=0.0 if dry_run else job.clock.seconds.get("writing", 0.0),
-        peak_rss_bytes=None if dry_run else peak_rss_bytes(),
-        dry_run=dry_run,
-        notes=tuple(notes),
-    )
-
-
-def _refuse_with_statistics(
-    statistics: str | Path | None, texts: Sequence[str | Path], without: Collection[str]
-) -> None:
-    """Refuse what says how a text is studied, where no text is."""
-    if statistics is not None and texts:
-        raise ArgumentError("statistics", str(statistics), "goes without calibrate: it is in the place of a text")
-    if statistics is not None and without:
-        raise ArgumentError("without", ", ".join(without), "names stages of calibrate, and statistics know none")
+    if isinstance(job.checkpoint, GgufCheckpoint) and job.checkpoint.quantization is not None:
+        notes.append(f"the source is dequantised from {job.checkpoint.quantization}")
+    return notes

@@ -187,10 +187,24 @@ def export_deepseek(
     check_complete(checkpoint)
     tensors = {name: TensorInfo(shape, checkpoint.dtype) for name, shape in expected_tensors(config).items()}
     with FolderWriter(Path(output), tensors, overwrite=overwrite) as writer:
-        writer.add_companions(checkpoint)
-        for name, tensor in _exported(checkpoint, config, list(tensors), progress):
-            writer.add(name, tensor)
-        writer.write_json("config.json", config)
+        add_deepseek(writer, checkpoint, config, progress)
+
+
+def add_deepseek(
+    writer: FolderWriter, checkpoint: Checkpoint, config: Mapping[str, Any], progress: Progress = silent
+) -> None:
+    """Add all that a stock folder needs and its writer has not, from a folder in headwise's own format.
+
+    Args:
+        writer: of the stock folder, whose tensors are those of `config`.
+        checkpoint: the folder in headwise's own format.
+        config: from `deepseek_config`.
+        progress: told of each layer.
+    """
+    writer.add_companions(checkpoint)
+    for name, tensor in _exported(checkpoint, config, writer.missing, progress):
+        writer.add(name, tensor)
+    writer.write_json("config.json", config)
 
 
 def _exported(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +16,15 @@ from headwise.conversion.grouped import METHODS, Method, convert_to_grouped
 from headwise.conversion.heads import Layer
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.plan import Target, plan_layers, refuse_latent
+from headwise.conversion.published import PUBLISHED, convert_as_published, is_published, refuse_published
 from headwise.conversion.ranks import rank
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics
-from headwise.conversion.sequential import Sequential
+from headwise.conversion.sequential import STAGES, Sequential
 from headwise.conversion.statistics import Statistics
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import check_complete, expected_tensors, model_class
-from headwise.measurement import matmul_flops_per_second
-from headwise.progress import Progress, silent
+from headwise.progress import Progress
 from headwise.specs import (
     HOSTED_PREFIX,
     AttentionSpec,
@@ -63,13 +63,16 @@ class Job:
         )
         # Before anything is made of the sizes the config claims.
         check_complete(checkpoint)
-        if merging is not None and merging not in METHODS:
-            raise ArgumentError("method", merging, f"must be one of {', '.join(METHODS)}")
-        self.merging: Method = merging or METHODS[0]
-        if merging is not None and self.method not in METHODS:
+        self.published, self.merging = _methods(merging)
+        if self.published is not None:
+            if self.after.mechanism != "mla":
+                raise ArgumentError("method", merging, "goes with mla")
+            refuse_published(self.published, self.before)
+        elif merging is not None and self.method not in METHODS:
             raise ArgumentError("method", merging, "says how heads come to be shared, and none do here")
         self.dtype = dtype or checkpoint.dtype
         self.clock = Clock()
+        self.kept: Tensor | None = None  # rotary channels that every layer keeps, where all are to keep the same
         self.channels = [
             [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
         ]
@@ -81,15 +84,42 @@ class Job:
     def method(self) -> str:
         """How the new heads are made."""
         if self.after.mechanism == "mla":
-            return "svd"
+            return self.published or "svd"
         old, new = (_kv_heads(model) for model in (self.before, self.after))
         return "copy" if new == old else "repeat" if new > old else self.merging
+
+    def refuse_inputs(
+        self, texts: Sequence[str | Path], statistics: str | Path | None, without: Collection[str]
+    ) -> None:
+        """Refuse texts, statistics and stages that do not go with each other or with the method.
+
+        Raises:
+            ArgumentError: they do not.
+        """
+        for field, given in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
+            if given is not None and self.method in POOLINGS:
+                raise ArgumentError(field, str(given), f"goes with mla and aligned heads, not with {self.method}")
+        if statistics is not None and texts:
+            raise ArgumentError("statistics", str(statistics), "goes without calibrate: it is in the place of a text")
+        if statistics is not None and without:
+            raise ArgumentError("without", min(without), "is a stage of calibrate, and statistics know none")
+        if self.published and without:
+            raise ArgumentError("without", min(without), f"is a stage of headwise's own, and {self.method} has none")
+        if self.published and self.published != "mha2mla" and statistics is None and not texts:
+            raise ArgumentError("calibrate", None, f"is required: {self.method} finds its channels on a text")
+
+    def stages(self, statistics: str | Path | None, without: Collection[str]) -> list[str]:
+        """Those of `STAGES` that are done: published methods have none, and of statistics only the first is known."""
+        possible = () if self.published else STAGES if statistics is None else ("sensitivity",)
+        return [stage for stage in possible if stage not in without]
 
     @property
     def is_lossless(self) -> bool:
         """Whether the result computes what the source does, beyond rounding."""
-        if self.method != "svd":
+        if self.after.mechanism != "mla":
             return self.method not in METHODS
+        if self.published:
+            return False  # it is done as it was published, whatever there is to lose
         return all(
             new.qk_rope_head_dim == rotary_width(old)
             # What is not rotated is made of E inputs and a constant, however many numbers it is.
@@ -105,6 +135,11 @@ class Job:
             )
             if isinstance(old, GroupedSpec) and isinstance(new, LatentSpec)
         )
+
+    @property
+    def longest(self) -> int:
+        """The longest distance looked at, in tokens: of a window, or of all the model's positions."""
+        return min(WINDOW, self.before.max_position_embeddings or WINDOW)
 
     def config(self) -> dict[str, Any]:
         """The output's ``config.json``."""
@@ -125,7 +160,16 @@ class Job:
         config["architectures"] = [model_class(config).__name__]
         return config
 
-    def write(self, writer: FolderWriter, study: Study | None, progress: Progress = silent) -> None:
+    def fill(self, writer: FolderWriter, study: Study | None, progress: Progress) -> None:
+        """The whole folder, but for its card: written by the first process, while the others `follow`."""
+        if rank() == 0:
+            writer.add_companions(self.checkpoint)
+            self.write(writer, study, progress)
+            writer.write_json("config.json", self.config())
+        elif isinstance(study, Sequential):
+            self.follow(writer, study)
+
+    def write(self, writer: FolderWriter, study: Study | None, progress: Progress) -> None:
         """Add every tensor of the output that is missing, one layer in memory at a time.
 
         Args:
@@ -212,13 +256,21 @@ class Job:
         target = (self.after.cross_layers if cross else self.after.layers)[index]
         assert isinstance(source, GroupedSpec)
         assert isinstance(target, LatentSpec | GroupedSpec)
-        longest = min(WINDOW, self.before.max_position_embeddings or WINDOW)
         made: dict[str, Tensor] = {}
 
         def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> Layer:
+            if isinstance(target, LatentSpec) and self.published:
+                solved, channels = convert_as_published(self.published, state, source, target, statistics=statistics)
+                return Layer(target, solved, channels)
             if isinstance(target, LatentSpec):
                 solved, channels = convert_to_latent(
-                    state, source, target, statistics=statistics, sensitivity=sensitivity, longest=longest
+                    state,
+                    source,
+                    target,
+                    statistics=statistics,
+                    sensitivity=sensitivity,
+                    longest=self.longest,
+                    kept=self.kept,
                 )
                 return Layer(target, solved, channels)
             solved = convert_to_grouped(
@@ -253,12 +305,11 @@ class Job:
 
     def _as_stored(self, index: int, layer: Layer, *, cross: bool = False) -> dict[str, Tensor]:
         """A converted layer's tensors by the output's names, in its dtype."""
-        out = _shifted(layer.state, -self.family.norm_offset)
         if isinstance(layer.spec, GroupedSpec) and not self.hosted:
-            named = self.family.write_attention(out, index, layer.spec, cross=cross)
+            named = self.family.write_attention(layer.state, index, layer.spec, cross=cross)
         else:
             prefix = self.family.place(index, cross=cross, hosted=True)
-            named = {f"{prefix}.{name}": tensor for name, tensor in out.items()}
+            named = {f"{prefix}.{name}": tensor for name, tensor in layer.state.items()}
         return {name: self._cast(name, tensor) for name, tensor in named.items()}
 
     def _names(self, index: int, *, cross: bool) -> list[str]:
@@ -270,28 +321,9 @@ class Job:
         assert isinstance(spec, GroupedSpec)
         return list(self.family.stored_shapes(index, spec, cross=cross))
 
-    def estimate_seconds(self, calibration_tokens: int) -> float:
-        """One layer is solved and timed; calibration is its FLOPs at the rate of a matrix product timed here."""
-        self.convert_layer(0)  # the first solution also starts the libraries up
-        start = time.perf_counter()
-        self.convert_layer(0)
-        solving = (time.perf_counter() - start) * self.before.num_layers
-        start = time.perf_counter()
-        name = max(self.checkpoint.tensors, key=lambda name: self.checkpoint.tensors[name].nbytes)
-        self.checkpoint.read(name).to(self.dtype)
-        per_byte = (time.perf_counter() - start) / self.checkpoint.tensors[name].nbytes
-        # Each byte is read, checked, and written again at about the rate it is read.
-        copying = 2 * per_byte * sum(info.nbytes for info in self.checkpoint.tensors.values())
-        parameters = sum(info.numel for info in self.checkpoint.tensors.values())
-        calibrating = 0.0
-        if calibration_tokens:
-            # A model's forward pass reaches about half of what one large product does.
-            calibrating = 2 * 2 * parameters * calibration_tokens / matmul_flops_per_second()
-        return solving + copying + calibrating
-
 
 def read_layer(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> Layer:
-    """A layer's attention as it is stored, norms of queries and keys as what they multiply by.
+    """A layer's attention in a model, by the layer's own names.
 
     Args:
         checkpoint: the source.
@@ -302,7 +334,16 @@ def read_layer(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> La
     assert isinstance(spec, GroupedSpec)
     was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
     state = checkpoint.family.read_attention(checkpoint.read, index, spec, cross=cross, hosted=was_hosted)
-    return Layer(spec, _shifted(state, checkpoint.family.norm_offset))
+    return Layer(spec, state)
+
+
+def _methods(asked: str | None) -> tuple[str | None, Method]:
+    """The published method for mla that was asked for, if it is one, and the way to share heads."""
+    if asked is None or is_published(asked):
+        return asked, METHODS[0]
+    if asked not in METHODS:
+        raise ArgumentError("method", asked, f"must be one of {', '.join(METHODS)}; or for mla {PUBLISHED}")
+    return None, asked
 
 
 def _is_shared(layer: AttentionSpec) -> bool:
@@ -313,9 +354,3 @@ def _kv_heads(model: ModelSpec) -> int:
     layer = model.layers[0]
     assert isinstance(layer, GroupedSpec)
     return layer.num_kv_heads
-
-
-def _shifted(state: Mapping[str, Tensor], offset: float) -> dict[str, Tensor]:
-    """With norms of queries and keys that multiply by their weights, or back to how the family stores them."""
-    norms = ("q_norm.weight", "k_norm.weight") if offset else ()
-    return {name: tensor + offset if name in norms else tensor for name, tensor in state.items()}

@@ -12,6 +12,7 @@ Shapes: H query heads, K key heads, D head dim, D' its rotated dims, F = D'/2, V
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,14 +82,8 @@ def convert_to_latent(
     content_up = torch.eye(len(plain), dtype=torch.float64)
     if source.rope is not None:
         interleaved = source.rope.interleaved
-        rotary = RotaryEmbedding(source.rope)
-        rotation = mean_rotation(rotary.frequencies, known.distances)
-        queries = to_complex(heads[:, :turned].flatten(0, 1), H, interleaved=interleaved)
-        keys = to_complex(key_heads[:, :turned].flatten(0, 1), K, interleaved=interleaved)
-        asked = energy(queries, inputs) * known.head_weight[:, None]
-        channels = concentrate(queries, keys, asked, keyed)
+        queries, channels, rotation, lost = rotary_channels(w_q, w_k, source, known)
         if kept is None:
-            lost = lost_rotation(channels, asked, rotation)
             kept = keep_rotation(channels.energy, lost, target.qk_rope_head_dim // 2)
         q_rope, pairs = _rotary_queries(queries, channels, kept, K), torch.nonzero(kept)[:, 0].tolist()
         k_rope = to_real(channels.keys[kept])
@@ -96,9 +91,9 @@ def convert_to_latent(
         content = torch.cat((unrotated, plain))
         content_up = _beside(unrotated_up, len(plain), K)
         # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
-        still = queries * (rotation.conj() * rotary.attention_scaling**2)[:, :, None]
+        still = queries * (rotation.conj() * RotaryEmbedding(source.rope).attention_scaling ** 2)[:, :, None]
         heads = torch.cat((as_rotated(still, interleaved=interleaved), heads[:, turned:]), dim=1)
-        del queries, keys, channels, unrotated, unrotated_up, still  # each as large as a layer's projection
+        del queries, channels, unrotated, unrotated_up, still  # each as large as a layer's projection
     del w_q, w_k, key_heads, plain
 
     key_metric = _key_metric(heads, inputs, content_up.view(K, D, -1), known.head_weight, source)
@@ -124,6 +119,47 @@ def convert_to_latent(
         value_up=value_up,
     )
     return out, pairs
+
+
+class Rotary(NamedTuple):
+    """What there is of rotation in a layer.
+
+    Attributes:
+        queries: ``[H, F, E']`` complex.
+        channels: of its keys.
+        rotation: ``[H, F]`` complex, the mean over the distances that are attended to.
+        lost: ``[F, K]``, what of each channel's energy the scores lose without its rotation.
+    """
+
+    queries: Tensor
+    channels: Channels
+    rotation: Tensor
+    lost: Tensor
+
+
+def rotary_channels(w_q: Tensor, w_k: Tensor, source: GroupedSpec, known: Statistics) -> Rotary:
+    """The channels of a layer's keys that rotate, and what their rotation is worth.
+
+    Args:
+        w_q: ``[H·D, E']``, see `projections`.
+        w_k: ``[K·D, E']``.
+        source: the layer; it has a rotation.
+        known: means over a text, or `Statistics.nothing`.
+    """
+    assert source.rope is not None
+    inputs, keyed = (gram[: w_q.shape[1], : w_q.shape[1]] for gram in (known.inputs, known.keys))
+    queries, keys = (
+        to_complex(
+            torch.unflatten(rows, 0, (heads, -1))[:, : rotated_dims(source)].flatten(0, 1),
+            heads,
+            interleaved=source.rope.interleaved,
+        )
+        for rows, heads in ((w_q, source.num_heads), (w_k, source.num_kv_heads))
+    )
+    rotation = mean_rotation(RotaryEmbedding(source.rope).frequencies, known.distances)
+    asked = energy(queries, inputs) * known.head_weight[:, None]
+    channels = concentrate(queries, keys, asked, keyed)
+    return Rotary(queries, channels, rotation, lost_rotation(channels, asked, rotation))
 
 
 def _key_metric(queries: Tensor, moments: Tensor, up: Tensor, weight: Tensor, source: GroupedSpec) -> Tensor:

@@ -12,6 +12,7 @@ dim, E hidden, E' = E or E + 1 (a column for the biases), P rotary dims, R laten
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -22,10 +23,67 @@ from torch import Tensor
 from headwise.attention import RotaryEmbedding
 from headwise.conversion.assemble import assemble, projections
 from headwise.conversion.rope_channels import to_complex, to_real
+from headwise.conversion.statistics import Statistics
 from headwise.errors import ArgumentError
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, rotated_dims
+
+PUBLISHED = "mha2mla, transmla or transmla:F, F frequencies to a fold"
+"""What `convert_as_published` understands, in words."""
 
 Ranking = Literal["norm", "high", "low", "uniform"]
+
+
+def is_published(method: str | None) -> bool:
+    """Whether a method's name is one of those that `convert_as_published` knows."""
+    return method is not None and re.fullmatch(r"mha2mla|transmla(:[0-9]{1,4})?", method) is not None
+
+
+def refuse_published(method: str, source: ModelSpec) -> None:
+    """Refuse a published method on a model that its paper has no step for.
+
+    Raises:
+        ArgumentError: a layer does not rotate all of its heads' dims, or the fold does not divide their frequencies.
+    """
+    for layer in (*source.layers, *source.cross_layers):
+        assert isinstance(layer, GroupedSpec)
+        if rotated_dims(layer) != layer.head_dim:
+            raise ArgumentError("method", method, "needs rotary embeddings on all of a head's dims")
+        _refuse_fold(_freqfold(method), layer.head_dim // 2)
+
+
+def convert_as_published(
+    method: str,
+    state: Mapping[str, Tensor],
+    source: GroupedSpec,
+    target: LatentSpec,
+    *,
+    statistics: Statistics | None,
+) -> tuple[dict[str, Tensor], list[int]]:
+    """`mha2mla` or `transmla`, by its name.
+
+    Args:
+        method: ``mha2mla``, ``transmla``, or ``transmla:F`` with F frequencies to a fold.
+        state: the layer's tensors by its own names.
+        source: what they are.
+        target: what to make.
+        statistics: of the source's own activations; None for none (``transmla`` then holds all inputs to be alike).
+
+    Returns:
+        As `convert_to_latent`.
+    """
+    if method == "mha2mla":
+        return mha2mla(state, source, target, moments=None if statistics is None else statistics.inputs)
+    known = statistics or Statistics.nothing(source.hidden_size, source.num_heads, 1)
+    return transmla(state, source, target, moments=known.inputs, freqfold=_freqfold(method))
+
+
+def _freqfold(method: str) -> int:
+    return int(method.partition(":")[2] or 1)
+
+
+def _refuse_fold(freqfold: int, frequencies: int) -> None:
+    if freqfold < 1 or frequencies % freqfold:
+        raise ArgumentError("freqfold", freqfold, f"must divide the {frequencies} frequencies of a head")
 
 
 @dataclass(frozen=True)
@@ -155,8 +213,7 @@ def rotate_rope(keys: Tensor, gram: Tensor, pairs: int, *, freqfold: int = 1) ->
         ArgumentError: ``freqfold`` does not divide F.
     """
     K, F, _ = keys.shape
-    if freqfold < 1 or F % freqfold:
-        raise ArgumentError("freqfold", freqfold, f"must divide the {F} frequencies of a head")
+    _refuse_fold(freqfold, F)
     folds, width = F // freqfold, K * freqfold
     z = keys.view(K, folds, freqfold, -1).transpose(0, 1).flatten(1, 2)
     # E[Re z Re zᵀ + Im z Im zᵀ]: both parts are samples of one distribution.

@@ -43,11 +43,13 @@ class SavedStatistics:
         folder: where they are.
         tokens: how many went into them.
         identity: what tells them from others.
+        texts: what they are of, by name.
     """
 
     folder: Path
     tokens: int
     identity: str
+    texts: tuple[str, ...]
 
     def layer(self, index: int) -> tuple[Statistics, Tensor]:
         """One layer's statistics, and what an error of its output costs, ``[E, E]`` float64.
@@ -133,6 +135,7 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         text = (folder / ABOUT).read_text(encoding="utf-8")
         about = json.loads(text)
         form, model, sums, tokens = about["format"], about["model"], about["layers"], int(about["tokens"])
+        texts = tuple(str(text["name"]) for text in about["texts"])
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(_FIELD, str(folder), f"has no readable {ABOUT}; headwise calibrate makes one") from None
     if form != FORMAT:
@@ -143,7 +146,7 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         raise CheckpointError(_FIELD, str(folder), f"has {count} layers, and {checkpoint.path} has {layers}")
     if model != _model(checkpoint):
         raise CheckpointError(_FIELD, str(folder), f"is of another model than {checkpoint.path}")
-    found = SavedStatistics(folder, tokens, hashlib.sha256(text.encode()).hexdigest())
+    found = SavedStatistics(folder, tokens, hashlib.sha256(text.encode()).hexdigest(), texts)
     results = LayerResults(folder)
     for index, layer in enumerate(checkpoint.spec.layers):
         progress("checking statistics", index, layers)

@@ -9,6 +9,7 @@ Shapes: N windows, W tokens in each, E hidden size.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,6 +26,8 @@ from headwise.progress import Progress, silent
 
 PIECE = 256
 
+_ASIDE = "sensitivities-"
+
 
 def output_sensitivities(
     model: LayerwiseModel, windows: Tensor, results: LayerResults, *, seed: int = 0, progress: Progress = silent
@@ -40,10 +43,14 @@ def output_sensitivities(
         seed: of the labels drawn.
         progress: told of each layer, twice.
     """
+    if rank() == 0:
+        for left in results.folder.parent.glob(f"{_ASIDE}*"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+    barrier()
     layers = model.num_layers
     if all(results.load(index) for index in range(layers)):
         return
-    with TemporaryDirectory(prefix="sensitivities-", dir=results.folder.parent) as folder:
+    with TemporaryDirectory(prefix=_ASIDE, dir=results.folder.parent) as folder:
         _weigh(model, windows, results, Path(folder), seed, progress)
     barrier()
 

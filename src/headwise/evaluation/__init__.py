@@ -1,8 +1,8 @@
 """What a model can do beside its reference: perplexity, cache and speed; choices, planted facts, retrieval."""
 
-from headwise.evaluation.calibration import calibration_windows, hold_out, read_source
+from headwise.evaluation.calibration import calibration_windows, hold_out, read_source, windows_beyond
 from headwise.evaluation.choices import Choice, ChoiceEvaluation, evaluate_choices, log_likelihoods, read_choices
-from headwise.evaluation.evaluate import Evaluation, PositionScore, TextScore, evaluate
+from headwise.evaluation.evaluate import Evaluation, PositionScore, TextScore, evaluate, evaluate_windows
 from headwise.evaluation.pair import Pair, as_device, check_vocabulary, open_pair
 from headwise.evaluation.planted import DepthScore, PlantedEvaluation, evaluate_planted
 from headwise.evaluation.rate import Rate, rate
@@ -17,7 +17,14 @@ from headwise.evaluation.retrieval import (
 )
 from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import Speed, decode_times
-from headwise.evaluation.text import cut_windows, read_jsonl, read_text, token_ids, token_windows
+from headwise.evaluation.text import (
+    cut_windows,
+    language_reference,
+    read_jsonl,
+    read_text,
+    token_ids,
+    token_windows,
+)
 
 __all__ = [
     "Choice",
@@ -43,7 +50,9 @@ __all__ = [
     "evaluate_choices",
     "evaluate_planted",
     "evaluate_retrieval",
+    "evaluate_windows",
     "hold_out",
+    "language_reference",
     "load_encoder",
     "log_likelihoods",
     "open_pair",
@@ -56,4 +65,5 @@ __all__ = [
     "score_window",
     "token_ids",
     "token_windows",
+    "windows_beyond",
 ]

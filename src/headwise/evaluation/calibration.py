@@ -46,21 +46,39 @@ def calibration_windows(
     for field, value in (("tokens", tokens), ("window", window)):
         if value < 2:
             raise ArgumentError(field, value, "must be at least 2")
-    ids = []
-    share = -(-tokens // len(sources)) + window  # of which no more than is needed is read
-    for source in sources:
-        text = read_source(source, characters=share * _CHARACTERS_PER_TOKEN, name=name)
-        ids.append(token_ids(tokenizer, text, at_most=share))
-    if len(sources) == 1:
-        tokens = max(min(tokens, len(ids[0])), 2)
-    count = max(-(-tokens // window), len(sources))
-    window = min(window, max(tokens // count, 2))
+    ids = [_beginning(tokenizer, source, _enough(tokens, window, len(sources)), name) for source in sources]
+    counts, window = _shares([len(own) for own in ids], tokens, window)
     cut = [
-        cut_windows(own, window=window, windows=_share(count, index, len(sources)), name=f"{name} {source}")
-        for index, (own, source) in enumerate(zip(ids, sources, strict=True))
+        cut_windows(own, window=window, windows=count, name=f"{name} {source}")
+        for own, count, source in zip(ids, counts, sources, strict=True)
     ]
     in_turn = [row for rows in zip_longest(*cut) for row in rows if row is not None]
     return torch.stack(in_turn)
+
+
+def windows_beyond(
+    tokenizer: Any, sources: Sequence[str | Path], *, tokens: int, window: int, windows: int, name: str = "calibrate"
+) -> list[tuple[str, Tensor]]:
+    """Windows ``[n, window]`` of each text that `calibration_windows` takes none of, and what to call them.
+
+    Args:
+        tokenizer: transformers'.
+        sources: as they are given to `calibration_windows`.
+        tokens: likewise.
+        window: likewise; those given back are of so many tokens, and a text with fewer left is left out.
+        windows: how many of each text at most.
+        name: of the sources, for errors.
+    """
+    enough = _enough(tokens, window, len(sources))
+    ids = [_beginning(tokenizer, source, enough + window * windows, name) for source in sources]
+    counts, taken = _shares([len(own) for own in ids], tokens, window)
+    found = []
+    for own, count, source in zip(ids, counts, sources, strict=True):
+        used = min(count, len(own) // taken) * taken
+        if len(own) - used >= window:
+            left = cut_windows(own[used:], window=window, windows=windows)
+            found.append((f"{source} after {used:,} tokens", left))
+    return found
 
 
 def hold_out(windows: Tensor, every: int, *, sources: int = 1) -> tuple[Tensor, Tensor]:
@@ -119,9 +137,28 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
     return _text(rows, column or "text", characters, source, name)
 
 
-def _share(count: int, index: int, sources: int) -> int:
-    """Of so many windows, how many are this source's; the first have one more where they do not divide."""
-    return count // sources + (index < count % sources)
+def _enough(tokens: int, window: int, sources: int) -> int:
+    """How many tokens of each source are as many as `_shares` can ask for."""
+    return -(-tokens // sources) + window
+
+
+def _beginning(tokenizer: Any, source: str | Path, tokens: int, name: str) -> list[int]:
+    """So many tokens of a source, or a few more; no more of it than that needs is read."""
+    text = read_source(source, characters=tokens * _CHARACTERS_PER_TOKEN, name=name)
+    return token_ids(tokenizer, text, at_most=tokens)
+
+
+def _shares(lengths: Sequence[int], tokens: int, window: int) -> tuple[list[int], int]:
+    """How many windows of each source are asked for, and of how many tokens they are.
+
+    The first sources have one more where they do not divide.
+    """
+    if len(lengths) == 1:
+        tokens = max(min(tokens, lengths[0]), 2)
+    sources = len(lengths)
+    count = max(-(-tokens // window), sources)
+    window = min(window, max(tokens // count, 2))
+    return [count // sources + (index < count % sources) for index in range(sources)], window
 
 
 def _local_files(path: Path, name: str) -> tuple[str, list[str]]:

@@ -156,7 +156,29 @@ def evaluate(
     window = _within("window", window, WINDOW, 2, longest)
     # The token that is timed has a position too.
     context = _within("context", context, CONTEXT, 1, None if longest is None else longest - 1)
-    batches = [token_windows(pair.tokenizer, content, window=window, windows=windows) for content in contents]
+    batches = [
+        (file, token_windows(pair.tokenizer, content, window=window, windows=windows))
+        for file, content in zip(files, contents, strict=True)
+    ]
+    return evaluate_windows(pair, batches, context=context, progress=progress)
+
+
+@torch.inference_mode()
+def evaluate_windows(
+    pair: Pair, texts: Sequence[tuple[str, Tensor]], *, context: int | None = None, progress: Progress = silent
+) -> Evaluation:
+    """Measure a model on windows of tokens, beside its reference; see `evaluate`.
+
+    Args:
+        pair: what is measured.
+        texts: what each text is called, and its windows ``[n, W]``, W the same for all.
+        context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
+        progress: told of each window.
+    """
+    batches = [batch for _, batch in texts]
+    window = batches[0].shape[1]
+    if context is None:
+        context = CONTEXT if pair.positions is None else min(CONTEXT, pair.positions - 1)
     check_vocabulary(pair.models, max(int(batch.max()) for batch in batches))
 
     scores: list[dict[str, Tensor]] = []
@@ -175,13 +197,13 @@ def evaluate(
     speed = decode_times(pair.models, prompt.to(pair.device), progress=progress)
     reference = speed.get("against")
     return Evaluation(
-        text=", ".join(files),
+        text=", ".join(name for name, _ in texts),
         window=window,
         windows=total,
         **_summary({key: torch.cat([score[key] for score in scores]) for key in scores[0]}),
         texts=tuple(
-            TextScore(text=file, windows=len(score["nll"]), **_summary(score), by_position=_by_position(score))
-            for file, score in zip(files, scores, strict=True)
+            TextScore(text=name, windows=len(score["nll"]), **_summary(score), by_position=_by_position(score))
+            for (name, _), score in zip(texts, scores, strict=True)
         ),
         context=context,
         cache_bytes_per_token=speed["model"].bytes_per_token,

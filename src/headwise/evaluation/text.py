@@ -27,6 +27,22 @@ def read_text(path: str | Path, *, name: str = "text") -> str:
         raise ArgumentError(name, str(path), "must be UTF-8 text") from None
 
 
+def language_reference(topics: slice = slice(None)) -> str:
+    """Python's own language reference: English prose that is on every machine that runs this.
+
+    Args:
+        topics: which of its topics, in order of their names.
+
+    Raises:
+        ArgumentError: this Python came without it.
+    """
+    try:
+        from pydoc_data.topics import topics as known
+    except ImportError:
+        raise ArgumentError("pydoc_data.topics", None, "is missing from this Python; name another text") from None
+    return "\n\n".join(known[name] for name in sorted(known)[topics])
+
+
 def token_windows(
     tokenizer: Any, text: str, *, window: int, windows: int | None = None, name: str = "text"
 ) -> Tensor:

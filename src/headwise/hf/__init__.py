@@ -3,7 +3,16 @@
 from headwise.hf.attention import HostedAttention, HostedGroupedAttention, HostedLatentAttention, LayerCache
 from headwise.hf.generate import Generation, generate
 from headwise.hf.layerwise import AttentionCall, LayerwiseModel
-from headwise.hf.load import as_dtype, check_complete, expected_tensors, load, model_class, open_decoder, stock_config
+from headwise.hf.load import (
+    as_dtype,
+    auto_class,
+    check_complete,
+    expected_tensors,
+    load,
+    model_class,
+    open_decoder,
+    stock_config,
+)
 from headwise.hf.models import hosted_classes, install_attention, register
 from headwise.hf.optimize import optimize
 
@@ -16,6 +25,7 @@ __all__ = [
     "LayerCache",
     "LayerwiseModel",
     "as_dtype",
+    "auto_class",
     "check_complete",
     "expected_tensors",
     "generate",

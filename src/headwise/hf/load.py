@@ -156,6 +156,17 @@ def model_class(config: dict[str, Any]) -> Any:
     return known[name]
 
 
+def auto_class(config: dict[str, Any]) -> str:
+    """The name of transformers' Auto class that loads the folder of a config.
+
+    Raises:
+        CheckpointError: see `model_class`.
+    """
+    made, stock, model_type = model_class(config), stock_config(config), str(config.get("model_type"))
+    autos = family_of(model_type).autos if has_family(model_type) else ("AutoModelForCausalLM",)
+    return next(auto for auto in autos if getattr(transformers, auto)._model_mapping[type(stock)] is made)
+
+
 def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter's shape in the model a config describes, tied ones once; nothing is allocated.
 

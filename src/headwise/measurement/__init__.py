@@ -3,7 +3,7 @@
 from headwise.measurement.counters import LayerCounts, count_layer
 from headwise.measurement.counting import Count, cache_nbytes, count
 from headwise.measurement.layer import LayerTimes, filled_cache, measure_comparison, measure_layers
-from headwise.measurement.memory import peak_rss_bytes
+from headwise.measurement.memory import available_bytes, peak_rss_bytes
 from headwise.measurement.peers import PeerCount, peer_counts
 from headwise.measurement.timing import matmul_flops_per_second, time_interleaved
 
@@ -12,6 +12,7 @@ __all__ = [
     "LayerCounts",
     "LayerTimes",
     "PeerCount",
+    "available_bytes",
     "cache_nbytes",
     "count",
     "count_layer",

@@ -2,7 +2,12 @@
 
 from headwise.checkpoints.families import llama
 from headwise.checkpoints.family import Family
+from headwise.checkpoints.layout import offset_norms
 
 FAMILY = Family(
-    model_type="gemma3_text", layer=llama.FAMILY.layer, attention=llama.FAMILY.attention, adds=False, norm_offset=1.0
+    model_type="gemma3_text",
+    layer=llama.FAMILY.layer,
+    attention=llama.FAMILY.attention,
+    layout=offset_norms(1.0),
+    adds=False,
 )

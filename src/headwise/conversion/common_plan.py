@@ -1,0 +1,135 @@
+"""One plan for all layers, as deepseek_v3 needs it: which rotary channels every layer keeps, and what that costs.
+
+A layer's channels are mixtures of its key heads, at each frequency the most asked-for first
+(`rope_channels.concentrate`). A plan says which of them keep their rotation; what is mixed into them is each layer's.
+
+Shapes: K key heads, F frequencies, E hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from headwise.conversion.assemble import projections
+from headwise.conversion.heads import Layer, State, rotation_tables
+from headwise.conversion.job import Job, Study, read_layer
+from headwise.conversion.latent import convert_to_latent, rotary_channels
+from headwise.conversion.ranks import my_windows, rank
+from headwise.conversion.results import LayerResults
+from headwise.conversion.rope_channels import keep_rotation
+from headwise.conversion.saved import SavedStatistics
+from headwise.conversion.sequential import WEIGHED, Sequential, Solver, Step
+from headwise.conversion.statistics import Statistics, output_metric, root
+from headwise.progress import Progress
+from headwise.specs import GroupedSpec, LatentSpec
+
+
+def common_channels(job: Job, study: Study | None, progress: Progress) -> Tensor:
+    """The channels that all layers together would lose most without, bool ``[F, K]``.
+
+    What a layer loses is an error of its scores times how much of its output, in the metric of the loss, turns on
+    them: nats, so that layers can be added up. With a text it is seen where sensitivities are, on a few windows that
+    go once through the source. Without any study layers count alike.
+
+    Args:
+        job: a conversion to MLA whose layers keep rotary keys of one width.
+        study: of the source; None for weights alone.
+        progress: told of each layer.
+    """
+    energies, losses, pairs = [], [], 0
+    seen = _SourceStatistics(study) if isinstance(study, Sequential) else None
+    layers = job.before.num_layers
+    for index, target in enumerate(job.after.layers):
+        progress("planning", index, layers)
+        source = read_layer(job.checkpoint, index)
+        spec = source.spec
+        assert isinstance(spec, GroupedSpec)
+        assert isinstance(target, LatentSpec)
+        if isinstance(study, SavedStatistics):
+            known, _ = study.layer(index)
+        elif seen is not None:
+            known = seen.next(index, source.float(), spec)
+        else:
+            known = Statistics.nothing(spec.hidden_size, spec.num_heads, job.longest)
+        own, lost = rotary_losses(source.state, spec, target, known)
+        whole = float(own.sum()) if study is None else 1.0
+        pairs = target.qk_rope_head_dim // 2
+        energies.append(own / whole)
+        losses.append(lost / whole)
+    progress("planning", layers, layers)
+    return keep_rotation(torch.stack(energies).sum(0), torch.stack(losses).sum(0), pairs)
+
+
+def rotary_losses(state: State, source: GroupedSpec, target: LatentSpec, known: Statistics) -> tuple[Tensor, Tensor]:
+    """Each channel's energy, and what of it the scores lose without its rotation: ``[F, K]`` both."""
+    w_q, w_k, _ = projections(state, target)
+    rotary = rotary_channels(w_q, w_k, source, known)
+    return rotary.channels.energy, rotary.lost
+
+
+class _SourceStatistics:
+    """Layer by layer, what the source's attention sees of the windows that sensitivities are taken on."""
+
+    def __init__(self, sequence: Sequential) -> None:
+        self.model, self.sequence = sequence.model, sequence
+        tokens = sequence.windows.shape[1]
+        self.mine = my_windows(min(max(WEIGHED // tokens, 1), sequence.train))
+        with torch.no_grad():
+            self.hidden = [self.model.begin(sequence.windows[at : at + 1]) for at in self.mine]
+        self.model.release()
+
+    @torch.no_grad()
+    def next(self, index: int, source: Layer, spec: GroupedSpec) -> Statistics:
+        """Of the next layer, which is given in float32."""
+        tokens = self.sequence.windows.shape[1]
+        found = self.sequence.sensitivities.load(index) if "sensitivity" in self.sequence.stages else None
+        sensitivity = None if found is None else found[0]["sensitivity"].double()
+        metric = output_metric(source.state["o_proj.weight"], sensitivity, spec.num_heads)
+        sums = Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
+        module, rotation = self.model.layer(index), rotation_tables(spec, tokens)
+        for position, (at, one) in enumerate(zip(self.mine, self.hidden, strict=True)):
+            call, self.hidden[position] = self.model.trace(index, module, one)
+            sums.add(source.state, spec, call.inputs[0], metric, rotation=rotation, window=at)
+        return sums.reduced().means()
+
+
+class SharedPlan(Sequential):
+    """A conversion whose layers share a plan, and that notes what each would cost with a plan of its own."""
+
+    def layer(self, index: int, source: Layer, solve: Solver, keep: Callable[[Step], None]) -> Step:
+        """See `Sequential.layer`; both costs are on held-out windows and before any refit."""
+        errors: dict[str, dict[str, float]] = {"shared": {}, "own": {}}
+        spec = source.spec
+        assert isinstance(spec, GroupedSpec)
+        rotation = rotation_tables(spec, self.windows.shape[1])
+
+        def both(statistics: Statistics, sensitivity: Tensor | None) -> Layer:
+            shared = solve(statistics, sensitivity)
+            assert isinstance(shared.spec, LatentSpec)
+            made, channels = convert_to_latent(
+                source.state, spec, shared.spec, statistics=statistics, sensitivity=sensitivity
+            )
+            cost = torch.eye(spec.hidden_size) if sensitivity is None else root(sensitivity).float()
+            for name, layer in (("shared", shared), ("own", Layer(shared.spec, made, channels))):
+                self._is_better(layer.float(), str(len(errors[name])), errors[name], rotation, cost)
+            return shared
+
+        def keep_both(step: Step) -> None:
+            if rank() == 0:
+                self.plans.save(index, {}, {name: min(tried.values()) for name, tried in errors.items()})
+            keep(step)
+
+        return super().layer(index, source, both, keep_both)
+
+    @property
+    def plans(self) -> LayerResults:
+        """Each layer's costs."""
+        return LayerResults(self.streams.folder / "plans")
+
+    def plan_costs(self) -> dict[str, float]:
+        """What all layers cost: ``shared`` and ``own``."""
+        kept = [self.plans.load(index) for index in range(self.position)]
+        return {name: sum(found[1][name] for found in kept if found is not None) for name in ("shared", "own")}

@@ -1,0 +1,127 @@
+"""How long a conversion would take: one layer of it is really run, on a window or two, and scaled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from headwise.conversion.calibration import open_windows
+from headwise.conversion.job import Job
+from headwise.conversion.results import LayerResults
+from headwise.conversion.saved import SavedStatistics
+from headwise.conversion.sensitivity import PIECE
+from headwise.conversion.sequential import STAGES, STEPS, WEIGHED, Sequential
+from headwise.hf import LayerwiseModel
+from headwise.progress import Progress, silent
+
+_FEW, _MORE = 1, 7
+"""Steps of the local descent that are timed."""
+
+_PARTS = 5
+
+
+def estimate_seconds(
+    job: Job,
+    study: Sequence[str | Path] | SavedStatistics = (),
+    *,
+    tokens: int = 0,
+    stages: Collection[str] = STAGES,
+    shared_plan: bool = False,
+    progress: Progress = silent,
+) -> float:
+    """Seconds that a conversion would take here and now, without its evaluation; nothing is written that stays.
+
+    Args:
+        job: the conversion.
+        study: the texts that it is calibrated on, or what is known of the source in their place; may be nothing.
+        tokens: how many of the texts.
+        stages: those of calibration that are done.
+        shared_plan: all layers get one plan, which is found first and set beside each layer's own.
+        progress: told of each part.
+
+    Raises:
+        ArgumentError: a text cannot be read or is too short.
+    """
+    progress("estimating", 0, _PARTS)
+    job.convert_layer(0)  # the first solution also starts the libraries up
+    progress("estimating", 1, _PARTS)
+    saved = study if isinstance(study, SavedStatistics) and not job.is_lossless else None
+    if study and not isinstance(study, SavedStatistics) and not job.is_lossless:
+        seconds = _on_text(job, study, tokens, stages, shared_plan=shared_plan, progress=progress)
+    else:
+        start = time.perf_counter()
+        job.convert_layer(0, saved)
+        seconds = (time.perf_counter() - start) * job.before.num_layers
+    progress("estimating", _PARTS, _PARTS)
+    return seconds + _copying(job)
+
+
+def _copying(job: Job) -> float:
+    """Each byte is read, checked, and written again at about the rate it is read."""
+    tensors = job.checkpoint.tensors
+    name = max(tensors, key=lambda name: tensors[name].nbytes)
+    start = time.perf_counter()
+    job.checkpoint.read(name).to(job.dtype)
+    per_byte = (time.perf_counter() - start) / tensors[name].nbytes
+    return 2 * per_byte * sum(info.nbytes for info in tensors.values())
+
+
+def _on_text(
+    job: Job,
+    texts: Sequence[str | Path],
+    tokens: int,
+    stages: Collection[str],
+    *,
+    shared_plan: bool,
+    progress: Progress,
+) -> float:
+    """A layer costs something by itself, by the window and by the step of its descent."""
+    windows, held = open_windows(job.checkpoint, texts, tokens)
+    model = LayerwiseModel(job.checkpoint, torch.float32)
+    weighed = min(max(WEIGHED // windows.shape[1], 1), len(windows) - held)
+    weighing = _weighing(model, windows[:1]) if "sensitivity" in stages else 0.0
+    with TemporaryDirectory() as folder:
+
+        def layer(part: int, count: int, steps: int) -> float:
+            progress("estimating", part, _PARTS)
+            some = windows[torch.arange(count) % len(windows)]
+            own = [stage for stage in stages if stage != "sensitivity"]  # which is about all layers
+            place = Path(folder) / str(part)
+            sequence = Sequential(model, some, held=1, folder=place, stages=own, steps=steps)
+            start = time.perf_counter()
+            job.convert_layer(0, sequence, LayerResults(place / "layers"))
+            return time.perf_counter() - start
+
+        more_windows, more_steps, least = layer(2, 3, _FEW), layer(3, 2, _MORE), layer(4, 2, _FEW)
+    by_window = max(more_windows - least, 0.0)
+    by_step = max(more_steps - least, 0.0) / (_MORE - _FEW)
+    alone = max(least - 2 * by_window - _FEW * by_step, 0.0)
+    one = alone + by_window * len(windows) + by_step * STEPS
+    if shared_plan:
+        one += alone + by_window * weighed
+    return one * job.before.num_layers + weighing * weighed
+
+
+def _weighing(model: LayerwiseModel, window: Tensor) -> float:
+    """Of one window's sensitivities: forward and back again through a layer, and through the head, scaled."""
+    with torch.no_grad():
+        hidden = model.begin(window)
+    module = model.layer(0)
+    one = hidden.requires_grad_()
+    start = time.perf_counter()
+    with torch.no_grad():
+        model.run(0, module, one)
+    call, output = model.trace(0, module, one)
+    torch.autograd.grad(output.sum(), (one, call.output))
+    through_layer = time.perf_counter() - start
+    piece = hidden[:, :PIECE].detach().requires_grad_()
+    start = time.perf_counter()
+    torch.autograd.grad(model.finish(piece).float().logsumexp(-1).sum(), piece)
+    through_head = (time.perf_counter() - start) * hidden.shape[1] / piece.shape[1]
+    model.release()
+    return through_layer * model.num_layers + through_head

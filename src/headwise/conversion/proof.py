@@ -1,0 +1,141 @@
+"""How a conversion ends: the result beside its source, on text that it was not calibrated on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from headwise.checkpoints import Checkpoint, load_tokenizer
+from headwise.conversion.calibration import WINDOW, refuse_unknown_tokens
+from headwise.errors import HeadwiseError, SpecError
+from headwise.evaluation import (
+    Evaluation,
+    cut_windows,
+    evaluate_windows,
+    language_reference,
+    open_pair,
+    read_source,
+    token_ids,
+    token_windows,
+    windows_beyond,
+)
+from headwise.measurement import available_bytes
+from headwise.progress import Progress, silent
+from headwise.specs import ModelSpec
+
+WINDOWS = 2
+"""Of each text, unless more are asked for: enough to see a failed conversion by, in seconds."""
+
+REFERENCE = "Python's language reference"
+
+Exam = list[tuple[str, Tensor]]
+"""What each text is called, and its windows ``[n, W]``."""
+
+
+def refuse_unexamined(spec: ModelSpec) -> None:
+    """Refuse what next tokens of a text do not measure.
+
+    Raises:
+        SpecError: it is an encoder, or attends to one.
+    """
+    if not spec.is_causal:
+        rule = "is an encoder, which predicts no next token; headwise evaluate --retrieval measures one"
+        raise SpecError("model_type", spec.model_type, rule)
+    if spec.cross_layers:
+        raise SpecError("model_type", spec.model_type, "decodes what its encoder heard, which text does not measure")
+
+
+def choose_exam(
+    checkpoint: Checkpoint,
+    named: Sequence[str | Path] = (),
+    *,
+    calibrate: Sequence[str | Path] = (),
+    tokens: int,
+    windows: int = WINDOWS,
+) -> Exam:
+    """Windows to examine a conversion on.
+
+    They are of the texts that are named; else what the calibration leaves of its own, where that is a window;
+    else Python's language reference.
+
+    Args:
+        checkpoint: the source.
+        named: see `headwise.evaluation.read_source`.
+        calibrate: the texts that are calibrated on.
+        tokens: how many of theirs.
+        windows: how many of each text at most, of 2048 tokens or as many as the model has positions; of a named
+            text that is shorter, fewer.
+
+    Raises:
+        ArgumentError: a text cannot be read or has no two tokens, or one that the model does not know.
+        SpecError: next tokens of a text do not measure the model.
+        CheckpointError: there is no tokenizer.
+    """
+    refuse_unexamined(checkpoint.spec)
+    tokenizer = load_tokenizer(checkpoint.path)
+    window = min(WINDOW, checkpoint.spec.max_position_embeddings or WINDOW)
+    exam: Exam = []
+    if named:
+        characters = window * windows * 32  # no tokenizer in use averages more to a token for long
+        texts = [read_source(text, characters=characters, name="evaluate") for text in named]
+        ids = [token_ids(tokenizer, text, at_most=window * windows) for text in texts]
+        window = max(min(window, *map(len, ids)), 2)
+        exam = [
+            (str(text), cut_windows(own, window=window, windows=windows, name=f"evaluate {text}"))
+            for text, own in zip(named, ids, strict=True)
+        ]
+    elif calibrate:
+        exam = windows_beyond(tokenizer, calibrate, tokens=tokens, window=window, windows=windows)
+    if not exam:
+        exam = [(REFERENCE, token_windows(tokenizer, language_reference(), window=window, windows=windows))]
+    refuse_unknown_tokens(checkpoint, *(batch for _, batch in exam))
+    return exam
+
+
+def find_exam(
+    checkpoint: Checkpoint,
+    evaluate: bool | str | Path | Sequence[str | Path],
+    *,
+    calibrate: Sequence[str | Path],
+    tokens: int,
+    windows: int,
+) -> tuple[Exam, str | None]:
+    """`choose_exam`; where the user named no text and there is none, why not in its place.
+
+    Raises:
+        HeadwiseError: a text that the user named does not do.
+    """
+    named = [] if isinstance(evaluate, bool) else [evaluate] if isinstance(evaluate, str | Path) else list(evaluate)
+    try:
+        return choose_exam(checkpoint, named, calibrate=calibrate, tokens=tokens, windows=windows), None
+    except HeadwiseError as error:
+        if named:
+            raise
+        return [], str(error)
+
+
+def prove(output: Path, source: str | Path, exam: Exam, progress: Progress = silent) -> Evaluation | str:
+    """Measure a folder that was just written beside its source; or say why that could not be done.
+
+    Args:
+        output: the folder.
+        source: what it was converted from.
+        exam: of `choose_exam`.
+        progress: told of each window.
+    """
+    try:
+        pair = open_pair(output, against=source, progress=progress)
+        needed = sum(info.numel for one in pair.checkpoints.values() for info in one.tensors.values())
+        needed *= pair.dtype.itemsize
+        if (free := available_bytes()) is not None and free < needed:
+            # Converting holds one layer; a machine that is just large enough for that must not be killed here.
+            return f"not evaluated: both models take {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
+        return evaluate_windows(pair, exam, progress=progress)
+    except KeyboardInterrupt as stopped:
+        stopped.add_note(f"{output} is whole, and was not evaluated")
+        raise
+    except Exception as error:  # whatever it is, the folder that took so long is there and is the user's
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return f"not evaluated: {kind}{' '.join(str(error).split())}"

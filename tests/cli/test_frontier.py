@@ -1,0 +1,68 @@
+"""``headwise frontier`` from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Said
+
+SMALL = ("--calibration-tokens", "256", "--window", "32", "--windows", "2", "--no-plot")
+FRONTIER = ("frontier", "tiny", "--calibrate", "text.txt", "--output", "out", *SMALL)
+
+
+@pytest.fixture
+def model(here: Path, tiny_llama: Path) -> Path:
+    (here / "exam.txt").write_text("pack my box with five dozen jugs. " * 10)
+    return tiny_llama
+
+
+def test_a_ladder(cli: Callable[..., Said], model: Path, here: Path) -> None:
+    arguments = (*FRONTIER, "--evaluate", "exam.txt", "--target", "mla:0.5", "--target", "mqa")
+    said = cli(*arguments)
+    assert said.status == 0, said.err
+    for shown in ("tiny: quality against cache", "original", "mla:0.5", "mqa", "× exam.txt", "up by at most 5%"):
+        assert shown in said.out
+    assert max(map(len, said.out.splitlines())) <= 80
+    assert "out: frontier.json, frontier.md\n" in said.out
+    document = json.loads((here / "out/frontier.json").read_text())
+    assert json.loads(cli(*arguments, "--json").out) == document
+    assert [point["target"] for point in document["points"]] == ["mla:0.5", "mqa"]
+    assert sorted(path.name for path in (here / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
+
+
+def test_methods(cli: Callable[..., Said], model: Path, here: Path) -> None:
+    said = cli(*FRONTIER, "--methods", "--target", "mqa")
+    assert said.status == 0, said.err
+    for shown in ("ways to convert to mqa", "headwise", "without refit", "without any stage", "mean of heads"):
+        assert shown in said.out
+    assert "out: methods.json, methods.md\n" in said.out
+
+
+def test_a_page(cli: Callable[..., Said], model: Path, here: Path) -> None:
+    pytest.importorskip("plotly")
+    arguments = [argument for argument in FRONTIER if argument != "--no-plot"]
+    said = cli(*arguments, "--target", "mqa")
+    assert said.status == 0, said.err
+    assert "<h2>What to convert to</h2>" in (here / "out/frontier.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("frontier", "tiny", "--output", "out", "--no-plot"), "calibrate = None: is required"),
+        (("frontier", "tiny", "--calibrate", "text.txt", "--no-plot"), "--output"),
+        ((*FRONTIER, "--target", "mla"), "target = 'mla': must be mla:F (a fraction of the source's cache)"),
+        ((*FRONTIER, "--target", "gqa:3"), "num_kv_heads = 3: must divide"),
+        ((*FRONTIER, "--evaluate", "text.txt"), "evaluate = 'text.txt': is calibrated on"),
+        (("frontier", "nowhere", "--calibrate", "text.txt", "--output", "out", *SMALL), "nowhere"),
+        (("frontier", "tiny", "--calibrate", "text.txt", "--output", "text.txt", *SMALL), "is a file or a link"),
+        (("frontier", "tiny", "--calibrate", "text.txt", "--output", "tiny", *SMALL), "holds something else"),
+    ],
+    ids=str,
+)
+def test_bad_input(refused: Callable[..., str], model: Path, options: tuple[str, ...], line: str) -> None:
+    assert line in refused(*options)

@@ -1,0 +1,229 @@
+"""How a conversion ends: what it is examined on, what its card says, and what it survives."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import metadata_load
+
+import headwise
+from headwise.checkpoints import load_tokenizer, open_checkpoint
+from headwise.conversion import proof
+from headwise.conversion.proof import REFERENCE, choose_exam
+from headwise.evaluation import calibration_windows
+from tests.real_models import save_tiny
+from tests.tiny_families import save_family
+
+TEXT = "".join(f"{index:04d} the quick brown fox jumps over the lazy dog. " for index in range(60))
+HALF: dict[str, Any] = {"to": "mla", "kv_budget": 0.5}
+STUDY: dict[str, Any] = {**HALF, "calibration_tokens": 512, "without": ("refine",)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "source")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def card(folder: Path) -> str:
+    return (folder / "README.md").read_text()
+
+
+def test_it_ends_on_what_the_calibration_left_of_its_text(source: Path, text: Path, tmp_path: Path) -> None:
+    done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY)
+    found = done.evaluation
+    assert found is not None
+    assert (found.text, found.windows, found.window) == (f"{text} after 512 tokens", 2, 256)
+    rest = tmp_path / "rest.txt"
+    rest.write_text(TEXT[512:])  # a character is a token
+    again = headwise.evaluate(tmp_path / "out", against=source, text=rest, windows=2)
+    for name in ("perplexity", "reference_perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
+        assert getattr(found, name) == getattr(again, name), name
+    assert (found.model, found.against) == (str(tmp_path / "out"), str(source))
+    assert found.cache_bytes_per_token == done.kv_bytes_per_token_after
+    assert done.to_dict()["evaluation"] == asdict(found)
+
+
+def test_of_several_texts_what_is_left_of_each(source: Path, text: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("x" * 300)
+    exam = choose_exam(open_checkpoint(source), calibrate=[text, short, text], tokens=900, windows=3)
+    # Windows of 225 tokens, two of the first text and one of each of the others, which leaves too little of one.
+    assert [name for name, _ in exam] == [f"{text} after 450 tokens", f"{text} after 225 tokens"]
+    study = calibration_windows(load_tokenizer(source), [text, short, text], tokens=900, window=256)
+    assert study.shape == (4, 225)
+    tokens = load_tokenizer(source)(TEXT)["input_ids"]
+    assert [batch.flatten().tolist() for _, batch in exam] == [tokens[450:][:768], tokens[225:][:768]]
+    assert tokens[:225] == study[0].tolist()
+    assert tokens[225:450] == study[3].tolist()
+
+
+def test_a_text_that_is_used_up_is_not_evaluated_on(source: Path, text: Path, tmp_path: Path) -> None:
+    for options in ({**STUDY, "calibrate": text, "calibration_tokens": 10**6}, HALF):
+        done = headwise.convert(source, tmp_path / "out", **options, overwrite=True, evaluation_windows=1)
+        assert done.evaluation is not None
+        assert (done.evaluation.text, done.evaluation.windows) == (REFERENCE, 1)
+        assert f"| `{REFERENCE}` | 255 |" in card(tmp_path / "out").replace("’", "'")
+
+
+def test_a_text_can_be_named(source: Path, text: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("hello there")
+    done = headwise.convert(source, tmp_path / "out", **HALF, evaluate=short)
+    assert done.evaluation is not None
+    assert (done.evaluation.text, done.evaluation.window, done.evaluation.windows) == (str(short), 11, 1)
+    done = headwise.convert(source, tmp_path / "more", **HALF, evaluate=[short, text], evaluation_windows=3)
+    assert done.evaluation is not None
+    assert [(score.text, score.windows) for score in done.evaluation.texts] == [(str(short), 1), (str(text), 3)]
+
+
+def test_it_can_be_skipped(source: Path, tmp_path: Path) -> None:
+    done = headwise.convert(source, tmp_path / "out", **HALF, evaluate=False)
+    assert done.evaluation is None
+    assert not any("evaluat" in note for note in done.notes)
+    assert "\n## Measured\n\nNot measured.\n" in card(tmp_path / "out")
+    dry = headwise.convert(source, tmp_path / "dry", **HALF, dry_run=True)
+    assert dry.evaluation is None
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "windows", "rule"),
+    [
+        ("nowhere.txt", 2, "evaluate = 'nowhere.txt': could not be read"),
+        ("empty.txt", 2, "evaluate .*empty.txt = '0 tokens': must be at least one window of 2 tokens"),
+        (True, 0, "evaluation_windows = 0: must be at least 1"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_cannot_be_is_refused_before_any_work(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluate: str | bool,
+    windows: int,
+    rule: str,
+    dry_run: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("")
+    monkeypatch.setattr("headwise.conversion.job.convert_to_latent", None)
+    with pytest.raises(headwise.ArgumentError, match=rule):
+        headwise.convert(source, "out", **HALF, evaluate=evaluate, evaluation_windows=windows, dry_run=dry_run)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("bert", "model_type = 'bert': is an encoder, which predicts no next token; headwise evaluate --retrieval"),
+        ("whisper", "model_type = 'whisper': decodes what its encoder heard"),
+    ],
+)
+def test_what_text_does_not_measure_is_said(name: str, rule: str, text: Path, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "source", name)
+    done = headwise.convert(source, tmp_path / "out", to="gqa:2")
+    assert done.evaluation is None
+    assert any(note.startswith(f"not evaluated: {rule}") for note in done.notes)
+    with pytest.raises(headwise.SpecError, match=rule):
+        headwise.convert(source, tmp_path / "other", to="gqa:2", evaluate=text)
+    assert not (tmp_path / "other").exists()
+
+
+def test_without_a_tokenizer_the_folder_is_there_and_says_why(source: Path, tmp_path: Path) -> None:
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    done = headwise.convert(source, tmp_path / "out", **HALF)
+    assert done.evaluation is None
+    assert "not evaluated: tokenizer = " in done.notes[-1]
+    assert str(tmp_path) not in card(tmp_path / "out")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such\nluck"), MemoryError(), headwise.ArgumentError("a", 1, "b")])
+def test_an_evaluation_that_fails_loses_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(proof, "evaluate_windows", fail)
+    done = headwise.convert(source, tmp_path / "out", **HALF)
+    assert done.evaluation is None
+    assert done.notes[-1].startswith("not evaluated: ")
+    assert "\n" not in done.notes[-1]
+    assert headwise.inspect(tmp_path / "out").mechanism == "mla"
+    assert "Not measured." in card(tmp_path / "out")
+
+
+def test_models_that_do_not_fit_in_memory_are_not_loaded(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "available_bytes", lambda: 500_000)
+    monkeypatch.setattr(proof, "evaluate_windows", None)
+    done = headwise.convert(source, tmp_path / "out", **HALF)
+    assert done.notes[-1] == "not evaluated: both models take 0.0 GB of memory and 0.0 GB are free"
+
+
+def test_ctrl_c_during_it_leaves_the_whole_folder(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def impatient(stage: str, done: int, _: int) -> None:
+        if (stage, done) == ("perplexity", 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        headwise.convert(source, tmp_path / "out", **HALF, progress=impatient)
+    assert stopped.value.__notes__ == [f"{tmp_path / 'out'} is whole, and was not evaluated"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    assert "Not measured." in card(tmp_path / "out")
+
+
+def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path) -> None:
+    (source / "README.md").write_text("---\nlicense: apache-2.0\ntags: [theirs]\n---\n# Theirs\n")
+    done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY)
+    assert done.evaluation is not None
+    told = card(tmp_path / "out")
+    assert metadata_load(tmp_path / "out/README.md") == {
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "tags": ["headwise", "mla", "kv-cache"],
+    }
+    assert "Theirs" not in told
+    assert str(tmp_path) not in told
+    score = done.evaluation
+    assert f"| `text.txt after 512 tokens` | {score.tokens} | {score.reference_perplexity:.3f}" in told
+    assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in told
+    assert "- steps: sensitivity, sequence, refit\n- calibrated on 512 tokens of `text.txt`\n" in told
+    assert f"- took {done.seconds:,.0f} s\n- versions: headwise {headwise.__version__}, torch " in told
+    assert f"- parameters: {done.parameters_before:,} → {done.parameters_after:,}\n" in told
+    assert "import headwise.hf" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "auto"),
+    [("gpt2", "AutoModelForCausalLM"), ("bert", "AutoModel"), ("whisper", "AutoModelForSpeechSeq2Seq")],
+)
+def test_the_card_loads_the_model_by_its_own_class(name: str, auto: str, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "source", name)
+    for to in ("mha", "gqa:2"):
+        headwise.convert(source, tmp_path / to, to=to, evaluate=False)
+        told = card(tmp_path / to)
+        assert f"model = {auto}.from_pretrained(folder)" in told
+        assert ("import headwise.hf" in told) == (to == "gqa:2")
+
+
+def test_unmeasured_folders_are_the_same_to_the_last_file(source: Path, text: Path, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        headwise.convert(source, tmp_path / name, calibrate=text, **STUDY, evaluate=False)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert "README.md" in files
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
