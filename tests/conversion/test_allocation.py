@@ -64,11 +64,13 @@ def test_a_curve_goes_through_what_was_measured_and_is_exponential_between() -> 
 
 def test_a_curve_takes_the_better_rotary_width_and_never_rises() -> None:
     losses = {16: (0.08, 0.01, 0.01), 32: (0.04, 0.02, 0.04), 48: (0.16, 0.01, 0.001)}
-    nodes = [Node(rank, rotary, x) for rotary in losses for rank, x in zip((64, 96, 128), losses[rotary], strict=True)]
+    nodes = [
+        Node(rank, rotary, x) for rotary in losses for rank, x in zip((64, 96, 128), losses[rotary], strict=True)
+    ]
     by_values = {choice.node.values: choice.node for choice in curve(nodes, 128)}
     assert sorted(by_values) == list(range(80, 177, 8))
-    assert (by_values[96].rank, by_values[96].rotary) == (64, 32)
-    assert by_values[96].loss == pytest.approx(0.04)
+    assert (by_values[96].rank, by_values[96].rotary) == (80, 16)
+    assert by_values[96].loss == pytest.approx(math.sqrt(0.08 * 0.01))
     assert (by_values[112].rank, by_values[112].rotary) == (96, 16)
     assert by_values[160].rotary == 48  # not (128, 32), whose loss is that of 96
     assert by_values[160].loss == pytest.approx(math.sqrt(0.01 * 0.001))

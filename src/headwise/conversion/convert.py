@@ -24,6 +24,7 @@ from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
 from headwise.conversion.ranks import barrier, first_enters, rank
 from headwise.conversion.saved import open_statistics
 from headwise.conversion.sequential import Sequential
+from headwise.conversion.spread import Spread
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
@@ -55,6 +56,7 @@ class Conversion:
         peak_rss_bytes: most resident memory of the process when the folder was there; None with ``dry_run``.
         evaluation: the result beside its source, on text it was not calibrated on; None where it was skipped.
         stock: what it cost to be a stock folder; None but for ``format="deepseek"``.
+        spread: how an MLA's cache was spread over layers; None where that was not tried.
         notes: what a user should know of the result.
     """
 
@@ -78,6 +80,7 @@ class Conversion:
     dry_run: bool = False
     evaluation: Evaluation | None = None
     stock: StockReport | None = None
+    spread: Spread | None = None
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +169,8 @@ def convert(
         how = {"tokens": calibration_tokens, "windows": evaluation_windows}
         exam, skipped = find_exam(checkpoint, evaluate, calibrate=texts, **how)
     saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
-    stages = job.stages(statistics, without)
+    stages = job.stages(statistics, [*without, *(["spread"] if format == "deepseek" else [])])
+    is_spread = bool(texts) and "spread" in stages and not job.is_lossless
     is_studied = bool(texts) or saved is not None
     about: dict[str, Any] = {"source": str(source), "tensors": tensors}
     if dry_run:
@@ -209,11 +213,15 @@ def convert(
             progress=progress,
         )
 
-    with first_enters(FolderWriter(destination, tensors, run=run, overwrite=overwrite)) as writer:
+    folder = FolderWriter(destination, tensors, run=run, overwrite=overwrite, provisional=is_spread)
+    with first_enters(folder) as writer:
         made = write_folder(job, writer, format, begun, run=run, exam=exam, progress=progress)
         notes = _notes(job, made.tokens, is_studied=is_studied)
         if made.stock is not None:
             notes += made.stock.notes(in_nats="sensitivity" in stages)
+        if made.spread is not None:
+            about["tensors"] = job.tensors
+            notes.append(made.spread.note)
         about |= {"calibration_tokens": made.tokens, "notes": notes}
         read = texts if saved is None else saved.texts
         facts = card_facts(job, made.config, **about, calibration=read, stages=stages)
@@ -229,6 +237,7 @@ def convert(
         seconds_writing=job.clock.seconds.get("writing", 0.0),
         peak_rss_bytes=peak_rss_bytes(),
         stock=made.stock,
+        spread=made.spread,
     )
     if evaluate is not False and skipped is not None:
         # The card says that nothing was measured, and of this machine nothing.
@@ -259,7 +268,7 @@ def _report(
     return Conversion(
         model_type=config["model_type"],
         mechanism=after.mechanism,
-        label=after.layers[0].label,
+        label=after.label,
         method=job.method,
         dtype=dtype,
         kv_bytes_per_token_before=cost.cache_bytes_per_token(job.before, dtype),
