@@ -101,6 +101,8 @@ class FolderWriter:
             check_output(self.output, overwrite=self._overwrite)
             self._take_up()
             needed = sum(self._tensors[name].nbytes for name in self._missing) + _HEADROOM
+            if self._provisional:  # of a run that is gone on with, most may be there
+                needed -= sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
             if (free := shutil.disk_usage(self._partial).free) < needed:
                 raise self._refusal(f"needs {needed / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free")
         except BlockingIOError as error:
@@ -135,7 +137,6 @@ class FolderWriter:
 
     def announce(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Say what tensors there really are, those told before having been provisional."""
-        assert self._provisional
         self._lay_out(tensors)
         try:
             self._find_whole()

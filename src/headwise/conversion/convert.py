@@ -170,7 +170,6 @@ def convert(
         exam, skipped = find_exam(checkpoint, evaluate, calibrate=texts, **how)
     saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
     stages = job.stages(statistics, [*without, *(["spread"] if format == "deepseek" else [])])
-    is_spread = bool(texts) and "spread" in stages and not job.is_lossless
     is_studied = bool(texts) or saved is not None
     about: dict[str, Any] = {"source": str(source), "tensors": tensors}
     if dry_run:
@@ -213,16 +212,14 @@ def convert(
             progress=progress,
         )
 
-    folder = FolderWriter(destination, tensors, run=run, overwrite=overwrite, provisional=is_spread)
-    with first_enters(folder) as writer:
+    provisional = format == "headwise"
+    with first_enters(
+        FolderWriter(destination, tensors, run=run, overwrite=overwrite, provisional=provisional)
+    ) as writer:
         made = write_folder(job, writer, format, begun, run=run, exam=exam, progress=progress)
-        notes = _notes(job, made.tokens, is_studied=is_studied)
-        if made.stock is not None:
-            notes += made.stock.notes(in_nats="sensitivity" in stages)
-        if made.spread is not None:
-            about["tensors"] = job.tensors
-            notes.append(made.spread.note)
+        notes = _notes(job, made.tokens, is_studied=is_studied) + made.notes(in_nats="sensitivity" in stages)
         about |= {"calibration_tokens": made.tokens, "notes": notes}
+        about["tensors"] = tensors if made.spread is None else job.tensors
         read = texts if saved is None else saved.texts
         facts = card_facts(job, made.config, **about, calibration=read, stages=stages)
         if rank() == 0:

@@ -83,6 +83,13 @@ class Written(NamedTuple):
     stock: StockReport | None = None
     spread: Spread | None = None
 
+    def notes(self, *, in_nats: bool) -> list[str]:
+        """What a user should know of the format and of the plan."""
+        return [
+            *([] if self.stock is None else self.stock.notes(in_nats=in_nats)),
+            *([] if self.spread is None else [self.spread.note]),
+        ]
+
 
 def plan_folder(job: Job, format: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:  # noqa: A002
     """What the folder will be, whatever channels are kept: its config and its tensors.
@@ -131,8 +138,8 @@ def write_folder(
     if isinstance(study, Sequential) and "spread" in study.stages:
         spread = spread_plan(job, study, writer.work, progress)
         job.resize(spread.sizes)
-        if rank() == 0:
-            writer.announce(job.tensors)
+    if rank() == 0:
+        writer.announce(job.tensors)
     job.fill(writer, study, progress)
     return Written(job.config(), _tokens(study), spread=spread)
 

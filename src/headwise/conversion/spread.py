@@ -31,7 +31,7 @@ from headwise.conversion.metrics import centred
 from headwise.conversion.ranks import all_sum, barrier, my_windows, rank, world_size
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics, save_layer
-from headwise.conversion.sensitivity import refuse_no_numbers
+from headwise.conversion.sensitivity import PIECE, refuse_no_numbers
 from headwise.conversion.sequential import WEIGHED, Sequential
 from headwise.conversion.statistics import Statistics, output_metric, root
 from headwise.hf import LayerwiseModel
@@ -180,7 +180,7 @@ class Trial:
         every = self.source.flatten(0, 1)
         rows = sample_rows(len(every), POSITIONS)
         totals = [0.0] * len(streams)
-        for some in rows.split(256):
+        for some in torch.split(rows, PIECE):
             wanted = self.model.finish(every[None, some])[0].float().log_softmax(-1)
             for number, stream in enumerate(streams):
                 made = self.model.finish(stream.flatten(0, 1)[None, some])[0].float().log_softmax(-1)
@@ -228,8 +228,7 @@ def _try_layers(
         sizes = sizes_to_try(spec, target)
         tried.append(sizes)
         own = torch.zeros(len(sizes), dtype=torch.float64)
-        for at in streams:
-            streams[at] = trial.model.run(index, module, streams[at])
+        streams = {at: trial.model.run(index, module, stream) for at, stream in streams.items()}
         if index % world_size() == rank():
             made = solutions(source, sizes, known, sensitivity)
             own += torch.tensor(trial.errors(index, module, made, root(sensitivity).float()), dtype=torch.float64)
@@ -237,11 +236,8 @@ def _try_layers(
         losses.append(own)
         trial.source = trial.model.run(index, module, trial.source)
     refuse_no_numbers(trial.source, layers)
-    truth = torch.zeros(layers, dtype=torch.float64)
-    truth[list(streams)] = torch.tensor(trial.divergences(list(streams.values())), dtype=torch.float64)
-    all_sum(truth)
     found = []
-    for sizes, own, true in zip(tried, losses, truth.tolist(), strict=True):
+    for sizes, own, true in zip(tried, losses, _divergences(trial, streams, layers), strict=True):
         estimated = all_sum(own).tolist()
         scale = true / estimated[0] if estimated[0] > 0 else 0.0
         found.append([Node(*size, scale * loss) for size, loss in zip(sizes, estimated, strict=True)])
@@ -266,13 +262,18 @@ def _try_plans(
             break
         module, source = trial.model.layer(index), read_layer(job.checkpoint, index).float()
         statistics, sensitivity = known.layer(index)
-        for at in streams:
+        for at, stream in list(streams.items()):
             layer = solutions(source, [plans[at][index]], statistics, sensitivity)[0]
-            streams[at] = trial.replaced(index, module, streams[at], layer)
+            streams[at] = trial.replaced(index, module, stream, layer)
     progress("spreading", 2 * layers, 2 * layers)
-    found = torch.zeros(len(plans), dtype=torch.float64)
-    if streams:
-        found[list(streams)] = torch.tensor(trial.divergences(list(streams.values())), dtype=torch.float64)
+    return _divergences(trial, streams, len(plans))
+
+
+def _divergences(trial: Trial, streams: dict[int, Tensor], count: int) -> list[float]:
+    """Of all ``count`` streams, each process having some of them."""
+    found = torch.zeros(count, dtype=torch.float64)
+    for at, nats in zip(streams, trial.divergences(list(streams.values())), strict=True):
+        found[at] = nats
     return list(all_sum(found).tolist())
 
 
