@@ -33,6 +33,9 @@ from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
 from headwise.specs import read_config
 
+OPEN = "how the cache is spread over layers is found on the text; parameters and disk depend on it"
+"""What a dry run cannot know."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
@@ -181,7 +184,7 @@ def convert(
             shared_plan=format == "deepseek",
             progress=progress,
         )
-        notes = _notes(job, None, is_studied=is_studied)
+        notes = _notes(job, None, is_studied=is_studied) + ([OPEN] if texts and "spread" in stages else [])
         return _report(job, planned, **about, output=str(output), seconds=seconds, dry_run=True, notes=notes)
 
     run = run_identity(

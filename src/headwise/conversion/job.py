@@ -129,7 +129,8 @@ class Job:
     def _can_spread(self) -> bool:
         """Whether there is a cache of several layers to spread, and logits that say what comes of it."""
         model = self.before
-        return self.after.mechanism == "mla" and model.is_causal and model.num_layers > 1 and not model.cross_layers
+        is_decoder = model.is_causal and not model.cross_layers
+        return self.after.mechanism == "mla" and is_decoder and model.num_layers > 1 and not self.is_lossless
 
     @property
     def is_lossless(self) -> bool:
