@@ -38,8 +38,11 @@ from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
 from headwise.specs import GroupedSpec, LatentSpec, as_latent, rotary_width
 
-TOKENS, PIECES = 512, 2
-"""Of held-out text: how long a piece is that layers are tried on, and how many of them there are at most."""
+TOKENS = 512
+"""Of held-out text: how long a piece is. Layers are tried on one, and whole plans on others."""
+
+PIECES = 2
+"""How many a plan is tried on."""
 
 POSITIONS = 512
 """Where what comes out of the model is compared."""
@@ -113,16 +116,16 @@ def spread_plan(job: Job, study: Sequential, folder: Path, progress: Progress) -
 
 @torch.no_grad()
 def _find(job: Job, study: Sequential, results: LayerResults, progress: Progress) -> Spread:
-    pieces = held_pieces(study.windows[study.train :], TOKENS, PIECES)
-    trial = Trial(study.model, pieces)
-    nodes = _try_layers(job, study, trial, results, progress)
+    pieces = held_pieces(study.windows[study.train :], TOKENS, 1 + PIECES)
+    nodes = _try_layers(job, study, Trial(study.model, pieces[:1]), results, progress)
     even = tuple(own[0][:2] for own in nodes)
     plan = allocate([curve(own, sum(size)) for own, size in zip(nodes, even, strict=True)])
     sizes = tuple(node[:2] for node in plan)
     predicted = sum(own[0].loss for own in nodes), sum(node.loss for node in plan)
     if predicted[1] > (1 - MARGIN) * predicted[0]:
         return Spread(even, even, predicted)
-    before, after = _try_plans(job, trial, results, (even, sizes), progress)
+    others = pieces[1:] if len(pieces) > 1 else pieces
+    before, after = _try_plans(job, Trial(study.model, others), results, (even, sizes), progress)
     return Spread(sizes if after < before else even, even, predicted, (before, after))
 
 
@@ -265,6 +268,7 @@ def _try_plans(
         for at, stream in list(streams.items()):
             layer = solutions(source, [plans[at][index]], statistics, sensitivity)[0]
             streams[at] = trial.replaced(index, module, stream, layer)
+        trial.source = trial.model.run(index, module, trial.source)
     progress("spreading", 2 * layers, 2 * layers)
     return _divergences(trial, streams, len(plans))
 
