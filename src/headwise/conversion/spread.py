@@ -44,7 +44,7 @@ TOKENS = 512
 PIECES = 2
 """How many a plan is tried on."""
 
-POSITIONS = 512
+POSITIONS = 256
 """Where what comes out of the model is compared."""
 
 ROWS = 128
