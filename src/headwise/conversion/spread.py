@@ -34,6 +34,7 @@ from headwise.conversion.saved import SavedStatistics, save_layer
 from headwise.conversion.sensitivity import PIECE, refuse_no_numbers
 from headwise.conversion.sequential import WEIGHED, Sequential
 from headwise.conversion.statistics import Statistics, output_metric, root
+from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
 from headwise.specs import GroupedSpec, LatentSpec, as_latent, rotary_width
@@ -107,7 +108,11 @@ def spread_plan(job: Job, study: Sequential, folder: Path, progress: Progress) -
         found = _find(job, study, LayerResults(folder / "spread"), progress)
         if rank() == 0:
             shutil.rmtree(folder / "spread", ignore_errors=True)
-            write_whole(file, json.dumps(asdict(found)).encode())
+            try:
+                write_whole(file, json.dumps(asdict(found)).encode())
+            except OSError as error:
+                rule = f"could not be written: {error.strerror or error}"
+                raise CheckpointError("plan", str(file), rule) from None
         barrier()
     kept = json.loads(file.read_text())
     sizes, even = (tuple((int(r), int(p)) for r, p in kept[name]) for name in ("sizes", "even"))
