@@ -94,7 +94,7 @@ def test_half_the_cache_in_a_fresh_process(smollm2: Path, text: Path) -> None:
         kv_budget=0.5,
         calibrate=text,
         calibration_tokens=1024,
-        without=("refine",),
+        without=("spread", "refine"),
         evaluate=False,
     )
     assert done.label == "MLA 144 + 48"

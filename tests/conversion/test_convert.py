@@ -75,13 +75,18 @@ def test_dtype_is_the_outputs(source: Path, tmp_path: Path) -> None:
 
 def test_a_dry_run_writes_nothing_and_says_the_same(source: Path, text: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    options = {"to": "mla", "kv_budget": 0.5, "calibrate": text}
+    options = {"to": "mla", "kv_budget": 0.5, "calibrate": text, "without": ("spread",)}
     dry = headwise.convert(source, tmp_path / "out", dry_run=True, **options)
     assert sorted(tmp_path.iterdir()) == before
     assert dry.seconds > 0
     wet = headwise.convert(source, tmp_path / "out", **options, evaluate=False)
     same = ("kv_bytes_per_token_before", "kv_bytes_per_token_after", "parameters_after", "disk_bytes", "label")
     assert [getattr(dry, name) for name in same] == [getattr(wet, name) for name in same]
+    options["without"] = ()
+    spread = headwise.convert(source, tmp_path / "spread", dry_run=True, **options)
+    assert [note for note in spread.notes if note not in dry.notes] == [
+        "how the cache is spread over layers is found on the text; parameters and disk depend on it"
+    ]
 
 
 def test_the_same_conversion_gives_the_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:

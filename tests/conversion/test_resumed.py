@@ -49,8 +49,10 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, call: 
         (Activations, "commit", 2),
         (Activations, "commit", 3),
         (LayerResults, "save", 1),  # of a sensitivity
-        (LayerResults, "save", 3),  # of the first layer
+        (LayerResults, "save", 3),  # with MLA, of what is known while the cache is spread
         (LayerResults, "save", 4),
+        (LayerResults, "save", 5),  # of the first layer
+        (LayerResults, "save", 6),
     ],
 )
 def test_it_goes_on(

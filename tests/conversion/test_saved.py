@@ -99,7 +99,7 @@ def test_it_is_the_conversion_on_the_text_with_every_stage_left_out(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str | None
 ) -> None:
     """But for the sensitivities: each layer solved for the source's own stream, on the windows not held out."""
-    without = ("sequence", "refit", "refine") if method is None else ()  # a published one has none
+    without = ("spread", "sequence", "refit", "refine") if method is None else ()  # a published one has none
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "method": method}
     convert(source, tmp_path / "on-text", calibrate=text, calibration_tokens=512, without=without, **options)
     # A study of no more than those windows, in their order.

@@ -40,6 +40,7 @@ class FolderWriter:
         tensors: every tensor that will be added, in the order of the shards.
         run: what decides the output, such as `run_identity` makes; None for one that leaves nothing behind.
         overwrite: replace a model folder (one with a ``config.json``) that is there.
+        provisional: `announce` will say what tensors there really are, before the first is added.
         shard_bytes: a shard is closed before it grows beyond this.
 
     Attributes:
@@ -60,6 +61,7 @@ class FolderWriter:
         *,
         run: str | None = None,
         overwrite: bool = False,
+        provisional: bool = False,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         check_output(output, overwrite=overwrite)
@@ -67,15 +69,18 @@ class FolderWriter:
         self._partial = output.with_name(f".{output.name}.headwise-partial")
         self.folder, self.work = self._partial / "model", self._partial / "work"
         self.notes: tuple[str, ...] = ()
-        self._overwrite = overwrite
-        self._tensors = dict(tensors)
-        self._shards = plan_shards(tensors, shard_bytes)
-        self._shard_of = {name: shard for shard in self._shards for name in shard.tensors}
+        self._overwrite, self._provisional, self._shard_bytes = overwrite, provisional, shard_bytes
         self._run = None if run is None else _digest(run, tensors, shard_bytes)
-        self._missing = dict.fromkeys(tensors)
+        self._lay_out(tensors)
         self._open: dict[str, ShardWriter] = {}
         self._new_parents: list[Path] = []
         self._lock: int | None = None
+
+    def _lay_out(self, tensors: Mapping[str, TensorInfo]) -> None:
+        self._tensors = dict(tensors)
+        self._shards = plan_shards(tensors, self._shard_bytes)
+        self._shard_of = {name: shard for shard in self._shards for name in shard.tensors}
+        self._missing = dict.fromkeys(tensors)
 
     @property
     def missing(self) -> list[str]:
@@ -96,6 +101,8 @@ class FolderWriter:
             check_output(self.output, overwrite=self._overwrite)
             self._take_up()
             needed = sum(self._tensors[name].nbytes for name in self._missing) + _HEADROOM
+            if self._provisional:  # of a run that is gone on with, most may be there
+                needed -= sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
             if (free := shutil.disk_usage(self._partial).free) < needed:
                 raise self._refusal(f"needs {needed / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free")
         except BlockingIOError as error:
@@ -127,6 +134,14 @@ class FolderWriter:
             raise self._refusal(_could_not(failure)) from failure
         finally:
             self._leave()
+
+    def announce(self, tensors: Mapping[str, TensorInfo]) -> None:
+        """Say what tensors there really are, those told before having been provisional."""
+        self._lay_out(tensors)
+        try:
+            self._find_whole()
+        except OSError as error:
+            raise self._failed(error) from None
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one of the tensors that are `missing`."""
@@ -177,6 +192,11 @@ class FolderWriter:
             self.notes = ("went on from what an earlier run had left",)
         self.folder.mkdir(exist_ok=True)
         self.work.mkdir(exist_ok=True)
+        if not self._provisional:
+            self._find_whole()
+
+    def _find_whole(self) -> None:
+        """Keep the shards that an earlier run finished, and nothing else of its model folder."""
         whole = {shard.file: shard for shard in self._shards if is_whole(shard, self.folder)}
         for path in self.folder.iterdir():
             if path.is_dir():

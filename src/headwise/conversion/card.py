@@ -116,7 +116,7 @@ def card_facts(
     after, base_model = read_config(config), base_model_of(source)
     hosted = str(config["model_type"]).startswith(HOSTED_PREFIX)
     return CardFacts(
-        name=f"{(base_model or _place(source)).rpartition('/')[2]}, {after.layers[0].label}",
+        name=f"{(base_model or _place(source)).rpartition('/')[2]}, {after.label}",
         source=source,
         before=job.before,
         after=after,

@@ -24,6 +24,7 @@ from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
 from headwise.conversion.ranks import barrier, first_enters, rank
 from headwise.conversion.saved import open_statistics
 from headwise.conversion.sequential import Sequential
+from headwise.conversion.spread import Spread
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
@@ -31,6 +32,9 @@ from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
 from headwise.specs import read_config
+
+OPEN = "how the cache is spread over layers is found on the text; parameters and disk depend on it"
+"""What a dry run cannot know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,7 @@ class Conversion:
         peak_rss_bytes: most resident memory of the process when the folder was there; None with ``dry_run``.
         evaluation: the result beside its source, on text it was not calibrated on; None where it was skipped.
         stock: what it cost to be a stock folder; None but for ``format="deepseek"``.
+        spread: how an MLA's cache was spread over layers; None where that was not tried.
         notes: what a user should know of the result.
     """
 
@@ -78,6 +83,7 @@ class Conversion:
     dry_run: bool = False
     evaluation: Evaluation | None = None
     stock: StockReport | None = None
+    spread: Spread | None = None
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +172,7 @@ def convert(
         how = {"tokens": calibration_tokens, "windows": evaluation_windows}
         exam, skipped = find_exam(checkpoint, evaluate, calibrate=texts, **how)
     saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
-    stages = job.stages(statistics, without)
+    stages = job.stages(statistics, [*without, *(["spread"] if format == "deepseek" else [])])
     is_studied = bool(texts) or saved is not None
     about: dict[str, Any] = {"source": str(source), "tensors": tensors}
     if dry_run:
@@ -178,7 +184,7 @@ def convert(
             shared_plan=format == "deepseek",
             progress=progress,
         )
-        notes = _notes(job, None, is_studied=is_studied)
+        notes = _notes(job, None, is_studied=is_studied) + ([OPEN] if texts and "spread" in stages else [])
         return _report(job, planned, **about, output=str(output), seconds=seconds, dry_run=True, notes=notes)
 
     run = run_identity(
@@ -209,12 +215,14 @@ def convert(
             progress=progress,
         )
 
-    with first_enters(FolderWriter(destination, tensors, run=run, overwrite=overwrite)) as writer:
+    provisional = format == "headwise"
+    with first_enters(
+        FolderWriter(destination, tensors, run=run, overwrite=overwrite, provisional=provisional)
+    ) as writer:
         made = write_folder(job, writer, format, begun, run=run, exam=exam, progress=progress)
-        notes = _notes(job, made.tokens, is_studied=is_studied)
-        if made.stock is not None:
-            notes += made.stock.notes(in_nats="sensitivity" in stages)
+        notes = _notes(job, made.tokens, is_studied=is_studied) + made.notes(in_nats="sensitivity" in stages)
         about |= {"calibration_tokens": made.tokens, "notes": notes}
+        about["tensors"] = tensors if made.spread is None else job.tensors
         read = texts if saved is None else saved.texts
         facts = card_facts(job, made.config, **about, calibration=read, stages=stages)
         if rank() == 0:
@@ -229,6 +237,7 @@ def convert(
         seconds_writing=job.clock.seconds.get("writing", 0.0),
         peak_rss_bytes=peak_rss_bytes(),
         stock=made.stock,
+        spread=made.spread,
     )
     if evaluate is not False and skipped is not None:
         # The card says that nothing was measured, and of this machine nothing.
@@ -259,7 +268,7 @@ def _report(
     return Conversion(
         model_type=config["model_type"],
         mechanism=after.mechanism,
-        label=after.layers[0].label,
+        label=after.label,
         method=job.method,
         dtype=dtype,
         kv_bytes_per_token_before=cost.cache_bytes_per_token(job.before, dtype),

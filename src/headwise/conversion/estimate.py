@@ -16,6 +16,7 @@ from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics
 from headwise.conversion.sensitivity import PIECE
 from headwise.conversion.sequential import PASSES, STAGES, WEIGHED, Sequential
+from headwise.conversion.spread import TOKENS
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
 
@@ -104,6 +105,9 @@ def _on_text(
     one = alone + by_window * len(windows) + by_step * PASSES * (len(windows) - held)
     if shared_plan:
         one += alone + by_window * weighed
+    if "spread" in stages:  # half of all layers follow the one that is tried; a window is two streams
+        followed = model.num_layers / 4 * min(TOKENS / windows.shape[1], 1.0)
+        one += 2 * alone + by_window * (weighed + followed)
     return one * job.before.num_layers + weighing * weighed
 
 

@@ -18,6 +18,7 @@ from headwise.conversion.proof import Exam
 from headwise.conversion.ranks import barrier, first_enters, rank
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sequential import Sequential
+from headwise.conversion.spread import Spread, spread_plan
 from headwise.errors import ArgumentError
 from headwise.hf import LayerwiseModel, expected_tensors
 from headwise.progress import Progress
@@ -74,11 +75,20 @@ class Written(NamedTuple):
         config: the folder's.
         tokens: that were calibrated on.
         stock: with deepseek's format, what it cost.
+        spread: how the cache was spread over layers, where that was tried.
     """
 
     config: dict[str, Any]
     tokens: int
     stock: StockReport | None = None
+    spread: Spread | None = None
+
+    def notes(self, *, in_nats: bool) -> list[str]:
+        """What a user should know of the format and of the plan."""
+        return [
+            *([] if self.stock is None else self.stock.notes(in_nats=in_nats)),
+            *([] if self.spread is None else [self.spread.note]),
+        ]
 
 
 def plan_folder(job: Job, format: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:  # noqa: A002
@@ -124,8 +134,14 @@ def write_folder(
     if format == "deepseek":
         return _write_stock(job, writer, begin, run=run, exam=exam, progress=progress)
     study = begin(writer.work, Sequential)
+    spread = None
+    if isinstance(study, Sequential) and "spread" in study.stages:
+        spread = spread_plan(job, study, writer.work, progress)
+        job.resize(spread.sizes)
+    if rank() == 0:
+        writer.announce(job.tensors)
     job.fill(writer, study, progress)
-    return Written(job.config(), _tokens(study))
+    return Written(job.config(), _tokens(study), spread=spread)
 
 
 def _write_stock(

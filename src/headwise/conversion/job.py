@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from headwise.specs import (
     GroupedSpec,
     LatentSpec,
     ModelSpec,
+    as_latent,
     hosted_attention,
     rotary_width,
 )
@@ -73,12 +75,21 @@ class Job:
         self.dtype = dtype or checkpoint.dtype
         self.clock = Clock()
         self.kept: Tensor | None = None  # rotary channels that every layer keeps, where all are to keep the same
+        self._lay_out()
+
+    def _lay_out(self) -> None:
         self.channels = [
             [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
         ]
         self.tensors = {
             name: TensorInfo(shape, self.dtype) for name, shape in expected_tensors(self.config()).items()
         }
+
+    def resize(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Give each MLA layer its own R and P."""
+        layers = tuple(as_latent(layer, *size) for layer, size in zip(self.before.layers, sizes, strict=True))
+        self.after = replace(self.after, layers=layers)
+        self._lay_out()
 
     @property
     def method(self) -> str:
@@ -111,7 +122,15 @@ class Job:
     def stages(self, statistics: str | Path | None, without: Collection[str]) -> list[str]:
         """Those of `STAGES` that are done: published methods have none, and of statistics only the first is known."""
         possible = () if self.published else STAGES if statistics is None else ("sensitivity",)
-        return [stage for stage in possible if stage not in without]
+        left_out = {*without, *(() if self._can_spread and "sensitivity" not in without else ("spread",))}
+        return [stage for stage in possible if stage not in left_out]
+
+    @property
+    def _can_spread(self) -> bool:
+        """Whether there is a cache of several layers to spread, and logits that say what comes of it."""
+        model = self.before
+        is_decoder = model.is_causal and not model.cross_layers
+        return self.after.mechanism == "mla" and is_decoder and model.num_layers > 1 and not self.is_lossless
 
     @property
     def is_lossless(self) -> bool:

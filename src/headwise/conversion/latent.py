@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
 from headwise.conversion.assemble import assemble, projections
-from headwise.conversion.joint_latent import Part, joint_latent
+from headwise.conversion.joint_latent import ROUNDS, Part, joint_latent
 from headwise.conversion.metrics import (
     KEY_BALANCE,
     KEY_WEIGHT,
@@ -53,6 +53,7 @@ def convert_to_latent(
     longest: int = 2048,
     key_weight: float = KEY_WEIGHT,
     kept: Tensor | None = None,
+    rounds: int = ROUNDS,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """The MLA layer's weights, and the model frequency of each of its rotary pairs.
 
@@ -65,6 +66,7 @@ def convert_to_latent(
         longest: without statistics, the distance up to which a dropped rotation is averaged.
         key_weight: with statistics, how much an error of the keys counts.
         kept: bool ``[F, K]``, the channels that keep their rotation; the most needed when None.
+        rounds: see `joint_latent`; without any, a latent's first numbers are the best latent of fewer.
 
     Returns:
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
@@ -105,7 +107,7 @@ def convert_to_latent(
     elif keyed.shape[0] == known.keys.shape[0]:
         keyed = centred(keyed)
     down, (key_up, value_up) = joint_latent(
-        [Part(content, key_metric * key_weight, keyed), values], target.kv_lora_rank
+        [Part(content, key_metric * key_weight, keyed), values], target.kv_lora_rank, rounds=rounds
     )
     out = assemble(
         state,

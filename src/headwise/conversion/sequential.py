@@ -26,7 +26,7 @@ from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
 from headwise.specs import GroupedSpec
 
-STAGES = ("sensitivity", "sequence", "refit", "refine")
+STAGES = ("sensitivity", "spread", "sequence", "refit", "refine")
 """What is done beside solving each layer; every one can be left out by name."""
 
 PASSES = 8

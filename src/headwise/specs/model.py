@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec, positive
 from headwise.specs.feed_forward import FeedForwardSpec
+from headwise.specs.latent import LatentSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,15 @@ class ModelSpec:
         """The layers' common mechanism, or ``mixed``."""
         names = {layer.mechanism for layer in self.layers}
         return names.pop() if len(names) == 1 else "mixed"
+
+    @property
+    def label(self) -> str:
+        """A layer's, such as ``MLA 512 + 64``; of MLA layers of several sizes, what they have on average."""
+        sizes = [(x.kv_lora_rank, x.qk_rope_head_dim) for x in self.layers if isinstance(x, LatentSpec)]
+        if len(sizes) < self.num_layers or len(set(sizes)) == 1:
+            return self.layers[0].label
+        rank, rotary = (round(sum(widths) / len(sizes)) for widths in zip(*sizes, strict=True))
+        return f"MLA {rank} + {rotary} on average"
 
     @property
     def is_causal(self) -> bool:

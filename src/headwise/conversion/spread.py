@@ -1,0 +1,358 @@
+"""Spread the cache over layers, ranks and rotary dims: more to those that lose most without.
+
+The source's layers are solved quickly at a few sizes each, and what each would cost is estimated on held-out text by
+the sensitivities. They see no further than a layer's own output; so every layer is also put by itself into the model
+at its even size, and what that costs in the end corrects its estimates. The best plan of one total
+(`allocation`) is held, as a whole, against the even one, which stays unless it is beaten.
+
+Shapes: N pieces of T tokens, E hidden, R latent rank, P rotary dims.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.checkpoints.disk import write_whole
+from headwise.conversion.allocation import Node, allocate, curve
+from headwise.conversion.assemble import with_bias
+from headwise.conversion.heads import Layer, rotation_tables, sample_rows
+from headwise.conversion.job import Job, read_layer
+from headwise.conversion.latent import convert_to_latent
+from headwise.conversion.metrics import centred
+from headwise.conversion.ranks import all_sum, barrier, my_windows, rank, world_size
+from headwise.conversion.results import LayerResults
+from headwise.conversion.saved import SavedStatistics, save_layer
+from headwise.conversion.sensitivity import PIECE, refuse_no_numbers
+from headwise.conversion.sequential import WEIGHED, Sequential
+from headwise.conversion.statistics import Statistics, output_metric, root
+from headwise.errors import CheckpointError
+from headwise.hf import LayerwiseModel
+from headwise.progress import Progress
+from headwise.specs import GroupedSpec, LatentSpec, as_latent, rotary_width
+
+TOKENS = 512
+"""Of held-out text: how long a piece is. Layers are tried on one, and whole plans on others."""
+
+PIECES = 2
+"""How many a plan is tried on."""
+
+POSITIONS = 256
+"""Where what comes out of the model is compared."""
+
+ROWS = 128
+"""Queries of a piece that a layer's own error is measured at."""
+
+MARGIN = 0.02
+"""What a plan must promise to save of the loss to be tried."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A plan, and what it is worth.
+
+    Attributes:
+        sizes: R and P of each layer.
+        even: of the even plan.
+        predicted: nats a token that layers lose by themselves, in sum: with the even plan, and with the best one.
+        measured: mean KL from the source, in nats, of all layers solved quickly, likewise; None where the best plan
+            promised too little to be tried.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    even: tuple[tuple[int, int], ...]
+    predicted: tuple[float, float]
+    measured: tuple[float, float] | None = None
+
+    @property
+    def is_even(self) -> bool:
+        """Whether it came to nothing."""
+        return self.sizes == self.even
+
+    @property
+    def note(self) -> str:
+        """The same in words."""
+        if self.measured is None:
+            return "an even plan was kept: spreading the cache over layers promised nothing"
+        before, after = self.measured
+        values = sorted(sum(size) for size in self.sizes)
+        found = f"KL {after:.3f} and {before:.3f} nats with the even plan, on held-out text before any refit"
+        if self.is_even:
+            return f"an even plan was kept: spreading the cache over layers did not help ({found})"
+        return f"the cache is spread over layers, {values[0]} to {values[-1]} values a token ({found})"
+
+
+def spread_plan(job: Job, study: Sequential, folder: Path, progress: Progress) -> Spread:
+    """The plan for a conversion to MLA, found once: a later run in the same folder has the same.
+
+    Args:
+        job: the conversion, its layers those of the even plan.
+        study: of the source, about to convert layer 0; with sensitivities.
+        folder: to keep the plan in, and statistics for as long as it is sought.
+        progress: told of each layer, twice.
+
+    Raises:
+        CheckpointError: the text makes the model compute no numbers, or the disk is full.
+    """
+    file = folder / "spread.json"
+    if not file.is_file():
+        barrier()  # none looks for it after the first has written it
+        found = _find(job, study, LayerResults(folder / "spread"), progress)
+        if rank() == 0:
+            shutil.rmtree(folder / "spread", ignore_errors=True)
+            try:
+                write_whole(file, json.dumps(asdict(found)).encode())
+            except OSError as error:
+                rule = f"could not be written: {error.strerror or error}"
+                raise CheckpointError("plan", str(file), rule) from None
+        barrier()
+    kept = json.loads(file.read_text())
+    sizes, even = (tuple((int(r), int(p)) for r, p in kept[name]) for name in ("sizes", "even"))
+    return Spread(sizes, even, tuple(kept["predicted"]), kept["measured"] and tuple(kept["measured"]))
+
+
+@torch.no_grad()
+def _find(job: Job, study: Sequential, results: LayerResults, progress: Progress) -> Spread:
+    pieces = held_pieces(study.windows[study.train :], TOKENS, 1 + PIECES)
+    nodes = _try_layers(job, study, Trial(study.model, pieces[:1]), results, progress)
+    even = tuple(own[0][:2] for own in nodes)
+    plan = allocate([curve(own, sum(size)) for own, size in zip(nodes, even, strict=True)])
+    sizes = tuple(node[:2] for node in plan)
+    predicted = sum(own[0].loss for own in nodes), sum(node.loss for node in plan)
+    if predicted[1] > (1 - MARGIN) * predicted[0]:
+        return Spread(even, even, predicted)
+    others = pieces[1:] if len(pieces) > 1 else pieces
+    before, after = _try_plans(job, Trial(study.model, others), results, (even, sizes), progress)
+    return Spread(sizes if after < before else even, even, predicted, (before, after))
+
+
+def held_pieces(windows: Tensor, tokens: int, count: int) -> Tensor:
+    """Up to ``count`` pieces ``[N, T]`` of at most ``tokens``, evenly spread over windows ``[n, W]``."""
+    length = min(tokens, windows.shape[1])
+    whole = windows[:, : windows.shape[1] // length * length].reshape(-1, length)
+    count = min(count, len(whole))
+    return whole[torch.arange(count) * len(whole) // count]
+
+
+class Trial:
+    """Pieces of text that go through a model whose layers are replaced.
+
+    Args:
+        model: the source.
+        pieces: ``[N, T]`` token ids.
+    """
+
+    def __init__(self, model: LayerwiseModel, pieces: Tensor) -> None:
+        # The same model, called for windows of another length.
+        self.model, self.pieces = copy.copy(model), pieces
+        self.source = self.begin()
+
+    def begin(self) -> Tensor:
+        """What goes into layer 0: ``[N, T, E]``."""
+        hidden = self.model.begin(self.pieces)
+        self.model.release()
+        return hidden
+
+    def replaced(self, index: int, module: torch.nn.Module, hidden: Tensor, layer: Layer) -> Tensor:
+        """What a layer makes of hidden states with another attention in it."""
+        rotation = rotation_tables(self._source_spec(index), self.pieces.shape[1])
+        inputs = self.model.attention_inputs(index, module, hidden)
+        made = torch.stack([layer.output(one, rotation) for one in inputs])
+        return self.model.run(index, module, hidden, attention_output=made)
+
+    def errors(self, index: int, module: torch.nn.Module, layers: Sequence[Layer], metric: Tensor) -> list[float]:
+        """What each of several attentions costs by its own output: nats a token, ``metric`` being its root."""
+        call, _ = self.model.trace(index, module, self.source)
+        rotation = rotation_tables(self._source_spec(index), self.pieces.shape[1])
+        found = []
+        for layer in layers:
+            total, count = 0.0, 0
+            for at, inputs in enumerate(call.inputs):
+                rows = sample_rows(len(inputs), ROWS, at)
+                error = (layer.output(inputs, rotation, rows) - call.output[at, rows]) @ metric
+                total += 0.5 * float(error.square().sum())
+                count += len(rows)
+            found.append(total / count)
+        return found
+
+    def divergences(self, streams: Sequence[Tensor]) -> list[float]:
+        """KL(source ‖ stream) a token, of what the model makes of its last layer's outputs ``[N, T, E]``."""
+        every = self.source.flatten(0, 1)
+        rows = sample_rows(len(every), POSITIONS)
+        totals = [0.0] * len(streams)
+        for some in torch.split(rows, PIECE):
+            wanted = self.model.finish(every[None, some])[0].float().log_softmax(-1)
+            for number, stream in enumerate(streams):
+                made = self.model.finish(stream.flatten(0, 1)[None, some])[0].float().log_softmax(-1)
+                totals[number] += float(F.kl_div(made, wanted, log_target=True, reduction="sum"))
+        self.model.release()
+        return [total / len(rows) for total in totals]
+
+    def _source_spec(self, index: int) -> GroupedSpec:
+        spec = self.model.checkpoint.spec.layers[index]
+        assert isinstance(spec, GroupedSpec)
+        return spec
+
+
+def _try_layers(
+    job: Job, study: Sequential, trial: Trial, results: LayerResults, progress: Progress
+) -> list[list[Node]]:
+    """What each layer costs at some sizes, the even one first; its statistics are kept.
+
+    Processes take layers in turn.
+    """
+    layers, window = job.before.num_layers, study.windows.shape[1]
+    mine = my_windows(min(max(WEIGHED // window, 1), study.train))
+    hidden = [study.model.begin(study.windows[at : at + 1]) for at in mine]
+    study.model.release()
+    streams: dict[int, Tensor] = {}
+    tried: list[list[tuple[int, int]]] = []
+    losses = []
+    for index in range(layers):
+        progress("spreading", index, 2 * layers)
+        module, source = study.model.layer(index), read_layer(job.checkpoint, index).float()
+        spec, target = source.spec, job.after.layers[index]
+        assert isinstance(spec, GroupedSpec)
+        assert isinstance(target, LatentSpec)
+        sensitivity = _sensitivity(study, index)
+        metric = output_metric(source.state["o_proj.weight"], sensitivity, spec.num_heads)
+        rotation = rotation_tables(spec, window)
+        sums = Statistics.zeros(spec.hidden_size, spec.num_heads, window)
+        for position, at in enumerate(mine):
+            refuse_no_numbers(hidden[position], index)
+            call, hidden[position] = study.model.trace(index, module, hidden[position])
+            sums.add(source.state, spec, call.inputs[0], metric, rotation=rotation, window=at)
+        known = sums.reduced().means()
+        if rank() == 0:
+            save_layer(results, index, known, sensitivity)
+        sizes = sizes_to_try(spec, target)
+        tried.append(sizes)
+        own = torch.zeros(len(sizes), dtype=torch.float64)
+        streams = {at: trial.model.run(index, module, stream) for at, stream in streams.items()}
+        if index % world_size() == rank():
+            made = solutions(source, sizes, known, sensitivity)
+            own += torch.tensor(trial.errors(index, module, made, root(sensitivity).float()), dtype=torch.float64)
+            streams[index] = trial.replaced(index, module, trial.source, made[0])
+        losses.append(own)
+        trial.source = trial.model.run(index, module, trial.source)
+    refuse_no_numbers(trial.source, layers)
+    found = []
+    for sizes, own, true in zip(tried, losses, _divergences(trial, streams, layers), strict=True):
+        estimated = all_sum(own).tolist()
+        scale = true / estimated[0] if estimated[0] > 0 else 0.0
+        found.append([Node(*size, scale * loss) for size, loss in zip(sizes, estimated, strict=True)])
+    return found
+
+
+def _try_plans(
+    job: Job,
+    trial: Trial,
+    results: LayerResults,
+    plans: tuple[tuple[tuple[int, int], ...], ...],
+    progress: Progress,
+) -> list[float]:
+    """The divergence of the whole model by each plan, all layers solved quickly; processes take plans in turn."""
+    known = SavedStatistics(results.folder, 0, "", ())
+    layers = job.before.num_layers
+    barrier()
+    streams = {at: trial.begin() for at in range(len(plans)) if at % world_size() == rank()}
+    for index in range(layers):
+        progress("spreading", layers + index, 2 * layers)
+        if not streams:
+            break
+        module, source = trial.model.layer(index), read_layer(job.checkpoint, index).float()
+        statistics, sensitivity = known.layer(index)
+        for at, stream in list(streams.items()):
+            layer = solutions(source, [plans[at][index]], statistics, sensitivity)[0]
+            streams[at] = trial.replaced(index, module, stream, layer)
+        trial.source = trial.model.run(index, module, trial.source)
+    progress("spreading", 2 * layers, 2 * layers)
+    return _divergences(trial, streams, len(plans))
+
+
+def _divergences(trial: Trial, streams: dict[int, Tensor], count: int) -> list[float]:
+    """Of all ``count`` streams, each process having some of them."""
+    found = torch.zeros(count, dtype=torch.float64)
+    for at, nats in zip(streams, trial.divergences(list(streams.values())), strict=True):
+        found[at] = nats
+    return list(all_sum(found).tolist())
+
+
+def _sensitivity(study: Sequential, index: int) -> Tensor:
+    kept = study.sensitivities.load(index)
+    assert kept is not None, "a sensitivity is there from the beginning"
+    return kept[0]["sensitivity"].double()
+
+
+def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
+    """R and P of a layer's trials, the even size first: half as much to half as much again, half and twice of P."""
+    R, P = even.kv_lora_rank, even.qk_rope_head_dim
+    whole = source.num_kv_heads * (source.head_dim + source.value_dim)
+    widest = min(2 * P, rotary_width(source), whole - R)
+    rotary = {P} if P == 0 else {max(P // 4 * 2, 2), P, max(widest // 2 * 2, P)}
+    ranks = {max(R // 2, 1), R, max(min(R + R // 2, whole - max(rotary)), R)}
+    every = sorted((r, p) for r in ranks for p in rotary)
+    return [(R, P), *(size for size in every if size != (R, P))]
+
+
+def solutions(source: Layer, sizes: Sequence[tuple[int, int]], known: Statistics, sensitivity: Tensor) -> list[Layer]:
+    """A layer at some sizes, in float32: of each rotary width the largest is solved, and the others cut from it."""
+    spec = source.spec
+    assert isinstance(spec, GroupedSpec)
+    widest: dict[int, Layer] = {}
+    found: dict[tuple[int, int], Layer] = {}
+    for size in sorted(sizes, reverse=True):
+        target = as_latent(spec, *size)
+        made = widest.get(target.qk_rope_head_dim)
+        if made is None:
+            made = Layer(
+                target,
+                *convert_to_latent(source.state, spec, target, statistics=known, sensitivity=sensitivity, rounds=0),
+            )
+            if target.kv_lora_rank < _exact_rank(spec, target):  # from there on its numbers have no order
+                widest[target.qk_rope_head_dim] = made
+        found[size] = narrowed(made, target, known).float()
+    return [found[size] for size in sizes]
+
+
+def narrowed(layer: Layer, target: LatentSpec, known: Statistics) -> Layer:
+    """The first numbers of an MLA layer's latent, its decoders making the best of them.
+
+    Args:
+        layer: float64, the best latent of each rank first.
+        target: the same with a smaller rank.
+        known: what its inputs are like.
+    """
+    spec, state = layer.spec, layer.state
+    assert isinstance(spec, LatentSpec)
+    R, r, N = spec.kv_lora_rank, target.kv_lora_rank, spec.qk_nope_head_dim
+    if r == R:
+        return layer
+    biased = "kv_a_proj_with_mqa" in spec.bias
+    down = with_bias(state, "kv_a_proj_with_mqa", biased)[:R]
+    keys = centred(known.keys) if biased else known.keys
+    decoders = torch.unflatten(state["kv_b_proj.weight"], 0, (spec.num_heads, -1))
+    made = []
+    for rows, moments in ((decoders[:, :N], keys), (decoders[:, N:], known.inputs)):
+        seen = down @ moments[: down.shape[1], : down.shape[1]] @ down.mT
+        # What the numbers left out are, by those kept.
+        rest = torch.linalg.lstsq(seen[:r, :r], seen[:r, r:], driver="gelsd").solution.mT
+        made.append(rows[..., :r] + rows[..., r:] @ rest)
+    kept = [*range(r), *range(R, len(state["kv_a_proj_with_mqa.weight"]))]
+    narrow = {name: state[name][kept] for name in state if name.startswith("kv_a_proj_with_mqa.")}
+    decoder = torch.cat(made, dim=1).flatten(0, 1)
+    return Layer(target, {**state, **narrow, "kv_b_proj.weight": decoder}, layer.channels)
+
+
+def _exact_rank(source: GroupedSpec, target: LatentSpec) -> int:
+    """From which rank on nothing is lost beside the rotation."""
+    values = source.num_kv_heads * (source.head_dim + source.value_dim) - target.qk_rope_head_dim
+    return min(values, source.hidden_size + ("kv_a_proj_with_mqa" in target.bias))
