@@ -105,7 +105,7 @@ def test_the_report_is_what_can_be_measured_again(text: Path, tmp_path: Path) ->
     assert found_spec.kv_bytes_per_token == done.kv_bytes_per_token_after == found.cache_bytes_per_token
     assert found_spec.weights is not None
     assert found_spec.weights["total"] == done.parameters_after
-    assert (stock.text, stock.tokens) == (f"{text} after 512 tokens", 256)
+    assert (stock.text, stock.tokens) == (f"{text} after 1,376 tokens", 256)
     assert stock.logits_difference is not None
     assert 0 < stock.logits_difference < 1e-3
     assert stock.shared_plan_error is not None

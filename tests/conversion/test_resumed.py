@@ -64,6 +64,8 @@ def test_it_goes_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if options["to"] == "mqa" and name == "save" and call > 4:
+        pytest.skip("heads that are merged all have one size, and nothing is spread")
     source = save_tiny(tmp_path / "source")
     (tmp_path / "text.txt").write_text(TEXT)
     options = {**options, "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
