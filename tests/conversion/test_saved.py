@@ -19,6 +19,7 @@ from headwise.conversion.proof import REFERENCE
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics, _triangle, _whole, open_statistics
 from headwise.conversion.sequential import Sequential
+from headwise.evaluation import calibration_windows
 from headwise.hf import LayerwiseModel
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
@@ -66,10 +67,9 @@ def test_a_triangle_is_the_whole_matrix() -> None:
 def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics: Path, text: Path) -> None:
     """The moments of every attention's inputs, from the model run whole, on all of the tokens."""
     known = open_statistics(statistics, open_checkpoint(source))
-    ids = load_tokenizer(source)(TEXT, add_special_tokens=False)["input_ids"][:512]
     about = json.loads((statistics / "statistics.json").read_text())
     assert about["tokens"] == known.tokens == 512
-    windows = torch.tensor(ids).view(-1, about["window"])
+    windows = calibration_windows(load_tokenizer(source), [text], tokens=512, window=about["window"])
     model = headwise.load(source)
     seen: list[list[torch.Tensor]] = [[], []]
     for index, layer in enumerate(model.model.layers):

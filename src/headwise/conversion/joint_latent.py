@@ -63,7 +63,10 @@ def joint_latent(parts: list[Part], rank: int, *, rounds: int = ROUNDS) -> tuple
     spread = torch.linalg.cholesky(floored(latents @ latents.mT / len(parts), _TINY))
     latents = torch.linalg.solve_triangular(spread, latents, upper=False)
     ups = [(part.rows @ (basis @ _decoder(latents, share).mT)) for part, share in zip(parts, shares, strict=True)]
-    return torch.linalg.solve(basis.mT, latents.mT).mT, ups
+    down = torch.linalg.solve(basis.mT, latents.mT).mT
+    # Of a latent and its negative, rounding would decide.
+    sign = down.gather(1, down.abs().argmax(1, keepdim=True)).sign()
+    return down * sign, [up * sign[:, 0] for up in ups]
 
 
 def _input_basis(moments: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
