@@ -323,7 +323,10 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
         ),
         (("--to", "mqa", "--method", "x"), "method = 'x': must be one of aligned, mean, first_head"),
         (("--to", "mha", "--method", "mean"), "method = 'mean': says how heads come to be shared, and none do here"),
-        ((*MLA, "--without", "x"), "without = 'x': must be one of sensitivity, sequence, refit, refine"),
+        (
+            (*MLA, "--without", "x"),
+            "without = 'x': must be one of sensitivity, spread, sequence, refit, refine",
+        ),
         ((*MLA, "--calibration-tokens", "1"), "calibration_tokens = 1: must be at least 2"),
         ((*MLA, "--calibration-tokens", "x"), "--calibration-tokens = 'x': "),
         ((*MLA, "--dtype", "nonsense"), "dtype = 'nonsense': must be float64"),
