@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.test_resume import full_disk
 from tests.cli.conftest import Said
 from tests.real_models import save_tiny
 
 KEPT = "what is done is kept, and the same command goes on from there"
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """No file grows beyond some bytes, which fails as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import threading
@@ -16,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from headwise.documents import finite
 from headwise.progress import Progress
 
 app = typer.Typer(
@@ -56,20 +56,12 @@ def root(
 
 def emit(value: dict[str, Any]) -> None:
     """Print a JSON document; a number that JSON has no word for becomes null."""
-    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:  # a plain terminal, or a file name that is not UTF-8
-        text = json.dumps(_finite(value), indent=2, allow_nan=False)
+        text = json.dumps(finite(value), indent=2, allow_nan=False)
     sys.stdout.write(text + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class StoppedError(Exception):

@@ -18,12 +18,11 @@ from headwise.conversion.heads import Layer, State, rotation_tables
 from headwise.conversion.job import Job, Study, read_layer
 from headwise.conversion.latent import convert_to_latent, rotary_channels
 from headwise.conversion.ranks import my_windows, rank
-from headwise.conversion.refit import Cost
 from headwise.conversion.results import LayerResults
 from headwise.conversion.rope_channels import keep_rotation
 from headwise.conversion.saved import SavedStatistics
-from headwise.conversion.sequential import WEIGHED, Sequential, Solver, Step
-from headwise.conversion.statistics import Statistics, output_metric, root
+from headwise.conversion.sequential import Sequential, Solver, Step, output_cost
+from headwise.conversion.statistics import Statistics, output_metric
 from headwise.progress import Progress
 from headwise.specs import GroupedSpec, LatentSpec
 
@@ -76,8 +75,7 @@ class _SourceStatistics:
 
     def __init__(self, sequence: Sequential) -> None:
         self.model, self.sequence = sequence.model, sequence
-        tokens = sequence.windows.shape[1]
-        self.mine = my_windows(min(max(WEIGHED // tokens, 1), sequence.train))
+        self.mine = my_windows(sequence.weighed)
         with torch.no_grad():
             self.hidden = [self.model.begin(sequence.windows[at : at + 1]) for at in self.mine]
         self.model.release()
@@ -86,9 +84,7 @@ class _SourceStatistics:
     def next(self, index: int, source: Layer, spec: GroupedSpec) -> Statistics:
         """Of the next layer, which is given in float32."""
         tokens = self.sequence.windows.shape[1]
-        found = self.sequence.sensitivities.load(index) if "sensitivity" in self.sequence.stages else None
-        sensitivity = None if found is None else found[0]["sensitivity"].double()
-        metric = output_metric(source.state["o_proj.weight"], sensitivity, spec.num_heads)
+        metric = output_metric(source.state["o_proj.weight"], self.sequence.sensitivity(index), spec.num_heads)
         sums = Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
         module, rotation = self.model.layer(index), rotation_tables(spec, tokens)
         for position, (at, one) in enumerate(zip(self.mine, self.hidden, strict=True)):
@@ -102,7 +98,7 @@ class SharedPlan(Sequential):
 
     def layer(self, index: int, source: Layer, solve: Solver, keep: Callable[[Step], None]) -> Step:
         """See `Sequential.layer`; both costs are on held-out windows and before any refit."""
-        errors: dict[str, dict[str, float]] = {"shared": {}, "own": {}}
+        costs: dict[str, float] = {}
         spec = source.spec
         assert isinstance(spec, GroupedSpec)
         rotation = rotation_tables(spec, self.windows.shape[1])
@@ -113,14 +109,14 @@ class SharedPlan(Sequential):
             made, channels = convert_to_latent(
                 source.state, spec, shared.spec, statistics=statistics, sensitivity=sensitivity
             )
-            cost = Cost(torch.eye(spec.hidden_size) if sensitivity is None else root(sensitivity).float())
+            cost = output_cost(sensitivity, spec.hidden_size)
             for name, layer in (("shared", shared), ("own", Layer(shared.spec, made, channels))):
-                self._is_better(layer.float(), str(len(errors[name])), errors[name], rotation, cost)
+                costs[name] = float(cost(self._held_errors(layer.float(), rotation)).mean())
             return shared
 
         def keep_both(step: Step) -> None:
             if rank() == 0:
-                self.plans.save(index, {}, {name: min(tried.values()) for name, tried in errors.items()})
+                self.plans.save(index, {}, costs)
             keep(step)
 
         return super().layer(index, source, both, keep_both)

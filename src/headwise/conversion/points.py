@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from headwise.conversion.rungs import Rung
+from headwise.documents import finite
 
 LOSSES = (1.05, 1.15, 1.5)
 """Ratios of perplexity that a user may be ready to accept."""
@@ -94,7 +94,7 @@ class Frontier:
 
     def to_dict(self) -> dict[str, Any]:
         """The findings as JSON-able values; a number that JSON has no word for is None."""
-        found: dict[str, Any] = _finite(asdict(self))
+        found: dict[str, Any] = finite(asdict(self))
         return found
 
 
@@ -212,11 +212,3 @@ def advice(found: Frontier) -> list[str]:
 
 def _is_fold(point: Point) -> bool:
     return point.way.startswith("transmla")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -84,10 +84,10 @@ class Sequential:
         self.model, self.windows, self.stages = model, windows, frozenset(stages)
         self.train = len(windows) - held
         self.steps = PASSES * self.train if steps is None else steps
+        self.weighed = min(max(WEIGHED // windows.shape[1], 1), self.train)  # windows sensitivities are taken on
         self.sensitivities = LayerResults(folder / "sensitivities")
         if "sensitivity" in self.stages:
-            weighed = windows[: min(max(WEIGHED // windows.shape[1], 1), self.train)]
-            output_sensitivities(model, weighed, self.sensitivities, progress=progress)
+            output_sensitivities(model, windows[: self.weighed], self.sensitivities, progress=progress)
         shape = (*windows.shape, model.begin(windows[:1]).shape[-1])
         self.streams = Activations(folder, streams=("source", "converted"), shape=shape, run=run)
         if self.streams.layer is None:
@@ -114,9 +114,9 @@ class Sequential:
         assert index == self.position
         module = self.model.layer(index)
         rotation = rotation_tables(source.spec, self.windows.shape[1])
-        sensitivity = self._sensitivity(index)
+        sensitivity = self.sensitivity(index)
         statistics = self._study(index, module, source, source.spec, rotation, sensitivity)
-        cost = Cost(torch.eye(source.spec.hidden_size) if sensitivity is None else root(sensitivity).float())
+        cost = output_cost(sensitivity, source.spec.hidden_size)
         layer = solve(statistics, sensitivity).float()
         cost = cost.limited(self._held_errors(layer, rotation))
         errors: dict[str, float] = {}
@@ -142,7 +142,8 @@ class Sequential:
         assert self.streams.layer is not None
         return self.streams.layer
 
-    def _sensitivity(self, index: int) -> Tensor | None:
+    def sensitivity(self, index: int) -> Tensor | None:
+        """What an error of a layer's output costs, ``[E, E]`` float64; None where that is left out."""
         found = self.sensitivities.load(index) if "sensitivity" in self.stages else None
         return None if found is None else found[0]["sensitivity"].double()
 
@@ -217,3 +218,8 @@ class Sequential:
             return replace(layer, state=state).output(sample.inputs, rotation, sample.rows)
 
         return replace(layer, state=refine(layer.state, output, samples, cost, steps=self.steps))
+
+
+def output_cost(sensitivity: Tensor | None, hidden_size: int) -> Cost:
+    """Of an error, every direction costing the same without sensitivities."""
+    return Cost(torch.eye(hidden_size) if sensitivity is None else root(sensitivity).float())

@@ -32,7 +32,7 @@ from headwise.conversion.ranks import all_sum, barrier, my_windows, rank, world_
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics, save_layer
 from headwise.conversion.sensitivity import PIECE, refuse_no_numbers
-from headwise.conversion.sequential import WEIGHED, Sequential
+from headwise.conversion.sequential import Sequential
 from headwise.conversion.statistics import Statistics, output_metric, root
 from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
@@ -210,7 +210,7 @@ def _try_layers(
     Processes take layers in turn.
     """
     layers, window = job.before.num_layers, study.windows.shape[1]
-    mine = my_windows(min(max(WEIGHED // window, 1), study.train))
+    mine = my_windows(study.weighed)
     hidden = [study.model.begin(study.windows[at : at + 1]) for at in mine]
     study.model.release()
     streams: dict[int, Tensor] = {}
@@ -222,7 +222,8 @@ def _try_layers(
         spec, target = source.spec, job.after.layers[index]
         assert isinstance(spec, GroupedSpec)
         assert isinstance(target, LatentSpec)
-        sensitivity = _sensitivity(study, index)
+        sensitivity = study.sensitivity(index)
+        assert sensitivity is not None
         metric = output_metric(source.state["o_proj.weight"], sensitivity, spec.num_heads)
         rotation = rotation_tables(spec, window)
         sums = Statistics.zeros(spec.hidden_size, spec.num_heads, window)
@@ -284,12 +285,6 @@ def _divergences(trial: Trial, streams: dict[int, Tensor], count: int) -> list[f
     for at, nats in zip(streams, trial.divergences(list(streams.values())), strict=True):
         found[at] = nats
     return list(all_sum(found).tolist())
-
-
-def _sensitivity(study: Sequential, index: int) -> Tensor:
-    kept = study.sensitivities.load(index)
-    assert kept is not None, "a sensitivity is there from the beginning"
-    return kept[0]["sensitivity"].double()
 
 
 def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
