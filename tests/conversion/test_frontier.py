@@ -172,7 +172,7 @@ climb(Path(sys.argv[2]), Path(sys.argv[3]))
 def test_a_run_that_was_killed_goes_on(moment: int, place: Path, whole: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of writing a file; nobody cleans up."""
     run = [sys.executable, "-c", KILLED, str(moment), str(place), str(tmp_path / "out")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     killed = subprocess.run(
         run, env=environment, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
     )
