@@ -13,7 +13,7 @@ import torch
 
 from headwise.checkpoints import load_tokenizer
 from headwise.errors import ArgumentError, MissingExtraError
-from headwise.evaluation import calibration_windows, hold_out, read_source
+from headwise.evaluation import calibration_windows, hold_out, read_source, windows_beyond
 from tests.real_models import save_character_tokenizer
 
 LETTERS = "abcd"
@@ -64,6 +64,17 @@ def test_a_short_text_gives_what_it_has(tokenizer: Any, texts: list[Path]) -> No
     assert windows.numel() == 48
     assert calibration_windows(tokenizer, texts[:1], tokens=10**6, window=2048).shape == (1, 400)
     assert calibration_windows(tokenizer, texts[:1], tokens=10**6, window=300).shape == (2, 200)
+
+
+def test_what_is_left_is_cut_as_wide_as_it_is_asked_for(tokenizer: Any, texts: list[Path]) -> None:
+    study = calibration_windows(tokenizer, texts[:1], tokens=64, window=8)
+    whole = texts[0].read_text()
+    for width, windows in ((8, 2), (25, 2), (50, 1)):
+        ((name, exam),) = windows_beyond(tokenizer, texts[:1], tokens=64, window=8, width=width, windows=windows)
+        assert name == f"{texts[0]} after 350 tokens"
+        assert written(tokenizer, exam) == [whole[350 + at * width :][:width] for at in range(windows)]
+        assert not {*written(tokenizer, exam)} & {*written(tokenizer, study)}
+    assert windows_beyond(tokenizer, texts[:1], tokens=64, window=8, width=51, windows=1) == []
 
 
 def test_a_text_of_less_than_a_window_is_refused_in_a_mixture(tokenizer: Any, texts: list[Path]) -> None:

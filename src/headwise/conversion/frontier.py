@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
 from headwise.checkpoints.disk import lock_folder, remove_locked, unlock, write_whole
-from headwise.conversion.calibration import WINDOW, check_texts, text_identity
+from headwise.conversion.calibration import check_texts, text_identity
 from headwise.conversion.convert import convert
 from headwise.conversion.frontier_page import markdown, page, refuse_no_plotly
 from headwise.conversion.job import POOLINGS
@@ -24,7 +24,7 @@ from headwise.conversion.points import Frontier, collect
 from headwise.conversion.proof import Exam, choose_exam, refuse_unexamined
 from headwise.conversion.rungs import Rung, plan_rungs
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation import cut_windows, evaluate_windows, open_pair, read_source
+from headwise.evaluation import WINDOW, cut_windows, evaluate_windows, open_pair, read_source
 from headwise.hf import as_dtype
 from headwise.progress import Progress, silent
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name
-from headwise.conversion.calibration import WINDOW
 from headwise.conversion.clock import Clock
 from headwise.conversion.grouped import METHODS, Method, convert_to_grouped
 from headwise.conversion.heads import Layer
@@ -39,6 +38,9 @@ from headwise.specs import (
 
 POOLINGS = ("mean", "first_head")
 """Ways to share heads that no text goes into."""
+
+LONGEST = 2048
+"""Without a text: the distance up to which tokens are taken to be attended to."""
 
 FORMAT = 1
 """Version of the ``headwise`` block in a converted ``config.json``."""
@@ -157,8 +159,8 @@ class Job:
 
     @property
     def longest(self) -> int:
-        """The longest distance looked at, in tokens: of a window, or of all the model's positions."""
-        return min(WINDOW, self.before.max_position_embeddings or WINDOW)
+        """Without a text, the longest distance that counts, in tokens."""
+        return min(LONGEST, self.before.max_position_embeddings or LONGEST)
 
     def config(self) -> dict[str, Any]:
         """The output's ``config.json``."""

@@ -8,9 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, load_tokenizer
-from headwise.conversion.calibration import WINDOW, refuse_unknown_tokens
+from headwise.conversion.calibration import WINDOW as CALIBRATED
+from headwise.conversion.calibration import refuse_unknown_tokens
 from headwise.errors import HeadwiseError, SpecError
 from headwise.evaluation import (
+    WINDOW,
     Evaluation,
     cut_windows,
     evaluate_windows,
@@ -87,7 +89,9 @@ def choose_exam(
             for text, own in zip(named, ids, strict=True)
         ]
     elif calibrate:
-        exam = windows_beyond(tokenizer, calibrate, tokens=tokens, window=window, windows=windows)
+        exam = windows_beyond(
+            tokenizer, calibrate, tokens=tokens, window=min(CALIBRATED, window), width=window, windows=windows
+        )
     if not exam:
         exam = [(REFERENCE, token_windows(tokenizer, language_reference(), window=window, windows=windows))]
     refuse_unknown_tokens(checkpoint, *(batch for _, batch in exam))

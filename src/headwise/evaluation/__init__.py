@@ -2,7 +2,7 @@
 
 from headwise.evaluation.calibration import calibration_windows, hold_out, read_source, windows_beyond
 from headwise.evaluation.choices import Choice, ChoiceEvaluation, evaluate_choices, log_likelihoods, read_choices
-from headwise.evaluation.evaluate import Evaluation, PositionScore, TextScore, evaluate, evaluate_windows
+from headwise.evaluation.evaluate import WINDOW, Evaluation, PositionScore, TextScore, evaluate, evaluate_windows
 from headwise.evaluation.pair import Pair, as_device, check_vocabulary, open_pair
 from headwise.evaluation.planted import DepthScore, PlantedEvaluation, evaluate_planted
 from headwise.evaluation.rate import Rate, rate
@@ -28,6 +28,7 @@ from headwise.evaluation.text import (
 )
 
 __all__ = [
+    "WINDOW",
     "Choice",
     "ChoiceEvaluation",
     "DepthScore",

@@ -63,15 +63,23 @@ def calibration_windows(
 
 
 def windows_beyond(
-    tokenizer: Any, sources: Sequence[str | Path], *, tokens: int, window: int, windows: int, name: str = "calibrate"
+    tokenizer: Any,
+    sources: Sequence[str | Path],
+    *,
+    tokens: int,
+    window: int,
+    width: int,
+    windows: int,
+    name: str = "calibrate",
 ) -> list[tuple[str, Tensor]]:
-    """Windows ``[n, window]`` of each text that `calibration_windows` takes none of, and what to call them.
+    """Windows ``[n, width]`` of each text that `calibration_windows` takes none of, and what to call them.
 
     Args:
         tokenizer: transformers'.
         sources: as they are given to `calibration_windows`.
         tokens: likewise.
-        window: likewise; those given back are of so many tokens, and a text with fewer left is left out.
+        window: likewise.
+        width: tokens in each window given back; a text with fewer left is left out.
         windows: how many of each text at most.
         name: of the sources, for errors.
     """
@@ -81,8 +89,8 @@ def windows_beyond(
     found = []
     for own, count, source in zip(ids, counts, sources, strict=True):
         used = _span(len(own), min(count, len(own) // taken), taken)
-        if len(own) - used >= window:
-            left = cut_windows(own[used:], window=window, windows=windows)
+        if len(own) - used >= width:
+            left = cut_windows(own[used:], window=width, windows=windows)
             found.append((f"{source} after {used:,} tokens", left))
     return found
 
