@@ -110,8 +110,13 @@ class SharedPlan(Sequential):
                 source.state, spec, shared.spec, statistics=statistics, sensitivity=sensitivity
             )
             cost = output_cost(sensitivity, spec.hidden_size)
-            for name, layer in (("shared", shared), ("own", Layer(shared.spec, made, channels))):
-                costs[name] = float(cost(self._held_errors(layer.float(), rotation)).mean())
+
+            def held(layer: Layer) -> float:
+                errors = self._held_errors(lambda at: layer.output(self.inputs.read(at), rotation))
+                return float(cost(errors).mean())
+
+            costs["shared"] = held(shared.float())
+            costs["own"] = held(Layer(shared.spec, made, channels).float())
             return shared
 
         def keep_both(step: Step) -> None:

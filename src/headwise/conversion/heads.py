@@ -152,9 +152,11 @@ class Layer:
     def output(self, inputs: Tensor, rotation: Rotation | None, rows: Tensor | None = None) -> Tensor:
         """The layer's output ``[S, E]`` at ``rows``, or at every position."""
         if rows is None:
-            mixed = self.mixed(inputs, rotation)
-        else:
-            mixed = mixed_values(self.heads(inputs, rows, rotation), self.spec, rows)
+            return self.projected(self.mixed(inputs, rotation))
+        return self.projected(mixed_values(self.heads(inputs, rows, rotation), self.spec, rows))
+
+    def projected(self, mixed: Tensor) -> Tensor:
+        """The output of mixed values: ``[S, H·V]`` to ``[S, E]``."""
         return _project(self.state, "o_proj", mixed)
 
 

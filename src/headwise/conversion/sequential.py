@@ -55,6 +55,23 @@ class Step:
     chosen: str
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What a layer might become.
+
+    Attributes:
+        layer: the same.
+        mixed: what goes into its output projection, of every window ``[W, H·V]``.
+    """
+
+    layer: Layer
+    mixed: Spill
+
+    def output(self, window: int) -> Tensor:
+        """The layer's, ``[W, E]``."""
+        return self.layer.projected(self.mixed.read(window))
+
+
 class Sequential:
     """A conversion on its way through the layers.
 
@@ -117,21 +134,23 @@ class Sequential:
         sensitivity = self.sensitivity(index)
         statistics = self._study(index, module, source, source.spec, rotation, sensitivity)
         cost = output_cost(sensitivity, source.spec.hidden_size)
-        layer = solve(statistics, sensitivity).float()
-        cost = cost.limited(self._held_errors(layer, rotation))
+        best = self._mixed(solve(statistics, sensitivity).float(), rotation)
+        cost = cost.limited(self._held_errors(best.output))
         errors: dict[str, float] = {}
-        self._is_better(layer, "solved", errors, rotation, cost)
+        self._is_better(best, "solved", errors, cost)
         chosen = "solved"
-        for stage, change in (("refit", self._refitted), ("refine", self._refined), ("refit", self._refitted)):
+        for stage in ("refit", "refine", "refit"):
             if stage in self.stages:
-                changed = change(layer, rotation, cost)
-                if self._is_better(changed, stage, errors, rotation, cost):
-                    chosen, layer = stage, changed
+                if stage == "refit":
+                    changed = self._refitted(best, cost)
+                else:
+                    changed = self._mixed(self._refined(best.layer, rotation, cost), rotation, beside=best)
+                if self._is_better(changed, stage, errors, cost):
+                    chosen, best = stage, changed
         for at in my_windows(len(self.windows)):
-            made = layer.output(self.inputs.read(at), rotation)
-            hidden = self.streams.read(self._stream, at, at + 1)
+            hidden, made = self.streams.read(self._stream, at, at + 1), best.output(at)
             self.streams.write("converted", at, self.model.run(index, module, hidden, attention_output=made[None]))
-        step = Step(layer, errors, chosen)
+        step = Step(best.layer, errors, chosen)
         keep(step)
         self.streams.commit()
         return step
@@ -179,28 +198,36 @@ class Sequential:
         barrier()
         return statistics.reduced().means()
 
-    def _held_errors(self, layer: Layer, rotation: Rotation | None) -> Tensor:
-        """Of the layer's output, at every token of the held-out windows: ``[S, E]``."""
-        at_windows = range(self.train, len(self.windows))
-        return torch.cat([layer.output(self.inputs.read(at), rotation) - self.wanted.read(at) for at in at_windows])
+    def _mixed(self, layer: Layer, rotation: Rotation | None, *, beside: Tried | None = None) -> Tried:
+        """A layer, run on all windows as far as its output projection; another's results are not written over."""
+        shape = (*self.windows.shape, layer.state["o_proj.weight"].shape[1])
+        first, second = (Spill(self.inputs.path.with_name(f"mixed-{name}.spill"), shape) for name in "ab")
+        spill = second if beside is not None and beside.mixed.path == first.path else first
+        for at in my_windows(len(self.windows)):
+            spill.write(at, layer.mixed(self.inputs.read(at), rotation))
+        barrier()
+        return Tried(layer, spill)
 
-    def _is_better(
-        self, layer: Layer, name: str, errors: dict[str, float], rotation: Rotation | None, cost: Cost
-    ) -> bool:
+    def _held_errors(self, output: Callable[[int], Tensor]) -> Tensor:
+        """Of a layer's output of each window, at every token of those held out: ``[S, E]``."""
+        return torch.cat([output(at) - self.wanted.read(at) for at in range(self.train, len(self.windows))])
+
+    def _is_better(self, tried: Tried, name: str, errors: dict[str, float], cost: Cost) -> bool:
         """Whether a layer does better on the held-out windows than all before it; the best of a name is noted."""
         best = min(errors.values(), default=torch.inf)
-        found = float(cost(self._held_errors(layer, rotation)).mean())
+        found = float(cost(self._held_errors(tried.output)).mean())
         errors[name] = min(found, errors.get(name, torch.inf))
         return found < best
 
-    def _refitted(self, layer: Layer, rotation: Rotation | None, cost: Cost) -> Layer:
-        refit = OutputRefit(layer.state["o_proj.weight"], layer.state.get("o_proj.bias"))
+    def _refitted(self, tried: Tried, cost: Cost) -> Tried:
+        state = tried.layer.state
+        refit = OutputRefit(state["o_proj.weight"], state.get("o_proj.bias"))
         for at in my_windows(self.train):
-            mixed, wanted = layer.mixed(self.inputs.read(at), rotation), self.wanted.read(at)
-            refit.add(mixed, wanted, cost)
+            refit.add(tried.mixed.read(at), self.wanted.read(at), cost)
         all_sum(refit.moments)
         all_sum(refit.error)
-        return replace(layer, state={**layer.state, **{name: t.float() for name, t in refit.solve().items()}})
+        state = {**state, **{name: tensor.float() for name, tensor in refit.solve().items()}}
+        return replace(tried, layer=replace(tried.layer, state=state))
 
     def _refined(self, layer: Layer, rotation: Rotation | None, cost: Cost) -> Layer:
         generator = torch.Generator().manual_seed(0)
