@@ -89,11 +89,16 @@ def test_bad_input_is_one_line(source: Path, tmp_path: Path) -> None:
 
 
 FAILING = """
-import os, sys
+import os, signal, sys
 from headwise.cli import app, main
 from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError
 import headwise.cli.convert
+
+class StoppedError(ArgumentError):
+    def __str__(self):  # torchrun stops this process when it is about to say why it fails
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().__str__()
 
 @app.app.command()
 def fail(rank: int, how: str):
@@ -103,7 +108,7 @@ def fail(rank: int, how: str):
         if int(os.environ["RANK"]) == rank:
             if how == "killed":
                 os.kill(os.getpid(), 9)
-            raise ArgumentError("argument", rank, "is wrong")
+            raise (StoppedError if how == "stopped" else ArgumentError)("argument", rank, "is wrong")
         barrier()
         print("never")
 
@@ -111,10 +116,10 @@ main()
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_one_process_ends_all(tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "how"), [(0, "error"), (1, "error"), (1, "stopped")])
+def test_an_error_of_one_process_ends_all(tmp_path: Path, rank: int, how: str) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
-    done = run(tmp_path / "failing.py", "fail", rank, "error")
+    done = run(tmp_path / "failing.py", "fail", rank, how)
     assert ours(done.stderr) == [f"headwise: argument = {rank}: is wrong"]
     assert "exitcode  : 2" in done.stderr
     assert done.stdout == ""

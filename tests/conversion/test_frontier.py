@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import headwise
+from headwise.checkpoints import open_checkpoint
 from headwise.conversion import frontier as room_function
+from headwise.conversion.calibration import open_windows
 from tests.conversion.test_resumed import StoppedError
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
@@ -262,6 +264,14 @@ def test_methods(place: Path, tmp_path: Path) -> None:
         assert len({point.perplexity_ratio for point in own}) > len(own) // 2  # they are different conversions
     assert document(tmp_path / "out", "methods")["methods"] is True
     assert "TransMLA (fold " in (tmp_path / "out/methods.md").read_text()
+    fold = next(point for point in found.points if point.way == "transmla:4")
+    options: dict[str, Any] = {"calibrate": place / "study.txt", "calibration_tokens": 256, "evaluate": False}
+    headwise.convert(place / "source", tmp_path / "fold", to="mla", kv_budget=0.5, method="transmla:4", **options)
+    windows, held = open_windows(open_checkpoint(place / "source"), [place / "study.txt"], 256)
+    with torch.inference_mode():
+        logits = headwise.load(tmp_path / "fold")(windows[-held:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[-held:, 1:].flatten())
+    assert fold.held_out_loss == pytest.approx(float(loss), rel=1e-4)
     (tmp_path / "pooled").mkdir()
     headwise.convert(place / "source", tmp_path / "pooled", to="mqa", method="mean", evaluate=False)
     pooled = headwise.evaluate(

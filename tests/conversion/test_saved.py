@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion import study
+from headwise.conversion import job, study
 from headwise.conversion.proof import REFERENCE
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics, _triangle, _whole, open_statistics
@@ -46,6 +46,14 @@ def source(tmp_path: Path) -> Path:
 def statistics(source: Path, text: Path, tmp_path: Path) -> Path:
     headwise.calibrate(source, tmp_path / "statistics", calibrate=text, calibration_tokens=512)
     return tmp_path / "statistics"
+
+
+def layers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Filled with the source's layers as conversions read them."""
+    read: list[int] = []
+    own = job.read_layer
+    monkeypatch.setattr(job, "read_layer", lambda *args, **kwargs: read.append(args[1]) or own(*args, **kwargs))
+    return read
 
 
 def error_of(source: Path, converted: Path) -> float:
@@ -121,11 +129,7 @@ def test_layers_that_are_done_are_neither_read_nor_solved_again(
         stop_at(patch, LayerResults, "save", 1, after=True)
         with pytest.raises(StoppedError):
             convert(source, tmp_path / "out", **options)
-    read: list[int] = []
-    own = headwise.conversion.job.read_layer
-    monkeypatch.setattr(
-        "headwise.conversion.job.read_layer", lambda *args, **kwargs: read.append(args[1]) or own(*args, **kwargs)
-    )
+    read = layers_read(monkeypatch)
     convert(source, tmp_path / "out", **options)
     assert read == [1]
     for file in ("model.safetensors", "config.json"):
@@ -290,10 +294,6 @@ def test_a_resumed_conversion_on_a_text_does_not_read_what_it_skips(
         stop_at(patch, Sequential, "layer", 1, after=True)
         with pytest.raises(StoppedError):
             convert(source, tmp_path / "out", **options)
-    read: list[int] = []
-    own = headwise.conversion.job.read_layer
-    monkeypatch.setattr(
-        "headwise.conversion.job.read_layer", lambda *args, **kwargs: read.append(args[1]) or own(*args, **kwargs)
-    )
+    read = layers_read(monkeypatch)
     convert(source, tmp_path / "out", **options)
     assert read == [1]

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 import headwise
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion.heads import Layer, grouped_heads, rotation_tables, sample_rows
+from headwise.conversion.heads import Layer, rotation_tables, sample_rows
+from headwise.conversion.job import read_layer
 from headwise.conversion.refit import Cost, OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities
@@ -27,22 +28,17 @@ MODELS = {
     "biases": ("qwen2", {}),
     "partial rotary": ("phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
     "window": ("mistral", {"sliding_window": 5}),
-    "norms": ("qwen3", {"head_dim": 8}),
-    "norms as offsets": ("gemma3_text", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 11}),
+    "norms": ("qwen3", {"head_dim": 8, "rms_norm_eps": 0.3}),
+    "norms as offsets": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 11, "rms_norm_eps": 0.3},
+    ),
 }
 
 
 def opened(folder: Path, name: str) -> LayerwiseModel:
     model_type, overrides = MODELS[name]
     return LayerwiseModel(open_checkpoint(save_tiny(folder, model_type, **overrides)), torch.float32)
-
-
-def source_layer(model: LayerwiseModel, index: int) -> Layer:
-    checkpoint = model.checkpoint
-    spec = checkpoint.spec.layers[index]
-    assert isinstance(spec, GroupedSpec)
-    state = checkpoint.family.read_attention(checkpoint.read, index, spec)
-    return Layer(spec, state).float()
 
 
 def ids(count: int, window: int, seed: int = 0) -> torch.Tensor:
@@ -55,7 +51,7 @@ def test_a_layer_run_for_some_rows_is_the_models_own(name: str, tmp_path: Path) 
     hidden = model.begin(ids(1, 23))
     module = model.layer(0)
     call, _ = model.trace(0, module, hidden)
-    layer = source_layer(model, 0)
+    layer = read_layer(model.checkpoint, 0).float()
     rotation = rotation_tables(layer.spec, 23)
     rows = torch.tensor([0, 4, 11, 22])
     some = layer.output(call.inputs[0], rotation, rows)
@@ -74,7 +70,7 @@ def test_sampled_rows_are_spread_and_move_on() -> None:
 def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
     """Written out: a score's derivative of the output, squared in the metric of the loss."""
     model = opened(tmp_path, "llama")
-    layer, T = source_layer(model, 0), 11
+    layer, T = read_layer(model.checkpoint, 0).float(), 11
     spec = layer.spec
     assert isinstance(spec, GroupedSpec)
     inputs = torch.randn(T, spec.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -83,8 +79,8 @@ def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
     rotation = rotation_tables(spec, T)
     sums = Statistics.zeros(spec.hidden_size, spec.num_heads, T)
     metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
-    sums.add(layer.state, spec, inputs, metric, rotation=rotation, window=0)
-    heads = grouped_heads(layer.state, spec, inputs, torch.arange(T), rotation)
+    sums.add(layer, inputs, metric, rotation=rotation, window=0)
+    heads = layer.heads(inputs, torch.arange(T), rotation)
     seen = torch.cat((inputs, torch.ones(T, 1)), dim=1).double()
     assert torch.allclose(sums.inputs, seen.mT @ seen)
     assert int(sums.queries) == T
@@ -203,7 +199,7 @@ def test_an_outlier_is_not_what_a_refit_serves() -> None:
 
 def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:
     model = opened(tmp_path, "llama")
-    layer = source_layer(model, 0)
+    layer = read_layer(model.checkpoint, 0).float()
     rotation = rotation_tables(layer.spec, 13)  # type: ignore[arg-type]
     inputs = torch.randn(13, 48, generator=torch.Generator().manual_seed(1))
     rows = torch.arange(13)

@@ -21,7 +21,7 @@ from headwise.conversion.heads import Layer, rotation_tables
 from headwise.conversion.job import read_layer
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.spread import Trial, held_pieces, narrowed, sizes_to_try
-from headwise.conversion.statistics import Statistics, output_metric
+from headwise.conversion.statistics import Statistics, statistics_of
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec, RopeSpec, as_latent
 from tests.real_models import save_tiny
@@ -41,16 +41,8 @@ def opened(folder: Path, model_type: str = "llama", **overrides: Any) -> Layerwi
 def studied(model: LayerwiseModel) -> tuple[Layer, Statistics]:
     """Layer 0 and its statistics."""
     layer = read_layer(model.checkpoint, 0).float()
-    windows = ids(4, 32)
-    assert isinstance(layer.spec, GroupedSpec)
-    sums = Statistics.zeros(layer.spec.hidden_size, layer.spec.num_heads, 32)
-    metric = output_metric(layer.state["o_proj.weight"], None, layer.spec.num_heads)
-    hidden, module = model.begin(windows), model.layer(0)
-    call, _ = model.trace(0, module, hidden)
-    for at, inputs in enumerate(call.inputs):
-        rotation = rotation_tables(layer.spec, 32)
-        sums.add(layer.state, layer.spec, inputs, metric, rotation=rotation, window=at)
-    return layer, sums.means()
+    call, _ = model.trace(0, model.layer(0), model.begin(ids(4, 32)))
+    return layer, statistics_of(layer, None, enumerate(call.inputs), 32)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,8 @@ def as_one_process() -> Iterator[None]:
     """Share the block's work with the other processes, where torchrun has started several.
 
     The first process alone prints. Of all that fail, the first to fail says why; each ends with status 2 for bad
-    input and 1 for a failure.
+    input and 1 for a failure. torchrun stops all as soon as one has ended: one that is already failing, and may be
+    the one to say why, is left to end by itself.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         yield
@@ -34,9 +36,19 @@ def as_one_process() -> Iterator[None]:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
     store, rank, world = next(rendezvous("env://", timeout=_WAIT))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_WAIT)
+    ending = False
+
+    def stop(*_: object) -> None:
+        nonlocal ending
+        if not ending:
+            ending = True
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     except BaseException as error:
+        ending = True
         with suppress(RuntimeError):  # torchrun itself, which keeps the store, may be gone
             if store.add(_FAILED, 1) > 1:  # another process has failed, and said so; this one has lost it
                 sys.exit(2)
@@ -46,6 +58,7 @@ def as_one_process() -> Iterator[None]:
         raise
     else:
         dist.destroy_process_group()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_lost(error: RuntimeError) -> bool:

@@ -17,16 +17,17 @@ from headwise.conversion.assemble import projections
 from headwise.conversion.heads import Layer, State, rotation_tables
 from headwise.conversion.job import Job, Study, read_layer
 from headwise.conversion.latent import convert_to_latent, rotary_channels
-from headwise.conversion.ranks import my_windows, rank
+from headwise.conversion.ranks import rank
 from headwise.conversion.results import LayerResults
 from headwise.conversion.rope_channels import keep_rotation
 from headwise.conversion.saved import SavedStatistics
 from headwise.conversion.sequential import Sequential, Solver, Step, output_cost
-from headwise.conversion.statistics import Statistics, output_metric
+from headwise.conversion.statistics import Statistics
 from headwise.progress import Progress
 from headwise.specs import GroupedSpec, LatentSpec
 
 
+@torch.no_grad()
 def common_channels(job: Job, study: Study | None, progress: Progress) -> Tensor:
     """The channels that all layers together would lose most without, bool ``[F, K]``.
 
@@ -40,7 +41,7 @@ def common_channels(job: Job, study: Study | None, progress: Progress) -> Tensor
         progress: told of each layer.
     """
     energies, losses, pairs = [], [], 0
-    seen = _SourceStatistics(study) if isinstance(study, Sequential) else None
+    hidden = study.source_windows() if isinstance(study, Sequential) else {}
     layers = job.before.num_layers
     for index, target in enumerate(job.after.layers):
         progress("planning", index, layers)
@@ -50,8 +51,8 @@ def common_channels(job: Job, study: Study | None, progress: Progress) -> Tensor
         assert isinstance(target, LatentSpec)
         if isinstance(study, SavedStatistics):
             known, _ = study.layer(index)
-        elif seen is not None:
-            known = seen.next(index, source.float(), spec)
+        elif study is not None:
+            known = study.source_statistics(index, study.model.layer(index), source.float(), hidden)
         else:
             known = Statistics.nothing(spec.hidden_size, spec.num_heads, job.longest)
         own, lost = rotary_losses(source.state, spec, target, known)
@@ -68,29 +69,6 @@ def rotary_losses(state: State, source: GroupedSpec, target: LatentSpec, known: 
     w_q, w_k, _ = projections(state, target)
     rotary = rotary_channels(w_q, w_k, source, known)
     return rotary.channels.energy, rotary.lost
-
-
-class _SourceStatistics:
-    """Layer by layer, what the source's attention sees of the windows that sensitivities are taken on."""
-
-    def __init__(self, sequence: Sequential) -> None:
-        self.model, self.sequence = sequence.model, sequence
-        self.mine = my_windows(sequence.weighed)
-        with torch.no_grad():
-            self.hidden = [self.model.begin(sequence.windows[at : at + 1]) for at in self.mine]
-        self.model.release()
-
-    @torch.no_grad()
-    def next(self, index: int, source: Layer, spec: GroupedSpec) -> Statistics:
-        """Of the next layer, which is given in float32."""
-        tokens = self.sequence.windows.shape[1]
-        metric = output_metric(source.state["o_proj.weight"], self.sequence.sensitivity(index), spec.num_heads)
-        sums = Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
-        module, rotation = self.model.layer(index), rotation_tables(spec, tokens)
-        for position, (at, one) in enumerate(zip(self.mine, self.hidden, strict=True)):
-            call, self.hidden[position] = self.model.trace(index, module, one)
-            sums.add(source.state, spec, call.inputs[0], metric, rotation=rotation, window=at)
-        return sums.reduced().means()
 
 
 class SharedPlan(Sequential):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
 from headwise.checkpoints.disk import lock_folder, remove_locked, unlock, write_whole
-from headwise.conversion.calibration import check_texts, text_identity
+from headwise.conversion.calibration import check_texts, open_windows, text_identity
 from headwise.conversion.convert import convert
 from headwise.conversion.frontier_page import markdown, page, refuse_no_plotly
 from headwise.conversion.job import POOLINGS
@@ -24,7 +24,7 @@ from headwise.conversion.points import Frontier, collect
 from headwise.conversion.proof import Exam, choose_exam, refuse_unexamined
 from headwise.conversion.rungs import Rung, plan_rungs
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation import WINDOW, cut_windows, evaluate_windows, open_pair, read_source
+from headwise.evaluation import WINDOW, Pair, cut_windows, evaluate_windows, open_pair, read_source, score_window
 from headwise.hf import as_dtype
 from headwise.progress import Progress, silent
 
@@ -199,7 +199,9 @@ def _result(rung: Rung, common: _Common) -> dict[str, Any]:
         pair = open_pair(model, against=common.source, dtype=_name(common.dtype), progress=common.progress)
         evaluation = evaluate_windows(pair, common.texts, progress=common.progress).to_dict()
         # Where the model lay is no finding.
-        found = {"conversion": conversion, "evaluation": {**evaluation, "model": rung.slug}}
+        found: dict[str, Any] = {"conversion": conversion, "evaluation": {**evaluation, "model": rung.slug}}
+        if rung.is_fold:
+            found["held_out_loss"] = _held_out_loss(pair, common)
         _write(kept, json.dumps(found, indent=2))
         result = _read(kept)
         assert result is not None
@@ -207,6 +209,13 @@ def _result(rung: Rung, common: _Common) -> dict[str, Any]:
         shutil.rmtree(model, ignore_errors=True)
         _stamp(model).unlink(missing_ok=True)
     return result
+
+
+def _held_out_loss(pair: Pair, common: _Common) -> float:
+    """Nats a token on the windows that calibration holds out: what is chosen between conversions by is no exam."""
+    windows, held = open_windows(common.checkpoint, common.calibrate, common.calibration_tokens)
+    losses = [score_window({"model": pair.models["model"]}, ids)["nll"] for ids in windows[-held:]]
+    return float(torch.cat(losses).mean())
 
 
 def _convert(rung: Rung, model: Path, run: str, common: _Common) -> dict[str, Any]:
@@ -243,7 +252,7 @@ def _identity(rung: Rung, common: _Common) -> str:
     texts = [[name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in common.texts]
     return run_identity(
         common.checkpoint,
-        rung=[rung.target, rung.method, sorted(rung.without)],
+        rung=[rung.target, rung.method, sorted(rung.without), *(["held out"] if rung.is_fold else [])],
         dtype=_name(common.dtype),
         calibrate=[text_identity(text) for text in _studied(rung, common)],
         tokens=common.calibration_tokens,

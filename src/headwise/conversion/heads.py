@@ -21,6 +21,9 @@ from headwise.attention.rope import rotate
 from headwise.kernels import attend
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 
+NORM_EPS = 1e-6
+"""Of norms of queries and keys in families that have them, where a config does not say."""
+
 State = Mapping[str, Tensor]
 
 
@@ -54,14 +57,14 @@ def sample_rows(tokens: int, count: int, window: int = 0) -> Tensor:
 
 
 def grouped_heads(
-    state: State, spec: GroupedSpec, inputs: Tensor, rows: Tensor, rotation: Rotation | None, eps: float = 1e-6
+    state: State, spec: GroupedSpec, inputs: Tensor, rows: Tensor, rotation: Rotation | None, norm_eps: float
 ) -> Heads:
     """Of MHA, GQA and MQA, ``inputs`` being ``[T, E]``; a norm of queries and keys counts from 0 as Llama's does."""
     H, K = spec.num_heads, spec.num_kv_heads
     query = _split(_project(state, "q_proj", inputs[rows]), H)
     key, value = (_split(_project(state, name, inputs), K) for name in ("k_proj", "v_proj"))
     if spec.qk_norm is not None:
-        query, key = (_normed(x, state[f"{n}_norm.weight"], spec, eps) for x, n in ((query, "q"), (key, "k")))
+        query, key = (_normed(x, state[f"{n}_norm.weight"], spec, norm_eps) for x, n in ((query, "q"), (key, "k")))
     if spec.rope is not None and rotation is not None:
         query, key = (
             _turned(query, rotation, spec.rope.interleaved, rows),
@@ -124,11 +127,13 @@ class Layer:
         spec: what it is.
         state: its tensors by its own names, float32.
         channels: the model's frequency of each rotary pair (MLA).
+        norm_eps: of the norms of queries and keys, where there are any.
     """
 
     spec: GroupedSpec | LatentSpec
     state: State
     channels: list[int] = field(default_factory=list)
+    norm_eps: float = NORM_EPS
 
     def float(self) -> Layer:
         """With its tensors in float32."""
@@ -138,7 +143,7 @@ class Layer:
         """Of one window's inputs ``[T, E]``, the queries those at ``rows``."""
         if isinstance(self.spec, LatentSpec):
             return latent_heads(self.state, self.spec, inputs, rows, rotation, self.channels)
-        return grouped_heads(self.state, self.spec, inputs, rows, rotation)
+        return grouped_heads(self.state, self.spec, inputs, rows, rotation, self.norm_eps)
 
     def mixed(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:
         """What goes into the output projection at every position: ``[T, H·V]``."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name
 from headwise.conversion.clock import Clock
 from headwise.conversion.grouped import METHODS, Method, convert_to_grouped
-from headwise.conversion.heads import Layer
+from headwise.conversion.heads import NORM_EPS, Layer
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.plan import Target, plan_layers, refuse_latent
 from headwise.conversion.published import PUBLISHED, convert_as_published, is_published, refuse_published
@@ -297,7 +297,7 @@ class Job:
             solved = convert_to_grouped(
                 state, source, target, method=self.merging, statistics=statistics, sensitivity=sensitivity
             )
-            return Layer(target, solved)
+            return Layer(target, solved, norm_eps=before.norm_eps)
 
         def keep(layer: Layer, **about: Any) -> None:
             made.update(self._as_stored(index, layer, cross=cross))
@@ -355,7 +355,8 @@ def read_layer(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> La
     assert isinstance(spec, GroupedSpec)
     was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
     state = checkpoint.family.read_attention(checkpoint.read, index, spec, cross=cross, hosted=was_hosted)
-    return Layer(spec, state)
+    norm_eps = checkpoint.config.get("rms_norm_eps")
+    return Layer(spec, state, norm_eps=NORM_EPS if norm_eps is None else float(norm_eps))
 
 
 def _methods(asked: str | None) -> tuple[str | None, Method]:

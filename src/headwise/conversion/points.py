@@ -31,6 +31,8 @@ class Point:
         ratios: the same of each text.
         kl: mean KL(source ‖ conversion) a token, in nats.
         top1_agreement: fraction of positions where both rank the same token first.
+        held_out_loss: nats a token on windows that the calibration held out, by which the best fold is chosen; None
+            where nothing is.
         seconds: to convert, evaluation apart; of a conversion in several runs, the last one's.
         dominated: whether another point, or the source itself, has no more cache and no more perplexity, and less of
             one.
@@ -48,6 +50,7 @@ class Point:
     ratios: dict[str, float]
     kl: float
     top1_agreement: float
+    held_out_loss: float | None
     seconds: float
     dominated: bool
     conversion: dict[str, Any]
@@ -120,6 +123,7 @@ def collect(
             ratios={text["text"]: text["perplexity_ratio"] for text in result["evaluation"]["texts"]},
             kl=result["evaluation"]["kl"],
             top1_agreement=result["evaluation"]["top1_agreement"],
+            held_out_loss=result.get("held_out_loss"),
             seconds=result["conversion"]["seconds"],
             dominated=any(dominates(other, spot) for other in [(whole, 1.0), *spots]),
             conversion=dict(result["conversion"]),
@@ -151,24 +155,22 @@ def shown(found: Frontier) -> list[Point]:
     """The points as a table has them.
 
     A ladder's from the most cache to the least. Of ways at one target those in the order they were tried, and of
-    TransMLA's folds the best alone, which is what its authors report.
+    TransMLA's folds the best alone, which is what its authors report: the best on held-out calibration text.
     """
     if not found.methods:
         return sorted(found.points, key=lambda point: (-point.cache_bytes_per_token, point.perplexity_ratio))
     best: dict[str, Point] = {}
     for point in found.points:
-        if _is_fold(point) and (
-            point.target not in best or point.perplexity_ratio < best[point.target].perplexity_ratio
-        ):
-            best[point.target] = point
-    return [point for point in found.points if not _is_fold(point) or point is best[point.target]]
+        if point.held_out_loss is not None:
+            best[point.target] = min(best.get(point.target, point), point, key=_held_out_loss)
+    return [point for point in found.points if point.held_out_loss is None or point is best[point.target]]
 
 
 def name(point: Point, found: Frontier) -> str:
     """What a row is called: a target, or among ways to one the way in words."""
     if not found.methods:
         return point.target
-    if _is_fold(point):
+    if point.held_out_loss is not None:
         return f"TransMLA (fold {point.way.partition(':')[2]})"
     known = {"mha2mla": "MHA2MLA", "mean": "mean of heads", "first_head": "first head"}
     return known.get(point.way, point.way.removeprefix("headwise "))
@@ -210,5 +212,6 @@ def advice(found: Frontier) -> list[str]:
     return lines
 
 
-def _is_fold(point: Point) -> bool:
-    return point.way.startswith("transmla")
+def _held_out_loss(point: Point) -> float:
+    assert point.held_out_loss is not None
+    return point.held_out_loss

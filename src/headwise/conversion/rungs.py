@@ -49,6 +49,11 @@ class Rung:
         return " ".join(("headwise", *(("without", ", ".join(self.without)) if self.without else ())))
 
     @property
+    def is_fold(self) -> bool:
+        """Whether it is one of several that are tried for the best to be shown: of TransMLA's folds."""
+        return self.way.startswith("transmla")
+
+    @property
     def slug(self) -> str:
         """A name for files."""
         parts = (self.target, *([] if self.way == "headwise" else [self.way]))

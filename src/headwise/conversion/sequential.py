@@ -8,8 +8,9 @@ Shapes: N windows, W tokens in each, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,8 +22,8 @@ from headwise.conversion.ranks import all_sum, barrier, my_windows
 from headwise.conversion.refit import Cost, OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities, refuse_no_numbers
-from headwise.conversion.statistics import Statistics, output_metric, root, sampled_queries
-from headwise.hf import LayerwiseModel
+from headwise.conversion.statistics import Statistics, root, sampled_queries, statistics_of
+from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.progress import Progress, silent
 from headwise.specs import GroupedSpec
 
@@ -132,7 +133,7 @@ class Sequential:
         module = self.model.layer(index)
         rotation = rotation_tables(source.spec, self.windows.shape[1])
         sensitivity = self.sensitivity(index)
-        statistics = self._study(index, module, source, source.spec, rotation, sensitivity)
+        statistics = self._study(index, module, source, sensitivity)
         cost = output_cost(sensitivity, source.spec.hidden_size)
         best = self._mixed(solve(statistics, sensitivity).float(), rotation)
         cost = cost.limited(self._held_errors(best.output))
@@ -171,32 +172,38 @@ class Sequential:
         """What a layer is solved for: without the sequence, what the source's layers hand on."""
         return "converted" if "sequence" in self.stages else "source"
 
-    def _study(
-        self,
-        index: int,
-        module: torch.nn.Module,
-        source: Layer,
-        spec: GroupedSpec,
-        rotation: Rotation | None,
-        sensitivity: Tensor | None,
+    def source_windows(self) -> dict[int, Tensor]:
+        """What goes into layer 0 of this process's share of the windows that sensitivities are taken on."""
+        hidden = {at: self.model.begin(self.windows[at : at + 1]) for at in my_windows(self.weighed)}
+        self.model.release()
+        return hidden
+
+    def source_statistics(
+        self, index: int, module: torch.nn.Module, source: Layer, hidden: dict[int, Tensor]
     ) -> Statistics:
+        """What the source's own layers hand on to a layer in those windows, which are moved past it."""
+        seen = traced(self.model, index, module, hidden.items(), hidden.__setitem__)
+        inputs = ((at, call.inputs[0]) for at, _, call in seen)
+        return statistics_of(source, self.sensitivity(index), inputs, self.windows.shape[1])
+
+    def _study(self, index: int, module: torch.nn.Module, source: Layer, sensitivity: Tensor | None) -> Statistics:
         """Move the source's stream on, and keep what the converted layer gets and what it should give."""
-        tokens = self.windows.shape[1]
-        metric = output_metric(source.state["o_proj.weight"], sensitivity, spec.num_heads)
-        statistics = Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
-        for at in my_windows(len(self.windows)):
-            own, other = (self.streams.read(name, at, at + 1) for name in ("source", self._stream))
-            call, output = self.model.trace(index, module, own)
-            self.streams.write("source", at, output)
-            refuse_no_numbers(own, index)
-            inputs = self.model.attention_inputs(index, module, other)[0]
-            makes_up = own - other if self.model.adds else torch.zeros_like(own)
-            self.inputs.write(at, inputs)
-            self.wanted.write(at, (call.output + makes_up)[0])
-            if at < self.train:
-                statistics.add(source.state, spec, inputs, metric, rotation=rotation, window=at)
-        barrier()
-        return statistics.reduced().means()
+        read, write = self.streams.read, partial(self.streams.write, "source")
+        states = ((at, read("source", at, at + 1)) for at in my_windows(len(self.windows)))
+
+        def inputs() -> Iterator[tuple[int, Tensor]]:
+            for at, own, call in traced(self.model, index, module, states, write):
+                other = read(self._stream, at, at + 1)
+                given = self.model.attention_inputs(index, module, other)[0]
+                makes_up = own - other if self.model.adds else torch.zeros_like(own)
+                self.inputs.write(at, given)
+                self.wanted.write(at, (call.output + makes_up)[0])
+                if at < self.train:
+                    yield at, given
+
+        found = statistics_of(source, sensitivity, inputs(), self.windows.shape[1])
+        barrier()  # all processes read the held-out windows
+        return found
 
     def _mixed(self, layer: Layer, rotation: Rotation | None, *, beside: Tried | None = None) -> Tried:
         """A layer, run on all windows as far as its output projection; another's results are not written over."""
@@ -245,6 +252,32 @@ class Sequential:
             return replace(layer, state=state).output(sample.inputs, rotation, sample.rows)
 
         return replace(layer, state=refine(layer.state, output, samples, cost, steps=self.steps))
+
+
+def traced(
+    model: LayerwiseModel,
+    index: int,
+    module: torch.nn.Module,
+    windows: Iterable[tuple[int, Tensor]],
+    hand_on: Callable[[int, Tensor], object],
+) -> Iterator[tuple[int, Tensor, AttentionCall]]:
+    """Move windows of a text past a layer of the source, and give how its attention was called in each.
+
+    Args:
+        model: the source.
+        index: the layer's.
+        module: the layer.
+        windows: each one's place in the text, and what goes into the layer, ``[1, W, E]``.
+        hand_on: told what comes out of it.
+
+    Raises:
+        CheckpointError: the text makes the model compute no numbers.
+    """
+    for at, hidden in windows:
+        refuse_no_numbers(hidden, index)
+        call, made = model.trace(index, module, hidden)
+        hand_on(at, made)
+        yield at, hidden, call
 
 
 def output_cost(sensitivity: Tensor | None, hidden_size: int) -> Cost:

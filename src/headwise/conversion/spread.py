@@ -28,12 +28,12 @@ from headwise.conversion.heads import Layer, rotation_tables, sample_rows
 from headwise.conversion.job import Job, read_layer
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.metrics import centred
-from headwise.conversion.ranks import all_sum, barrier, my_windows, rank, world_size
+from headwise.conversion.ranks import all_sum, barrier, rank, world_size
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics, save_layer
 from headwise.conversion.sensitivity import PIECE, refuse_no_numbers
 from headwise.conversion.sequential import Sequential
-from headwise.conversion.statistics import Statistics, output_metric, root
+from headwise.conversion.statistics import Statistics, root
 from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
@@ -209,10 +209,8 @@ def _try_layers(
 
     Processes take layers in turn.
     """
-    layers, window = job.before.num_layers, study.windows.shape[1]
-    mine = my_windows(study.weighed)
-    hidden = [study.model.begin(study.windows[at : at + 1]) for at in mine]
-    study.model.release()
+    layers = job.before.num_layers
+    hidden = study.source_windows()
     streams: dict[int, Tensor] = {}
     tried: list[list[tuple[int, int]]] = []
     losses = []
@@ -224,14 +222,7 @@ def _try_layers(
         assert isinstance(target, LatentSpec)
         sensitivity = study.sensitivity(index)
         assert sensitivity is not None
-        metric = output_metric(source.state["o_proj.weight"], sensitivity, spec.num_heads)
-        rotation = rotation_tables(spec, window)
-        sums = Statistics.zeros(spec.hidden_size, spec.num_heads, window)
-        for position, at in enumerate(mine):
-            refuse_no_numbers(hidden[position], index)
-            call, hidden[position] = study.model.trace(index, module, hidden[position])
-            sums.add(source.state, spec, call.inputs[0], metric, rotation=rotation, window=at)
-        known = sums.reduced().means()
+        known = study.source_statistics(index, module, source, hidden)
         if rank() == 0:
             save_layer(results, index, known, sensitivity)
         sizes = sizes_to_try(spec, target)

@@ -6,12 +6,13 @@ constant 1 stands last). Sums are float64.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from headwise.conversion.heads import Rotation, State, attention_weights, grouped_heads, sample_rows
+from headwise.conversion.heads import Layer, Rotation, attention_weights, rotation_tables, sample_rows
 from headwise.conversion.ranks import all_sum
 from headwise.specs import GroupedSpec
 
@@ -59,33 +60,23 @@ class Statistics:
         one = torch.ones(heads, dtype=torch.float64)
         return cls(gram, gram, one, distances, one[0])
 
-    def add(
-        self,
-        state: State,
-        spec: GroupedSpec,
-        inputs: Tensor,
-        metric: Tensor,
-        *,
-        rotation: Rotation | None,
-        window: int,
-    ) -> None:
+    def add(self, layer: Layer, inputs: Tensor, metric: Tensor, *, rotation: Rotation | None, window: int) -> None:
         """Add one window, in place.
 
         Args:
-            state: the source layer's tensors, float32.
-            spec: what they are.
+            layer: the source's, float32.
             inputs: ``[T, E]``.
             metric: `output_metric`, ``[H, V, V]``.
             rotation: of the window's positions.
             window: which of the text's, so that other queries are looked at in each.
         """
-        H, T = spec.num_heads, len(inputs)
+        H, T = layer.spec.num_heads, len(inputs)
         rows = sample_rows(T, sampled_queries(H), window)
         seen = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1)
         wide = seen.double()
         self.inputs.addmm_(wide.mT, wide)
-        heads = grouped_heads(state, spec, inputs, rows, rotation)
-        weights = attention_weights(heads, spec, rows)
+        heads = layer.heads(inputs, rows, rotation)
+        weights = attention_weights(heads, layer.spec, rows)
         behind = (rows[:, None] - torch.arange(T)).abs().flatten()
         asked = torch.zeros(T, dtype=torch.float64)
         for head in range(H):
@@ -118,6 +109,27 @@ class Statistics:
             self.distances / self.distances.sum(-1, keepdim=True).clamp_min(1e-300),
             self.queries,
         )
+
+
+def statistics_of(
+    layer: Layer, sensitivity: Tensor | None, windows: Iterable[tuple[int, Tensor]], tokens: int
+) -> Statistics:
+    """What a layer sees of a text, as means over all processes' windows.
+
+    Args:
+        layer: the source's, float32.
+        sensitivity: see `output_metric`.
+        windows: this process's: each one's place in the text, and what goes into the attention, ``[T, E]``.
+        tokens: T.
+    """
+    spec = layer.spec
+    assert isinstance(spec, GroupedSpec)
+    metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
+    rotation = rotation_tables(spec, tokens)
+    sums = Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
+    for at, inputs in windows:
+        sums.add(layer, inputs, metric, rotation=rotation, window=at)
+    return sums.reduced().means()
 
 
 def output_metric(w_o: Tensor, sensitivity: Tensor | None, heads: int) -> Tensor:

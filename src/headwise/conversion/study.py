@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,18 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
 from headwise.conversion.activations import Activations
 from headwise.conversion.calibration import check_texts, open_windows, refuse_cross_layers, text_identity
-from headwise.conversion.heads import rotation_tables
 from headwise.conversion.job import read_layer
 from headwise.conversion.plan import refuse_latent
 from headwise.conversion.ranks import first_enters, my_windows, rank
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import save_layer, write_statistics
-from headwise.conversion.sensitivity import output_sensitivities, refuse_no_numbers
-from headwise.conversion.sequential import WEIGHED
-from headwise.conversion.statistics import Statistics, output_metric
+from headwise.conversion.sensitivity import output_sensitivities
+from headwise.conversion.sequential import WEIGHED, traced
+from headwise.conversion.statistics import statistics_of
 from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
-from headwise.specs import GroupedSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,19 +132,10 @@ def _study(checkpoint: Checkpoint, windows: Tensor, folder: Path, run: str, prog
             raise CheckpointError("layer", index, f"was lost; remove {folder.parent} and calibrate again")
         module, sensitivity = model.layer(index), kept[0]["sensitivity"]
         source = read_layer(checkpoint, index).float()
-        spec = source.spec
-        assert isinstance(spec, GroupedSpec)
-        metric = output_metric(source.state["o_proj.weight"], sensitivity.double(), spec.num_heads)
-        rotation = rotation_tables(spec, windows.shape[1])
-        sums = Statistics.zeros(spec.hidden_size, spec.num_heads, windows.shape[1])
-        for at in my_windows(len(windows)):
-            hidden = stream.read("source", at, at + 1)
-            refuse_no_numbers(hidden, index)
-            call, made = model.trace(index, module, hidden)
-            stream.write("source", at, made)
-            sums.add(source.state, spec, call.inputs[0], metric, rotation=rotation, window=at)
-        del module
-        known = sums.reduced().means()
+        states = ((at, stream.read("source", at, at + 1)) for at in my_windows(len(windows)))
+        seen = traced(model, index, module, states, partial(stream.write, "source"))
+        inputs = ((at, call.inputs[0]) for at, _, call in seen)
+        known = statistics_of(source, sensitivity.double(), inputs, windows.shape[1])
         if rank() == 0:
             save_layer(results, index, known, sensitivity)
         stream.commit()
