@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.checkpoints.disk import write_whole
-from headwise.conversion.allocation import Node, allocate, curve
+from headwise.checkpoints.disk import clearly, write_whole
+from headwise.conversion.allocation import Node, allocate, curve, step_of
 from headwise.conversion.assemble import with_bias
 from headwise.conversion.heads import Layer, rotation_tables, sample_rows
 from headwise.conversion.job import Job, read_layer
@@ -34,7 +34,6 @@ from headwise.conversion.saved import SavedStatistics, save_layer
 from headwise.conversion.sensitivity import PIECE, refuse_no_numbers
 from headwise.conversion.sequential import Sequential
 from headwise.conversion.statistics import Statistics, root
-from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
 from headwise.specs import GroupedSpec, LatentSpec, as_latent, rotary_width
@@ -108,11 +107,8 @@ def spread_plan(job: Job, study: Sequential, folder: Path, progress: Progress) -
         found = _find(job, study, LayerResults(folder / "spread"), progress)
         if rank() == 0:
             shutil.rmtree(folder / "spread", ignore_errors=True)
-            try:
+            with clearly("plan", file):
                 write_whole(file, json.dumps(asdict(found)).encode())
-            except OSError as error:
-                rule = f"could not be written: {error.strerror or error}"
-                raise CheckpointError("plan", str(file), rule) from None
         barrier()
     kept = json.loads(file.read_text())
     sizes, even = (tuple((int(r), int(p)) for r, p in kept[name]) for name in ("sizes", "even"))
@@ -124,7 +120,8 @@ def _find(job: Job, study: Sequential, results: LayerResults, progress: Progress
     pieces = held_pieces(study.windows[study.train :], TOKENS, 1 + PIECES)
     nodes = _try_layers(job, study, Trial(study.model, pieces[:1]), results, progress)
     even = tuple(own[0][:2] for own in nodes)
-    plan = allocate([curve(own, sum(size)) for own, size in zip(nodes, even, strict=True)])
+    shares = [sum(size) for size in even]
+    plan = allocate([curve(own, share, step_of(shares)) for own, share in zip(nodes, shares, strict=True)])
     sizes = tuple(node[:2] for node in plan)
     predicted = sum(own[0].loss for own in nodes), sum(node.loss for node in plan)
     if predicted[1] > (1 - MARGIN) * predicted[0]:
