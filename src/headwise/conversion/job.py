@@ -54,7 +54,7 @@ class Job:
     """One conversion's plan: what is read, what each layer becomes, what is written."""
 
     def __init__(
-        self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype | None, merging: str | None = None
+        self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype | None, method: str | None = None
     ) -> None:
         self.checkpoint = checkpoint
         self.before = checkpoint.spec
@@ -67,13 +67,13 @@ class Job:
         )
         # Before anything is made of the sizes the config claims.
         check_complete(checkpoint)
-        self.published, self.merging = _methods(merging)
+        self.published, self.merging = _methods(method)
         if self.published is not None:
             if self.after.mechanism != "mla":
-                raise ArgumentError("method", merging, "goes with mla")
+                raise ArgumentError("method", method, "goes with mla")
             refuse_published(self.published, self.before)
-        elif merging is not None and self.method not in METHODS:
-            raise ArgumentError("method", merging, "says how heads come to be shared, and none do here")
+        elif method is not None and self.method not in METHODS:
+            raise ArgumentError("method", method, "says how heads come to be shared, and none do here")
         self.dtype = dtype or checkpoint.dtype
         self.clock = Clock()
         self.kept: Tensor | None = None  # rotary channels that every layer keeps, where all are to keep the same
