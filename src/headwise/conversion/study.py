@@ -92,7 +92,7 @@ def calibrate(
     run = run_identity(checkpoint, study=[text_identity(text) for text in texts], tokens=calibration_tokens)
     with first_enters(FolderWriter(destination, {}, run=run)) as writer:
         windows, _ = open_windows(checkpoint, texts, calibration_tokens)
-        results = _study(checkpoint, windows, writer.work, run, progress)
+        results = study_windows(checkpoint, windows, writer.work, run, progress)
         if rank() == 0:
             with clearly("output", output):
                 write_statistics(writer.folder, results, checkpoint, texts, windows)
@@ -108,8 +108,18 @@ def calibrate(
 
 
 @torch.no_grad()
-def _study(checkpoint: Checkpoint, windows: Tensor, folder: Path, run: str, progress: Progress) -> LayerResults:
-    """Each layer's statistics as the source's own layers hand on to it, kept as they are finished."""
+def study_windows(
+    checkpoint: Checkpoint, windows: Tensor, folder: Path, run: str = "", progress: Progress = silent
+) -> LayerResults:
+    """Each layer's statistics as the source's own layers hand on to it, kept as they are finished.
+
+    Args:
+        checkpoint: the source.
+        windows: ``[N, W]`` token ids.
+        folder: for activations and results.
+        run: what tells this run from another; one that was killed goes on.
+        progress: told of each layer.
+    """
     model = LayerwiseModel(checkpoint, torch.float32)  # as a conversion on the text runs it
     sensitivities, results = LayerResults(folder / "sensitivities"), LayerResults(folder / "layers")
     weighed = windows[: weighed_windows(windows, len(windows))]
