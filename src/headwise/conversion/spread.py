@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headwise.checkpoints.disk import write_whole
 from headwise.conversion.allocation import Node, allocate, curve
-from headwise.conversion.assemble import with_bias
+from headwise.conversion.assemble import is_biased, with_bias
 from headwise.conversion.heads import Layer, rotation_tables, sample_rows
 from headwise.conversion.job import Job, read_layer
 from headwise.conversion.latent import convert_to_latent
@@ -168,20 +168,21 @@ class Trial:
         made = torch.stack([layer.output(one, rotation) for one in inputs])
         return self.model.run(index, module, hidden, attention_output=made)
 
-    def errors(self, index: int, module: torch.nn.Module, layers: Sequence[Layer], metric: Tensor) -> list[float]:
-        """What each of several attentions costs by its own output: nats a token, ``metric`` being its root."""
+    def errors(self, index: int, module: torch.nn.Module, metric: Tensor) -> Callable[[Layer], float]:
+        """What an attention costs by its own output, in nats a token; ``metric`` is the root of what an error does."""
         call, _ = self.model.trace(index, module, self.source)
         rotation = rotation_tables(self._source_spec(index), self.pieces.shape[1])
-        found = []
-        for layer in layers:
+
+        def error(layer: Layer) -> float:
             total, count = 0.0, 0
             for at, inputs in enumerate(call.inputs):
                 rows = sample_rows(len(inputs), ROWS, at)
-                error = (layer.output(inputs, rotation, rows) - call.output[at, rows]) @ metric
-                total += 0.5 * float(error.square().sum())
+                wrong = (layer.output(inputs, rotation, rows) - call.output[at, rows]) @ metric
+                total += 0.5 * float(wrong.square().sum())
                 count += len(rows)
-            found.append(total / count)
-        return found
+            return total / count
+
+        return error
 
     def divergences(self, streams: Sequence[Tensor]) -> list[float]:
         """KL(source ‖ stream) a token, of what the model makes of its last layer's outputs ``[N, T, E]``."""
@@ -230,9 +231,12 @@ def _try_layers(
         own = torch.zeros(len(sizes), dtype=torch.float64)
         streams = {at: trial.model.run(index, module, stream) for at, stream in streams.items()}
         if index % world_size() == rank():
-            made = solutions(source, sizes, known, sensitivity)
-            own += torch.tensor(trial.errors(index, module, made, root(sensitivity).float()), dtype=torch.float64)
-            streams[index] = trial.replaced(index, module, trial.source, made[0])
+            solved = solutions(source, sizes, known, sensitivity)
+            errors = trial.errors(index, module, root(sensitivity).float())
+            for size, layer in solved:
+                own[sizes.index(size)] = errors(layer)
+                if size == sizes[0]:
+                    streams[index] = trial.replaced(index, module, trial.source, layer)
         losses.append(own)
         trial.source = trial.model.run(index, module, trial.source)
     refuse_no_numbers(trial.source, layers)
@@ -263,8 +267,8 @@ def _try_plans(
         module, source = trial.model.layer(index), read_layer(job.checkpoint, index).float()
         statistics, sensitivity = known.layer(index)
         for at, stream in list(streams.items()):
-            layer = solutions(source, [plans[at][index]], statistics, sensitivity)[0]
-            streams[at] = trial.replaced(index, module, stream, layer)
+            for _, layer in solutions(source, [plans[at][index]], statistics, sensitivity):
+                streams[at] = trial.replaced(index, module, stream, layer)
         trial.source = trial.model.run(index, module, trial.source)
     progress("spreading", 2 * layers, 2 * layers)
     return _divergences(trial, streams, len(plans))
@@ -289,24 +293,27 @@ def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]
     return [(R, P), *(size for size in every if size != (R, P))]
 
 
-def solutions(source: Layer, sizes: Sequence[tuple[int, int]], known: Statistics, sensitivity: Tensor) -> list[Layer]:
-    """A layer at some sizes, in float32: of each rotary width the largest is solved, and the others cut from it."""
+def solutions(
+    source: Layer, sizes: Sequence[tuple[int, int]], known: Statistics, sensitivity: Tensor
+) -> Iterator[tuple[tuple[int, int], Layer]]:
+    """A layer at some sizes, in float32, one after the other, as each may be large.
+
+    Of each rotary width the largest that is no copy of the layer is solved, and narrower ones are cut from it.
+    """
     spec = source.spec
     assert isinstance(spec, GroupedSpec)
-    widest: dict[int, Layer] = {}
-    found: dict[tuple[int, int], Layer] = {}
-    for size in sorted(sizes, reverse=True):
-        target = as_latent(spec, *size)
-        made = widest.get(target.qk_rope_head_dim)
-        if made is None:
-            made = Layer(
-                target,
-                *convert_to_latent(source.state, spec, target, statistics=known, sensitivity=sensitivity, rounds=0),
-            )
-            if target.kv_lora_rank < _exact_rank(spec, target):  # from there on its numbers have no order
-                widest[target.qk_rope_head_dim] = made
-        found[size] = narrowed(made, target, known).float()
-    return [found[size] for size in sizes]
+    widest: Layer | None = None
+    solved = -1
+    for rank, width in sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True):
+        target = as_latent(spec, rank, width)
+        if widest is None or width != solved:
+            widest = None  # before the next one needs the room
+            made = convert_to_latent(source.state, spec, target, statistics=known, sensitivity=sensitivity, rounds=0)
+            widest, solved = Layer(target, *made), width
+            del made
+        yield (rank, width), narrowed(widest, target, known).float()
+        if rank >= _exact_rank(spec, target):  # its numbers have no order to cut them by
+            widest = None
 
 
 def narrowed(layer: Layer, target: LatentSpec, known: Statistics) -> Layer:
@@ -322,7 +329,7 @@ def narrowed(layer: Layer, target: LatentSpec, known: Statistics) -> Layer:
     R, r, N = spec.kv_lora_rank, target.kv_lora_rank, spec.qk_nope_head_dim
     if r == R:
         return layer
-    biased = "kv_a_proj_with_mqa" in spec.bias
+    biased = is_biased(spec)
     down = with_bias(state, "kv_a_proj_with_mqa", biased)[:R]
     keys = centred(known.keys) if biased else known.keys
     decoders = torch.unflatten(state["kv_b_proj.weight"], 0, (spec.num_heads, -1))
