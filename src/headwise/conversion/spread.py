@@ -15,6 +15,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -169,7 +170,7 @@ class Trial:
         return self.model.run(index, module, hidden, attention_output=made)
 
     def errors(self, index: int, module: torch.nn.Module, metric: Tensor) -> Callable[[Layer], float]:
-        """What an attention costs by its own output, in nats a token; ``metric`` is the root of what an error does."""
+        """What an attention costs by its own output, in nats a token; ``metric`` is the root of the sensitivity."""
         call, _ = self.model.trace(index, module, self.source)
         rotation = rotation_tables(self._source_spec(index), self.pieces.shape[1])
 
@@ -302,18 +303,20 @@ def solutions(
     """
     spec = source.spec
     assert isinstance(spec, GroupedSpec)
-    widest: Layer | None = None
-    solved = -1
-    for rank, width in sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True):
-        target = as_latent(spec, rank, width)
-        if widest is None or width != solved:
-            widest = None  # before the next one needs the room
-            made = convert_to_latent(source.state, spec, target, statistics=known, sensitivity=sensitivity, rounds=0)
-            widest, solved = Layer(target, *made), width
-            del made
-        yield (rank, width), narrowed(widest, target, known).float()
-        if rank >= _exact_rank(spec, target):  # its numbers have no order to cut them by
-            widest = None
+    in_order = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
+    for _, of_one_width in groupby(in_order, key=lambda size: size[1]):
+        widest = None  # before the next one needs the room
+        for size in of_one_width:
+            target = as_latent(spec, *size)
+            if widest is None:
+                made = convert_to_latent(
+                    source.state, spec, target, statistics=known, sensitivity=sensitivity, rounds=0
+                )
+                widest = Layer(target, *made)
+                del made
+            yield size, narrowed(widest, target, known).float()
+            if target.kv_lora_rank >= _exact_rank(spec, target):  # its numbers have no order to cut them by
+                widest = None
 
 
 def narrowed(layer: Layer, target: LatentSpec, known: Statistics) -> Layer:
