@@ -13,11 +13,12 @@ from torch import Tensor
 
 _FLOOR = 1e-6
 _TINY = 1e-12
-ROUNDS = 8
-"""How often down and up are solved for in turn, at most, where maps see the inputs differently."""
+ROUNDS = 5
+"""How often down and up are solved for in turn, where maps see the inputs differently."""
 
-GAIN = 1e-4
-"""Of the error: what a round must have saved for another to follow."""
+BEYOND = 1.9
+"""How far a round goes on the way to its solution and past it: below 2 no error grows by that, and five such rounds
+come further than eight that stop there."""
 
 
 class Part(NamedTuple):
@@ -44,13 +45,13 @@ def joint_latent(parts: list[Part], rank: int, *, rounds: int = ROUNDS) -> tuple
     """down ``[R, E']`` and an up ``[n, R]`` for each part that minimise ``Σ tr(M (W − up·down) S (W − up·down)ᵀ)``.
 
     Where all parts see the same inputs this is a truncated SVD of the weighted maps. Otherwise that is where it
-    begins; then up and down, each a least-squares problem with the other held, are solved in turn until that gains
-    little. A rank that all rows fit in gives them back as they are.
+    begins; then up and down, each a least-squares problem with the other held, are solved in turn. A rank that all
+    rows fit in gives them back as they are.
 
     Args:
         parts: one or two of them.
         rank: R.
-        rounds: how many turns at most.
+        rounds: how many turns.
     """
     if rank >= min(sum(len(part.rows) for part in parts), parts[0].rows.shape[1]):
         return whole_latent([part.rows for part in parts], rank)
@@ -111,9 +112,7 @@ def _decoder(latents: Tensor, share: Tensor) -> Tensor:
 
 def _improved(latents: Tensor, needed: list[Tensor], shares: list[Tensor], rounds: int) -> Tensor:
     """Latents by turns: the best decoders of given ones, then the best latents for these decoders."""
-    whole = sum(float(need.diagonal() @ share) for need, share in zip(needed, shares, strict=True))
-    last = torch.inf
-    for _ in range(rounds):
+    for left in reversed(range(rounds)):
         grams, target = [], torch.zeros_like(latents)
         for need, share in zip(needed, shares, strict=True):
             decoder = _decoder(latents, share)
@@ -121,10 +120,8 @@ def _improved(latents: Tensor, needed: list[Tensor], shares: list[Tensor], round
             grams.append(floored(wanted @ decoder.mT, _TINY))
             target.addcmul_(wanted, share)
             del decoder, wanted
-        error = whole - float(torch.vdot(target.flatten(), latents.flatten()))
-        if last - error < GAIN * error:
-            break
-        last, latents = error, _best(target, grams, shares)
+        best = _best(target, grams, shares)
+        latents = torch.lerp(latents, best, BEYOND) if left else best
     return latents
 
 
