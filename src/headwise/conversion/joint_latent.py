@@ -59,9 +59,8 @@ def joint_latent(parts: list[Part], rank: int, *, rounds: int = ROUNDS) -> tuple
     sizes = [float(part.moments.diagonal().mean().clamp_min(_TINY)) for part in parts]
     basis, shares = _input_basis([floored(part.moments / size) for part, size in zip(parts, sizes, strict=True)])
     needed = [_needed(part, size, basis) for part, size in zip(parts, sizes, strict=True)]
-    latents = torch.linalg.eigh(_total(needed))[1].flip(-1)[:, :rank].mT.contiguous()
-    if not torch.equal(shares[0], shares[-1]):
-        latents = _improved(latents, needed, shares, rounds)
+    turns = 0 if torch.equal(shares[0], shares[-1]) else rounds
+    latents = _improved(_leading(_total(needed), rank), needed, shares, turns)
     del needed
     # Latents of mean square 1, uncorrelated: nothing is far larger than the rest in a cache of few bits.
     spread = torch.linalg.cholesky(floored(latents @ latents.mT / len(parts), _TINY))
@@ -78,10 +77,11 @@ def whole_latent(rows: list[Tensor], rank: int) -> tuple[Tensor, list[Tensor]]:
     """As `joint_latent`, of maps ``[n, E']`` whose rows, or whose inputs, all have a place in the latent."""
     every = torch.cat(rows)
     count, inputs = every.shape
-    down, up = (every, torch.eye(count).to(every)) if count <= inputs else (torch.eye(inputs).to(every), every)
+    own = torch.eye(min(count, inputs), dtype=every.dtype)
+    down, up = (every, own) if count <= inputs else (own, every)
     spare = rank - len(down)
     down, up = torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(up, (0, spare))
-    return down, list(torch.split(up, [len(own) for own in rows]))
+    return down, list(torch.split(up, [len(part) for part in rows]))
 
 
 def _input_basis(moments: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -110,6 +110,12 @@ def _decoder(latents: Tensor, share: Tensor) -> Tensor:
     return decoder
 
 
+def _leading(matrix: Tensor, rank: int) -> Tensor:
+    """The eigenvectors of the largest eigenvalues, as rows: ``[R, E']``."""
+    vectors: Tensor = torch.linalg.eigh(matrix)[1]
+    return vectors.flip(-1)[:, :rank].mT.contiguous()
+
+
 def _improved(latents: Tensor, needed: list[Tensor], shares: list[Tensor], rounds: int) -> Tensor:
     """Latents by turns: the best decoders of given ones, then the best latents for these decoders."""
     for left in reversed(range(rounds)):
@@ -120,8 +126,7 @@ def _improved(latents: Tensor, needed: list[Tensor], shares: list[Tensor], round
             grams.append(floored(wanted @ decoder.mT, _TINY))
             target.addcmul_(wanted, share)
             del decoder, wanted
-        best = _best(target, grams, shares)
-        latents = torch.lerp(latents, best, BEYOND) if left else best
+        latents = torch.lerp(latents, _best(target, grams, shares), BEYOND if left else 1.0)
     return latents
 
 

@@ -71,24 +71,25 @@ def convert_to_latent(
     Returns:
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
     """
-    R, biased = target.kv_lora_rank, is_biased(target)
     known = statistics or Statistics.nothing(source.hidden_size, source.num_heads, longest)
-    # Queries are made of the weights once more at the end: until then the room is needed.
-    keys = _divided(state, source, target, known, kept)
-    w_v = with_bias(state, "v_proj", biased)
-    inputs, keyed = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (known.inputs, known.keys))
-    if keys.back_to_heads is not None or w_v.shape[1] <= R:
-        down, (key_up, value_up) = whole_latent([keys.content, w_v], R)
+    keys, content = _divided(state, source, target, known, kept)
+    w_v = with_bias(state, "v_proj", is_biased(target))
+    if keys.back_to_heads is not None or target.kv_lora_rank >= w_v.shape[1]:
+        down, (key_up, value_up) = whole_latent([content, w_v], target.kv_lora_rank)
     else:
+        inputs, keyed = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (known.inputs, known.keys))
+        # Queries are made of the weights once more at the end: until then the room is needed.
         asked = key_metric(_unrotated_queries(state, source, target, keys), inputs, known.head_weight, source)
         values = Part(w_v, value_metric(state["o_proj.weight"], sensitivity, source), inputs)
         if statistics is None:
-            most = max(cost(Part(keys.content, asked, keyed)), torch.finfo(torch.float64).tiny)
+            most = max(cost(Part(content, asked, keyed)), torch.finfo(torch.float64).tiny)
             key_weight = KEY_BALANCE * cost(values) / most
-        elif biased:
+        elif is_biased(target):
             keyed = centred(keyed)
-        content = Part(keys.content, asked * key_weight, keyed)
-        down, (key_up, value_up) = joint_latent([content, values], R, rounds=rounds)
+        parts = [Part(content, asked * key_weight, keyed), values]
+        down, (key_up, value_up) = joint_latent(parts, target.kv_lora_rank, rounds=rounds)
+        del values, parts
+    del content, w_v
     out = assemble(
         state,
         source,
@@ -145,28 +146,29 @@ class _Keys(NamedTuple):
         back: ``[F, K, K]`` complex, see `Channels`.
         rotation: see `Rotary`.
         rotary: ``[P, E']``, the shared rotary key.
-        content: what is left of each head's key, ``[K·D, E']``; where all of it has a place in the latent, the m
-            rows that it is made of.
-        back_to_heads: in that case the way from them to the heads, ``[K·D, m]``; else None.
+        back_to_heads: ``[K·D, m]``, see `_divided`.
     """
 
     kept: Tensor
     back: Tensor
     rotation: Tensor
     rotary: Tensor
-    content: Tensor
     back_to_heads: Tensor | None
 
 
 def _divided(
     state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, known: Statistics, kept: Tensor | None
-) -> _Keys:
-    """Choose the channels that keep their rotation, and part a layer's keys into them and the rest."""
+) -> tuple[_Keys, Tensor]:
+    """Choose the channels that keep their rotation, and part a layer's keys into them and the rest.
+
+    The rest is what is left of each head's key, ``[K·D, E']``. Where all of it has a place in the latent, it is the m
+    rows that these are made of, and there is a way back from them.
+    """
     K, D, P = source.num_kv_heads, source.head_dim, target.qk_rope_head_dim
     w_q, w_k = (with_bias(state, name, is_biased(target)) for name in ("q_proj", "k_proj"))
     if source.rope is None:
         none, nothing = torch.zeros(0, K, dtype=torch.bool), torch.zeros(0, K, K, dtype=torch.complex128)
-        return _Keys(none, nothing, nothing[:, 0].mT, w_k[:0], w_k, None)
+        return _Keys(none, nothing, nothing[:, 0].mT, w_k[:0], None), w_k
     _, channels, rotation, lost = rotary_channels(w_q, w_k, source, known)
     if kept is None:
         kept = keep_rotation(channels.energy, lost, P // 2)
@@ -175,10 +177,10 @@ def _divided(
     if target.kv_lora_rank >= K * (D + source.value_dim) - P:
         rows, up = _unrotated_keys(channels, kept, interleaved=interleaved)
         content, way = torch.cat((rows, plain.flatten(0, 1))), _beside(up, plain.shape[0] * plain.shape[1], K)
-        return _Keys(kept, channels.back, rotation, rotary, content, way)
+        return _Keys(kept, channels.back, rotation, rotary, way), content
     still = ((channels.back * ~kept[:, None]) @ channels.keys).transpose(0, 1)
     content = torch.cat((as_rotated(still, interleaved=interleaved), plain), dim=1).flatten(0, 1)
-    return _Keys(kept, channels.back, rotation, rotary, content, None)
+    return _Keys(kept, channels.back, rotation, rotary, None), content
 
 
 def _unrotated_queries(state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, keys: _Keys) -> Tensor:
