@@ -1,9 +1,10 @@
-"""Spread the cache over layers, ranks and rotary dims: more to those that lose most without.
+"""Spread the cache over layers, ranks, rotary dims, keys and values: more to those that lose most without.
 
 The source's layers are solved quickly at a few sizes each, and what each would cost is estimated on held-out text by
 the sensitivities. They see no further than a layer's own output; so every layer is also put by itself into the model
-at its even size, and what that costs in the end corrects its estimates. The best plan of one total
-(`allocation`) is held, as a whole, against the even one, which stays unless it is beaten.
+at its even size, and what that costs in the end corrects its estimates. At that size it is also tried how much keys
+should count beside values. The best plan of one total (`allocation`) is held, as a whole, against the even one, which
+stays unless it is beaten.
 
 Shapes: N pieces of T tokens, E hidden, R latent rank, P rotary dims.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +30,7 @@ from headwise.conversion.assemble import is_biased, with_bias
 from headwise.conversion.heads import Layer, rotation_tables, sample_rows
 from headwise.conversion.job import Job, read_layer
 from headwise.conversion.latent import convert_to_latent
-from headwise.conversion.metrics import centred
+from headwise.conversion.metrics import KEY_WEIGHT, centred
 from headwise.conversion.ranks import all_sum, barrier, rank, world_size
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics, save_layer
@@ -52,6 +54,9 @@ POSITIONS = 256
 ROWS = 128
 """Queries of a piece that a layer's own error is measured at."""
 
+KEY_WEIGHTS = (KEY_WEIGHT, KEY_WEIGHT / 4, KEY_WEIGHT * 4)
+"""How much an error of the keys may count beside the values', the usual weight first."""
+
 MARGIN = 0.02
 """What a plan must promise to save of the loss to be tried."""
 
@@ -62,13 +67,15 @@ class Spread:
 
     Attributes:
         sizes: R and P of each layer.
-        even: of the even plan.
+        key_weights: how much an error of its keys counts beside one of its values.
+        even: R and P of the even plan, in which all have the same key weight.
         predicted: nats a token that layers lose by themselves, in sum: with the even plan, and with the best one.
         measured: mean KL from the source, in nats, of all layers solved quickly, likewise; None where the best plan
             promised too little to be tried.
     """
 
     sizes: tuple[tuple[int, int], ...]
+    key_weights: tuple[float, ...]
     even: tuple[tuple[int, int], ...]
     predicted: tuple[float, float]
     measured: tuple[float, float] | None = None
@@ -76,7 +83,7 @@ class Spread:
     @property
     def is_even(self) -> bool:
         """Whether it came to nothing."""
-        return self.sizes == self.even
+        return self.sizes == self.even and {*self.key_weights} == {KEY_WEIGHT}
 
     @property
     def note(self) -> str:
@@ -88,7 +95,8 @@ class Spread:
         found = f"KL {after:.3f} and {before:.3f} nats with the even plan, on held-out text before any refit"
         if self.is_even:
             return f"an even plan was kept: spreading the cache over layers did not help ({found})"
-        return f"the cache is spread over layers, {values[0]} to {values[-1]} values a token ({found})"
+        weights = f"keys counting {min(self.key_weights):g} to {max(self.key_weights):g} beside values"
+        return f"the cache is spread over layers, {values[0]} to {values[-1]} values a token, {weights} ({found})"
 
 
 def spread_plan(job: Job, study: Sequential, folder: Path, progress: Progress) -> Spread:
@@ -117,22 +125,26 @@ def spread_plan(job: Job, study: Sequential, folder: Path, progress: Progress) -
         barrier()
     kept = json.loads(file.read_text())
     sizes, even = (tuple((int(r), int(p)) for r, p in kept[name]) for name in ("sizes", "even"))
-    return Spread(sizes, even, tuple(kept["predicted"]), kept["measured"] and tuple(kept["measured"]))
+    measured = kept["measured"] and tuple(kept["measured"])
+    return Spread(sizes, tuple(kept["key_weights"]), even, tuple(kept["predicted"]), measured)
 
 
 @torch.no_grad()
 def _find(job: Job, study: Sequential, results: LayerResults, progress: Progress) -> Spread:
     pieces = held_pieces(study.windows[study.train :], TOKENS, 1 + PIECES)
-    nodes = _try_layers(job, study, Trial(study.model, pieces[:1]), results, progress)
-    even = tuple(own[0][:2] for own in nodes)
-    plan = allocate([curve(own, sum(size)) for own, size in zip(nodes, even, strict=True)])
-    sizes = tuple(node[:2] for node in plan)
-    predicted = sum(own[0].loss for own in nodes), sum(node.loss for node in plan)
+    tried = _try_layers(job, study, Trial(study.model, pieces[:1]), results, progress)
+    even, usual = tuple(one.even[:2] for one in tried), (KEY_WEIGHT,) * len(tried)
+    plan = allocate([curve(one.nodes, sum(size)) for one, size in zip(tried, even, strict=True)])
+    sizes, key_weights = tuple(node[:2] for node in plan), tuple(one.key_weight for one in tried)
+    predicted = sum(one.even.loss for one in tried), sum(node.loss for node in plan)
     if predicted[1] > (1 - MARGIN) * predicted[0]:
-        return Spread(even, even, predicted)
+        return Spread(even, usual, even, predicted)
     others = pieces[1:] if len(pieces) > 1 else pieces
-    before, after = _try_plans(job, Trial(study.model, others), results, (even, sizes), progress)
-    return Spread(sizes if after < before else even, even, predicted, (before, after))
+    plans = list(zip(even, usual, strict=True)), list(zip(sizes, key_weights, strict=True))
+    before, after = _try_plans(job, Trial(study.model, others), results, plans, progress)
+    if after < before:
+        return Spread(sizes, key_weights, even, predicted, (before, after))
+    return Spread(even, usual, even, predicted, (before, after))
 
 
 def held_pieces(windows: Tensor, tokens: int, count: int) -> Tensor:
@@ -204,10 +216,22 @@ class Trial:
         return spec
 
 
-def _try_layers(
-    job: Job, study: Sequential, trial: Trial, results: LayerResults, progress: Progress
-) -> list[list[Node]]:
-    """What each layer costs at some sizes, the even one first; its statistics are kept.
+class Tried(NamedTuple):
+    """What a layer was found to cost.
+
+    Attributes:
+        even: at its even size and the usual key weight.
+        key_weight: the one that costs least at that size.
+        nodes: at some sizes, with that key weight.
+    """
+
+    even: Node
+    key_weight: float
+    nodes: list[Node]
+
+
+def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults, progress: Progress) -> list[Tried]:
+    """What each layer costs at some sizes and key weights; its statistics are kept.
 
     Processes take layers in turn.
     """
@@ -229,23 +253,34 @@ def _try_layers(
             save_layer(results, index, known, sensitivity)
         sizes = sizes_to_try(spec, target)
         tried.append(sizes)
-        own = torch.zeros(len(sizes), dtype=torch.float64)
+        own = torch.zeros(len(KEY_WEIGHTS) + len(sizes), dtype=torch.float64)
         streams = {at: trial.model.run(index, module, stream) for at, stream in streams.items()}
         if index % world_size() == rank():
             solved = solutions(source, sizes, known, sensitivity)
             errors = trial.errors(index, module, root(sensitivity).float())
             for size, layer in solved:
-                own[sizes.index(size)] = errors(layer)
+                own[len(KEY_WEIGHTS) + sizes.index(size)] = errors(layer)
                 if size == sizes[0]:
+                    own[0] = own[len(KEY_WEIGHTS)]
                     streams[index] = trial.replaced(index, module, trial.source, layer)
+            del layer  # before others need the room
+            for at, key_weight in enumerate(KEY_WEIGHTS[1:], 1):
+                for _, layer in solutions(source, sizes[:1], known, sensitivity, key_weight=key_weight):
+                    own[at] = errors(layer)
         losses.append(own)
         trial.source = trial.model.run(index, module, trial.source)
     refuse_no_numbers(trial.source, layers)
     found = []
     for sizes, own, true in zip(tried, losses, _divergences(trial, streams, layers), strict=True):
         estimated = all_sum(own).tolist()
-        scale = true / estimated[0] if estimated[0] > 0 else 0.0
-        found.append([Node(*size, scale * loss) for size, loss in zip(sizes, estimated, strict=True)])
+        usual, by_weight = estimated[0], estimated[: len(KEY_WEIGHTS)]
+        least = min(by_weight)
+        scale = true / usual if usual > 0 else 0.0
+        saved = least / usual if usual > 0 else 1.0  # at every size, as far as one is known
+        nodes = [
+            Node(*size, scale * saved * loss) for size, loss in zip(sizes, estimated[len(KEY_WEIGHTS) :], strict=True)
+        ]
+        found.append(Tried(Node(*sizes[0], true), KEY_WEIGHTS[by_weight.index(least)], nodes))
     return found
 
 
@@ -253,10 +288,13 @@ def _try_plans(
     job: Job,
     trial: Trial,
     results: LayerResults,
-    plans: tuple[tuple[tuple[int, int], ...], ...],
+    plans: Sequence[Sequence[tuple[tuple[int, int], float]]],
     progress: Progress,
 ) -> list[float]:
-    """The divergence of the whole model by each plan, all layers solved quickly; processes take plans in turn."""
+    """The divergence of the whole model by each plan of sizes and key weights, all layers solved quickly.
+
+    Processes take plans in turn.
+    """
     known = SavedStatistics(results.folder, 0, "", ())
     layers = job.before.num_layers
     barrier()
@@ -268,7 +306,8 @@ def _try_plans(
         module, source = trial.model.layer(index), read_layer(job.checkpoint, index).float()
         statistics, sensitivity = known.layer(index)
         for at, stream in list(streams.items()):
-            for _, layer in solutions(source, [plans[at][index]], statistics, sensitivity):
+            size, key_weight = plans[at][index]
+            for _, layer in solutions(source, [size], statistics, sensitivity, key_weight=key_weight):
                 streams[at] = trial.replaced(index, module, stream, layer)
         trial.source = trial.model.run(index, module, trial.source)
     progress("spreading", 2 * layers, 2 * layers)
@@ -295,7 +334,12 @@ def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]
 
 
 def solutions(
-    source: Layer, sizes: Sequence[tuple[int, int]], known: Statistics, sensitivity: Tensor
+    source: Layer,
+    sizes: Sequence[tuple[int, int]],
+    known: Statistics,
+    sensitivity: Tensor,
+    *,
+    key_weight: float = KEY_WEIGHT,
 ) -> Iterator[tuple[tuple[int, int], Layer]]:
     """A layer at some sizes, in float32, one after the other, as each may be large.
 
@@ -310,7 +354,13 @@ def solutions(
             target = as_latent(spec, *size)
             if widest is None:
                 made = convert_to_latent(
-                    source.state, spec, target, statistics=known, sensitivity=sensitivity, rounds=0
+                    source.state,
+                    spec,
+                    target,
+                    statistics=known,
+                    sensitivity=sensitivity,
+                    key_weight=key_weight,
+                    rounds=0,
                 )
                 widest = Layer(target, *made)
                 del made
