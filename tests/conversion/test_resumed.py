@@ -12,6 +12,7 @@ import headwise
 from headwise.conversion import sequential
 from headwise.conversion.activations import Activations
 from headwise.conversion.results import LayerResults
+from headwise.evaluation import calibration
 from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
@@ -114,6 +115,28 @@ def test_other_arguments_start_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     headwise.convert(source, tmp_path / "out", kv_budget=0.25, **options)
     for file in FILES:
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_a_text_that_has_changed_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of texts, whose name is the same as before; ``datasets`` is not needed to tell that it changed."""
+    source = save_tiny(tmp_path / "source")
+    (tmp_path / "texts").mkdir()
+    monkeypatch.setattr(calibration, "_dataset_rows", rows_of)
+    options = {"to": "mqa", "calibrate": tmp_path / "texts", "calibration_tokens": 512, "evaluate": False}
+    (tmp_path / "texts/a.txt").write_text(TEXT)
+    with monkeypatch.context() as patch:
+        stop_at(patch, Activations, "commit", 2, after=True)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **options)
+    (tmp_path / "texts/a.txt").write_text(TEXT[::-1])
+    headwise.convert(source, tmp_path / "out", **options)
+    headwise.convert(source, tmp_path / "whole", **options)
+    for file in FILES:
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def rows_of(*_: object, data_files: list[str], **__: object) -> list[dict[str, str]]:
+    return [{"text": Path(file).read_text()} for file in data_files]
 
 
 def test_what_a_kill_left_of_the_sensitivities_is_cleared_away(

@@ -14,7 +14,7 @@ import torch
 from headwise.checkpoints import FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.disk import write_whole
 from headwise.checkpoints.gguf import GgufCheckpoint
-from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages, text_identity
+from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages
 from headwise.conversion.card import CardFacts, card_facts, model_card, parameters_of
 from headwise.conversion.estimate import estimate_seconds
 from headwise.conversion.formats import StockReport, plan_folder, write_folder
@@ -27,7 +27,7 @@ from headwise.conversion.sequential import Sequential
 from headwise.conversion.spread import Spread
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
-from headwise.evaluation import Evaluation
+from headwise.evaluation import Evaluation, text_identity
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
@@ -166,12 +166,18 @@ def convert(
     job = Job(checkpoint, target, out_dtype, method)
     job.refuse_inputs(texts, statistics, without)
     planned, tensors = plan_folder(job, format)
+    saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
 
     exam, skipped = Exam(), None
     if not (evaluate is False and format == "headwise") and not (dry_run and isinstance(evaluate, bool)):
-        how = {"tokens": calibration_tokens, "windows": evaluation_windows}
-        exam, skipped = find_exam(checkpoint, evaluate, calibrate=texts, **how)
-    saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
+        exam, skipped = find_exam(
+            checkpoint,
+            evaluate,
+            calibrate=texts,
+            studied=() if saved is None else saved.studied,
+            tokens=calibration_tokens,
+            windows=evaluation_windows,
+        )
     stages = job.stages(statistics, [*without, *(["spread"] if format == "deepseek" else [])])
     is_studied = bool(texts) or saved is not None
     about: dict[str, Any] = {"source": str(source), "tensors": tensors}
