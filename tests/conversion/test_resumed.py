@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.conversion import sequential
+from headwise.checkpoints import Checkpoint, FolderWriter
+from headwise.conversion import job, sequential
 from headwise.conversion.activations import Activations
 from headwise.conversion.results import LayerResults
 from headwise.evaluation import calibration
 from tests.real_models import save_tiny
+from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 FILES = ("model.safetensors", "config.json")
@@ -101,6 +103,49 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("headwise.conversion.sensitivity._weigh", None)  # would be called, were any to be found
     headwise.convert(source, tmp_path / "out", **options, evaluate=False)
     assert solved == [2]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "shard_bytes"),
+    [
+        ("llama", {"to": "mla", "kv_budget": 0.5}, None),  # all in one file, which a kill leaves nothing of
+        ("llama", {"to": "mla", "kv_budget": 0.5}, 4000),
+        ("llama", {"to": "mqa"}, None),
+        ("llama", {"to": "mqa"}, 4000),
+        ("llama", {"to": "mqa", "method": "mean"}, 4000),
+        ("llama", {"to": "mha"}, 4000),
+        ("whisper", {"to": "mla", "kv_budget": 0.5}, None),
+        ("whisper", {"to": "gqa:2"}, None),
+    ],
+    ids=str,
+)
+def test_without_a_text_they_are_not_even_read_again(
+    model: str, options: dict[str, Any], shard_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shard_bytes is not None:
+        monkeypatch.setitem(FolderWriter.__init__.__kwdefaults__, "shard_bytes", shard_bytes)
+    source = save_family(tmp_path / "source", "whisper") if model == "whisper" else save_tiny(tmp_path / "source")
+    headwise.convert(source, tmp_path / "whole", **options, evaluate=False)
+    read: list[tuple[int, bool]] = []
+    own = job.read_layer
+
+    def noting(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> Any:
+        read.append((index, cross))
+        return own(checkpoint, index, cross=cross)
+
+    monkeypatch.setattr(job, "read_layer", noting)
+    with monkeypatch.context() as patch:
+        stop_at(patch, job.Job, "convert_layer", 4 if model == "whisper" else 2, after=False)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **options)
+    first = list(read)
+    read.clear()
+    headwise.convert(source, tmp_path / "out", **options, evaluate=False)
+    assert len(first) == (3 if model == "whisper" else 1)
+    assert not {*first} & {*read}
+    assert len(first) + len(read) == (4 if model == "whisper" else 2)
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_other_arguments_start_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

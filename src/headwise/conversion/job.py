@@ -199,7 +199,11 @@ class Job:
                 source found; None for weights alone.
             progress: told of each layer.
         """
-        results = None if study is None else LayerResults(writer.work / "layers")
+        # What is only copied or averaged is made again as fast as it is read.
+        is_solved = bool(self.channels) or self.method == METHODS[0]
+        results = LayerResults(writer.work / "layers") if is_solved or study is not None else None
+        # A text goes through every layer, and of an MLA layer the channels are to be known.
+        visits = isinstance(study, Sequential) or bool(self.channels)
         owner = {
             name: (index, cross)
             for cross, specs in ((False, self.after.layers), (True, self.after.cross_layers))
@@ -209,12 +213,13 @@ class Job:
         done: tuple[int, bool] | None = None
         layer: dict[str, Tensor] = {}
         for name in self.tensors:
+            if writer.has(name) and not (visits and name in owner):
+                continue
             if name not in owner:
-                if not writer.has(name):
-                    tensor = self._cast(name, self.checkpoint.read(name))
-                    with self.clock("writing"):
-                        writer.add(name, tensor)
-                    del tensor
+                tensor = self._cast(name, self.checkpoint.read(name))
+                with self.clock("writing"):
+                    writer.add(name, tensor)
+                del tensor
                 continue
             if owner[name] != done:
                 done = index, cross = owner[name]
@@ -260,13 +265,15 @@ class Job:
         Raises:
             CheckpointError: what an earlier run kept is damaged, and cannot be made again.
         """
-        results = None if cross else results
+        if cross and results is not None:
+            results = LayerResults(results.folder / "cross")
         is_past = isinstance(study, Sequential) and study.position > index
-        if results is not None and (is_past or isinstance(study, SavedStatistics)):
+        if results is not None and (is_past or not isinstance(study, Sequential)):
             with self.clock("reading"):
                 kept = results.load(index)
             if kept is not None:
-                self._note_channels(index, kept[1]["channels"])
+                if not cross:
+                    self._note_channels(index, kept[1]["channels"])
                 return kept[0]
             if is_past:
                 partial = results.folder.parent.parent
