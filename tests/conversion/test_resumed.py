@@ -184,6 +184,19 @@ def rows_of(*_: object, data_files: list[str], **__: object) -> list[dict[str, s
     return [{"text": Path(file).read_text()} for file in data_files]
 
 
+def test_work_that_is_discarded_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the report, and not in the card: the folder is the same whatever was there before."""
+    source = save_tiny(tmp_path / "source")
+    for name, kv_budget, notes in (("out", 0.25, 1), ("other", 0.5, 0)):
+        with monkeypatch.context() as patch:
+            stop_at(patch, job.Job, "convert_layer", 2, after=False)
+            with pytest.raises(StoppedError):
+                headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.5)
+        done = headwise.convert(source, tmp_path / name, to="mla", kv_budget=kv_budget, evaluate=False)
+        assert sum("discarded what another conversion" in note for note in done.notes) == notes
+        assert "discarded" not in (tmp_path / name / "README.md").read_text()
+
+
 def test_what_a_kill_left_of_the_sensitivities_is_cleared_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

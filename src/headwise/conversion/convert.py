@@ -115,8 +115,9 @@ def convert(
 ) -> Conversion:
     """Convert a model's attention and write the result as a model folder.
 
-    MHA, GQA and MQA results are stock folders of the source's family. MLA results are the family's model with
-    headwise's attention: ``headwise.load``, or ``import headwise.hf`` and transformers, run them.
+    MHA results are stock folders of the source's family, and GQA and MQA results where that has numbers of key–value
+    heads. Others, and MLA, are the family's model with headwise's attention: ``headwise.load``, or ``import
+    headwise.hf`` and transformers, run them.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
@@ -132,14 +133,16 @@ def convert(
             layer is solved by itself, for what the source's own layers hand on to it.
         method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``. For mla a published
             method to compare with: ``mha2mla``, or ``transmla`` (``transmla:F`` with F frequencies to a fold).
-        without: stages of calibration to leave out, of `headwise.conversion.STAGES`.
+        without: stages of calibration to leave out, of `headwise.conversion.STAGES`; ``spread`` goes with
+            ``sensitivity``.
         dtype: of the output; the source's (float32 for quantised GGUF) when None.
         format: of mla results: ``headwise``, or ``deepseek`` for a stock ``deepseek_v3`` folder, which has one plan
             for all layers and loads where there is no headwise.
         evaluate: whether to end by measuring the result beside its source, or the text, or texts, to do it on.
             Unless named it is what the calibration leaves of its own, or Python's language reference. What cannot
             be evaluated is said in a note.
-        evaluation_windows: of each text, of 2048 tokens or as many as the model has positions.
+        evaluation_windows: of each text, of 2048 tokens or as many as the model has positions; shorter where a single
+            text that is named has fewer.
         dry_run: only say what it would take; nothing is written.
         overwrite: replace a model folder at ``output``.
         progress: told of each layer.
@@ -236,7 +239,7 @@ def convert(
     report = _report(
         job,
         made.config,
-        **about,
+        **{**about, "notes": [*notes, *writer.notes]},  # what was found here is nothing for the card
         output=str(output),
         seconds=time.perf_counter() - start,
         seconds_reading=checkpoint.read_seconds + job.clock.seconds.get("reading", 0.0),

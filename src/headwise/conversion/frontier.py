@@ -75,10 +75,10 @@ def frontier(
         evaluate: a text, or several, to measure on; when None, what the calibration leaves of its own, or, where that
             is nothing, Python's language reference.
         targets: ``mla:F`` (a fraction of the source's cache), ``mla:R+P`` (latent and rotary key), ``gqa:K``, ``mqa``
-            or ``mha``. When there are none: MLA at ¾, ½, ⅓ and ¼, GQA at each proper divisor of the key–value heads,
-            and MQA.
-        methods: at each target (MLA at ½ when there are none), headwise's conversion, the same without each stage of
-            calibration and without all, and the published methods.
+            or ``mha``. When there are none: MLA at 0.75, 0.5, 0.33 and 0.25, GQA at each proper divisor of the
+            key–value heads, and MQA.
+        methods: at each target (MLA at 0.5 when there are none), headwise's conversion, the same without each stage
+            of calibration that it has and without all, and the published methods.
         calibration_tokens: how many of their tokens.
         window: tokens a window that is measured on; 2048, or all the model's positions if fewer, when None.
         windows: how many of each text.
@@ -124,11 +124,19 @@ def frontier(
             keep=keep,
             progress=progress,
         )
-        results = []
+        results, failed = [], list[CheckpointError]()
         for step, rung in enumerate(rungs):
             progress("frontier", step, len(rungs))
-            results.append((rung, _result(rung, common)))
+            try:
+                results.append((rung, _result(rung, common)))
+            except CheckpointError as error:
+                if _is_of_the_disk(error):  # which the others would need too
+                    raise
+                failed.append(error)
+                notes.append(f"not measured: {rung.target}, {rung.way} ({error.field} {error.rule})")
         progress("frontier", len(rungs), len(rungs))
+        if not results:
+            raise failed[0]
         found = collect(
             results,
             source=str(source),
@@ -173,6 +181,13 @@ def _result(rung: Rung, common: _Common) -> dict[str, Any]:
         shutil.rmtree(model, ignore_errors=True)
         _stamp(model).unlink(missing_ok=True)
     return result
+
+
+def _is_of_the_disk(error: BaseException | None) -> bool:
+    """Whether a file could not be read or written, or there is no room for it."""
+    while isinstance(error, CheckpointError) and error.field != "output":
+        error = error.__context__
+    return isinstance(error, CheckpointError | OSError)
 
 
 def _held_out_loss(pair: Pair, common: _Common) -> float:

@@ -114,16 +114,26 @@ class Job:
                 raise ArgumentError(field, str(given), f"goes with mla and aligned heads, not with {self.method}")
         if statistics is not None and texts:
             raise ArgumentError("statistics", str(statistics), "goes without calibrate: it is in the place of a text")
-        if statistics is not None and without:
-            raise ArgumentError("without", min(without), "is a stage of calibrate, and statistics know none")
-        if self.published and without:
-            raise ArgumentError("without", min(without), f"is a stage of headwise's own, and {self.method} has none")
+        rule = None
+        if statistics is not None:
+            rule = "is a stage of calibrate, and statistics know none"
+        elif self.published or self.method in POOLINGS:
+            rule = f"is a stage of headwise's own, and {self.method} has none"
+        elif self.is_lossless:
+            rule = "is a stage of calibrate, and nothing is lost at this size"
+        elif not texts:
+            rule = "is a stage of calibrate, and no text is given"
+        if without and rule is not None:
+            raise ArgumentError("without", min(without), rule)
         if self.published and self.published != "mha2mla" and statistics is None and not texts:
             raise ArgumentError("calibrate", None, f"is required: {self.method} finds its channels on a text")
 
     def stages(self, statistics: str | Path | None, without: Collection[str]) -> list[str]:
-        """Those of `STAGES` that are done: published methods have none, and of statistics only the first is known."""
-        possible = () if self.published else STAGES if statistics is None else ("sensitivity",)
+        """Those of `STAGES` that are done.
+
+        Published methods have none, what loses nothing needs none, and of statistics only the first is known.
+        """
+        possible = () if self.published or self.is_lossless else STAGES if statistics is None else ("sensitivity",)
         left_out = {*without, *(() if self._can_spread and "sensitivity" not in without else ("spread",))}
         return [stage for stage in possible if stage not in left_out]
 
@@ -132,7 +142,7 @@ class Job:
         """Whether there is a cache of several layers to spread, and logits that say what comes of it."""
         model = self.before
         is_decoder = model.is_causal and not model.cross_layers
-        return self.after.mechanism == "mla" and is_decoder and model.num_layers > 1 and not self.is_lossless
+        return self.after.mechanism == "mla" and is_decoder and model.num_layers > 1
 
     @property
     def is_lossless(self) -> bool:
