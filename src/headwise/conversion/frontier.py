@@ -132,7 +132,7 @@ def frontier(
             except CheckpointError as error:
                 if _is_of_the_disk(error):  # which the others would need too
                     raise
-                failed.append(error)
+                failed.append(CheckpointError(error.field, error.value, error.rule))  # its traceback holds models
                 notes.append(f"not measured: {rung.target}, {rung.way} ({error.field} {error.rule})")
         progress("frontier", len(rungs), len(rungs))
         if not results:

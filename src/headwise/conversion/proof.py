@@ -74,7 +74,8 @@ def choose_exam(
         calibrate: the texts that are calibrated on.
         studied: the `text_identity` of others that the result is made from.
         tokens: how many of the texts to calibrate on.
-        window: tokens in each; when None 2048, or as many as the model has positions, or a single named text tokens.
+        window: tokens in each; when None 2048, or as many as the model has positions, or a text that is named alone
+            has tokens.
         windows: how many of each text at most; fewer where it is shorter.
 
     Raises:
