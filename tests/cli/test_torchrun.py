@@ -87,6 +87,14 @@ def test_a_conversion_is_that_of_one_process(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exam.txt", "one", "source", "text.txt", "two"]
 
 
+def test_what_it_would_take(source: Path, tmp_path: Path) -> None:
+    options = ("--to", "mla", "--kv-budget", "0.5", "--calibrate", tmp_path / "text.txt", "--dry-run", "--json")
+    done = run("-m", "headwise", "convert", source, tmp_path / "out", *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["seconds"] > 0  # printed once
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exam.txt", "source", "text.txt"]
+
+
 def test_bad_input_is_one_line(source: Path, tmp_path: Path) -> None:
     done = run("-m", "headwise", "convert", source, tmp_path / "out", "--to", "mqa", "--calibrate", "nowhere.txt")
     assert ours(done.stderr) == ["headwise: calibrate = 'nowhere.txt': could not be read: No such file or directory"]

@@ -54,7 +54,8 @@ def test_what_a_tokenizer_puts_around_a_text(tmp_path: Path) -> None:
 def test_an_encoder_is_shown_sentences_of_its_length_with_the_tokens_around_them(tmp_path: Path, text: Path) -> None:
     folder = save_family(tmp_path / "bert", "bert")
     wrap(folder)
-    (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer"}]))
+    kinds = ("Transformer", "Pooling", "Dense")  # whatever becomes of the states
+    (folder / "modules.json").write_text(json.dumps([{"type": f"sentence_transformers.models.{k}"} for k in kinds]))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 24}))
     windows = shown(folder, text, 210)
     assert windows.shape == (10, 24)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -254,14 +255,18 @@ def test_without_a_text_to_measure_on_it_is_what_calibration_leaves(place: Path,
 def test_methods(place: Path, tmp_path: Path) -> None:
     found = climb(place, tmp_path / "out", methods=True)
     ways = {(point.target, point.way) for point in found.points}
-    for stage in headwise.conversion.STAGES:
+    stages = [stage for stage in headwise.conversion.STAGES if stage != "spread"]  # a single layer has none
+    for stage in stages:
         assert {(target, f"headwise without {stage}") for target in TARGETS} <= ways
     assert {(target, "headwise without any stage") for target in TARGETS} <= ways
     assert {("mla:0.5", "mha2mla"), ("mla:0.5", "transmla:4"), ("mqa", "mean"), ("mqa", "first_head")} <= ways
     for target in TARGETS:
         own = [point for point in found.points if point.target == target]
         assert len({point.cache_bytes_per_token for point in own}) == 1
-        assert len({point.perplexity_ratio for point in own}) > len(own) // 2  # they are different conversions
+        ratios = {point.way: point.perplexity_ratio for point in own if not point.way.startswith("transmla")}
+        assert len(ratios) == len(stages) + 2 + (1 if target == "mla:0.5" else 2)
+        assert ratios.pop("headwise without sequence") == ratios["headwise"]  # of layers there is one
+        assert len({*ratios.values()}) == len(ratios), ratios  # they are different conversions
     assert document(tmp_path / "out", "methods")["methods"] is True
     assert "TransMLA (fold " in (tmp_path / "out/methods.md").read_text()
     fold = next(point for point in found.points if point.way == "transmla:4")
@@ -279,6 +284,63 @@ def test_methods(place: Path, tmp_path: Path) -> None:
     )
     mean = next(point for point in found.points if point.way == "mean")
     assert mean.perplexity_ratio == pooled.perplexity_ratio
+
+
+@pytest.mark.parametrize("name", ["convert", "evaluate_windows"])
+def test_a_conversion_that_cannot_be_measured_is_left_out_and_said(
+    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, calls = _own(name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise headwise.CheckpointError("model", str(tmp_path), "computes NaN")
+        return own(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(room_function.__globals__, name, failing)
+        found = climb(place, tmp_path / "out")
+    assert [point.target for point in found.points] == ["mqa"]
+    assert found.notes == ("not measured: mla:0.5, headwise (model computes NaN)",)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
+    again = climb(place, tmp_path / "out")  # by then it can be
+    assert [point.target for point in again.points] == ["mla:0.5", "mqa"]
+    assert again.notes == ()
+
+
+def test_where_none_can_be_measured_the_first_reason_is_given(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, to: str, **__: Any) -> Any:
+        raise headwise.CheckpointError("tensor", to, "does not fit in float16")
+
+    monkeypatch.setitem(room_function.__globals__, "convert", failing)
+    with pytest.raises(headwise.CheckpointError, match="tensor = 'mla': does not fit"):
+        climb(place, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_ends_it(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many errors it comes by."""
+    tried = []
+
+    def full(*_: Any, to: str, **__: Any) -> Any:
+        tried.append(to)
+        try:
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            except OSError as error:
+                raise headwise.CheckpointError("results", "layers", f"could not be written: {error}") from None
+        except headwise.CheckpointError as error:
+            raise headwise.CheckpointError("results", "layers", "could not be written; it is kept") from error
+
+    monkeypatch.setitem(room_function.__globals__, "convert", full)
+    for _ in range(2):
+        with pytest.raises(headwise.CheckpointError, match="results = 'layers': could not be written"):
+            climb(place, tmp_path / "out")
+    assert tried == ["mla", "mla"]
 
 
 def test_another_process_is_kept_out(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

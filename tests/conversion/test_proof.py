@@ -13,7 +13,7 @@ import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.conversion import proof
 from headwise.conversion.proof import REFERENCE, choose_exam
-from headwise.evaluation import calibration_windows
+from headwise.evaluation import calibration_windows, language_reference, text_identity
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
@@ -81,9 +81,59 @@ def test_a_text_can_be_named(source: Path, text: Path, tmp_path: Path) -> None:
     done = headwise.convert(source, tmp_path / "out", **HALF, evaluate=short)
     assert done.evaluation is not None
     assert (done.evaluation.text, done.evaluation.window, done.evaluation.windows) == (str(short), 11, 1)
-    done = headwise.convert(source, tmp_path / "more", **HALF, evaluate=[short, text], evaluation_windows=3)
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT[::-1][:600])
+    done = headwise.convert(source, tmp_path / "more", **HALF, evaluate=[other, text], evaluation_windows=3)
     assert done.evaluation is not None
-    assert [(score.text, score.windows) for score in done.evaluation.texts] == [(str(short), 1), (str(text), 3)]
+    assert [(score.text, score.windows) for score in done.evaluation.texts] == [(str(other), 2), (str(text), 3)]
+    with pytest.raises(headwise.ArgumentError, match=r"short.txt = '11 tokens': must be at least one window of 256"):
+        headwise.convert(source, tmp_path / "none", **HALF, evaluate=[short, text])
+
+
+def test_a_text_that_is_calibrated_on_is_refused(source: Path, text: Path, tmp_path: Path) -> None:
+    """Whatever it is called, and by statistics of it too."""
+    copy, study = tmp_path / "copy.txt", tmp_path / "study"
+    copy.write_text(TEXT)
+    headwise.calibrate(source, study, calibrate=text, calibration_tokens=512)
+    for known in ({"calibrate": text}, {"statistics": study}):
+        for dry_run in (True, False):
+            with pytest.raises(headwise.ArgumentError, match=r"evaluate = '.*copy.txt': is calibrated on"):
+                headwise.convert(source, tmp_path / "out", **HALF, **known, evaluate=copy, dry_run=dry_run)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("topics", [slice(None), slice(0, None, 2), slice(1, None, 2)], ids=str)
+def test_the_reference_is_no_exam_of_what_was_calibrated_on_it(source: Path, tmp_path: Path, topics: slice) -> None:
+    study = tmp_path / "study.txt"
+    study.write_text(language_reference(topics), encoding="utf-8")
+    with pytest.raises(headwise.ArgumentError, match="evaluate = None: must be named: all texts are calibrated on"):
+        choose_exam(open_checkpoint(source), studied=[text_identity(study)], tokens=512)
+    study.write_text(language_reference(topics)[:-1], encoding="utf-8")
+    ((name, _),) = choose_exam(open_checkpoint(source), studied=[text_identity(study)], tokens=512)
+    assert name == REFERENCE
+
+
+def test_a_conversion_that_nothing_is_left_to_measure_says_so(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "language_reference", lambda *_: TEXT)
+    done = headwise.convert(source, tmp_path / "out", **{**STUDY, "calibration_tokens": 10**6}, calibrate=text)
+    assert done.evaluation is None
+    assert done.notes[-1].startswith("not evaluated: evaluate = None: must be named")
+
+
+def test_windows_of_the_exam_are_as_wide_as_they_are_asked_for(source: Path, text: Path) -> None:
+    """Those that are calibrated on stay as they are, so what is left begins where it did."""
+    checkpoint = open_checkpoint(source)
+    tokens = load_tokenizer(source)(TEXT)["input_ids"]
+    for window in (40, 256):
+        ((name, left),) = choose_exam(checkpoint, calibrate=[text], tokens=512, window=window)
+        assert name == f"{text} after 1,976 tokens"
+        assert left.tolist() == [tokens[1976 + at * window :][:window] for at in range(2)]
+        ((_, named),) = choose_exam(checkpoint, [text], tokens=512, window=window, windows=3)
+        assert named.tolist() == [tokens[at * window :][:window] for at in range(3)]
+        ((_, reference),) = choose_exam(checkpoint, tokens=512, window=window)
+        assert reference.shape == (2, window)
 
 
 def test_it_can_be_skipped(source: Path, tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.conversion import sequential
+from headwise.checkpoints import Checkpoint, FolderWriter
+from headwise.conversion import job, sequential
 from headwise.conversion.activations import Activations
 from headwise.conversion.results import LayerResults
+from headwise.evaluation import calibration
 from tests.real_models import save_tiny
+from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 FILES = ("model.safetensors", "config.json")
@@ -102,6 +105,49 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
     assert solved == [2]
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "shard_bytes"),
+    [
+        ("llama", {"to": "mla", "kv_budget": 0.5}, None),  # all in one file, which a kill leaves nothing of
+        ("llama", {"to": "mla", "kv_budget": 0.5}, 4000),
+        ("llama", {"to": "mqa"}, None),
+        ("llama", {"to": "mqa"}, 4000),
+        ("llama", {"to": "mqa", "method": "mean"}, 4000),
+        ("llama", {"to": "mha"}, 4000),
+        ("whisper", {"to": "mla", "kv_budget": 0.5}, None),
+        ("whisper", {"to": "gqa:2"}, None),
+    ],
+    ids=str,
+)
+def test_without_a_text_they_are_not_even_read_again(
+    model: str, options: dict[str, Any], shard_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shard_bytes is not None:
+        monkeypatch.setitem(FolderWriter.__init__.__kwdefaults__, "shard_bytes", shard_bytes)
+    source = save_family(tmp_path / "source", "whisper") if model == "whisper" else save_tiny(tmp_path / "source")
+    headwise.convert(source, tmp_path / "whole", **options, evaluate=False)
+    read: list[tuple[int, bool]] = []
+    own = job.read_layer
+
+    def noting(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> Any:
+        read.append((index, cross))
+        return own(checkpoint, index, cross=cross)
+
+    monkeypatch.setattr(job, "read_layer", noting)
+    with monkeypatch.context() as patch:
+        stop_at(patch, job.Job, "convert_layer", 4 if model == "whisper" else 2, after=False)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **options)
+    first = list(read)
+    read.clear()
+    headwise.convert(source, tmp_path / "out", **options, evaluate=False)
+    assert len(first) == (3 if model == "whisper" else 1)
+    assert not {*first} & {*read}
+    assert len(first) + len(read) == (4 if model == "whisper" else 2)
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
 def test_other_arguments_start_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_tiny(tmp_path / "source")
     (tmp_path / "text.txt").write_text(TEXT)
@@ -114,6 +160,41 @@ def test_other_arguments_start_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     headwise.convert(source, tmp_path / "out", kv_budget=0.25, **options)
     for file in FILES:
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_a_text_that_has_changed_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of texts, whose name is the same as before; ``datasets`` is not needed to tell that it changed."""
+    source = save_tiny(tmp_path / "source")
+    (tmp_path / "texts").mkdir()
+    monkeypatch.setattr(calibration, "_dataset_rows", rows_of)
+    options = {"to": "mqa", "calibrate": tmp_path / "texts", "calibration_tokens": 512, "evaluate": False}
+    (tmp_path / "texts/a.txt").write_text(TEXT)
+    with monkeypatch.context() as patch:
+        stop_at(patch, Activations, "commit", 2, after=True)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **options)
+    (tmp_path / "texts/a.txt").write_text(TEXT[::-1])
+    headwise.convert(source, tmp_path / "out", **options)
+    headwise.convert(source, tmp_path / "whole", **options)
+    for file in FILES:
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def rows_of(*_: object, data_files: list[str], **__: object) -> list[dict[str, str]]:
+    return [{"text": Path(file).read_text()} for file in data_files]
+
+
+def test_work_that_is_discarded_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the report, and not in the card: the folder is the same whatever was there before."""
+    source = save_tiny(tmp_path / "source")
+    for name, kv_budget, notes in (("out", 0.25, 1), ("other", 0.5, 0)):
+        with monkeypatch.context() as patch:
+            stop_at(patch, job.Job, "convert_layer", 2, after=False)
+            with pytest.raises(StoppedError):
+                headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.5)
+        done = headwise.convert(source, tmp_path / name, to="mla", kv_budget=kv_budget, evaluate=False)
+        assert sum("discarded what another conversion" in note for note in done.notes) == notes
+        assert "discarded" not in (tmp_path / name / "README.md").read_text()
 
 
 def test_what_a_kill_left_of_the_sensitivities_is_cleared_away(

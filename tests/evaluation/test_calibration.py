@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ import torch
 
 from headwise.checkpoints import load_tokenizer
 from headwise.errors import ArgumentError, MissingExtraError
-from headwise.evaluation import calibration_windows, hold_out, read_source, windows_beyond
+from headwise.evaluation import calibration_windows, hold_out, read_source, text_identity, windows_beyond
 from tests.real_models import save_character_tokenizer
 
 LETTERS = "abcd"
@@ -130,6 +131,30 @@ def test_a_file_is_its_text(texts: list[Path], tmp_path: Path) -> None:
     assert read_source(odd) == "odd"
     with pytest.raises(ArgumentError, match=r"^calibrate = '.*gone.txt': could not be read"):
         read_source(tmp_path / "gone.txt")
+
+
+def test_a_text_is_known_by_its_content_wherever_it_is(tmp_path: Path) -> None:
+    for place in ("one", "other"):
+        (tmp_path / place / "folder").mkdir(parents=True)
+        for name in ("folder/a.txt", "folder/b.txt", "rows.jsonl"):
+            (tmp_path / place / name).write_text(f"what is in {name}")
+    one, other = tmp_path / "one", tmp_path / "other"
+    for name in ("folder", "folder/a.txt", "rows.jsonl", "rows.jsonl#title", "folder#title"):
+        assert text_identity(f"{one / name}") == text_identity(f"{other / name}"), name
+    plain = [text_identity(f"{one / name}") for name in ("rows.jsonl", "rows.jsonl#text", "rows.jsonl#title")]
+    assert plain[0] == plain[1] == hashlib.sha256((one / "rows.jsonl").read_bytes()).hexdigest() != plain[2]
+    assert (
+        text_identity(one / "folder") == text_identity(f"{one / 'folder'}#text") != text_identity(f"{one}/folder#a")
+    )
+    for name in ("folder/b.txt", "rows.jsonl"):
+        before = [text_identity(f"{one}/{source}") for source in ("folder", "rows.jsonl#title")]
+        (one / name).write_text("something else")
+        after = [text_identity(f"{one}/{source}") for source in ("folder", "rows.jsonl#title")]
+        assert [a == b for a, b in zip(before, after, strict=True)] == [name == "rows.jsonl", name != "rows.jsonl"]
+    assert text_identity("hf-dataset://a/b::test") == "hf-dataset://a/b::test"
+    (one / "folder/c.txt").symlink_to(one / "gone")
+    with pytest.raises(ArgumentError, match=r"^evaluate = '.*folder': could not be read: No such file"):
+        text_identity(one / "folder", name="evaluate")
 
 
 @pytest.mark.parametrize("bad", ["hf-dataset://", "hf-dataset://a/b:c:d:e"])

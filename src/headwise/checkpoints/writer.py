@@ -180,8 +180,6 @@ class FolderWriter:
             empty_folder(self._partial)
             if self._run is not None:
                 write_whole(run, self._run.encode())
-        elif self._has_something():
-            self.notes = ("went on from what an earlier run had left",)
         self.folder.mkdir(exist_ok=True)
         self.work.mkdir(exist_ok=True)
         if not self._provisional:

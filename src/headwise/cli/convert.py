@@ -27,7 +27,7 @@ def convert(
     qk_rope_head_dim: Annotated[int | None, typer.Option(help="mla: width of the rotary key.")] = None,
     calibrate: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="mla: a text its layers are studied on; give it again for a mixture."),
+        typer.Option(metavar="TEXT", help="A text that layers are studied on; give it again for a mixture."),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 16_384,
     statistics: Annotated[

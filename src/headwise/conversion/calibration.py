@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.conversion.sequential import STAGES, Sequential
 from headwise.errors import ArgumentError
-from headwise.evaluation import calibration_windows, hold_out, read_pooling, read_source, wrapping_ids
+from headwise.evaluation import calibration_windows, hold_out, max_length, read_source, wrapping_ids
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
 
@@ -78,7 +77,7 @@ def open_windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: in
     if not checkpoint.spec.is_causal:
         # An encoder never reads text without the tokens around it, and attends to them more than to most words.
         before, after = wrapping_ids(tokenizer)
-        window = min(window, read_pooling(checkpoint.path).max_length or window)
+        window = min(window, max_length(checkpoint.path) or window)
     windows = calibration_windows(tokenizer, texts, tokens=tokens, window=window - len(before) - len(after))
     if len(windows) == 1:
         half = windows.shape[1] // 2
@@ -128,9 +127,3 @@ def refuse_cross_layers(checkpoint: Checkpoint, texts: Sequence[str | Path]) -> 
     if texts and checkpoint.spec.cross_layers:
         rule = f"is text, and a {checkpoint.spec.model_type} model decodes what its encoder heard"
         raise ArgumentError("calibrate", ", ".join(str(text) for text in texts), rule)
-
-
-def text_identity(text: str | Path) -> str:
-    """What tells a text from another: a file's content, otherwise its name."""
-    path = Path(text)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else str(text)

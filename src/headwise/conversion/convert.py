@@ -14,7 +14,7 @@ import torch
 from headwise.checkpoints import FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.disk import write_whole
 from headwise.checkpoints.gguf import GgufCheckpoint
-from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages, text_identity
+from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages
 from headwise.conversion.card import CardFacts, card_facts, model_card, parameters_of
 from headwise.conversion.estimate import estimate_seconds
 from headwise.conversion.formats import StockReport, plan_folder, write_folder
@@ -27,7 +27,7 @@ from headwise.conversion.sequential import Sequential
 from headwise.conversion.spread import Spread
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
-from headwise.evaluation import Evaluation
+from headwise.evaluation import Evaluation, text_identity
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
@@ -115,8 +115,9 @@ def convert(
 ) -> Conversion:
     """Convert a model's attention and write the result as a model folder.
 
-    MHA, GQA and MQA results are stock folders of the source's family. MLA results are the family's model with
-    headwise's attention: ``headwise.load``, or ``import headwise.hf`` and transformers, run them.
+    MHA results are stock folders of the source's family, and GQA and MQA results where that has numbers of key–value
+    heads. Others, and MLA, are the family's model with headwise's attention: ``headwise.load``, or ``import
+    headwise.hf`` and transformers, run them.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
@@ -132,14 +133,16 @@ def convert(
             layer is solved by itself, for what the source's own layers hand on to it.
         method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``. For mla a published
             method to compare with: ``mha2mla``, or ``transmla`` (``transmla:F`` with F frequencies to a fold).
-        without: stages of calibration to leave out, of `headwise.conversion.STAGES`.
+        without: stages of calibration to leave out, of `headwise.conversion.STAGES`; ``spread`` goes with
+            ``sensitivity``.
         dtype: of the output; the source's (float32 for quantised GGUF) when None.
         format: of mla results: ``headwise``, or ``deepseek`` for a stock ``deepseek_v3`` folder, which has one plan
             for all layers and loads where there is no headwise.
         evaluate: whether to end by measuring the result beside its source, or the text, or texts, to do it on.
             Unless named it is what the calibration leaves of its own, or Python's language reference. What cannot
             be evaluated is said in a note.
-        evaluation_windows: of each text, of 2048 tokens or as many as the model has positions.
+        evaluation_windows: of each text, of 2048 tokens or as many as the model has positions; shorter where a single
+            text that is named has fewer.
         dry_run: only say what it would take; nothing is written.
         overwrite: replace a model folder at ``output``.
         progress: told of each layer.
@@ -166,12 +169,18 @@ def convert(
     job = Job(checkpoint, target, out_dtype, method)
     job.refuse_inputs(texts, statistics, without)
     planned, tensors = plan_folder(job, format)
+    saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
 
     exam, skipped = Exam(), None
     if not (evaluate is False and format == "headwise") and not (dry_run and isinstance(evaluate, bool)):
-        how = {"tokens": calibration_tokens, "windows": evaluation_windows}
-        exam, skipped = find_exam(checkpoint, evaluate, calibrate=texts, **how)
-    saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
+        exam, skipped = find_exam(
+            checkpoint,
+            evaluate,
+            calibrate=texts,
+            studied=() if saved is None else saved.studied,
+            tokens=calibration_tokens,
+            windows=evaluation_windows,
+        )
     stages = job.stages(statistics, [*without, *(["spread"] if format == "deepseek" else [])])
     is_studied = bool(texts) or saved is not None
     about: dict[str, Any] = {"source": str(source), "tensors": tensors}
@@ -230,7 +239,7 @@ def convert(
     report = _report(
         job,
         made.config,
-        **about,
+        **{**about, "notes": [*notes, *writer.notes]},  # what was found here is nothing for the card
         output=str(output),
         seconds=time.perf_counter() - start,
         seconds_reading=checkpoint.read_seconds + job.clock.seconds.get("reading", 0.0),

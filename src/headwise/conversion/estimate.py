@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
 from headwise.conversion.calibration import open_windows
 from headwise.conversion.job import Job
+from headwise.conversion.ranks import temporary_folder, world_size
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics
 from headwise.conversion.sensitivity import PIECE
@@ -81,34 +81,38 @@ def _on_text(
     shared_plan: bool,
     progress: Progress,
 ) -> float:
-    """A layer costs something by itself, by the window and by the step of its descent."""
+    """A layer costs something by itself, by the window and by the step of its descent.
+
+    Several processes share the windows: as many more of them are timed.
+    """
     windows, held = open_windows(job.checkpoint, texts, tokens)
     model = LayerwiseModel(job.checkpoint, torch.float32)
     weighed = weighed_windows(windows, len(windows) - held)
     weighing = _weighing(model, windows[:1]) if "sensitivity" in stages else 0.0
-    with TemporaryDirectory() as folder:
+    processes = world_size()
+    with temporary_folder() as folder:
 
         def layer(part: int, count: int, steps: int) -> float:
             progress("estimating", part, _PARTS)
-            some = windows[torch.arange(count) % len(windows)]
+            some = windows[torch.arange(count * processes) % len(windows)]
             own = [stage for stage in stages if stage != "sensitivity"]  # which is about all layers
-            place = Path(folder) / str(part)
+            place = folder / str(part)
             sequence = Sequential(model, some, held=1, folder=place, stages=own, steps=steps)
             start = time.perf_counter()
             job.convert_layer(0, sequence, LayerResults(place / "layers"))
             return time.perf_counter() - start
 
         more_windows, more_steps, least = layer(2, 3, _FEW), layer(3, 2, _MORE), layer(4, 2, _FEW)
-    by_window = max(more_windows - least, 0.0)
+    by_window = max(more_windows - least, 0.0) / processes
     by_step = max(more_steps - least, 0.0) / (_MORE - _FEW)
-    alone = max(least - 2 * by_window - _FEW * by_step, 0.0)
+    alone = max(least - 2 * processes * by_window - _FEW * by_step, 0.0)
     one = alone + by_window * len(windows) + by_step * PASSES * (len(windows) - held)
     if shared_plan:
         one += alone + by_window * weighed
     if "spread" in stages:  # half of all layers follow the one that is tried; a window is two streams
         followed = model.num_layers / 4 * min(TOKENS / windows.shape[1], 1.0)
         one += 2 * alone + by_window * (weighed + followed)
-    return one * job.before.num_layers + weighing * weighed
+    return one * job.before.num_layers + weighing * weighed / processes
 
 
 def _weighing(model: LayerwiseModel, window: Tensor) -> float:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
 from headwise.checkpoints.disk import clearly, lock_folder, remove_locked, unlock, write_whole
-from headwise.conversion.calibration import check_texts, open_windows, text_identity
+from headwise.conversion.calibration import check_texts, open_windows
 from headwise.conversion.convert import convert
 from headwise.conversion.frontier_page import markdown, page, refuse_no_plotly
 from headwise.conversion.job import POOLINGS
@@ -24,7 +23,7 @@ from headwise.conversion.points import Frontier, collect
 from headwise.conversion.proof import Exam, choose_exam, refuse_unexamined
 from headwise.conversion.rungs import Rung, plan_rungs
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation import WINDOW, Pair, cut_windows, evaluate_windows, open_pair, read_source, score_window
+from headwise.evaluation import Pair, evaluate_windows, open_pair, read_source, score_window, text_identity
 from headwise.hf import as_dtype
 from headwise.progress import Progress, silent
 
@@ -41,7 +40,7 @@ class _Common:
     models: Path
     calibrate: tuple[str, ...]
     calibration_tokens: int
-    texts: Exam
+    exam: Exam
     dtype: torch.dtype | None
     keep: bool
     progress: Progress
@@ -76,10 +75,10 @@ def frontier(
         evaluate: a text, or several, to measure on; when None, what the calibration leaves of its own, or, where that
             is nothing, Python's language reference.
         targets: ``mla:F`` (a fraction of the source's cache), ``mla:R+P`` (latent and rotary key), ``gqa:K``, ``mqa``
-            or ``mha``. When there are none: MLA at ¾, ½, ⅓ and ¼, GQA at each proper divisor of the key–value heads,
-            and MQA.
-        methods: at each target (MLA at ½ when there are none), headwise's conversion, the same without each stage of
-            calibration and without all, and the published methods.
+            or ``mha``. When there are none: MLA at 0.75, 0.5, 0.33 and 0.25, GQA at each proper divisor of the
+            key–value heads, and MQA.
+        methods: at each target (MLA at 0.5 when there are none), headwise's conversion, the same without each stage
+            of calibration that it has and without all, and the published methods.
         calibration_tokens: how many of their tokens.
         window: tokens a window that is measured on; 2048, or all the model's positions if fewer, when None.
         windows: how many of each text.
@@ -108,7 +107,9 @@ def frontier(
     checkpoint = open_checkpoint(source)
     refuse_unexamined(checkpoint.spec)
     rungs, notes = plan_rungs(checkpoint, targets, methods=methods, dtype=out_dtype)
-    texts = _texts(checkpoint, named, studied, tokens=calibration_tokens, window=window, windows=windows)
+    exam = choose_exam(
+        checkpoint, named, calibrate=studied, tokens=calibration_tokens, window=window, windows=windows
+    )
 
     with _own(folder) as work:
         common = _Common(
@@ -118,16 +119,24 @@ def frontier(
             models=folder / _MODELS if keep else work,
             calibrate=studied,
             calibration_tokens=calibration_tokens,
-            texts=texts,
+            exam=exam,
             dtype=out_dtype,
             keep=keep,
             progress=progress,
         )
-        results = []
+        results, failed = [], list[CheckpointError]()
         for step, rung in enumerate(rungs):
             progress("frontier", step, len(rungs))
-            results.append((rung, _result(rung, common)))
+            try:
+                results.append((rung, _result(rung, common)))
+            except CheckpointError as error:
+                if _is_of_the_disk(error):  # which the others would need too
+                    raise
+                failed.append(CheckpointError(error.field, error.value, error.rule))  # its traceback holds models
+                notes.append(f"not measured: {rung.target}, {rung.way} ({error.field} {error.rule})")
         progress("frontier", len(rungs), len(rungs))
+        if not results:
+            raise failed[0]
         found = collect(
             results,
             source=str(source),
@@ -146,43 +155,6 @@ def frontier(
     return found
 
 
-def _texts(
-    checkpoint: Checkpoint,
-    named: Sequence[str | Path],
-    studied: Sequence[str],
-    *,
-    tokens: int,
-    window: int | None,
-    windows: int,
-) -> Exam:
-    """What to measure on; see `choose_exam`, but in windows of ``window`` tokens, if that is given.
-
-    Raises:
-        ArgumentError: a text is too short or calibrated on, or a number is out of range.
-        SpecError: next tokens of a text do not measure the model.
-    """
-    known = {text_identity(text) for text in studied}
-    for text in named:
-        if text_identity(text) in known:
-            raise ArgumentError("evaluate", str(text), "is calibrated on; without it what calibration leaves is used")
-    positions = checkpoint.spec.max_position_embeddings
-    if window is not None and not 2 <= window <= (positions or window):
-        limit = "" if positions is None else f" and at most {positions}, by the model's positions"
-        raise ArgumentError("window", window, f"must be at least 2{limit}")
-    if windows < 1:
-        raise ArgumentError("windows", windows, "must be at least 1")
-    usual = min(WINDOW, positions or WINDOW)
-    enough = -(-windows * (window or usual) // usual)
-    exam = choose_exam(checkpoint, named, calibrate=studied, tokens=tokens, windows=enough)
-    return [(text, _recut(text, ids, window or ids.shape[1], windows)) for text, ids in exam]
-
-
-def _recut(text: str, ids: Tensor, width: int, windows: int) -> Tensor:
-    """Windows that follow each other, cut to another width."""
-    cut: Tensor = cut_windows(ids.flatten().tolist(), window=width, windows=windows, name=f"evaluate {text}")
-    return cut
-
-
 def _result(rung: Rung, common: _Common) -> dict[str, Any]:
     """A rung's conversion and evaluation, made now or by an earlier run.
 
@@ -197,7 +169,7 @@ def _result(rung: Rung, common: _Common) -> dict[str, Any]:
         conversion = _convert(rung, model, run, common)
     if result is None:
         pair = open_pair(model, against=common.source, dtype=_name(common.dtype), progress=common.progress)
-        evaluation = evaluate_windows(pair, common.texts, progress=common.progress).to_dict()
+        evaluation = evaluate_windows(pair, common.exam, progress=common.progress).to_dict()
         # Where the model lay is no finding.
         found: dict[str, Any] = {"conversion": conversion, "evaluation": {**evaluation, "model": rung.slug}}
         if rung.is_fold:
@@ -209,6 +181,13 @@ def _result(rung: Rung, common: _Common) -> dict[str, Any]:
         shutil.rmtree(model, ignore_errors=True)
         _stamp(model).unlink(missing_ok=True)
     return result
+
+
+def _is_of_the_disk(error: BaseException | None) -> bool:
+    """Whether a file could not be read or written, or there is no room for it."""
+    while isinstance(error, CheckpointError) and error.field != "output":
+        error = error.__context__
+    return isinstance(error, CheckpointError | OSError)
 
 
 def _held_out_loss(pair: Pair, common: _Common) -> float:
@@ -249,7 +228,7 @@ def _converted(model: Path, run: str) -> dict[str, Any] | None:
 
 def _identity(rung: Rung, common: _Common) -> str:
     """What tells a result from every other."""
-    texts = [[name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in common.texts]
+    texts = [[name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in common.exam]
     return run_identity(
         common.checkpoint,
         rung=[rung.target, rung.method, sorted(rung.without), *(["held out"] if rung.is_fold else [])],

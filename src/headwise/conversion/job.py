@@ -116,16 +116,26 @@ class Job:
                 raise ArgumentError(field, str(given), f"goes with mla and aligned heads, not with {self.method}")
         if statistics is not None and texts:
             raise ArgumentError("statistics", str(statistics), "goes without calibrate: it is in the place of a text")
-        if statistics is not None and without:
-            raise ArgumentError("without", min(without), "is a stage of calibrate, and statistics know none")
-        if self.published and without:
-            raise ArgumentError("without", min(without), f"is a stage of headwise's own, and {self.method} has none")
+        rule = None
+        if statistics is not None:
+            rule = "is a stage of calibrate, and statistics know none"
+        elif self.published or self.method in POOLINGS:
+            rule = f"is a stage of headwise's own, and {self.method} has none"
+        elif self.is_lossless:
+            rule = "is a stage of calibrate, and nothing is lost at this size"
+        elif not texts:
+            rule = "is a stage of calibrate, and no text is given"
+        if without and rule is not None:
+            raise ArgumentError("without", min(without), rule)
         if self.published and self.published != "mha2mla" and statistics is None and not texts:
             raise ArgumentError("calibrate", None, f"is required: {self.method} finds its channels on a text")
 
     def stages(self, statistics: str | Path | None, without: Collection[str]) -> list[str]:
-        """Those of `STAGES` that are done: published methods have none, and of statistics only the first is known."""
-        possible = () if self.published else STAGES if statistics is None else ("sensitivity",)
+        """Those of `STAGES` that are done.
+
+        Published methods have none, what loses nothing needs none, and of statistics only the first is known.
+        """
+        possible = () if self.published or self.is_lossless else STAGES if statistics is None else ("sensitivity",)
         left_out = {*without, *(() if self._can_spread and "sensitivity" not in without else ("spread",))}
         return [stage for stage in possible if stage not in left_out]
 
@@ -134,7 +144,7 @@ class Job:
         """Whether there is a cache of several layers to spread, and logits that say what comes of it."""
         model = self.before
         is_decoder = model.is_causal and not model.cross_layers
-        return self.after.mechanism == "mla" and is_decoder and model.num_layers > 1 and not self.is_lossless
+        return self.after.mechanism == "mla" and is_decoder and model.num_layers > 1
 
     @property
     def is_lossless(self) -> bool:
@@ -201,7 +211,11 @@ class Job:
                 source found; None for weights alone.
             progress: told of each layer.
         """
-        results = None if study is None else LayerResults(writer.work / "layers")
+        # What is only copied or averaged is made again as fast as it is read.
+        is_solved = bool(self.channels) or self.method == METHODS[0]
+        results = LayerResults(writer.work / "layers") if is_solved or study is not None else None
+        # A text goes through every layer, and of an MLA layer the channels are to be known.
+        visits = isinstance(study, Sequential) or bool(self.channels)
         owner = {
             name: (index, cross)
             for cross, specs in ((False, self.after.layers), (True, self.after.cross_layers))
@@ -211,12 +225,13 @@ class Job:
         done: tuple[int, bool] | None = None
         layer: dict[str, Tensor] = {}
         for name in self.tensors:
+            if writer.has(name) and not (visits and name in owner):
+                continue
             if name not in owner:
-                if not writer.has(name):
-                    tensor = self._cast(name, self.checkpoint.read(name))
-                    with self.clock("writing"):
-                        writer.add(name, tensor)
-                    del tensor
+                tensor = self._cast(name, self.checkpoint.read(name))
+                with self.clock("writing"):
+                    writer.add(name, tensor)
+                del tensor
                 continue
             if owner[name] != done:
                 done = index, cross = owner[name]
@@ -262,13 +277,15 @@ class Job:
         Raises:
             CheckpointError: what an earlier run kept is damaged, and cannot be made again.
         """
-        results = None if cross else results
+        if cross and results is not None:
+            results = LayerResults(results.folder / "cross")
         is_past = isinstance(study, Sequential) and study.position > index
-        if results is not None and (is_past or isinstance(study, SavedStatistics)):
+        if results is not None and (is_past or not isinstance(study, Sequential)):
             with self.clock("reading"):
                 kept = results.load(index)
             if kept is not None:
-                self._note_channels(index, kept[1]["channels"])
+                if not cross:
+                    self._note_channels(index, kept[1]["channels"])
                 return kept[0]
             if is_past:
                 partial = results.folder.parent.parent

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.conversion.calibration import WINDOW as CALIBRATED
 from headwise.conversion.calibration import refuse_unknown_tokens
-from headwise.errors import HeadwiseError, SpecError
+from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.evaluation import (
     WINDOW,
     Evaluation,
@@ -19,6 +21,7 @@ from headwise.evaluation import (
     language_reference,
     open_pair,
     read_source,
+    text_identity,
     token_ids,
     token_windows,
     windows_beyond,
@@ -31,6 +34,7 @@ WINDOWS = 2
 """Of each text, unless more are asked for: enough to see a failed conversion by, in seconds."""
 
 REFERENCE = "Python's language reference"
+_PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))  # what `headwise demo` writes as texts are its halves
 
 Exam = list[tuple[str, Tensor]]
 """What each text is called, and its windows ``[n, W]``."""
@@ -54,7 +58,9 @@ def choose_exam(
     named: Sequence[str | Path] = (),
     *,
     calibrate: Sequence[str | Path] = (),
+    studied: Collection[str] = (),
     tokens: int,
+    window: int | None = None,
     windows: int = WINDOWS,
 ) -> Exam:
     """Windows to examine a conversion on.
@@ -66,34 +72,52 @@ def choose_exam(
         checkpoint: the source.
         named: see `headwise.evaluation.read_source`.
         calibrate: the texts that are calibrated on.
-        tokens: how many of theirs.
-        windows: how many of each text at most, of 2048 tokens or as many as the model has positions; of a named
-            text that is shorter, fewer.
+        studied: the `text_identity` of others that the result is made from.
+        tokens: how many of the texts to calibrate on.
+        window: tokens in each; when None 2048, or as many as the model has positions, or a text that is named alone
+            has tokens.
+        windows: how many of each text at most; fewer where it is shorter.
 
     Raises:
-        ArgumentError: a text cannot be read or has no two tokens, or one that the model does not know.
+        ArgumentError: a text cannot be read, is calibrated on or is shorter than a window, or has tokens that the
+            model does not know; or the window is longer than the model's positions.
         SpecError: next tokens of a text do not measure the model.
         CheckpointError: there is no tokenizer.
     """
     refuse_unexamined(checkpoint.spec)
+    positions = checkpoint.spec.max_position_embeddings
+    if window is not None and not 2 <= window <= (positions or window):
+        limit = "" if positions is None else f" and at most {positions}, by the model's positions"
+        raise ArgumentError("window", window, f"must be at least 2{limit}")
+    if windows < 1:
+        raise ArgumentError("windows", windows, "must be at least 1")
+    usual = min(WINDOW, positions or WINDOW)
+    width = window or usual
     tokenizer = load_tokenizer(checkpoint.path)
-    window = min(WINDOW, checkpoint.spec.max_position_embeddings or WINDOW)
+    known = {*studied, *map(text_identity, calibrate)}
     exam: Exam = []
     if named:
-        characters = window * windows * 32  # no tokenizer in use averages more to a token for long
+        characters = width * windows * 32  # no tokenizer in use averages more to a token for long
         texts = [read_source(text, characters=characters, name="evaluate") for text in named]
-        ids = [token_ids(tokenizer, text, at_most=window * windows) for text in texts]
-        window = max(min(window, *map(len, ids)), 2)
+        for text in named:
+            if text_identity(text, name="evaluate") in known:
+                raise ArgumentError("evaluate", str(text), "is calibrated on; name another text, or none")
+        ids = [token_ids(tokenizer, text, at_most=width * windows) for text in texts]
+        if window is None and len(ids) == 1:
+            width = max(min(width, len(ids[0])), 2)
         exam = [
-            (str(text), cut_windows(own, window=window, windows=windows, name=f"evaluate {text}"))
+            (str(text), cut_windows(own, window=width, windows=windows, name=f"evaluate {text}"))
             for text, own in zip(named, ids, strict=True)
         ]
     elif calibrate:
         exam = windows_beyond(
-            tokenizer, calibrate, tokens=tokens, window=min(CALIBRATED, window), width=window, windows=windows
+            tokenizer, calibrate, tokens=tokens, window=min(CALIBRATED, usual), width=width, windows=windows
         )
     if not exam:
-        exam = [(REFERENCE, token_windows(tokenizer, language_reference(), window=window, windows=windows))]
+        if known & {hashlib.sha256(language_reference(part).encode()).hexdigest() for part in _PARTS}:
+            rule = "must be named: all texts are calibrated on, and Python's language reference is one of them"
+            raise ArgumentError("evaluate", None, rule)
+        exam = [(REFERENCE, token_windows(tokenizer, language_reference(), window=width, windows=windows))]
     refuse_unknown_tokens(checkpoint, *(batch for _, batch in exam))
     return exam
 
@@ -101,10 +125,7 @@ def choose_exam(
 def find_exam(
     checkpoint: Checkpoint,
     evaluate: bool | str | Path | Sequence[str | Path],
-    *,
-    calibrate: Sequence[str | Path],
-    tokens: int,
-    windows: int,
+    **how: Any,
 ) -> tuple[Exam, str | None]:
     """`choose_exam`; where the user named no text and there is none, why not in its place.
 
@@ -113,7 +134,7 @@ def find_exam(
     """
     named = [] if isinstance(evaluate, bool) else [evaluate] if isinstance(evaluate, str | Path) else list(evaluate)
     try:
-        return choose_exam(checkpoint, named, calibrate=calibrate, tokens=tokens, windows=windows), None
+        return choose_exam(checkpoint, named, **how), None
     except HeadwiseError as error:
         if named:
             raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 from torch import Tensor
@@ -37,6 +39,18 @@ def barrier() -> None:
     """Wait until all processes are here."""
     if _is_shared():
         dist.barrier()
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that all processes have, for as long as the block takes."""
+    with TemporaryDirectory() if rank() == 0 else nullcontext() as made:
+        named = [made]
+        if _is_shared():
+            dist.broadcast_object_list(named)
+        assert named[0] is not None
+        yield Path(named[0])
+        barrier()  # the others may still be at its files
 
 
 @contextmanager

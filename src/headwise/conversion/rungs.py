@@ -101,8 +101,8 @@ def plan_rungs(
         targets: those asked for; when there are none, a ladder of MLA at a few budgets, GQA at each proper divisor of
             the key–value heads, and MQA (with ``methods``, MLA at half the cache alone, or the ladder's first where
             that cannot be).
-        methods: at each target, in place of headwise's own conversion alone, also without each of its stages, without
-            any, and by the published methods.
+        methods: at each target, in place of headwise's own conversion alone, also without each stage that it has,
+            without any, and by the published methods.
         dtype: of the results; the source's when None.
 
     Raises:
@@ -124,7 +124,10 @@ def plan_rungs(
         rungs = [
             way
             for rung in rungs
-            for way in (*_own_ways(rung), *_possible(_published_ways(rung), checkpoint, dtype, refused))
+            for way in (
+                *_own_ways(rung, checkpoint, dtype),
+                *_possible(_published_ways(rung), checkpoint, dtype, refused),
+            )
         ]
     return rungs, [f"not tried: {what} ({error})" for what, error in refused.items()]
 
@@ -138,9 +141,12 @@ def default_targets(checkpoint: Checkpoint) -> list[str]:
     return [*(f"mla:{budget:g}" for budget in BUDGETS), *grouped]
 
 
-def _own_ways(rung: Rung) -> list[Rung]:
-    """Headwise's conversion, without each of its stages in turn, and without all."""
-    return [replace(rung, without=left_out) for left_out in ((), *((stage,) for stage in STAGES), STAGES)]
+def _own_ways(rung: Rung, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Rung]:
+    """Headwise's conversion, without each stage that it has in turn, and what goes with it, and without all."""
+    job = Job(checkpoint, rung.parsed(), dtype)
+    stages = job.stages(None, ())
+    fewer = [[other for other in stages if other not in job.stages(None, [stage])] for stage in stages]
+    return [replace(rung, without=tuple(left_out)) for left_out in ((), *fewer, *([STAGES] if stages else []))]
 
 
 def _published_ways(rung: Rung) -> list[Rung]:

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, model_identity, versions
 from headwise.checkpoints.disk import sync
-from headwise.conversion.calibration import text_identity
 from headwise.conversion.results import LayerResults
 from headwise.conversion.statistics import Statistics
 from headwise.errors import CheckpointError
+from headwise.evaluation import text_identity
 from headwise.progress import Progress, silent
 
 ABOUT = "statistics.json"
@@ -44,12 +44,14 @@ class SavedStatistics:
         tokens: how many went into them.
         identity: what tells them from others.
         texts: what they are of, by name.
+        studied: the same texts' `text_identity`, where it is known.
     """
 
     folder: Path
     tokens: int
     identity: str
     texts: tuple[str, ...]
+    studied: frozenset[str] = frozenset()
 
     def layer(self, index: int) -> tuple[Statistics, Tensor]:
         """One layer's statistics, and what an error of its output costs, ``[E, E]`` float64.
@@ -136,7 +138,8 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         about = json.loads(text)
         form, model, sums, tokens = about["format"], about["model"], about["layers"], int(about["tokens"])
         texts = tuple(str(text["name"]) for text in about["texts"])
-    except (OSError, ValueError, KeyError, TypeError):
+        studied = frozenset(str(text.get("sha256", text["name"])) for text in about["texts"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(_FIELD, str(folder), f"has no readable {ABOUT}; headwise calibrate makes one") from None
     if form != FORMAT:
         raise CheckpointError(_FIELD, str(folder), f"is of format {form!r}; this headwise reads format {FORMAT}")
@@ -146,7 +149,7 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         raise CheckpointError(_FIELD, str(folder), f"has {count} layers, and {checkpoint.path} has {layers}")
     if model != _model(checkpoint):
         raise CheckpointError(_FIELD, str(folder), f"is of another model than {checkpoint.path}")
-    found = SavedStatistics(folder, tokens, hashlib.sha256(text.encode()).hexdigest(), texts)
+    found = SavedStatistics(folder, tokens, hashlib.sha256(text.encode()).hexdigest(), texts, studied)
     results = LayerResults(folder)
     for index, layer in enumerate(checkpoint.spec.layers):
         progress("checking statistics", index, layers)
@@ -164,10 +167,10 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _about_text(text: str | Path) -> dict[str, str]:
-    path = Path(text)
-    if not path.is_file():
-        return {"name": path.name if path.exists() else str(text)}
-    return {"name": path.name, "sha256": text_identity(text)}
+    identity = text_identity(text)
+    if identity == str(text):
+        return {"name": identity}
+    return {"name": Path(text).name, "sha256": identity}
 
 
 def _triangle(gram: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
 from headwise.checkpoints.disk import clearly
-from headwise.conversion.calibration import check_texts, open_windows, refuse_cross_layers, text_identity
+from headwise.conversion.calibration import check_texts, open_windows, refuse_cross_layers
 from headwise.conversion.job import read_layer
 from headwise.conversion.plan import refuse_latent
 from headwise.conversion.ranks import first_enters, my_windows, rank
@@ -24,6 +24,7 @@ from headwise.conversion.sensitivity import output_sensitivities
 from headwise.conversion.sequential import begin_streams, traced, weighed_windows
 from headwise.conversion.statistics import statistics_of
 from headwise.errors import CheckpointError
+from headwise.evaluation import text_identity
 from headwise.hf import LayerwiseModel
 from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent

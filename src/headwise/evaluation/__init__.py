@@ -1,6 +1,12 @@
 """What a model can do beside its reference: perplexity, cache and speed; choices, planted facts, retrieval."""
 
-from headwise.evaluation.calibration import calibration_windows, hold_out, read_source, windows_beyond
+from headwise.evaluation.calibration import (
+    calibration_windows,
+    hold_out,
+    read_source,
+    text_identity,
+    windows_beyond,
+)
 from headwise.evaluation.choices import Choice, ChoiceEvaluation, evaluate_choices, log_likelihoods, read_choices
 from headwise.evaluation.evaluate import WINDOW, Evaluation, PositionScore, TextScore, evaluate, evaluate_windows
 from headwise.evaluation.pair import Pair, as_device, check_vocabulary, open_pair
@@ -13,6 +19,7 @@ from headwise.evaluation.retrieval import (
     embed,
     evaluate_retrieval,
     load_encoder,
+    max_length,
     read_pooling,
 )
 from headwise.evaluation.scoring import score_window
@@ -57,6 +64,7 @@ __all__ = [
     "language_reference",
     "load_encoder",
     "log_likelihoods",
+    "max_length",
     "open_pair",
     "rate",
     "read_choices",
@@ -65,6 +73,7 @@ __all__ = [
     "read_source",
     "read_text",
     "score_window",
+    "text_identity",
     "token_ids",
     "token_windows",
     "windows_beyond",

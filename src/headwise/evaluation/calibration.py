@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import gcd
@@ -22,6 +24,7 @@ SPREAD = 16
 _RESERVE = 8
 """One in so many tokens of a text, at its end, are left for an exam, and a few windows at least."""
 _CHARACTERS_PER_TOKEN = 32  # no tokenizer in use averages over 16 for long
+_COLUMN = "text"
 _KINDS = {"parquet": ("*.parquet",), "json": ("*.jsonl", "*.json"), "text": ("*.txt",)}
 
 
@@ -131,24 +134,45 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
         ArgumentError: it cannot be read, or has no such column.
         MissingExtraError: ``datasets`` is needed and not installed.
     """
-    where, _, column = str(source).partition("#")
-    if where.startswith(DATASET_PREFIX):
+    if str(source).startswith(DATASET_PREFIX):
+        where, _, column = str(source).partition("#")
         repository, *parts = where.removeprefix(DATASET_PREFIX).split(":")
         if not repository or len(parts) > 2:
             raise ArgumentError(name, str(source), f"must be {DATASET_PREFIX}owner/name:config:split#column")
         config, split = (*parts, "", "")[:2]
         rows = _dataset_rows(source, name, repository, config or None, split=split or "train")
     else:
-        path = Path(source)
-        if not path.exists() and Path(where).exists():
-            path = Path(where)  # else the # is part of the path
-        else:
-            column = ""
+        path, column = _local(source)
         if not path.is_dir() and path.suffix not in (".parquet", ".jsonl"):
             return read_text(path, characters=characters, name=name)
         kind, files = _local_files(path, name)
         rows = _dataset_rows(source, name, kind, data_files=files, split="train")
-    return _text(rows, column or "text", characters, source, name)
+    return _text(rows, column or _COLUMN, characters, source, name)
+
+
+def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
+    """What tells a text from another, wherever it is: of files a digest of their content and of the column read.
+
+    A dataset of the hub is known by its name alone.
+
+    Args:
+        source: see `read_source`.
+        name: what an error calls it.
+
+    Raises:
+        ArgumentError: it cannot be read.
+    """
+    if str(source).startswith(DATASET_PREFIX):
+        return str(source)
+    path, column = _local(source)
+    kind, files = _local_files(path, name) if path.is_dir() else ("", [str(path)])
+    try:
+        digests = [_digest(file) for file in files]
+    except OSError as error:
+        raise ArgumentError(name, str(source), f"could not be read: {error.strerror}") from None
+    if not path.is_dir() and column in ("", _COLUMN):
+        return digests[0]
+    return hashlib.sha256(json.dumps([kind, column or _COLUMN, digests]).encode()).hexdigest()
 
 
 def _enough(tokens: int, window: int, sources: int) -> int:
@@ -178,6 +202,19 @@ def _shares(lengths: Sequence[int], tokens: int, window: int) -> tuple[list[int]
     count = max(-(-tokens // window), sources)
     window = min(window, max(tokens // count, 2))
     return [count // sources + (index < count % sources) for index in range(sources)], window
+
+
+def _local(source: str | Path) -> tuple[Path, str]:
+    """The file or folder of a source, and the column that is named with it."""
+    where, _, column = str(source).partition("#")
+    if Path(source).exists() or not Path(where).exists():
+        return Path(source), ""  # the # is part of the path
+    return Path(where), column
+
+
+def _digest(file: str) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _local_files(path: Path, name: str) -> tuple[str, list[str]]:

@@ -279,13 +279,22 @@ def read_pooling(folder: Path) -> Pooling:
     modes = [key for key, value in said.items() if key.startswith("pooling_mode_") and value is True]
     if "Pooling" in kinds and (len(modes) != 1 or modes[0] not in _POOLINGS):
         raise CheckpointError("pooling_mode", ", ".join(modes), f"must be one of {', '.join(_POOLINGS)}")
-    lengths = folder / "sentence_bert_config.json"
-    length = _json(lengths, dict).get("max_seq_length") if lengths.is_file() else None
     return Pooling(
-        mode=_POOLINGS[modes[0]] if modes else "mean",
-        normalize="Normalize" in kinds,
-        max_length=length if type(length) is int and length > 0 else None,
+        mode=_POOLINGS[modes[0]] if modes else "mean", normalize="Normalize" in kinds, max_length=max_length(folder)
     )
+
+
+def max_length(folder: Path) -> int | None:
+    """The tokens that sentence-transformers reads of a sentence, whatever it then makes of their states.
+
+    Raises:
+        CheckpointError: its file is damaged.
+    """
+    file = folder / "sentence_bert_config.json"
+    if not file.is_file() or not (folder / "modules.json").is_file():  # without which it does not read the other
+        return None
+    length = _json(file, dict).get("max_seq_length")
+    return length if type(length) is int and length > 0 else None
 
 
 def _json(path: Path, kind: type) -> Any:
