@@ -20,6 +20,7 @@ from headwise.checkpoints.folder import INDEX, SINGLE
 from headwise.checkpoints.shards import ShardWriter, is_whole, plan_shards
 from headwise.errors import ArgumentError, CheckpointError
 
+MODEL = "config.json"
 SHARD_BYTES = 2 * 1024**3
 _HEADROOM = 64 * 1024**2
 _RUN = "run"
@@ -39,9 +40,10 @@ class FolderWriter:
         output: the destination; must not exist, or be empty, unless ``overwrite``.
         tensors: every tensor that will be added, in the order of the shards.
         run: what decides the output, such as `run_identity` makes; None for one that leaves nothing behind.
-        overwrite: replace a model folder (one with a ``config.json``) that is there.
+        overwrite: replace a folder of the same kind that is there.
         provisional: `announce` will say what tensors there really are, before the first is added.
         shard_bytes: a shard is closed before it grows beyond this.
+        mark: the file that every folder of this kind has; a model folder its ``config.json``.
 
     Attributes:
         folder: what will be the destination. With every tensor added it has its index, and once it has its
@@ -63,13 +65,15 @@ class FolderWriter:
         overwrite: bool = False,
         provisional: bool = False,
         shard_bytes: int = SHARD_BYTES,
+        mark: str = MODEL,
     ) -> None:
-        check_output(output, overwrite=overwrite)
+        check_output(output, overwrite=overwrite, mark=mark)
         self.output = output
         self._partial = output.with_name(f".{output.name}.headwise-partial")
         self.folder, self.work = self._partial / "model", self._partial / "work"
         self.notes: tuple[str, ...] = ()
         self._overwrite, self._provisional, self._shard_bytes = overwrite, provisional, shard_bytes
+        self._mark = mark
         self._run = None if run is None else _digest(run, tensors, shard_bytes)
         self._lay_out(tensors)
         self._open: dict[str, ShardWriter] = {}
@@ -98,7 +102,7 @@ class FolderWriter:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self._partial)
             # The process that had it a moment ago may have finished.
-            check_output(self.output, overwrite=self._overwrite)
+            check_output(self.output, overwrite=self._overwrite, mark=self._mark)
             self._take_up()
             needed = sum(self._tensors[name].nbytes for name in self._missing) + _HEADROOM
             if self._provisional:  # of a run that is gone on with, most may be there
@@ -215,7 +219,9 @@ class FolderWriter:
     def _move_into_place(self) -> None:
         for path in (*self.folder.rglob("*"), self.folder):
             sync(path)
-        check_output(self.output, overwrite=self._overwrite)  # whoever put something there meanwhile wants it
+        check_output(
+            self.output, overwrite=self._overwrite, mark=self._mark
+        )  # whoever put something there meanwhile wants it
         replaced = self.output.with_name(f".{self.output.name}.headwise-replaced")
         if not self.output.exists():
             os.replace(self.folder, self.output)
@@ -258,8 +264,8 @@ class FolderWriter:
                 parent.rmdir()
 
 
-def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuse a destination that holds something, unless it is a model folder and ``overwrite`` is said.
+def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
+    """Refuse a destination that holds something, unless it has the file ``mark`` and ``overwrite`` is said.
 
     Raises:
         ArgumentError: it is taken.
@@ -276,8 +282,9 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     if holds_something:
         if not overwrite:
             raise ArgumentError("output", str(output), "exists and is not empty; say --overwrite to replace it")
-        if not (output / "config.json").is_file():
-            raise ArgumentError("output", str(output), "is not a model folder, so --overwrite will not replace it")
+        if not (output / mark).is_file():
+            kind = "is not a model folder" if mark == MODEL else f"has no {mark}"
+            raise ArgumentError("output", str(output), f"{kind}, so --overwrite will not replace it")
 
 
 def _digest(run: str, tensors: Mapping[str, TensorInfo], shard_bytes: int) -> str:

@@ -22,13 +22,21 @@ def calibrate(
         ),
     ],
     calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 16_384,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace statistics at OUT.")] = False,
     as_json: Json = False,
 ) -> None:
     """Keep what a conversion needs to know of a model, whatever the target: convert --statistics OUT."""
     with as_one_process(), progress_bar() as progress:
         from headwise.conversion import calibrate as study
 
-        done = study(source, output, calibrate=text, calibration_tokens=calibration_tokens, progress=progress)
+        done = study(
+            source,
+            output,
+            calibrate=text,
+            calibration_tokens=calibration_tokens,
+            overwrite=overwrite,
+            progress=progress,
+        )
     if as_json:
         emit(done.to_dict())
         return

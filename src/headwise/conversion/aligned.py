@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headwise.conversion.assemble import split_bias, with_bias
 from headwise.conversion.head_groups import Group, group_heads
+from headwise.conversion.joint_latent import NOTHING
 from headwise.conversion.merging import LinearHeads, NormedHeads, RotaryHeads
 from headwise.conversion.metrics import KEY_BALANCE, KEY_WEIGHT, centred, query_spread, score_weight, value_metric
 from headwise.conversion.rope_channels import as_rotated, to_complex
@@ -79,7 +80,7 @@ def _prepare(
     parts = _parts(state, source, statistics, sensitivity)
     if statistics is None:
         total = sum(heads.total for heads in parts.keys)
-        key_weight = KEY_BALANCE * parts.values.total / max(total, torch.finfo(torch.float64).tiny)
+        key_weight = KEY_BALANCE * parts.values.total / max(total, NOTHING)
 
     def lost(group: Group) -> float:
         return key_weight * sum(heads.lost(group) for heads in parts.keys) + parts.values.lost(group)

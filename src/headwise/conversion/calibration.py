@@ -11,7 +11,15 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.conversion.sequential import STAGES, Sequential
 from headwise.errors import ArgumentError
-from headwise.evaluation import calibration_windows, hold_out, max_length, read_source, wrapping_ids
+from headwise.evaluation import (
+    calibration_windows,
+    hold_out,
+    max_length,
+    read_source,
+    refuse_twice,
+    usual_window,
+    wrapping_ids,
+)
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
 
@@ -72,13 +80,13 @@ def open_windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: in
         ArgumentError: a text cannot be read or is too short, or has tokens the model does not know.
     """
     tokenizer = load_tokenizer(checkpoint.path)
-    window = min(WINDOW, checkpoint.spec.max_position_embeddings or WINDOW)
-    before, after = list[int](), list[int]()
+    before, after, most = list[int](), list[int](), WINDOW
     if not checkpoint.spec.is_causal:
         # An encoder never reads text without the tokens around it, and attends to them more than to most words.
         before, after = wrapping_ids(tokenizer)
-        window = min(window, max_length(checkpoint.path) or window)
-    windows = calibration_windows(tokenizer, texts, tokens=tokens, window=window - len(before) - len(after))
+        most = min(WINDOW, max_length(checkpoint.path) or WINDOW)
+    window = usual_window(checkpoint.spec.max_position_embeddings, most, around=len(before) + len(after))
+    windows = calibration_windows(tokenizer, texts, tokens=tokens, window=window)
     if len(windows) == 1:
         half = windows.shape[1] // 2
         if half < 2:
@@ -93,10 +101,10 @@ def open_windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: in
 
 
 def check_texts(calibrate: str | Path | Sequence[str | Path] | None, tokens: int) -> list[str | Path]:
-    """The texts that were named, every one of which can be read.
+    """The texts that were named, every one of which can be read, and none of which is another.
 
     Raises:
-        ArgumentError: one cannot, or too few tokens are asked for.
+        ArgumentError: one cannot or is, or too few tokens are asked for.
         MissingExtraError: a dataset is named and ``datasets`` is not installed.
     """
     if tokens < 2:
@@ -104,6 +112,7 @@ def check_texts(calibrate: str | Path | Sequence[str | Path] | None, tokens: int
     texts = [calibrate] if isinstance(calibrate, str | Path) else list(calibrate or ())
     for text in texts:
         read_source(text, characters=1)
+    refuse_twice(texts, name="calibrate")
     return texts
 
 

@@ -255,6 +255,8 @@ class Job:
         cast = tensor.to(self.dtype)
         if not bool(torch.isfinite(cast).all()):
             rule = f"does not fit in {dtype_name(self.dtype)}; choose a wider dtype"
+            if not bool(torch.isfinite(tensor).all()):  # no dtype would do
+                rule = "came out NaN or infinite"
             raise CheckpointError("tensor", name, rule)
         return cast
 

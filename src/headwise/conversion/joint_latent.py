@@ -13,6 +13,10 @@ from torch import Tensor
 
 _FLOOR = 1e-6
 _TINY = 1e-12
+NOTHING = 1e-60
+"""Least size of a matrix, by the mean of its diagonal: one that is zero, of a layer that does nothing, counts as so
+small a multiple of the identity. Its square, and a floor below that, are still far from underflow."""
+
 ROUNDS = 5
 """How often down and up are solved for in turn, where maps see the inputs differently."""
 
@@ -56,8 +60,8 @@ def joint_latent(parts: list[Part], rank: int, *, rounds: int = ROUNDS) -> tuple
     if rank >= min(sum(len(part.rows) for part in parts), parts[0].rows.shape[1]):
         return whole_latent([part.rows for part in parts], rank)
     # Moments of one size, their sizes going into the metrics; and none that is blind to some of the inputs.
-    sizes = [float(part.moments.diagonal().mean().clamp_min(_TINY)) for part in parts]
-    basis, shares = _input_basis([floored(part.moments / size) for part, size in zip(parts, sizes, strict=True)])
+    sizes = [float(part.moments.diagonal().mean().clamp_min(NOTHING)) for part in parts]
+    basis, shares = _input_basis([observed(part.moments / size) for part, size in zip(parts, sizes, strict=True)])
     needed = [_needed(part, size, basis) for part, size in zip(parts, sizes, strict=True)]
     turns = 0 if torch.equal(shares[0], shares[-1]) else rounds
     latents = _improved(_leading(_total(needed), rank), needed, shares, turns)
@@ -159,9 +163,15 @@ def _total(matrices: list[Tensor]) -> Tensor:
     return matrices[0] if len(matrices) == 1 else matrices[0] + matrices[1]
 
 
+def observed(moments: Tensor) -> Tensor:
+    """Moments of inputs ``[E', E']``, floored; where the inputs are nothing, all count alike."""
+    is_nothing = bool(moments.diagonal().mean() <= NOTHING)
+    return floored(torch.eye(len(moments), dtype=moments.dtype) if is_nothing else moments)
+
+
 def floored(matrix: Tensor, floor: float = _FLOOR) -> Tensor:
     """A positive semidefinite matrix ``[..., n, n]``, or all of its diagonal blocks, kept away from singular."""
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean()
     away = (matrix + matrix.mT).mul_(0.5)
-    away.diagonal(dim1=-2, dim2=-1).add_(floor * mean.clamp_min(torch.finfo(matrix.dtype).tiny / _TINY))
+    away.diagonal(dim1=-2, dim2=-1).add_(floor * mean.clamp_min(NOTHING))
     return away

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
 from headwise.conversion.assemble import assemble, is_biased, with_bias
-from headwise.conversion.joint_latent import ROUNDS, Part, joint_latent, whole_latent
+from headwise.conversion.joint_latent import NOTHING, ROUNDS, Part, joint_latent, whole_latent
 from headwise.conversion.metrics import (
     KEY_BALANCE,
     KEY_WEIGHT,
@@ -82,7 +82,7 @@ def convert_to_latent(
         asked = key_metric(_unrotated_queries(state, source, target, keys), inputs, known.head_weight, source)
         values = Part(w_v, value_metric(state["o_proj.weight"], sensitivity, source), inputs)
         if statistics is None:
-            most = max(cost(Part(content, asked, keyed)), torch.finfo(torch.float64).tiny)
+            most = max(cost(Part(content, asked, keyed)), NOTHING)
             key_weight = KEY_BALANCE * cost(values) / most
         elif is_biased(target):
             keyed = centred(keyed)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.head_groups import Group
-from headwise.conversion.joint_latent import floored
+from headwise.conversion.joint_latent import floored, observed
 from headwise.conversion.metrics import energy
 from headwise.conversion.rope_channels import concentrate
 from headwise.conversion.statistics import root
@@ -43,7 +43,7 @@ class LinearHeads:
     @cached_property
     def seen(self) -> Tensor:
         """The moments, blind to none of the inputs."""
-        return floored(self.moments)
+        return observed(self.moments)
 
     @cached_property
     def weighted(self) -> Tensor:

@@ -21,9 +21,11 @@ from headwise.evaluation import (
     language_reference,
     open_pair,
     read_source,
+    refuse_twice,
     text_identity,
     token_ids,
     token_windows,
+    usual_window,
     windows_beyond,
 )
 from headwise.measurement import available_bytes
@@ -86,12 +88,12 @@ def choose_exam(
     """
     refuse_unexamined(checkpoint.spec)
     positions = checkpoint.spec.max_position_embeddings
+    usual = usual_window(positions, WINDOW)
     if window is not None and not 2 <= window <= (positions or window):
         limit = "" if positions is None else f" and at most {positions}, by the model's positions"
         raise ArgumentError("window", window, f"must be at least 2{limit}")
     if windows < 1:
         raise ArgumentError("windows", windows, "must be at least 1")
-    usual = min(WINDOW, positions or WINDOW)
     width = window or usual
     tokenizer = load_tokenizer(checkpoint.path)
     known = {*studied, *map(text_identity, calibrate)}
@@ -99,6 +101,7 @@ def choose_exam(
     if named:
         characters = width * windows * 32  # no tokenizer in use averages more to a token for long
         texts = [read_source(text, characters=characters, name="evaluate") for text in named]
+        refuse_twice(named, name="evaluate")
         for text in named:
             if text_identity(text, name="evaluate") in known:
                 raise ArgumentError("evaluate", str(text), "is calibrated on; name another text, or none")

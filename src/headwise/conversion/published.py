@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
 from headwise.conversion.assemble import assemble, projections
+from headwise.conversion.joint_latent import NOTHING
 from headwise.conversion.rope_channels import to_complex, to_real
 from headwise.conversion.statistics import Statistics
 from headwise.errors import ArgumentError
@@ -309,6 +310,6 @@ def _gram(moments: Tensor | None, weight: Tensor) -> Tensor:
 
 
 def _norm(rows: Tensor, gram: Tensor) -> float:
-    """The root mean square length of ``rows x``, above 0: the paper's mean length, as far as a Gram matrix tells."""
+    """The root mean square length of ``rows x``, or 1: the paper's mean length, as far as a Gram matrix tells."""
     energy = float(((rows @ gram) * rows).sum())
-    return math.sqrt(max(energy, torch.finfo(torch.float64).tiny))
+    return math.sqrt(energy) if energy > NOTHING else 1.0

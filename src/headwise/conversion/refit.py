@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.conversion.joint_latent import NOTHING
 from headwise.conversion.quick import quick_products
 
 RIDGE = 1e-2
@@ -101,7 +102,8 @@ class OutputRefit:
 
     def solve(self, ridge: float = RIDGE) -> dict[str, Tensor]:
         """The new ``o_proj``, float64."""
-        penalty = ridge * self.moments.diagonal().mean() * torch.eye(len(self.moments), dtype=torch.float64)
+        size = self.moments.diagonal().mean().clamp_min(NOTHING)
+        penalty = ridge * size * torch.eye(len(self.moments), dtype=torch.float64)
         found = self.start + torch.linalg.solve(self.moments + penalty, self.error.mT).mT
         if not self.has_bias:
             return {"o_proj.weight": found}

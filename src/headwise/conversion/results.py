@@ -16,6 +16,7 @@ from headwise.checkpoints.disk import clearly, write_whole
 from headwise.checkpoints.shards import tensor_bytes
 
 _KEY = "headwise"
+_DAMAGED = (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError)
 
 
 class LayerResults:
@@ -59,7 +60,7 @@ class LayerResults:
             if about["checksum"] != _checksum(tensors, about["about"]):
                 return None
             return tensors, json.loads(about["about"])
-        except (OSError, SafetensorError, KeyError, ValueError):
+        except _DAMAGED:
             return None
 
     def checksum(self, index: int) -> str | None:
@@ -67,7 +68,7 @@ class LayerResults:
         try:
             with safe_open(self.file(index), framework="pt", backend="pread") as file:
                 return _metadata(file)["checksum"]
-        except (OSError, SafetensorError, KeyError, ValueError):
+        except _DAMAGED:
             return None
 
     def file(self, index: int) -> Path:

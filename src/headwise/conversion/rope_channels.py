@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.conversion.joint_latent import NOTHING
+
 _FLOOR = 1e-9
 
 
@@ -73,8 +75,10 @@ def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor) -> C
     moments = seen @ by_frequency.mH
     del seen
     by_key = asked.view(K, len(queries) // K, F).sum(1).clamp_min(0).sqrt().transpose(0, 1)
-    # A head nobody asks must stay invertible: what it holds is then ranked last, not lost.
-    by_key = by_key.clamp_min(_FLOOR * (float(by_key.max()) or 1.0))
+    # A head nobody asks must stay invertible: what it holds is then ranked last, not lost. Where none is asked, all
+    # are alike.
+    most = float(by_key.max())
+    by_key = by_key.clamp_min(_FLOOR * most) if most > NOTHING else torch.ones_like(by_key)
     scale = by_key.to(keys.dtype)
     energy, vectors = torch.linalg.eigh(scale[:, :, None] * moments * scale[:, None, :])
     energy, vectors = energy.flip(-1).clamp_min(0), vectors.flip(-1)

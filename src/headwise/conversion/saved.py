@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, model_identity, versions
+from headwise.checkpoints import Checkpoint, dtype_name, model_identity, versions
 from headwise.checkpoints.disk import sync
 from headwise.conversion.results import LayerResults
 from headwise.conversion.statistics import Statistics
-from headwise.errors import CheckpointError
+from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation import text_identity
 from headwise.progress import Progress, silent
 
@@ -57,7 +58,7 @@ class SavedStatistics:
         """One layer's statistics, and what an error of its output costs, ``[E, E]`` float64.
 
         Raises:
-            CheckpointError: its file is missing or damaged, or holds NaN or infinite values.
+            CheckpointError: its file is missing or damaged, or does not hold statistics of a layer.
         """
         found = LayerResults(self.folder).load(index)
         if found is None:
@@ -65,11 +66,8 @@ class SavedStatistics:
             rule = "is cut short or damaged" if file.is_file() else "is missing"
             raise CheckpointError(_FIELD, str(file), f"{rule}; calibrate again")
         tensors = found[0]
-        for name, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(
-                    _FIELD, str(self.folder), f"holds NaN or infinite values: {name} of layer {index}"
-                )
+        if (wrong := _wrong(tensors)) is not None:
+            raise CheckpointError(_FIELD, str(self.folder), f"{wrong} of layer {index}; calibrate again")
         sensitivity = tensors.pop("sensitivity").double()
         width = len(sensitivity) + 1
         known = {name: _whole(tensor, width) if name in _GRAMS else tensor for name, tensor in tensors.items()}
@@ -130,19 +128,27 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         progress: told of each layer.
 
     Raises:
+        ArgumentError: it is empty.
         CheckpointError: it is no such folder, of another model or format, or damaged.
     """
+    if not str(folder):
+        raise ArgumentError(_FIELD, "", "is empty; it must name a folder")
     folder = Path(folder)
     try:
         text = (folder / ABOUT).read_text(encoding="utf-8")
         about = json.loads(text)
-        form, model, sums, tokens = about["format"], about["model"], about["layers"], int(about["tokens"])
+        form, model, sums = about["format"], about["model"], about["layers"]
+        tokens, window = about["tokens"], about["window"]
         texts = tuple(str(text["name"]) for text in about["texts"])
         studied = frozenset(str(text.get("sha256", text["name"])) for text in about["texts"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(_FIELD, str(folder), f"has no readable {ABOUT}; headwise calibrate makes one") from None
     if form != FORMAT:
         raise CheckpointError(_FIELD, str(folder), f"is of format {form!r}; this headwise reads format {FORMAT}")
+    for name, count in (("tokens", tokens), ("window", window)):
+        if type(count) is not int or count < 1:
+            rule = f"names {count!r} {name} in its {ABOUT}, which must be a whole number of at least 1"
+            raise CheckpointError(_FIELD, str(folder), rule)
     layers = checkpoint.spec.num_layers
     if not isinstance(sums, list) or len(sums) != layers:
         count = len(sums) if isinstance(sums, list) else 0
@@ -153,9 +159,10 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
     results = LayerResults(folder)
     for index, layer in enumerate(checkpoint.spec.layers):
         progress("checking statistics", index, layers)
-        known, _ = found.layer(index)
-        heads = getattr(layer, "num_heads", 0)
-        if results.checksum(index) != sums[index] or known.head_weight.shape != (heads,):
+        known, sensitivity = found.layer(index)
+        found_sizes = (*known.distances.shape, len(sensitivity))
+        sizes = (getattr(layer, "num_heads", 0), window, layer.hidden_size)
+        if results.checksum(index) != sums[index] or found_sizes != sizes:
             raise CheckpointError(_FIELD, str(results.file(index)), f"is not the layer that {ABOUT} names")
     progress("checking statistics", layers, layers)
     return found
@@ -171,6 +178,43 @@ def _about_text(text: str | Path) -> dict[str, str]:
     if identity == str(text):
         return {"name": identity}
     return {"name": Path(text).name, "sha256": identity}
+
+
+def _wrong(tensors: Mapping[str, Tensor]) -> str | None:
+    """Why these are not one layer's statistics, by a tensor's name; None when they are."""
+    names = {"sensitivity", *(field.name for field in fields(Statistics))}
+    for name in sorted(names ^ tensors.keys()):
+        return f"{'lacks' if name in names else 'has a tensor too many:'} {name}"
+    width, heads = math.isqrt(tensors["sensitivity"].numel()), tensors["head_weight"].numel()
+    shapes: dict[str, tuple[int, ...]] = {
+        "sensitivity": (width, width),
+        **dict.fromkeys(_GRAMS, ((width + 1) * (width + 2) // 2,)),
+        "head_weight": (heads,),
+        "distances": (heads, tensors["distances"].numel() // max(heads, 1)),
+        "queries": (),
+    }
+    for name, shape in shapes.items():
+        tensor, dtype = tensors[name], torch.float32 if name == "sensitivity" else torch.float64
+        if tensor.dtype != dtype:
+            return f"holds {dtype_name(tensor.dtype)} in the place of {dtype_name(dtype)}: {name}"
+        if tensor.shape != shape:
+            return f"holds shape {tuple(tensor.shape)} in the place of {shape}: {name}"
+        if not bool(torch.isfinite(tensor).all()):
+            return f"holds NaN or infinite values: {name}"
+        if bool((_squares(name, tensor) < 0).any()):
+            return f"holds negative sums of squares: {name}"
+    return None
+
+
+def _squares(name: str, tensor: Tensor) -> Tensor:
+    """What cannot be negative of one of them."""
+    if name == "sensitivity":
+        return tensor.diagonal()
+    if name not in _GRAMS:
+        return tensor
+    width = (math.isqrt(8 * len(tensor) + 1) - 1) // 2
+    rows = torch.arange(width, 0, -1)
+    return tensor[rows.cumsum(0) - rows]
 
 
 def _triangle(gram: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from headwise.conversion.job import read_layer
 from headwise.conversion.plan import refuse_latent
 from headwise.conversion.ranks import first_enters, my_windows, rank
 from headwise.conversion.results import LayerResults
-from headwise.conversion.saved import save_layer, write_statistics
+from headwise.conversion.saved import ABOUT, save_layer, write_statistics
 from headwise.conversion.sensitivity import output_sensitivities
 from headwise.conversion.sequential import begin_streams, traced, weighed_windows
 from headwise.conversion.statistics import statistics_of
@@ -64,6 +64,7 @@ def calibrate(
     *,
     calibrate: str | Path | Sequence[str | Path],
     calibration_tokens: int = 16_384,
+    overwrite: bool = False,
     progress: Progress = silent,
 ) -> Calibration:
     """Study a model on a text and keep what `convert` needs to know of it, whatever the target.
@@ -73,9 +74,10 @@ def calibrate(
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
-        output: the folder to write; must not exist, or be empty.
+        output: the folder to write; must not exist, or be empty, unless ``overwrite``.
         calibrate: a text, or several; see `headwise.evaluation.read_source`.
         calibration_tokens: how many of their tokens.
+        overwrite: replace statistics at ``output``.
         progress: told of each layer.
 
     Raises:
@@ -86,12 +88,12 @@ def calibrate(
     start = time.perf_counter()
     texts = check_texts(calibrate, calibration_tokens)
     destination = Path(output)
-    check_output(destination, overwrite=False)
+    check_output(destination, overwrite=overwrite, mark=ABOUT)
     checkpoint = open_checkpoint(source)
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
     run = run_identity(checkpoint, study=[text_identity(text) for text in texts], tokens=calibration_tokens)
-    with first_enters(FolderWriter(destination, {}, run=run)) as writer:
+    with first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer:
         windows, _ = open_windows(checkpoint, texts, calibration_tokens)
         results = study_windows(checkpoint, windows, writer.work, run, progress)
         if rank() == 0:

@@ -4,6 +4,7 @@ from headwise.evaluation.calibration import (
     calibration_windows,
     hold_out,
     read_source,
+    refuse_twice,
     text_identity,
     windows_beyond,
 )
@@ -31,6 +32,7 @@ from headwise.evaluation.text import (
     read_text,
     token_ids,
     token_windows,
+    usual_window,
     wrapping_ids,
 )
 
@@ -72,10 +74,12 @@ __all__ = [
     "read_pooling",
     "read_source",
     "read_text",
+    "refuse_twice",
     "score_window",
     "text_identity",
     "token_ids",
     "token_windows",
+    "usual_window",
     "windows_beyond",
     "wrapping_ids",
 ]

@@ -134,6 +134,8 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
         ArgumentError: it cannot be read, or has no such column.
         MissingExtraError: ``datasets`` is needed and not installed.
     """
+    if not str(source):
+        raise ArgumentError(name, "", "is empty; it must name a text")
     if str(source).startswith(DATASET_PREFIX):
         where, _, column = str(source).partition("#")
         repository, *parts = where.removeprefix(DATASET_PREFIX).split(":")
@@ -148,6 +150,24 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
         kind, files = _local_files(path, name)
         rows = _dataset_rows(source, name, kind, data_files=files, split="train")
     return _text(rows, column or _COLUMN, characters, source, name)
+
+
+def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
+    """Refuse texts of which two are the same, wherever they are: it would count twice.
+
+    Args:
+        sources: see `read_source`.
+        name: what an error calls them.
+
+    Raises:
+        ArgumentError: two are, or one cannot be read.
+    """
+    known: dict[str, str | Path] = {}
+    for source in sources:
+        identity = text_identity(source, name=name)
+        if identity in known:
+            raise ArgumentError(name, str(source), f"is the same text as {known[identity]}; name it once")
+        known[identity] = source
 
 
 def text_identity(source: str | Path, *, name: str = "calibrate") -> str:

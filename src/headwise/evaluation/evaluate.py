@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError, CheckpointError
+from headwise.evaluation.calibration import refuse_twice
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import decode_times
-from headwise.evaluation.text import read_text, token_windows
+from headwise.evaluation.text import read_text, token_windows, usual_window
 from headwise.progress import Progress, silent
 
 WINDOW = 2048
@@ -150,10 +151,11 @@ def evaluate(
     if not files:
         raise ArgumentError("text", files, "must be at least one file")
     contents = [read_text(file) for file in files]
+    refuse_twice(files, name="text")
     # Before the tokenizer, which says less of what is wrong with a folder.
     pair = open_pair(model, against=against, dtype=dtype, device=device, progress=progress)
     longest = pair.positions
-    window = _within("window", window, WINDOW, 2, longest)
+    window = _within("window", window, usual_window(longest, WINDOW), 2, longest)
     # The token that is timed has a position too.
     context = _within("context", context, CONTEXT, 1, None if longest is None else longest - 1)
     batches = [

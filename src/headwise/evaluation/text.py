@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import tokenize
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, SpecError
 
 
 def read_text(path: str | Path, *, characters: int | None = None, name: str = "text") -> str:
@@ -94,6 +94,22 @@ def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name
         )
     count = len(ids) // window if windows is None else min(windows, len(ids) // window)
     return torch.tensor(ids[: count * window]).view(count, window)
+
+
+def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
+    """Tokens of a text in a window where none are asked for: ``most``, or as many as the model has positions.
+
+    Args:
+        positions: the model's; None where it has no limit.
+        most: with what is put around them.
+        around: how many tokens a tokenizer puts around a text.
+
+    Raises:
+        SpecError: the model has no room for two.
+    """
+    if positions is not None and positions < 2 + around:
+        raise SpecError("max_position_embeddings", positions, f"must be at least {2 + around} for a text to be read")
+    return min(most, positions or most) - around
 
 
 def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list[dict[str, Any]]:

@@ -48,6 +48,9 @@ class RopeSpec:
             numbers = value if isinstance(value, tuple) else () if isinstance(value, str) else (value,)
             if not all(is_finite(n) for n in numbers):
                 raise SpecError(f"rope {name}", value, "must be a number, a word or a list of numbers")
+            if name in _DIVISORS:
+                for one in numbers or (value,):
+                    positive_number(f"rope {name}", one)
         # One order, so that equal embeddings compare equal.
         object.__setattr__(self, "parameters", tuple(sorted(self.parameters, key=lambda pair: pair[0])))
 
@@ -162,6 +165,8 @@ def _switches(spec: RopeSpec | AttentionSpec) -> None:
         if field.type == "bool" and not isinstance(value := getattr(spec, field.name), bool):
             raise SpecError(field.name, value, "must be true or false")
 
+
+_DIVISORS = ("factor", "short_factor", "long_factor")  # of frequencies
 
 MAX_SIZE = 2**40
 MAX_HEADS = 2**16
