@@ -41,13 +41,15 @@ def biases(projections: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
 
 @st.composite
 def rope_specs(draw: st.DrawFn, dims: st.SearchStrategy[int] | None = None) -> RopeSpec:
-    values = st.floats(0.125, 64.0) | st.integers(1, 9999) | st.booleans() | st.lists(st.floats(1, 2)).map(tuple)
-    names = st.sampled_from(["factor", "beta_fast", "beta_slow", "mscale_all_dim", "long_factor", "truncate"])
+    numbers = st.floats(0.125, 64.0) | st.integers(1, 9999)
+    lists = st.lists(st.floats(1, 2)).map(tuple)
+    names = st.sampled_from(["beta_fast", "beta_slow", "mscale_all_dim", "truncate"])
+    divisors = st.fixed_dictionaries({}, optional={"factor": numbers, "long_factor": lists})
     return RopeSpec(
         dim=draw(dims if dims is not None else st.integers(1, 32).map(lambda half: 2 * half)),
         theta=draw(st.floats(1.0, 1e7)),
         rope_type=draw(st.sampled_from(["default", "linear", "llama3", "yarn"])),
-        parameters=tuple(draw(st.dictionaries(names, values)).items()),
+        parameters=(*draw(st.dictionaries(names, numbers | st.booleans() | lists)).items(), *draw(divisors).items()),
         interleaved=draw(st.booleans()),
         max_position_embeddings=draw(st.none() | st.integers(1, 1 << 20)),
     )

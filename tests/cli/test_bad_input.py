@@ -365,6 +365,69 @@ def test_calibration_texts(refused: Refused, here: Path, tiny_llama: Path, conte
         assert line in refused("convert", "tiny", "out", *MLA, "--calibrate", "study.txt", "--dry-run")
 
 
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [
+        (("convert", "tiny", "out", *MLA, "--calibrate"), "calibrate"),
+        (("convert", "tiny", "out", *MLA, "--evaluate"), "evaluate"),
+        (("calibrate", "tiny", "out", "--calibrate"), "calibrate"),
+        (("frontier", "tiny", "--output", "out", "--no-plot", "--calibrate"), "calibrate"),
+        (
+            (
+                "frontier",
+                "tiny",
+                "--output",
+                "out",
+                "--no-plot",
+                "--calibrate",
+                "other.txt",
+                *SMALL[:4],
+                "--evaluate",
+            ),
+            "evaluate",
+        ),
+        (("evaluate", "tiny", *SMALL, "--text"), "text"),
+    ],
+    ids=lambda value: f"{value[0]}{value[-1]}" if isinstance(value, tuple) else value,
+)
+def test_a_text_counts_once_and_has_a_name(
+    refused: Refused, here: Path, tiny_llama: Path, command: tuple[str, ...], field: str
+) -> None:
+    """Whatever it is called the second time."""
+    (here / "other.txt").write_text("another text, as short as the first. " * 20)
+    shutil.copy(here / "text.txt", here / "copy.txt")
+    for again in ("text.txt", "./text.txt", "copy.txt"):
+        line = refused(*command, "text.txt", command[-1], again)
+        assert f"{field} = '{again}': is the same text as text.txt; name it once" in line
+    line = refused(*command, "")
+    assert f"{field} = ''" in line
+    assert "is empty" in line or field == "text"
+
+
+def test_statistics_have_a_name(refused: Refused, tiny_llama: Path) -> None:
+    line = refused("convert", "tiny", "out", *MLA, "--statistics", "")
+    assert "statistics = '': is empty; it must name a folder" in line
+
+
+def test_a_model_of_one_position_reads_no_text(refused: Refused, tiny_llama: Path, edit_config: Edit) -> None:
+    edit_config(max_position_embeddings=1)
+    for command in (
+        ("convert", "tiny", "out", *MLA, "--calibrate", "text.txt"),
+        ("convert", "tiny", "out", *MLA, "--evaluate", "text.txt"),
+        ("calibrate", "tiny", "out", "--calibrate", "text.txt"),
+        ("evaluate", "tiny", "--text", "text.txt"),
+    ):
+        assert "max_position_embeddings = 1: must be at least 2" in refused(*command)
+
+
+@describers
+def test_a_rope_factor_divides(
+    refused: Refused, tiny_llama: Path, command: tuple[str, ...], edit_config: Edit
+) -> None:
+    edit_config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0})
+    assert "rope factor = 0: must be a number above 0" in refused(*command)
+
+
 # --- the output folder ---------------------------------------------------------------------------------------
 
 
@@ -379,6 +442,21 @@ def test_an_output_that_is_taken(refused: Refused, here: Path, tiny_llama: Path)
     for taken in ("text.txt", "dangling", "linked", "loop"):
         for extra in ((), ("--overwrite",)):
             assert f"output = '{taken}': is a file or a link" in refused("convert", "tiny", taken, *MLA, *extra)
+
+
+def test_statistics_take_the_place_of_statistics(
+    cli: Callable[..., Said], refused: Refused, here: Path, tiny_llama: Path
+) -> None:
+    study = ("calibrate", "tiny", "st", "--calibrate", "text.txt", "--calibration-tokens", "64")
+    assert cli(*study).status == 0
+    assert "exists and is not empty; say --overwrite to replace it" in refused(*study)
+    before = (here / "st" / "statistics.json").read_text()
+    (here / "text.txt").write_text("some other text to study the model on. " * 20)
+    assert cli(*study, "--overwrite").status == 0
+    assert (here / "st" / "statistics.json").read_text() != before
+    rule = "has no statistics.json, so --overwrite will not replace it"
+    assert rule in refused("calibrate", "tiny", "tiny", "--calibrate", "text.txt", "--overwrite")
+    assert "is not a model folder, so --overwrite" in refused("convert", "tiny", "st", *MLA, "--overwrite")
 
 
 def test_an_output_that_would_eat_its_source(refused: Refused, here: Path, tiny_llama: Path) -> None:

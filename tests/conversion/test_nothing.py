@@ -142,5 +142,5 @@ def test_nan_is_said_to_be_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return {**state, "kv_b_proj.weight": state["kv_b_proj.weight"] * torch.nan}, channels
 
     monkeypatch.setattr(job, "convert_to_latent", broken)
-    with pytest.raises(headwise.CheckpointError, match=r"kv_b_proj\.weight': came out NaN or infinite$"):
+    with pytest.raises(headwise.CheckpointError, match=r"kv_b_proj\.weight': came out NaN$"):
         convert(source, tmp_path / "out", **MLA)

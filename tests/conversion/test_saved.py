@@ -172,6 +172,26 @@ def poison(file: Path) -> None:
     results.save(0, *found)
 
 
+def changed(**tensors: Any) -> Callable[[Path], None]:
+    """A layer's file with other tensors (of a function, what it makes of one; None for none), all checksums right."""
+
+    def spoil(file: Path) -> None:
+        results = LayerResults(file.parent)
+        found = results.load(0)
+        assert found is not None
+        own, about = found
+        for name, change in tensors.items():
+            made = change(own[name]) if callable(change) else change
+            own = {key: value for key, value in own.items() if key != name}
+            own |= {} if made is None else {name: made}
+        results.save(0, own, about)
+        said = json.loads((file.parent / "statistics.json").read_text())
+        said["layers"][0] = results.checksum(0)
+        (file.parent / "statistics.json").write_text(json.dumps(said))
+
+    return spoil
+
+
 def shrink(file: Path) -> None:
     file.write_bytes(save({"inputs": torch.zeros(3)}))
 
@@ -184,6 +204,22 @@ def shrink(file: Path) -> None:
         (Path.unlink, "is missing; calibrate again"),
         (shrink, "is cut short or damaged; calibrate again"),
         (poison, "holds NaN or infinite values: inputs of layer 0"),
+        (changed(keys=None), "lacks keys of layer 0"),
+        (changed(sensitivity=None), "lacks sensitivity of layer 0"),
+        (changed(more=torch.zeros(3)), "has a tensor too many: more of layer 0"),
+        (changed(inputs=torch.Tensor.half), "holds float16 in the place of float64: inputs of layer 0"),
+        (changed(keys=torch.Tensor.int), "holds int32 in the place of float64: keys of layer 0"),
+        (changed(distances=torch.Tensor.float), "holds float32 in the place of float64: distances of layer 0"),
+        (changed(sensitivity=torch.Tensor.double), "holds float64 in the place of float32: sensitivity of layer 0"),
+        (changed(inputs=torch.Tensor.neg), "holds negative sums of squares: inputs of layer 0"),
+        (changed(keys=torch.Tensor.neg), "holds negative sums of squares: keys of layer 0"),
+        (changed(sensitivity=torch.Tensor.neg), "holds negative sums of squares: sensitivity of layer 0"),
+        (changed(head_weight=torch.Tensor.neg), "holds negative sums of squares: head_weight of layer 0"),
+        (changed(inputs=lambda own: own[1:]), r"holds shape \(1224,\) in the place of \(1225,\): inputs of layer 0"),
+        (changed(sensitivity=lambda own: own[1:]), "sensitivity of layer 0"),
+        (changed(queries=lambda own: own[None]), r"holds shape \(1,\) in the place of \(\): queries of layer 0"),
+        (changed(distances=lambda own: own[1:]), "distances of layer 0"),
+        (changed(distances=lambda own: own[:, 1:]), r"layer-00000.* is not the layer that statistics\.json names"),
     ],
 )
 def test_a_damaged_layer_is_refused_by_name(
@@ -212,13 +248,26 @@ def test_another_models_are_refused(source: Path, statistics: Path, tmp_path: Pa
     convert(tmp_path / "moved", tmp_path / "out", to="mqa", statistics=statistics)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"format": 1}'])
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"format": 1}', "[" * 100_000])
 def test_what_is_no_such_folder_is_refused(
     source: Path, statistics: Path, tmp_path: Path, content: str | None
 ) -> None:
     about = statistics / "statistics.json"
     about.unlink() if content is None else about.write_text(content)
     with pytest.raises(headwise.CheckpointError, match=r"has no readable statistics\.json"):
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+
+
+@pytest.mark.parametrize("name", ["tokens", "window"])
+@pytest.mark.parametrize("value", ["1e999", "-5", "0", "true", '"512"', "512.0", "NaN"])
+def test_a_number_that_is_none_is_refused(
+    source: Path, statistics: Path, tmp_path: Path, name: str, value: str
+) -> None:
+    about = json.loads((statistics / "statistics.json").read_text())
+    content = json.dumps({**about, name: "here"}).replace('"here"', value)
+    (statistics / "statistics.json").write_text(content)
+    rule = rf"names .* {name} in its statistics\.json, which must be a whole number of at least 1"
+    with pytest.raises(headwise.CheckpointError, match=rule):
         convert(source, tmp_path / "out", to="mqa", statistics=statistics)
 
 

@@ -191,6 +191,13 @@ def test_what_a_latent_spec_refuses(fields: dict[str, Any], message: str) -> Non
         ({"dim": 64, "interleaved": "yes"}, r"interleaved = 'yes': must be true or false"),
         ({"dim": 64, "rope_type": []}, r"rope_type = \[\]: must be the name of a kind of scaling"),
         ({"dim": 64, "parameters": (("factor", None),)}, r"rope factor = None: must be a number, a word or a list"),
+        ({"dim": 64, "parameters": (("factor", 0.0),)}, r"rope factor = 0\.0: must be a number above 0"),
+        ({"dim": 64, "parameters": (("factor", -2),)}, r"rope factor = -2: must be a number above 0"),
+        ({"dim": 64, "parameters": (("factor", "2"),)}, r"rope factor = '2': must be a number above 0"),
+        (
+            {"dim": 4, "parameters": (("long_factor", (1.0, 0.0)),)},
+            r"rope long_factor = 0\.0: must be a number above",
+        ),
         ({"dim": 64, "theta": 0}, r"rope_theta = 0: must be a number above 0"),
         ({"dim": 64, "theta": float("nan")}, r"rope_theta = nan: must be a number above 0"),
         ({"dim": 64, "theta": float("inf")}, r"rope_theta = inf: must be a number above 0"),

@@ -256,7 +256,7 @@ class Job:
         if not bool(torch.isfinite(cast).all()):
             rule = f"does not fit in {dtype_name(self.dtype)}; choose a wider dtype"
             if not bool(torch.isfinite(tensor).all()):  # no dtype would do
-                rule = "came out NaN or infinite"
+                rule = f"came out {'NaN' if bool(tensor.isnan().any()) else 'infinite'}"
             raise CheckpointError("tensor", name, rule)
         return cast
 
