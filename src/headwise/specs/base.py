@@ -49,7 +49,7 @@ class RopeSpec:
             if not all(is_finite(n) for n in numbers):
                 raise SpecError(f"rope {name}", value, "must be a number, a word or a list of numbers")
             if name in _DIVISORS:
-                for one in numbers or (value,):
+                for one in value if isinstance(value, tuple) else (value,):
                     positive_number(f"rope {name}", one)
         # One order, so that equal embeddings compare equal.
         object.__setattr__(self, "parameters", tuple(sorted(self.parameters, key=lambda pair: pair[0])))
