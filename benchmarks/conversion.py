@@ -26,9 +26,10 @@ import torch
 from benchmarks.kept import Kept, say
 
 import headwise
-from benchmarks import data, published
-from headwise.checkpoints import Checkpoint, load_tokenizer, open_checkpoint
-from headwise.conversion import parse_target
+from benchmarks import data
+from headwise.checkpoints import Checkpoint, FolderWriter, load_tokenizer, open_checkpoint
+from headwise.conversion.saved import write_statistics
+from headwise.conversion.study import study_windows
 from headwise.evaluation import (
     calibration_windows,
     evaluate,
@@ -110,18 +111,15 @@ def plan(layer: AttentionSpec, sizes: Iterable[str], wanted: Sequence[str] = ("*
     return [row for row in rows if any(fnmatchcase(row.name, pattern) for pattern in wanted)]
 
 
-def variants(row: Row) -> Iterator[tuple[dict[str, Any], published.LatentMethod]]:
+def variants(row: Row) -> Iterator[dict[str, Any]]:
     """What a published method leaves open, each way: the split of the same bytes, and the method's own setting."""
     assert row.kv_lora_rank is not None
     assert row.qk_rope_head_dim is not None
     values = row.kv_lora_rank + row.qk_rope_head_dim
     splits = sorted({row.qk_rope_head_dim, *(P for P in ROTATED if values - P >= P)})
-    if row.method == "transmla":
-        for P, fold in product(splits, FOLDS):
-            yield {"qk_rope_head_dim": P, "freqfold": fold}, published.by_transmla(fold)
-    else:
-        for P, on_text in product(splits, (True, False)):
-            yield {"qk_rope_head_dim": P, "norms_on_text": on_text}, published.by_mha2mla(on_text=on_text)
+    name, ways = ("freqfold", FOLDS) if row.method == "transmla" else ("norms_on_text", (True, False))
+    for P, way in product(splits, ways):
+        yield {"qk_rope_head_dim": P, name: way}
 
 
 class Bench:
@@ -191,28 +189,33 @@ class Bench:
 
     def _convert_published(self, row: Row, folder: Path) -> dict[str, Any]:
         """The method's best way on the tuning text; each way's perplexity is kept as it is measured."""
-        moments = published.input_moments(
-            self.checkpoint,
-            self._study(row),
-            self.work / f"moments-{Path(self.source).name}-{'-'.join(row.texts)}-{self.tokens}.safetensors",
-        )
-        found: dict[str, tuple[float, dict[str, Any], published.LatentMethod]] = {}
-        for setting, method in variants(row):
+        found: dict[str, tuple[float, dict[str, Any]]] = {}
+        for setting in variants(row):
             name = f"{row.name}?" + "&".join(f"{key}={value}" for key, value in setting.items())
             if name not in self.kept.rows:
-                published.write(self.checkpoint, self._target(row, setting), method, moments, folder)
+                self._write_published(row, setting, folder)
                 self.kept.add(name, {**setting, "valid_perplexity": self._tuned(folder)})
-            found[name] = self.kept.rows[name]["valid_perplexity"], setting, method
+            found[name] = self.kept.rows[name]["valid_perplexity"], setting
             say(f"  {name:64} {found[name][0]:12.3f} on valid")
-        best, setting, method = min(found.values(), key=lambda one: one[0])
-        published.write(self.checkpoint, self._target(row, setting), method, moments, folder)
+        best, setting = min(found.values(), key=lambda one: one[0])
+        self._write_published(row, setting, folder)
         return {"setting": setting, "valid_perplexity": best}
 
-    def _target(self, row: Row, setting: dict[str, Any]) -> Any:
+    def _write_published(self, row: Row, setting: dict[str, Any], folder: Path) -> None:
         assert row.kv_lora_rank is not None
         assert row.qk_rope_head_dim is not None
         P = setting["qk_rope_head_dim"]
-        return parse_target("mla", kv_lora_rank=row.kv_lora_rank + row.qk_rope_head_dim - P, qk_rope_head_dim=P)
+        headwise.convert(
+            self.source,
+            folder,
+            to="mla",
+            kv_lora_rank=row.kv_lora_rank + row.qk_rope_head_dim - P,
+            qk_rope_head_dim=P,
+            method=f"transmla:{setting['freqfold']}" if row.method == "transmla" else "mha2mla",
+            statistics=self._statistics(row) if setting.get("norms_on_text", True) else None,
+            overwrite=True,
+            evaluate=False,
+        )
 
     @torch.inference_mode()
     def _tuned(self, folder: Path) -> float:
@@ -225,11 +228,17 @@ class Bench:
         nll = torch.stack([score_window({"model": model}, ids)["nll"] for ids in windows])
         return float(nll.mean().exp())
 
-    def _study(self, row: Row) -> torch.Tensor:
-        texts = [TEXTS[name](self.cache) for name in row.texts]
-        return calibration_windows(
-            load_tokenizer(self.checkpoint.path), texts, tokens=self.tokens, window=self.window
-        )
+    def _statistics(self, row: Row) -> Path:
+        """Of the source, for the published methods: of windows as long as those that are measured on; made once."""
+        folder = self.work / f"statistics-{Path(self.source).name}-{'-'.join(row.texts)}-{self.tokens}"
+        if not folder.exists():
+            texts = [TEXTS[name](self.cache) for name in row.texts]
+            tokenizer = load_tokenizer(self.checkpoint.path)
+            windows = calibration_windows(tokenizer, texts, tokens=self.tokens, window=self.window)
+            with FolderWriter(folder, {}) as writer:
+                results = study_windows(self.checkpoint, windows, writer.work)
+                write_statistics(writer.folder, results, self.checkpoint, texts, windows)
+        return folder
 
     def _exams(self) -> list[Path]:
         if self.split == "valid":

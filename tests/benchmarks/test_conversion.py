@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise
-from benchmarks import conversion, long, published, tables
-from headwise.checkpoints import open_checkpoint
-from headwise.conversion import parse_target
+from benchmarks import conversion, long, tables
+from headwise.checkpoints import load_tokenizer
+from headwise.conversion.saved import open_statistics
+from headwise.evaluation import calibration_windows
 from headwise.specs import GroupedSpec, RopeSpec, split_budget
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
@@ -66,20 +68,29 @@ def test_every_variant_is_another_and_keeps_the_rows_own_split_among_its_choices
     values: int, rotary: int, method: str
 ) -> None:
     row = Row("r", method, max(values - rotary, 1), rotary)
-    settings = [tuple(setting.items()) for setting, _ in variants(row)]
+    settings = [tuple(setting.items()) for setting in variants(row)]
     assert len(set(settings)) == len(settings)
     widths = {dict(setting)["qk_rope_head_dim"] for setting in settings}
     assert rotary in widths
     assert all(width == rotary or 2 * width <= row.kv_lora_rank + rotary for width in widths)
 
 
-# --- published methods as folders ---
+# --- published methods ---
 
 
-def test_moments_are_those_of_what_goes_into_each_attention(root: Path) -> None:
-    checkpoint = open_checkpoint(root / "source")
-    windows = torch.randint(3, 97, (5, 30), generator=torch.Generator().manual_seed(0))
-    moments = published.input_moments(checkpoint, windows, root / "moments.safetensors")
+def test_statistics_are_of_windows_as_long_as_those_that_are_measured_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"source": str(root / "source"), "cache": root / "cache", "work": root / "own", "json": root / "s.json"}
+    options |= {"tokens": 512, "items": 0, "windows": 2, "window": 64, "split": "test"}
+    bench = conversion.Bench(Namespace(**options))
+    folder = bench._statistics(Row("r", "transmla", 14, 10, ("wikitext",)))
+    monkeypatch.setattr(conversion, "study_windows", None)
+    assert bench._statistics(Row("s", "mha2mla", 12, 12, ("wikitext",))) == folder
+    known = open_statistics(folder, bench.checkpoint)
+    windows = calibration_windows(
+        load_tokenizer(root / "source"), [root / "cache/wikitext-2.train.txt"], tokens=512, window=64
+    )
     model, seen = headwise.load(root / "source", dtype=torch.float32), list[torch.Tensor]()
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
@@ -87,24 +98,9 @@ def test_moments_are_those_of_what_goes_into_each_attention(root: Path) -> None:
         )
     with torch.inference_mode():
         model(windows)
-    for gram, inputs in zip(moments, seen, strict=True):
-        flat = torch.cat((inputs.flatten(0, 1), torch.ones(150, 1)), dim=1).double()
-        assert_close(gram, flat.mT @ flat / 150, 1e-5)
-    again = published.input_moments(checkpoint, windows[:1], root / "moments.safetensors")
-    assert all(torch.equal(a, b) for a, b in zip(again, moments, strict=True))
-
-
-@pytest.mark.parametrize("method", ["transmla", "mha2mla"])
-def test_a_published_method_as_a_folder_loses_nothing_at_full_width(root: Path, method: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(root / "source")
-    solve = published.by_transmla(1) if method == "transmla" else published.by_mha2mla(on_text=True)
-    moments = [torch.eye(49, dtype=torch.float64)] * 2
-    target = parse_target("mla", kv_lora_rank=24, qk_rope_head_dim=24)
-    published.write(checkpoint, target, solve, moments, tmp_path / "made")
-    ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        before, after = (headwise.load(folder)(ids).logits for folder in (root / "source", tmp_path / "made"))
-    assert_close(after, before, 1e-9)
+    for index, inputs in enumerate(seen):
+        flat = torch.cat((inputs.flatten(0, 1), torch.ones(512, 1)), dim=1).double()
+        assert_close(known.layer(index)[0].inputs, flat.mT @ flat / 512, 1e-5)
 
 
 # --- the whole of it ---
@@ -132,7 +128,7 @@ def test_rows_are_measured_once_and_the_published_ones_at_their_best(
     assert rows["mla-24/headwise"]["choices"]["items"] == 3
     assert "choices" not in best
     assert rows["mla-24/headwise"]["conversion"]["calibration_tokens"] == 512
-    assert [path.name for path in (root / "work").iterdir()] == ["moments-source-wikitext-512.safetensors"]
+    assert [path.name for path in (root / "work").iterdir()] == ["statistics-source-wikitext-512"]
 
     assert [line.split(" | ")[0] for line in tables.conversion(document).splitlines()[2:]] == [
         *("| 48", "| 24", "| 24", "| 16, MQA")
@@ -141,7 +137,7 @@ def test_rows_are_measured_once_and_the_published_ones_at_their_best(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError
 
-    for module, name in ((headwise, "convert"), (published, "write"), (conversion, "evaluate")):
+    for module, name in ((headwise, "convert"), (conversion, "study_windows"), (conversion, "evaluate")):
         monkeypatch.setattr(module, name, never)
     before = (root / "a.json").read_bytes()
     conversion.main(arguments(root, "a.json", *wanted))

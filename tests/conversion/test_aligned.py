@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.attention.grouped import from_spec
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import aligned, convert_to_grouped
-from headwise.conversion.aligned import choose_groups
+from headwise.conversion.head_groups import Group, group_heads
 from headwise.conversion.merging import NormedHeads
 from headwise.conversion.metrics import KEY_WEIGHT, centred
 from headwise.conversion.rope_channels import as_rotated, to_complex
@@ -71,6 +71,15 @@ def random_statistics(spec: GroupedSpec, seed: int = 0) -> Statistics:
 def random_sensitivity(spec: GroupedSpec, seed: int = 9) -> Tensor:
     root = normal(seed, spec.hidden_size, spec.hidden_size)
     return root @ root.mT
+
+
+def chosen_groups(
+    state: dict[str, Tensor], spec: GroupedSpec, target: GroupedSpec, known: Statistics
+) -> tuple[list[Group], float]:
+    """The heads that come to share one, and what merging them is predicted to cost."""
+    _, lost = aligned._prepare(state, spec, known, None, KEY_WEIGHT)
+    groups = group_heads(lost, spec.num_kv_heads, target.num_kv_heads)
+    return groups, sum(lost(group) for group in groups)
 
 
 def output(spec: GroupedSpec, state: dict[str, Tensor], inputs: Tensor) -> Tensor:
@@ -226,7 +235,7 @@ def test_its_predicted_error_is_at_most_that_of_the_mean(
     target = as_grouped(spec, heads[1])
     state, known = random_state(spec, seed), random_statistics(spec, seed)
     made = convert_to_grouped(state, spec, target, statistics=known)
-    groups, predicted = choose_groups(state, spec, target, statistics=known)
+    groups, predicted = chosen_groups(state, spec, target, known)
     order = [head for one in groups for head in one]
     ordered, known_in_order = in_order(state, spec, order), head_weights_in_order(known, spec, order)
 
@@ -246,10 +255,10 @@ def test_groups_are_found_wherever_their_heads_are() -> None:
     for count, groups in SHUFFLED.items():
         state = mix_heads(random_state(spec), spec, groups)
         known = random_statistics(spec)
-        found, lost = choose_groups(state, spec, as_grouped(spec, count), statistics=known)
+        found, lost = chosen_groups(state, spec, as_grouped(spec, count), known)
         assert found == list(groups)
         different = random_state(spec)
-        assert lost < 1e-10 * choose_groups(different, spec, as_grouped(spec, count), statistics=known)[1]
+        assert lost < 1e-10 * chosen_groups(different, spec, as_grouped(spec, count), known)[1]
 
 
 def test_a_small_difference_between_normed_heads_stays_small() -> None:
@@ -347,8 +356,8 @@ def test_queries_of_normed_heads_ask_for_a_pair_together() -> None:
     for name in ("q_proj.weight", "q_proj.bias"):
         by_head = state[name].unflatten(0, (spec.num_heads, -1))
         louder[name] = (by_head.movedim(0, -1) * torch.arange(1.0, 13.0)).movedim(-1, 0).flatten(0, 1)
-    groups, lost = choose_groups(state, spec, target, statistics=known)
-    again, lost_again = choose_groups(louder, spec, target, statistics=known)
+    groups, lost = chosen_groups(state, spec, target, known)
+    again, lost_again = chosen_groups(louder, spec, target, known)
     assert again == groups
     assert lost_again == pytest.approx(lost, rel=1e-9)
     (heads,) = aligned._parts(state, spec, known, None).keys

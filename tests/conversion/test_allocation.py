@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.conversion.allocation import Choice, Node, allocate, curve
+from headwise.conversion.allocation import Choice, Node, allocate, curve, step_of
 from headwise.errors import ArgumentError
 
 
@@ -54,7 +54,7 @@ def test_what_cannot_be_spent_is_refused() -> None:
 
 def test_a_curve_goes_through_what_was_measured_and_is_exponential_between() -> None:
     nodes = [Node(64, 32, 0.08), Node(96, 32, 0.02), Node(128, 32, 0.01)]
-    made = curve(nodes, 128)
+    made = curve(nodes, 128, 8)
     assert [choice.steps for choice in made] == list(range(-4, 5))
     by_rank = {choice.node.rank: choice.node.loss for choice in made}
     assert [by_rank[rank] for rank in (64, 96, 128)] == pytest.approx([0.08, 0.02, 0.01])
@@ -67,7 +67,7 @@ def test_a_curve_takes_the_better_rotary_width_and_never_rises() -> None:
     nodes = [
         Node(rank, rotary, x) for rotary in losses for rank, x in zip((64, 96, 128), losses[rotary], strict=True)
     ]
-    by_values = {choice.node.values: choice.node for choice in curve(nodes, 128)}
+    by_values = {choice.node.values: choice.node for choice in curve(nodes, 128, 8)}
     assert sorted(by_values) == list(range(80, 177, 8))
     assert (by_values[96].rank, by_values[96].rotary) == (80, 16)
     assert by_values[96].loss == pytest.approx(math.sqrt(0.08 * 0.01))
@@ -78,14 +78,26 @@ def test_a_curve_takes_the_better_rotary_width_and_never_rises() -> None:
 
 def test_between_two_rotary_widths_the_loss_is_their_geometric_mean() -> None:
     nodes = [Node(rank, rotary, x) for rotary, x in ((16, 0.04), (32, 0.01)) for rank in (64, 72)]
-    by_values = {choice.node.values: choice.node for choice in curve(nodes, 96)}
+    by_values = {choice.node.values: choice.node for choice in curve(nodes, 96, 8)}
     assert by_values[88] == Node(64, 24, pytest.approx(0.02))
 
 
 def test_small_layers_go_in_small_steps() -> None:
-    made = curve([Node(8, 4, 1.0), Node(12, 4, 0.5), Node(16, 4, 0.25)], 16)
+    made = curve([Node(8, 4, 1.0), Node(12, 4, 0.5), Node(16, 4, 0.25)], 16, step_of([16, 16]))
     assert [(choice.steps, choice.node.values) for choice in made] == [(k, 16 + 2 * k) for k in range(-2, 3)]
 
 
+def test_a_total_is_kept_where_some_layers_are_small() -> None:
+    """A small layer that gains much by growing, beside a large one that loses nothing by giving."""
+    assert step_of([48, 96]) == 8
+    shares = [24, 96]
+    small = [Node(16, 4, 3.0), Node(20, 4, 1.0), Node(30, 4, 0.1)]
+    large = [Node(64, 16, 0.1), Node(80, 16, 0.1), Node(96, 16, 0.1)]
+    plan = allocate(
+        [curve(nodes, share, step_of(shares)) for nodes, share in zip((small, large), shares, strict=True)]
+    )
+    assert [node.values for node in plan] == [34, 86]
+
+
 def test_a_layer_that_loses_nothing_has_a_curve() -> None:
-    assert [choice.node.loss for choice in curve([Node(64, 32, 0.0), Node(80, 32, 0.0)], 96)] == [0.0] * 3
+    assert [choice.node.loss for choice in curve([Node(64, 32, 0.0), Node(80, 32, 0.0)], 96, 8)] == [0.0] * 3

@@ -339,22 +339,6 @@ def test_principal_directions_leave_what_the_dropped_singular_values_hold(rank: 
     assert abs(left - float(torch.linalg.svdvals(samples)[rank:].square().sum())) < 1e-8
 
 
-@pytest.mark.parametrize(
-    ("ranking", "rope_dim", "expected"),
-    [
-        ("high", 8, [0, 1, 0, 1]),
-        ("low", 8, [2, 3, 2, 3]),
-        ("uniform", 8, [0, 2, 0, 2]),
-        ("uniform", 4, [0, 0]),
-        ("high", 6, [0, 1, 0]),
-    ],
-)
-def test_rankings_by_place(ranking: Any, rope_dim: int, expected: list[int]) -> None:
-    example = Example("half-split")
-    target = as_latent(example.spec, 4, rope_dim)
-    assert mha2mla(example.state, example.spec, target, ranking=ranking)[1] == expected
-
-
 def test_norms_of_weights_decide_without_text() -> None:
     example = Example("half-split")
     for pair in ((0, 2), (1, 1)):
@@ -370,8 +354,6 @@ def test_bad_arguments_are_named() -> None:
     for freqfold in (0, -1, 3, 8):
         with pytest.raises(headwise.ArgumentError, match=rf"freqfold = {freqfold}: must divide the 4 frequencies"):
             transmla(example.state, example.spec, target, moments=example.gram, freqfold=freqfold)
-    with pytest.raises(headwise.ArgumentError, match="ranking = 'best': must be one of norm, high, low, uniform"):
-        mha2mla(example.state, example.spec, target, ranking="best")  # type: ignore[arg-type]
 
 
 def test_the_first_head_of_each_group_stays() -> None:

@@ -18,6 +18,7 @@ from headwise.conversion.job import read_layer
 from headwise.conversion.refit import Cost, OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities
+from headwise.conversion.sequential import Sequential, Tried
 from headwise.conversion.statistics import Statistics, output_metric, root
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec
@@ -154,7 +155,7 @@ def test_an_error_costs_its_nats_up_to_a_limit() -> None:
     unlimited = Cost(metric)
     assert torch.allclose(unlimited(errors), plain, rtol=1e-4)
     assert torch.equal(unlimited.weight(errors), torch.ones(301))
-    cost = unlimited.limited(errors)
+    cost = unlimited.limited(unlimited.plain(errors))
     assert cost.limit == pytest.approx(10 * float(plain.median()), rel=1e-4)
     assert float(cost(errors)[0]) == pytest.approx(cost.limit, rel=1e-3)
     varied = errors.clone().requires_grad_()
@@ -191,7 +192,7 @@ def test_an_outlier_is_not_what_a_refit_serves() -> None:
     for limited in (False, True):
         cost = Cost(torch.eye(4))
         refit = OutputRefit(start, None)
-        refit.add(mixed, wanted, cost.limited(wanted - mixed @ start.mT) if limited else cost)
+        refit.add(mixed, wanted, cost.limited(cost.plain(wanted - mixed @ start.mT)) if limited else cost)
         found[limited] = float((refit.solve(0.0)["o_proj.weight"] - weight).abs().max())
     assert found[True] < 0.02
     assert found[False] > 1
@@ -218,6 +219,33 @@ def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:
     refined = refine(blurred, output, samples, Cost(torch.eye(48)), steps=60, rate=1e-2)
     assert error(refined) < 0.2 * error(blurred)
     assert all(not tensor.requires_grad for tensor in refined.values())
+
+
+@pytest.mark.parametrize(
+    ("without", "refits"), [((), 4), (("refine",), 2), (("refit",), 0), (("refine", "refit"), 0)]
+)
+def test_a_layer_is_refitted_again_only_after_a_descent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...], refits: int
+) -> None:
+    (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)
+    made = list[Tried]()
+    refitted = Sequential._refitted
+
+    def counted(self: Sequential, tried: Tried, cost: Cost) -> Tried:
+        made.append(tried)
+        return refitted(self, tried, cost)
+
+    monkeypatch.setattr(Sequential, "_refitted", counted)
+    headwise.convert(
+        save_tiny(tmp_path / "tiny"),
+        tmp_path / "out",
+        to="mqa",
+        calibrate=tmp_path / "text.txt",
+        calibration_tokens=512,
+        without=without,
+        evaluate=False,
+    )
+    assert len(made) == refits  # of two layers
 
 
 def test_the_root_is_symmetric_and_its_square_is_the_matrix() -> None:

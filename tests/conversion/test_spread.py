@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from headwise.conversion import spread
 from headwise.conversion.heads import Layer, rotation_tables
 from headwise.conversion.job import read_layer
 from headwise.conversion.latent import convert_to_latent
+from headwise.conversion.metrics import KEY_WEIGHT
 from headwise.conversion.spread import Trial, held_pieces, narrowed, sizes_to_try
 from headwise.conversion.statistics import Statistics, statistics_of
 from headwise.hf import LayerwiseModel
@@ -93,7 +94,7 @@ def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
     trial = Trial(model, pieces)
     module = model.layer(0)
     streams = [trial.replaced(0, module, trial.source, Layer(layer.spec, x)) for x in (layer.state, blurred)]
-    assert trial.errors(0, module, [layer], torch.eye(48)) == [pytest.approx(0.0, abs=1e-9)]
+    assert trial.errors(0, module, torch.eye(48))(layer) == pytest.approx(0.0, abs=1e-9)
     trial.source = trial.model.run(0, module, trial.source)
     last = model.layer(1)
     streams = [trial.model.run(1, last, stream) for stream in streams]
@@ -187,3 +188,41 @@ def test_where_there_is_nothing_to_spread_it_is_not_tried(
     done = converted(tmp_path, **options)
     assert done.spread is None
     assert "spread" not in json.dumps(done.notes)
+
+
+def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uneven(tmp_path / "source")
+    wanted = spread.KEY_WEIGHTS[2], spread.KEY_WEIGHTS[0], spread.KEY_WEIGHTS[1]
+    weights: dict[int, float] = {}
+    kept, given = list[Layer](), list[float]()
+    solutions, solve = spread.solutions, convert_to_latent
+
+    def noted(*args: Any, key_weight: float = KEY_WEIGHT) -> Iterator[tuple[tuple[int, int], Layer]]:
+        for size, layer in solutions(*args, key_weight=key_weight):
+            kept.append(layer)  # so that no other has its id
+            weights[id(layer)] = key_weight
+            yield size, layer
+
+    def solved(*args: Any, key_weight: float, **kwargs: Any) -> Any:
+        given.append(key_weight)
+        return solve(*args, key_weight=key_weight, **kwargs)
+
+    def errors(_: Trial, index: int, *rest: Any) -> Callable[[Layer], float]:
+        return lambda layer: 0.5 if weights[id(layer)] == wanted[index] else 1.0
+
+    monkeypatch.setattr(spread, "solutions", noted)
+    monkeypatch.setattr(Trial, "errors", errors)
+    monkeypatch.setattr(spread, "_try_plans", lambda *_: [0.5, 0.4])
+    monkeypatch.setattr("headwise.conversion.job.convert_to_latent", solved)
+    done = converted(tmp_path)
+    assert done.spread is not None
+    assert done.spread.key_weights == wanted == tuple(given)
+    assert not done.spread.is_even
+    assert done.spread.predicted[1] < done.spread.predicted[0]
+    assert any("keys counting 0.125 to 2 beside values" in note for note in done.notes)
+    given.clear()
+    monkeypatch.setattr(spread, "_try_plans", lambda *_: [0.4, 0.5])
+    assert converted(tmp_path, "even").spread == replace(
+        done.spread, sizes=done.spread.even, key_weights=(KEY_WEIGHT,) * 3, measured=(0.4, 0.5)
+    )
+    assert given == [KEY_WEIGHT] * 3

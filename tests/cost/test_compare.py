@@ -31,7 +31,7 @@ def test_llama_3_8b_row_by_row() -> None:
         ("GQA 32/2 × 128", 1024, False),
         ("MQA 32/1 × 128", 512, False),
         ("MLA 1024 + 1024", 4096, False),
-        ("MLA 768 + 256", 2048, False),
+        ("MLA 896 + 128", 2048, False),
         ("MLA 384 + 128", 1024, False),
         ("latent-space 1024", 4096, False),
         ("latent-space 512", 2048, False),
@@ -48,7 +48,7 @@ def test_llama_3_8b_row_by_row() -> None:
         "--to gqa:4",
         "--to gqa:2",
         "--to mqa",
-        *(f"--to mla --kv-lora-rank {r} --qk-rope-head-dim {p}" for r, p in ((1024, 1024), (768, 256), (384, 128))),
+        *(f"--to mla --kv-lora-rank {r} --qk-rope-head-dim {p}" for r, p in ((1024, 1024), (896, 128), (384, 128))),
     ]
     assert {row.convert_to for row in rows[9:]} == {None}
     source = rows[2]

@@ -125,6 +125,7 @@ def test_a_single_window_cannot_be_split() -> None:
 
 def test_a_file_is_its_text(texts: list[Path], tmp_path: Path) -> None:
     assert read_source(texts[0]) == texts[0].read_text()
+    assert read_source(texts[0], characters=7) == texts[0].read_text()[:7]
     odd = tmp_path / "a#b.txt"
     odd.write_text("odd")
     assert read_source(odd) == "odd"

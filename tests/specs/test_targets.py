@@ -121,7 +121,8 @@ def test_a_budget_is_spent_to_the_last_value_on_a_layer_that_can_be(spec: Groupe
     [
         (4096, (1024, 1024)),
         (2048, (1024, 1024)),
-        (1024, (768, 256)),
+        (2047, (1919, 128)),
+        (1024, (896, 128)),
         (512, (384, 128)),
         (47, (35, 12)),
         (40, (30, 10)),
@@ -133,10 +134,27 @@ def test_how_llama_splits_a_budget(values: int, expected: tuple[int, int]) -> No
 
 
 @given(st.integers(96, 2047))
-def test_about_a_quarter_goes_to_the_rotary_key_in_sixteens(values: int) -> None:
+def test_about_a_quarter_goes_to_the_rotary_key_in_sixteens_up_to_what_a_head_rotates(values: int) -> None:
     _, rope_dim = split_budget(LLAMA, values)
     assert rope_dim % 16 == 0
-    assert abs(rope_dim - values / 4) <= 8
+    assert abs(rope_dim - min(values / 4, 128)) <= 8
+
+
+def test_a_rotary_key_does_not_grow_with_the_number_of_heads() -> None:
+    heads = 32
+    spec = GroupedSpec(
+        hidden_size=4096, num_heads=heads, num_kv_heads=heads, head_dim=128, rope=RopeSpec(dim=128), is_causal=True
+    )
+    assert split_budget(spec, 4096) == (3968, 128)
+    small = GroupedSpec(
+        hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, rope=RopeSpec(dim=64), is_causal=True
+    )
+    assert [split_budget(small, values) for values in (96, 128, 192, 216)] == [
+        (64, 32),
+        (96, 32),
+        (144, 48),
+        (168, 48),
+    ]
 
 
 @pytest.mark.parametrize("values", [2, 0, -5])

@@ -6,10 +6,26 @@ import errno
 import os
 import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from headwise.errors import CheckpointError
+
 _LOCK = "lock"
+
+
+@contextmanager
+def clearly(field: str, path: str | Path, done: str = "written") -> Iterator[None]:
+    """Let what the system refuses the block say which file it is about, and what could not be done.
+
+    Raises:
+        CheckpointError: in the place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(field, str(path), f"could not be {done}: {error.strerror or error}") from None
 
 
 def sync(path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +15,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo, dtype_name
-from headwise.checkpoints.disk import empty_folder, lock_folder, remove_locked, sync, unlock, write_whole
+from headwise.checkpoints.disk import clearly, empty_folder, lock_folder, remove_locked, sync, unlock, write_whole
 from headwise.checkpoints.folder import INDEX, SINGLE
 from headwise.checkpoints.shards import ShardWriter, is_whole, plan_shards
 from headwise.errors import ArgumentError, CheckpointError
@@ -131,24 +131,22 @@ class FolderWriter:
             elif isinstance(error, KeyboardInterrupt) and self._is_kept():
                 error.add_note(_KEPT.removeprefix("; "))
         except OSError as failure:
-            raise self._refusal(_could_not(failure)) from failure
+            raise self._refusal(f"could not be written: {failure.strerror or failure}") from failure
         finally:
             self._leave()
 
     def announce(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Say what tensors there really are, those told before having been provisional."""
         self._lay_out(tensors)
-        try:
+        with self._clearly():
             self._find_whole()
-        except OSError as error:
-            raise self._failed(error) from None
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one of the tensors that are `missing`."""
         del self._missing[name]
         info, shard = self._tensors[name], self._shard_of[name]
         assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), (name, tensor.shape, info)
-        try:
+        with self._clearly():
             if shard.file not in self._open:
                 self._open[shard.file] = ShardWriter(shard, self.folder)
             self._open[shard.file].write(name, tensor)
@@ -156,8 +154,6 @@ class FolderWriter:
                 del self._open[shard.file]
             if not self._missing:
                 self._write_index()
-        except OSError as error:
-            raise self._failed(error) from None
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a JSON file into the folder."""
@@ -166,17 +162,13 @@ class FolderWriter:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text file into the folder."""
-        try:
+        with self._clearly():
             (self.folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise self._failed(error) from error
 
     def add_companions(self, checkpoint: Checkpoint) -> None:
         """Let the source write its tokenizer and settings into the folder."""
-        try:
+        with self._clearly():
             checkpoint.copy_companions(self.folder)
-        except OSError as error:
-            raise self._failed(error) from error
 
     def _take_up(self) -> None:
         """Find what the last run left, and clear away what is of no use."""
@@ -242,8 +234,8 @@ class FolderWriter:
     def _refusal(self, rule: str) -> CheckpointError:
         return CheckpointError("output", str(self.output), rule + (_KEPT if self._is_kept() else ""))
 
-    def _failed(self, error: OSError) -> CheckpointError:
-        return CheckpointError("output", str(self.output), _could_not(error))  # `__exit__` says what is kept
+    def _clearly(self) -> AbstractContextManager[None]:
+        return clearly("output", self.output)  # `__exit__` says what is kept
 
     def _is_kept(self) -> bool:
         return self._run is not None and self._has_something()
@@ -286,10 +278,6 @@ def check_output(output: Path, *, overwrite: bool) -> None:
             raise ArgumentError("output", str(output), "exists and is not empty; say --overwrite to replace it")
         if not (output / "config.json").is_file():
             raise ArgumentError("output", str(output), "is not a model folder, so --overwrite will not replace it")
-
-
-def _could_not(error: OSError) -> str:
-    return f"could not be written: {error.strerror or error}"
 
 
 def _digest(run: str, tensors: Mapping[str, TensorInfo], shard_bytes: int) -> str:

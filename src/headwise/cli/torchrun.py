@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from headwise.cli.app import err
+from headwise.cli.app import StoppedError, err
 from headwise.errors import HeadwiseError
 
 _FAILED = "headwise/failed"
@@ -21,8 +21,8 @@ _WAIT = timedelta(days=2)
 def as_one_process() -> Iterator[None]:
     """Share the block's work with the other processes, where torchrun has started several.
 
-    The first process alone prints. Of all that fail, the first to fail says why; each ends with status 2 for bad
-    input and 1 for a failure. torchrun stops all as soon as one has ended: one that is already failing, and may be
+    The first process alone prints. Of all that fail, the first to fail says why, and all end with its status: 2 for
+    bad input, 1 for a failure. torchrun stops all as soon as one has ended: one that is already failing, and may be
     the one to say why, is left to end by itself.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
@@ -49,16 +49,24 @@ def as_one_process() -> Iterator[None]:
         yield
     except BaseException as error:
         ending = True
+        own = f"{rank} {_status(error)}"
         with suppress(RuntimeError):  # torchrun itself, which keeps the store, may be gone
-            if store.add(_FAILED, 1) > 1:  # another process has failed, and said so; this one has lost it
-                sys.exit(2)
-        if isinstance(error, RuntimeError) and not isinstance(error, HeadwiseError) and _is_lost(error):
+            if (first := store.compare_set(_FAILED, "", own).decode()) != own:  # another has failed, and said so
+                sys.exit(int(first.split()[1]))
+        if isinstance(error, RuntimeError) and _is_lost(error):
             sys.stderr.write("headwise: another process of this run was ended; the same command goes on from there\n")
             sys.exit(1)
         raise
     else:
         dist.destroy_process_group()
         signal.signal(signal.SIGTERM, before)
+
+
+def _status(error: BaseException) -> int:
+    """What a process ends with that fails so."""
+    return (
+        2 if isinstance(error, HeadwiseError) else 130 if isinstance(error, KeyboardInterrupt | StoppedError) else 1
+    )
 
 
 def _is_lost(error: RuntimeError) -> bool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import dtype_name
+from headwise.checkpoints.disk import clearly
 from headwise.conversion.ranks import all_sum, barrier, rank
 from headwise.errors import CheckpointError
 
@@ -57,7 +56,7 @@ class Activations:
         self.folder, self.streams, self.shape, self.dtype = folder, streams, shape, dtype
         self._about = {"run": run, "streams": list(streams), "shape": list(shape), "dtype": dtype_name(dtype)}
         self._window_bytes = shape[1] * shape[2] * dtype.itemsize
-        with self._clearly("prepared"):
+        with clearly("activations", self.folder, "prepared"):
             folder.mkdir(parents=True, exist_ok=True)
             self.layer = self._last_commit()
             barrier()
@@ -77,7 +76,7 @@ class Activations:
         assert self.layer is not None, "nothing was committed yet"
         assert 0 <= start < stop <= len(self), (start, stop)
         states = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
-        with self._clearly("read"), self._file(stream, self.layer).open("rb") as file:
+        with clearly("activations", self.folder, "read"), self._file(stream, self.layer).open("rb") as file:
             file.seek(start * self._window_bytes)
             if file.readinto(_bytes(states)) != states.nbytes:
                 raise CheckpointError("activations", str(self.folder), "are cut short")
@@ -92,13 +91,18 @@ class Activations:
         assert states.shape[1:] == self.shape[1:], (states.shape, self.shape)
         assert 0 <= start <= start + len(states) <= len(self), (start, len(states))
         path = self._file(stream, self._next)
-        with self._clearly("written"), os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+        with (
+            clearly("activations", self.folder),
+            os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
+        ):
             file.seek(start * self._window_bytes)
             file.write(_bytes(states.detach().to("cpu", self.dtype).contiguous()))
             self._written.update((stream, window) for window in range(start, start + len(states)))
 
     def commit(self) -> None:
-        """Make what was written what is read, on disk first: a run killed after this goes on from here.
+        """Make what was written what is read: a run killed after this goes on from here.
+
+        Nothing waits for the disk. What a power cut takes is missed by its checksum, and made again from layer 0.
 
         Raises:
             CheckpointError: the disk is full, or the files cannot be written.
@@ -106,14 +110,14 @@ class Activations:
         total = int(all_sum(torch.tensor(float(len(self._written)), dtype=torch.float64)))
         assert total == len(self) * len(self.streams), "a window was not written"
         if rank() == 0:
-            with self._clearly("written"):
+            with clearly("activations", self.folder):
                 sums = {stream: _checksum(self._file(stream, self._next)) for stream in self.streams}
                 state = self.folder / f"{_STATE}.new"
                 state.write_text(json.dumps({**self._about, "layer": self._next, "sums": sums}))
                 os.replace(state, self.folder / _STATE)
         barrier()
         self.layer = self._next
-        with self._clearly("written"):
+        with clearly("activations", self.folder):
             self._clear()
 
     @property
@@ -144,20 +148,12 @@ class Activations:
                     file.unlink()
         barrier()
 
-    @contextmanager
-    def _clearly(self, done: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            rule = f"could not be {done}: {error.strerror or error}"
-            raise CheckpointError("activations", str(self.folder), rule) from None
-
 
 class Spill:
     """Windows ``[N, W, E]`` float32 in a file, for as long as one layer needs them.
 
     Args:
-        path: of the file, which is made anew.
+        path: of the file; of one that is there, what is written takes the place.
         shape: N, W and E.
     """
 
@@ -171,13 +167,12 @@ class Spill:
         Raises:
             CheckpointError: the disk is full, or the file cannot be written.
         """
-        try:
-            with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-                file.seek(window * self._bytes)
-                file.write(_bytes(states.detach().float().contiguous()))
-        except OSError as error:
-            rule = f"could not be written: {error.strerror or error}"
-            raise CheckpointError("activations", str(self.path), rule) from None
+        with (
+            clearly("activations", self.path),
+            os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
+        ):
+            file.seek(window * self._bytes)
+            file.write(_bytes(states.detach().float().contiguous()))
 
     def read(self, window: int) -> Tensor:
         """One window."""

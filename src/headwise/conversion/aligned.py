@@ -67,21 +67,6 @@ def align(
     return out
 
 
-def choose_groups(
-    state: Mapping[str, Tensor],
-    source: GroupedSpec,
-    target: GroupedSpec,
-    *,
-    statistics: Statistics | None = None,
-    sensitivity: Tensor | None = None,
-    key_weight: float = KEY_WEIGHT,
-) -> tuple[list[Group], float]:
-    """The key–value heads of each group that `align` makes, and what merging them costs; see there."""
-    _, lost = _prepare(state, source, statistics, sensitivity, key_weight)
-    groups = group_heads(lost, source.num_kv_heads, target.num_kv_heads)
-    return groups, sum(lost(group) for group in groups)
-
-
 def _prepare(
     state: Mapping[str, Tensor],
     source: GroupedSpec,

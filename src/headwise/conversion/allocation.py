@@ -1,7 +1,7 @@
 """Spend one total over layers: a size for each, such that what they lose together is least.
 
-Sizes are counted in steps from the layer's share of an even plan, so that a plan whose steps sum to 0 spends exactly
-what the even one does.
+Sizes are counted in steps, as large for every layer, from the layer's share of an even plan, so that a plan whose
+steps sum to 0 spends exactly what the even one does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from headwise.errors import ArgumentError
 
 STEP = 8
-"""Cached values a token that sizes differ by; 2 where a layer has fewer than `COARSE`."""
+"""Cached values a token that sizes differ by; 2 where some layer has fewer than `COARSE`."""
 
 COARSE = 48
 
@@ -47,12 +47,12 @@ class Choice(NamedTuple):
     node: Node
 
 
-def step_of(values: int) -> int:
-    """What the sizes of a layer differ by whose even share is ``values``."""
-    return STEP if values >= COARSE else 2
+def step_of(shares: Sequence[int]) -> int:
+    """What the sizes of layers differ by whose even shares are these, in values."""
+    return STEP if min(shares) >= COARSE else 2
 
 
-def curve(nodes: Sequence[Node], share: int) -> list[Choice]:
+def curve(nodes: Sequence[Node], share: int, step: int) -> list[Choice]:
     """The best size of every number of values that measured ones allow, from the smallest up.
 
     Between two of them the loss is taken to be exponential, first in the rank and then in the rotary width; of one
@@ -62,8 +62,8 @@ def curve(nodes: Sequence[Node], share: int) -> list[Choice]:
         nodes: what was measured, one of them of the even share; of each rotary width, the smallest and the largest
             of all ranks among them.
         share: that share, in values.
+        step: `step_of` the shares of all layers.
     """
-    step = step_of(share)
     lines = {
         rotary: _falling(sorted(node for node in nodes if node.rotary == rotary))
         for rotary in sorted({node.rotary for node in nodes})

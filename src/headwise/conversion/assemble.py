@@ -16,7 +16,7 @@ from headwise.specs import GroupedSpec, LatentSpec
 
 def projections(state: Mapping[str, Tensor], target: LatentSpec) -> tuple[Tensor, Tensor, Tensor]:
     """The query, key and value projections ``[rows, E']``; with biases, as a last column for an input of 1."""
-    q, k, v = (with_bias(state, name, _is_biased(target)) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (with_bias(state, name, is_biased(target)) for name in ("q_proj", "k_proj", "v_proj"))
     return q, k, v
 
 
@@ -54,7 +54,7 @@ def assemble(
     rescale = (target.qk_head_dim / D) ** 0.5 * (
         1.0 if source.softmax_scale is None else source.softmax_scale * D**0.5
     )
-    biased = _is_biased(target)
+    biased = is_biased(target)
     out = {
         **split_bias("q_proj", torch.cat(queries, dim=1).flatten(0, 1) * rescale, biased),
         **split_bias("kv_a_proj_with_mqa", torch.cat((down, k_rope)), biased),
@@ -66,7 +66,8 @@ def assemble(
     return out
 
 
-def _is_biased(target: LatentSpec) -> bool:
+def is_biased(target: LatentSpec) -> bool:
+    """Whether the layer has biases of queries and of the latent."""
     return "kv_a_proj_with_mqa" in target.bias
 
 

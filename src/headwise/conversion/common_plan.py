@@ -90,8 +90,7 @@ class SharedPlan(Sequential):
             cost = output_cost(sensitivity, spec.hidden_size)
 
             def held(layer: Layer) -> float:
-                errors = self._held_errors(lambda at: layer.output(self.inputs.read(at), rotation))
-                return float(cost(errors).mean())
+                return float(self._held_nats(lambda at: layer.output(self.inputs.read(at), rotation), cost).mean())
 
             costs["shared"] = held(shared.float())
             costs["own"] = held(Layer(shared.spec, made, channels).float())

@@ -15,7 +15,7 @@ from headwise.conversion.ranks import temporary_folder, world_size
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics
 from headwise.conversion.sensitivity import PIECE
-from headwise.conversion.sequential import PASSES, STAGES, WEIGHED, Sequential
+from headwise.conversion.sequential import PASSES, STAGES, Sequential, weighed_windows
 from headwise.conversion.spread import TOKENS
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
@@ -87,7 +87,7 @@ def _on_text(
     """
     windows, held = open_windows(job.checkpoint, texts, tokens)
     model = LayerwiseModel(job.checkpoint, torch.float32)
-    weighed = min(max(WEIGHED // windows.shape[1], 1), len(windows) - held)
+    weighed = weighed_windows(windows, len(windows) - held)
     weighing = _weighing(model, windows[:1]) if "sensitivity" in stages else 0.0
     processes = world_size()
     with temporary_folder() as folder:

@@ -137,7 +137,7 @@ def write_folder(
     spread = None
     if isinstance(study, Sequential) and "spread" in study.stages:
         spread = spread_plan(job, study, writer.work, progress)
-        job.resize(spread.sizes)
+        job.resize(spread.sizes, spread.key_weights)
     if rank() == 0:
         writer.announce(job.tensors)
     job.fill(writer, study, progress)

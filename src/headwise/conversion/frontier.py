@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
-from headwise.checkpoints.disk import lock_folder, remove_locked, unlock, write_whole
+from headwise.checkpoints.disk import clearly, lock_folder, remove_locked, unlock, write_whole
 from headwise.conversion.calibration import check_texts, open_windows
 from headwise.conversion.convert import convert
 from headwise.conversion.frontier_page import markdown, page, refuse_no_plotly
@@ -261,11 +261,9 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _write(file: Path, content: str) -> None:
-    try:
+    with clearly("output", file):
         file.parent.mkdir(exist_ok=True)
         write_whole(file, content.encode(errors="backslashreplace"))
-    except OSError as error:
-        raise CheckpointError("output", str(file), f"could not be written: {error.strerror or error}") from None
 
 
 def _refuse_output(folder: Path) -> None:

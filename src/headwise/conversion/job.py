@@ -15,6 +15,7 @@ from headwise.conversion.clock import Clock
 from headwise.conversion.grouped import METHODS, Method, convert_to_grouped
 from headwise.conversion.heads import NORM_EPS, Layer
 from headwise.conversion.latent import convert_to_latent
+from headwise.conversion.metrics import KEY_WEIGHT
 from headwise.conversion.plan import Target, plan_layers, refuse_latent
 from headwise.conversion.published import PUBLISHED, convert_as_published, is_published, refuse_published
 from headwise.conversion.ranks import rank
@@ -54,7 +55,7 @@ class Job:
     """One conversion's plan: what is read, what each layer becomes, what is written."""
 
     def __init__(
-        self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype | None, merging: str | None = None
+        self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype | None, method: str | None = None
     ) -> None:
         self.checkpoint = checkpoint
         self.before = checkpoint.spec
@@ -67,15 +68,16 @@ class Job:
         )
         # Before anything is made of the sizes the config claims.
         check_complete(checkpoint)
-        self.published, self.merging = _methods(merging)
+        self.published, self.merging = _methods(method)
         if self.published is not None:
             if self.after.mechanism != "mla":
-                raise ArgumentError("method", merging, "goes with mla")
+                raise ArgumentError("method", method, "goes with mla")
             refuse_published(self.published, self.before)
-        elif merging is not None and self.method not in METHODS:
-            raise ArgumentError("method", merging, "says how heads come to be shared, and none do here")
+        elif method is not None and self.method not in METHODS:
+            raise ArgumentError("method", method, "says how heads come to be shared, and none do here")
         self.dtype = dtype or checkpoint.dtype
         self.clock = Clock()
+        self.key_weights: tuple[float, ...] | None = None  # of each layer, where they are not all the same
         self.kept: Tensor | None = None  # rotary channels that every layer keeps, where all are to keep the same
         self._lay_out()
 
@@ -87,10 +89,10 @@ class Job:
             name: TensorInfo(shape, self.dtype) for name, shape in expected_tensors(self.config()).items()
         }
 
-    def resize(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Give each MLA layer its own R and P."""
+    def resize(self, sizes: Sequence[tuple[int, int]], key_weights: Sequence[float]) -> None:
+        """Give each MLA layer its own R and P, and its keys their weight beside its values."""
         layers = tuple(as_latent(layer, *size) for layer, size in zip(self.before.layers, sizes, strict=True))
-        self.after = replace(self.after, layers=layers)
+        self.after, self.key_weights = replace(self.after, layers=layers), tuple(key_weights)
         self._lay_out()
 
     @property
@@ -308,6 +310,7 @@ class Job:
                     statistics=statistics,
                     sensitivity=sensitivity,
                     longest=self.longest,
+                    key_weight=KEY_WEIGHT if self.key_weights is None else self.key_weights[index],
                     kept=self.kept,
                 )
                 return Layer(target, solved, channels)

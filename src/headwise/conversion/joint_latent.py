@@ -1,6 +1,7 @@
 """The rank-R map of a layer's inputs from which several linear maps of them are best decoded.
 
-Shapes: E' inputs, n outputs of one map, R latent rank. Everything is float64.
+Shapes: E' inputs, n outputs of one map, R latent rank. Everything is float64. With E = 4096 a matrix of E² is 134 MB,
+so what has served is let go at once.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from torch import Tensor
 
 _FLOOR = 1e-6
 _TINY = 1e-12
-ROUNDS = 8
+ROUNDS = 5
 """How often down and up are solved for in turn, where maps see the inputs differently."""
+
+BEYOND = 1.9
+"""How far a round goes on the way to its solution and past it: below 2 no error grows by that, and five such rounds
+come further than eight that stop there."""
 
 
 class Part(NamedTuple):
@@ -21,13 +26,19 @@ class Part(NamedTuple):
 
     Attributes:
         rows: ``[n, E']``, the map W.
-        metric: ``[n, n]``, M, positive semidefinite.
+        metric: M, positive semidefinite: ``[n, n]``, or the blocks on its diagonal, ``[g, n/g, n/g]``.
         moments: ``[E', E']``, S, the second moments of its inputs.
     """
 
     rows: Tensor
     metric: Tensor
     moments: Tensor
+
+
+def weighted(metric: Tensor, rows: Tensor) -> Tensor:
+    """``M W``, of a part's metric and rows ``[n, E']``."""
+    blocks = metric.reshape(-1, *metric.shape[-2:])
+    return (blocks @ rows.view(*blocks.shape[:2], -1)).view_as(rows)
 
 
 def joint_latent(parts: list[Part], rank: int, *, rounds: int = ROUNDS) -> tuple[Tensor, list[Tensor]]:
@@ -42,31 +53,35 @@ def joint_latent(parts: list[Part], rank: int, *, rounds: int = ROUNDS) -> tuple
         rank: R.
         rounds: how many turns.
     """
-    rows = torch.cat([part.rows for part in parts])
-    inputs = rows.shape[1]
-    if rank >= min(len(rows), inputs):
-        exact = rows if len(rows) <= inputs else torch.eye(inputs, dtype=rows.dtype)
-        back = torch.eye(len(rows), dtype=rows.dtype) if len(rows) <= inputs else rows
-        spare = rank - len(exact)
-        down, up = torch.nn.functional.pad(exact, (0, 0, 0, spare)), torch.nn.functional.pad(back, (0, spare))
-        return down, list(torch.split(up, [len(part.rows) for part in parts]))
+    if rank >= min(sum(len(part.rows) for part in parts), parts[0].rows.shape[1]):
+        return whole_latent([part.rows for part in parts], rank)
     # Moments of one size, their sizes going into the metrics; and none that is blind to some of the inputs.
     sizes = [float(part.moments.diagonal().mean().clamp_min(_TINY)) for part in parts]
     basis, shares = _input_basis([floored(part.moments / size) for part, size in zip(parts, sizes, strict=True)])
     needed = [_needed(part, size, basis) for part, size in zip(parts, sizes, strict=True)]
-    latents = torch.linalg.eigh(_total(needed))[1].flip(-1)[:, :rank].mT
-    if not torch.equal(shares[0], shares[-1]):
-        for _ in range(rounds):
-            latents = _better(latents, needed, shares)
+    turns = 0 if torch.equal(shares[0], shares[-1]) else rounds
+    latents = _improved(_leading(_total(needed), rank), needed, shares, turns)
     del needed
     # Latents of mean square 1, uncorrelated: nothing is far larger than the rest in a cache of few bits.
     spread = torch.linalg.cholesky(floored(latents @ latents.mT / len(parts), _TINY))
     latents = torch.linalg.solve_triangular(spread, latents, upper=False)
+    del spread
     ups = [(part.rows @ (basis @ _decoder(latents, share).mT)) for part, share in zip(parts, shares, strict=True)]
     down = torch.linalg.solve(basis.mT, latents.mT).mT
     # Of a latent and its negative, rounding would decide.
     sign = down.gather(1, down.abs().argmax(1, keepdim=True)).sign()
-    return down * sign, [up * sign[:, 0] for up in ups]
+    return down.mul_(sign), [up.mul_(sign[:, 0]) for up in ups]
+
+
+def whole_latent(rows: list[Tensor], rank: int) -> tuple[Tensor, list[Tensor]]:
+    """As `joint_latent`, of maps ``[n, E']`` whose rows, or whose inputs, all have a place in the latent."""
+    every = torch.cat(rows)
+    count, inputs = every.shape
+    own = torch.eye(min(count, inputs), dtype=every.dtype)
+    down, up = (every, own) if count <= inputs else (own, every)
+    spare = rank - len(down)
+    down, up = torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(up, (0, spare))
+    return down, list(torch.split(up, [len(part) for part in rows]))
 
 
 def _input_basis(moments: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -78,14 +93,14 @@ def _input_basis(moments: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     if count == 1 or torch.equal(moments[0], moments[1]):
         even = torch.full((len(moments[0]),), 1 / count, dtype=moments[0].dtype)
         return torch.linalg.cholesky(_total(moments)), [even] * count
-    factor, share, vectors = _together(moments[0], moments[1])
+    factor, share, vectors = _together(moments)
     return factor @ vectors, [share, 1 - share]
 
 
 def _needed(part: Part, size: float, basis: Tensor) -> Tensor:
     """``Wᵀ M W`` in a basis of the inputs: all that the search for latents needs to know of a part."""
     rows = part.rows @ basis
-    return rows.mT @ (floored(part.metric * size) @ rows)
+    return rows.mT @ weighted(floored(part.metric * size), rows)
 
 
 def _decoder(latents: Tensor, share: Tensor) -> Tensor:
@@ -95,35 +110,48 @@ def _decoder(latents: Tensor, share: Tensor) -> Tensor:
     return decoder
 
 
-def _better(latents: Tensor, needed: list[Tensor], shares: list[Tensor]) -> Tensor:
-    """The best latents Y for the best decoders of given ones: ``A₁ Y s₁ + A₂ Y s₂ = C``, a number at a time."""
-    grams, target = [], torch.zeros_like(latents)
-    for need, share in zip(needed, shares, strict=True):
-        decoder = _decoder(latents, share)
-        wanted = decoder @ need
-        grams.append(wanted @ decoder.mT)
-        target += wanted * share
-    del decoder, wanted
-    scale = float(sum(gram.diagonal().mean() for gram in grams))
-    grams = [floored(gram / scale, _TINY) for gram in grams]
-    factor, own, vectors = _together(grams[0], grams[1])
+def _leading(matrix: Tensor, rank: int) -> Tensor:
+    """The eigenvectors of the largest eigenvalues, as rows: ``[R, E']``."""
+    vectors: Tensor = torch.linalg.eigh(matrix)[1]
+    return vectors.flip(-1)[:, :rank].mT.contiguous()
+
+
+def _improved(latents: Tensor, needed: list[Tensor], shares: list[Tensor], rounds: int) -> Tensor:
+    """Latents by turns: the best decoders of given ones, then the best latents for these decoders."""
+    for left in reversed(range(rounds)):
+        grams, target = [], torch.zeros_like(latents)
+        for need, share in zip(needed, shares, strict=True):
+            decoder = _decoder(latents, share)
+            wanted = decoder @ need
+            grams.append(floored(wanted @ decoder.mT, _TINY))
+            target.addcmul_(wanted, share)
+            del decoder, wanted
+        latents = torch.lerp(latents, _best(target, grams, shares), BEYOND if left else 1.0)
+    return latents
+
+
+def _best(target: Tensor, grams: list[Tensor], shares: list[Tensor]) -> Tensor:
+    """The Y of ``A₁ Y s₁ + A₂ Y s₂ = C``, a number at a time; the list of both A is emptied."""
+    factor, own, vectors = _together(grams)
     basis = torch.linalg.solve_triangular(factor.mT, vectors, upper=True)
-    del grams, factor, vectors
-    found = (basis.mT @ target).div_(scale)
-    del target
+    del factor, vectors
+    found = basis.mT @ target
     found.div_((own[:, None] * shares[0] + (1 - own)[:, None] * shares[1]).clamp_min_(_TINY))
-    better: Tensor = basis @ found
-    return better
+    best: Tensor = basis @ found
+    return best
 
 
-def _together(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """F, s and V with ``A + B = F Fᵀ`` and ``A = F V diag(s) Vᵀ Fᵀ``, V being orthogonal and F lower triangular."""
-    factor = torch.linalg.cholesky(first + second)
-    half = torch.linalg.solve_triangular(factor, first, upper=False)
+def _together(pair: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """F, s and V with ``A + B = F Fᵀ`` and ``A = F V diag(s) Vᵀ Fᵀ``, V being orthogonal and F lower triangular.
+
+    The list is emptied: finding V takes five matrices as large as A, and nobody needs A any more.
+    """
+    factor = torch.linalg.cholesky(_total(pair))
+    half = torch.linalg.solve_triangular(factor, pair[0], upper=False)
+    pair.clear()
     both = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-    half = (both + both.mT).mul_(0.5)
-    del both
-    share, vectors = torch.linalg.eigh(half)
+    del half
+    share, vectors = torch.linalg.eigh(both)
     return factor, share.clamp(0, 1), vectors
 
 
@@ -132,8 +160,8 @@ def _total(matrices: list[Tensor]) -> Tensor:
 
 
 def floored(matrix: Tensor, floor: float = _FLOOR) -> Tensor:
-    """A positive semidefinite matrix kept away from singular."""
-    ridge = floor * matrix.diagonal().mean().clamp_min(torch.finfo(matrix.dtype).tiny / _TINY)
+    """A positive semidefinite matrix ``[..., n, n]``, or all of its diagonal blocks, kept away from singular."""
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean()
     away = (matrix + matrix.mT).mul_(0.5)
-    away.diagonal().add_(ridge)
+    away.diagonal(dim1=-2, dim2=-1).add_(floor * mean.clamp_min(torch.finfo(matrix.dtype).tiny / _TINY))
     return away

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
-from headwise.conversion.assemble import assemble, projections
-from headwise.conversion.joint_latent import ROUNDS, Part, joint_latent
+from headwise.conversion.assemble import assemble, is_biased, with_bias
+from headwise.conversion.joint_latent import ROUNDS, Part, joint_latent, whole_latent
 from headwise.conversion.metrics import (
     KEY_BALANCE,
     KEY_WEIGHT,
     centred,
     cost,
     energy,
-    query_spread,
+    key_metric,
     value_metric,
 )
 from headwise.conversion.rope_channels import (
@@ -71,56 +71,37 @@ def convert_to_latent(
     Returns:
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
     """
-    H, K, D = source.num_heads, source.num_kv_heads, source.head_dim
-    w_q, w_k, w_v = projections(state, target)
-    known = statistics or Statistics.nothing(source.hidden_size, H, longest)
-    inputs, keyed = (gram[: w_q.shape[1], : w_q.shape[1]] for gram in (known.inputs, known.keys))
-
-    heads, key_heads = torch.unflatten(w_q, 0, (H, D)), torch.unflatten(w_k, 0, (K, D))
-    turned = rotated_dims(source)
-    plain = key_heads[:, turned:].flatten(0, 1)
-    pairs: list[int] = []
-    q_rope, k_rope, content = heads[:, :0], w_k[:0], plain
-    content_up = torch.eye(len(plain), dtype=torch.float64)
-    if source.rope is not None:
-        interleaved = source.rope.interleaved
-        queries, channels, rotation, lost = rotary_channels(w_q, w_k, source, known)
-        if kept is None:
-            kept = keep_rotation(channels.energy, lost, target.qk_rope_head_dim // 2)
-        q_rope, pairs = _rotary_queries(queries, channels, kept, K), torch.nonzero(kept)[:, 0].tolist()
-        k_rope = to_real(channels.keys[kept])
-        unrotated, unrotated_up = _unrotated_keys(channels, kept, interleaved=interleaved)
-        content = torch.cat((unrotated, plain))
-        content_up = _beside(unrotated_up, len(plain), K)
-        # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
-        still = queries * (rotation.conj() * RotaryEmbedding(source.rope).attention_scaling ** 2)[:, :, None]
-        heads = torch.cat((as_rotated(still, interleaved=interleaved), heads[:, turned:]), dim=1)
-        del queries, channels, unrotated, unrotated_up, still  # each as large as a layer's projection
-    del w_q, w_k, key_heads, plain
-
-    key_metric = _key_metric(heads, inputs, content_up.view(K, D, -1), known.head_weight, source)
-    by_head = value_metric(state["o_proj.weight"], sensitivity, source)
-    values = Part(w_v, torch.block_diag(*by_head), inputs)  # type: ignore[no-untyped-call]
-    if statistics is None:
-        wanted = KEY_BALANCE * cost(values)
-        key_weight = wanted / max(cost(Part(content, key_metric, keyed)), torch.finfo(torch.float64).tiny)
-    elif keyed.shape[0] == known.keys.shape[0]:
-        keyed = centred(keyed)
-    down, (key_up, value_up) = joint_latent(
-        [Part(content, key_metric * key_weight, keyed), values], target.kv_lora_rank, rounds=rounds
-    )
+    known = statistics or Statistics.nothing(source.hidden_size, source.num_heads, longest)
+    keys, content = _divided(state, source, target, known, kept)
+    w_v = with_bias(state, "v_proj", is_biased(target))
+    if keys.back_to_heads is not None or target.kv_lora_rank >= w_v.shape[1]:
+        down, (key_up, value_up) = whole_latent([content, w_v], target.kv_lora_rank)
+    else:
+        inputs, keyed = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (known.inputs, known.keys))
+        # Queries are made of the weights once more at the end: until then the room is needed.
+        asked = key_metric(_unrotated_queries(state, source, target, keys), inputs, known.head_weight, source)
+        values = Part(w_v, value_metric(state["o_proj.weight"], sensitivity, source), inputs)
+        if statistics is None:
+            most = max(cost(Part(content, asked, keyed)), torch.finfo(torch.float64).tiny)
+            key_weight = KEY_BALANCE * cost(values) / most
+        elif is_biased(target):
+            keyed = centred(keyed)
+        parts = [Part(content, asked * key_weight, keyed), values]
+        down, (key_up, value_up) = joint_latent(parts, target.kv_lora_rank, rounds=rounds)
+        del values, parts
+    del content, w_v
     out = assemble(
         state,
         source,
         target,
-        q_nope=heads.flatten(0, 1),
-        q_rope=q_rope,
-        k_rope=k_rope,
+        q_nope=_unrotated_queries(state, source, target, keys).flatten(0, 1),
+        q_rope=_rotary_queries(state, source, target, keys),
+        k_rope=keys.rotary,
         down=down,
-        key_up=content_up @ key_up,
+        key_up=key_up if keys.back_to_heads is None else keys.back_to_heads @ key_up,
         value_up=value_up,
     )
-    return out, pairs
+    return out, torch.nonzero(keys.kept)[:, 0].tolist()
 
 
 class Rotary(NamedTuple):
@@ -150,41 +131,87 @@ def rotary_channels(w_q: Tensor, w_k: Tensor, source: GroupedSpec, known: Statis
     """
     assert source.rope is not None
     inputs, keyed = (gram[: w_q.shape[1], : w_q.shape[1]] for gram in (known.inputs, known.keys))
-    queries, keys = (
-        to_complex(
-            torch.unflatten(rows, 0, (heads, -1))[:, : rotated_dims(source)].flatten(0, 1),
-            heads,
-            interleaved=source.rope.interleaved,
-        )
-        for rows, heads in ((w_q, source.num_heads), (w_k, source.num_kv_heads))
-    )
+    queries, keys = _pairs(w_q, source.num_heads, source), _pairs(w_k, source.num_kv_heads, source)
     rotation = mean_rotation(RotaryEmbedding(source.rope).frequencies, known.distances)
     asked = energy(queries, inputs) * known.head_weight[:, None]
     channels = concentrate(queries, keys, asked, keyed)
     return Rotary(queries, channels, rotation, lost_rotation(channels, asked, rotation))
 
 
-def _key_metric(queries: Tensor, moments: Tensor, up: Tensor, weight: Tensor, source: GroupedSpec) -> Tensor:
-    """What an error of the content costs through the scores: ``Σ_h w_h E[q̃ q̃ᵀ]``, ``[m, m]``, q̃ the query of it.
+class _Keys(NamedTuple):
+    """What becomes of a layer's keys.
 
-    Args:
-        queries: ``[H, D, E']``.
-        moments: ``[E', E']``.
-        up: ``[K, D, m]``, each key head's content.
-        weight: ``[H]``.
-        source: the layer.
+    Attributes:
+        kept: bool ``[F, K]``, the channels that keep their rotation.
+        back: ``[F, K, K]`` complex, see `Channels`.
+        rotation: see `Rotary`.
+        rotary: ``[P, E']``, the shared rotary key.
+        back_to_heads: ``[K·D, m]``, see `_divided`.
     """
-    ways = up.mT.repeat_interleave(source.group_size, 0) @ query_spread(queries, moments, weight, source)
-    flat = ways.transpose(0, 1).flatten(1)
-    return flat @ flat.mT
+
+    kept: Tensor
+    back: Tensor
+    rotation: Tensor
+    rotary: Tensor
+    back_to_heads: Tensor | None
 
 
-def _rotary_queries(queries: Tensor, channels: Channels, kept: Tensor, K: int) -> Tensor:
+def _divided(
+    state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, known: Statistics, kept: Tensor | None
+) -> tuple[_Keys, Tensor]:
+    """Choose the channels that keep their rotation, and part a layer's keys into them and the rest.
+
+    The rest is what is left of each head's key, ``[K·D, E']``. Where all of it has a place in the latent, it is the m
+    rows that these are made of, and there is a way back from them.
+    """
+    K, D, P = source.num_kv_heads, source.head_dim, target.qk_rope_head_dim
+    w_q, w_k = (with_bias(state, name, is_biased(target)) for name in ("q_proj", "k_proj"))
+    if source.rope is None:
+        none, nothing = torch.zeros(0, K, dtype=torch.bool), torch.zeros(0, K, K, dtype=torch.complex128)
+        return _Keys(none, nothing, nothing[:, 0].mT, w_k[:0], None), w_k
+    _, channels, rotation, lost = rotary_channels(w_q, w_k, source, known)
+    if kept is None:
+        kept = keep_rotation(channels.energy, lost, P // 2)
+    rotary, interleaved = to_real(channels.keys[kept]), source.rope.interleaved
+    plain = torch.unflatten(w_k, 0, (K, D))[:, rotated_dims(source) :]
+    if target.kv_lora_rank >= K * (D + source.value_dim) - P:
+        rows, up = _unrotated_keys(channels, kept, interleaved=interleaved)
+        content, way = torch.cat((rows, plain.flatten(0, 1))), _beside(up, plain.shape[0] * plain.shape[1], K)
+        return _Keys(kept, channels.back, rotation, rotary, way), content
+    still = ((channels.back * ~kept[:, None]) @ channels.keys).transpose(0, 1)
+    content = torch.cat((as_rotated(still, interleaved=interleaved), plain), dim=1).flatten(0, 1)
+    return _Keys(kept, channels.back, rotation, rotary, None), content
+
+
+def _unrotated_queries(state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, keys: _Keys) -> Tensor:
+    """A head's query for the content, turned as its keys were on average: ``[H, D, E']``."""
+    w_q = with_bias(state, "q_proj", is_biased(target))
+    heads = torch.unflatten(w_q, 0, (source.num_heads, source.head_dim))
+    if source.rope is None:
+        return heads
+    # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
+    mean = keys.rotation.conj() * RotaryEmbedding(source.rope).attention_scaling ** 2
+    still = _pairs(w_q, source.num_heads, source) * mean[:, :, None]
+    return torch.cat(
+        (as_rotated(still, interleaved=source.rope.interleaved), heads[:, rotated_dims(source) :]), dim=1
+    )
+
+
+def _rotary_queries(state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, keys: _Keys) -> Tensor:
     """``q̃ = conj(back) q`` for the kept channels: ``[H, P, E']``."""
-    H = queries.shape[0]
-    frequency, channel = torch.nonzero(kept, as_tuple=True)
-    back = channels.back[frequency, :, channel].conj().mT.repeat_interleave(H // K, dim=0)
-    return to_real(back[:, :, None] * queries[:, frequency])
+    w_q = with_bias(state, "q_proj", is_biased(target))
+    if source.rope is None:
+        return torch.unflatten(w_q, 0, (source.num_heads, -1))[:, :0]
+    frequency, channel = torch.nonzero(keys.kept, as_tuple=True)
+    back = keys.back[frequency, :, channel].conj().mT.repeat_interleave(source.group_size, dim=0)
+    return to_real(back[:, :, None] * _pairs(w_q, source.num_heads, source)[:, frequency])
+
+
+def _pairs(rows: Tensor, heads: int, source: GroupedSpec) -> Tensor:
+    """What rotates of a projection's rows, ``[heads, F, E']`` complex."""
+    assert source.rope is not None
+    turned = torch.unflatten(rows, 0, (heads, -1))[:, : rotated_dims(source)].flatten(0, 1)
+    return to_complex(turned, heads, interleaved=source.rope.interleaved)
 
 
 def _unrotated_keys(channels: Channels, kept: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:

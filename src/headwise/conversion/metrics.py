@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.conversion.joint_latent import Part
+from headwise.conversion.joint_latent import Part, weighted
 from headwise.conversion.statistics import root
 from headwise.specs import GroupedSpec
 
@@ -45,14 +45,30 @@ def value_metric(w_o: Tensor, sensitivity: Tensor | None, source: GroupedSpec) -
     return torch.einsum("ekgv,ekgw->kvw", heads, seen)
 
 
+def key_metric(queries: Tensor, moments: Tensor, weight: Tensor, source: GroupedSpec) -> Tensor:
+    """What an error of each key head costs through the scores: ``Σ_h w_h E[q qᵀ]`` of its queries, ``[K, D, D]``.
+
+    Args:
+        queries: ``[H, D, E']``.
+        moments: ``[E', E']``.
+        weight: ``[H]``, as the statistics have it.
+        source: the layer.
+    """
+    asked = score_weight(weight, source)
+    found = torch.stack([count * (rows @ moments @ rows.mT) for count, rows in zip(asked, queries, strict=True)])
+    return torch.unflatten(found, 0, (source.num_kv_heads, -1)).sum(1)
+
+
 def energy(rows: Tensor, moments: Tensor) -> Tensor:
     """``E|w·x|²`` of real or complex rows ``[..., E']``."""
-    return ((rows @ moments.to(rows.dtype)) * rows.conj()).sum(-1).real
+    if rows.is_complex():
+        return energy(rows.real, moments) + energy(rows.imag, moments)
+    return ((rows @ moments) * rows).sum(-1)
 
 
 def cost(part: Part) -> float:
     """Of leaving a part out."""
-    return float(((part.metric @ part.rows @ part.moments) * part.rows).sum())
+    return float((weighted(part.metric, part.rows @ part.moments) * part.rows).sum())
 
 
 def centred(moments: Tensor) -> Tensor:

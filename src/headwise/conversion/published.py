@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,8 +28,6 @@ from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, rotated_dims
 
 PUBLISHED = "mha2mla, transmla or transmla:F, F frequencies to a fold"
 """What `convert_as_published` understands, in words."""
-
-Ranking = Literal["norm", "high", "low", "uniform"]
 
 
 def is_published(method: str | None) -> bool:
@@ -107,13 +104,12 @@ def mha2mla(
     target: LatentSpec,
     *,
     moments: Tensor | None = None,
-    ranking: Ranking = "norm",
 ) -> tuple[dict[str, Tensor], list[int]]:
     """MHA2MLA (Ji et al. 2025, arXiv:2502.14837) with its joint SVD, before any training.
 
-    Each key head keeps the rotation of its own pairs, the same number for every head (where P does not divide by
-    2·K, the last go to the heads that rank them highest). The rest and the values get the truncated SVD of their
-    stacked weights.
+    Each key head keeps the rotation of its pairs with the largest ``‖q‖·‖k‖`` (the best of the paper's rankings), the
+    same number for every head (where P does not divide by 2·K, the last go to the heads that rank them highest). The
+    rest and the values get the truncated SVD of their stacked weights.
 
     Args:
         state: the layer's tensors by its own names (``q_proj.weight`` …).
@@ -121,25 +117,15 @@ def mha2mla(
         target: what to make; from `headwise.specs.as_latent`.
         moments: ``[E, E]`` or ``[E + 1, E + 1]``, E[x xᵀ]: norms are then those of queries and keys on real text,
             as the paper takes them; those of the weights when None. The SVD looks at weights in any case.
-        ranking: pairs stay by the largest ``‖q‖·‖k‖`` (``norm``, the paper's best), the ``high`` or the ``low``
-            frequencies, or a ``uniform`` grid of them.
 
     Returns:
         As `convert_to_latent`: tensors by the MLA layer's names, and the frequency of each rotary pair.
-
-    Raises:
-        ArgumentError: there is no such ranking.
     """
-    if ranking not in get_args(Ranking):
-        raise ArgumentError("ranking", ranking, f"must be one of {', '.join(get_args(Ranking))}")
     w_q, w_k, _ = projections(state, target)
     K, F, pairs = source.num_kv_heads, source.head_dim // 2, target.qk_rope_head_dim // 2
-    if ranking == "norm":
-        gram = _gram(moments, w_k)
-        queries, keys = (_norms(rows, source, gram) for rows in (w_q, w_k))
-        score = keys * queries.view(K, -1, F).sum(1)
-    else:
-        score = _place(ranking, F, -(-pairs // K)).expand(K, F)
+    gram = _gram(moments, w_k)
+    queries, keys = (_norms(rows, source, gram) for rows in (w_q, w_k))
+    score = keys * queries.view(K, -1, F).sum(1)
     matrix = torch.eye(K * F, dtype=torch.float64).view(K * F, K, F)
     mix = Mix(matrix, share_out(score, pairs).flatten(), torch.arange(F).repeat(K))
     return _convert(state, source, target, mix, torch.eye(w_k.shape[1], dtype=torch.float64), balance=False)
@@ -315,15 +301,6 @@ def _norms(weight: Tensor, source: GroupedSpec, gram: Tensor) -> Tensor:
     """The root mean square of each pair, ``[heads, F]``."""
     pairs = _pairs(weight, source)
     return ((pairs @ gram.to(pairs.dtype)) * pairs.conj()).sum(-1).real.clamp_min(0).sqrt()
-
-
-def _place(ranking: Ranking, F: int, each: int) -> Tensor:
-    """A score ``[F]`` by a pair's place in the grid, whose first frequency is the highest."""
-    place = torch.arange(F, dtype=torch.float64)
-    if ranking == "uniform":
-        chosen = torch.arange(each) * F // each
-        return torch.zeros_like(place).index_copy(0, chosen, F - chosen.double())
-    return place if ranking == "low" else -place
 
 
 def _gram(moments: Tensor | None, weight: Tensor) -> Tensor:

@@ -40,7 +40,10 @@ class Cost:
 
     def __call__(self, error: Tensor) -> Tensor:
         """``e / (1 + e/limit)`` of each token, ``[S]``, e being ``½ δᵀ G δ``; ``error`` is ``[S, E]``."""
-        nats = self.plain(error)
+        return self.levelled(self.plain(error))
+
+    def levelled(self, nats: Tensor) -> Tensor:
+        """What `plain` costs come to with the limit."""
         return nats / (1 + nats / self.limit)
 
     def weight(self, error: Tensor) -> Tensor:
@@ -51,9 +54,9 @@ class Cost:
         """Without the limit."""
         return 0.5 * (error @ self.metric).square().sum(-1)
 
-    def limited(self, error: Tensor) -> Cost:
-        """With the limit that errors ``[S, E]`` lead to."""
-        return Cost(self.metric, max(OUTLIER * float(self.plain(error).median()), torch.finfo(torch.float32).tiny))
+    def limited(self, nats: Tensor) -> Cost:
+        """With the limit that `plain` costs ``[S]`` lead to."""
+        return Cost(self.metric, max(OUTLIER * float(nats.median()), torch.finfo(torch.float32).tiny))
 
 
 @dataclass(frozen=True)

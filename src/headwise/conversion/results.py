@@ -12,9 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from headwise.checkpoints.disk import write_whole
+from headwise.checkpoints.disk import clearly, write_whole
 from headwise.checkpoints.shards import tensor_bytes
-from headwise.errors import CheckpointError
 
 _KEY = "headwise"
 
@@ -47,11 +46,9 @@ class LayerResults:
         own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         # Under one name: safetensors writes several in any order.
         content = save(own, metadata={_KEY: json.dumps({"about": text, "checksum": _checksum(own, text)})})
-        try:
+        with clearly("results", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.file(index), content)
-        except OSError as error:
-            raise self._failed(error) from None
 
     def load(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """A layer's tensors and what is known of it, or None when it was not kept or is damaged."""
@@ -76,9 +73,6 @@ class LayerResults:
     def file(self, index: int) -> Path:
         """Where a layer is kept."""
         return self.folder / f"layer-{index:05d}.safetensors"
-
-    def _failed(self, error: OSError) -> CheckpointError:
-        return CheckpointError("results", str(self.folder), f"could not be written: {error.strerror or error}")
 
 
 def _metadata(file: Any) -> dict[str, str]:

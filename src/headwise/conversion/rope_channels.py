@@ -69,7 +69,9 @@ def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor) -> C
     """
     F, K = keys.shape[1], keys.shape[0]
     by_frequency = keys.transpose(0, 1)
-    moments = by_frequency @ gram.to(keys.dtype) @ by_frequency.mH
+    seen = torch.complex(by_frequency.real @ gram, by_frequency.imag @ gram)
+    moments = seen @ by_frequency.mH
+    del seen
     by_key = asked.view(K, len(queries) // K, F).sum(1).clamp_min(0).sqrt().transpose(0, 1)
     # A head nobody asks must stay invertible: what it holds is then ranked last, not lost.
     by_key = by_key.clamp_min(_FLOOR * (float(by_key.max()) or 1.0))

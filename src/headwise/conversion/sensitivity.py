@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from headwise.checkpoints.disk import clearly
 from headwise.conversion.quick import quick_products
 from headwise.conversion.ranks import all_sum, barrier, my_windows, rank
 from headwise.conversion.results import LayerResults
@@ -101,11 +102,8 @@ def _put_aside(hidden: Tensor, file: Path) -> None:
     Raises:
         CheckpointError: the disk is full, or the file cannot be written.
     """
-    try:
+    with clearly("activations", file):
         file.write_bytes(save({"hidden": hidden.contiguous()}))
-    except OSError as error:
-        rule = f"could not be written: {error.strerror or error}"
-        raise CheckpointError("activations", str(file), rule) from None
 
 
 def refuse_no_numbers(states: Tensor, index: int) -> None:

@@ -102,21 +102,13 @@ class Sequential:
         self.model, self.windows, self.stages = model, windows, frozenset(stages)
         self.train = len(windows) - held
         self.steps = PASSES * self.train if steps is None else steps
-        self.weighed = min(max(WEIGHED // windows.shape[1], 1), self.train)  # windows sensitivities are taken on
+        self.weighed = weighed_windows(windows, self.train)
         self.sensitivities = LayerResults(folder / "sensitivities")
         if "sensitivity" in self.stages:
             output_sensitivities(model, windows[: self.weighed], self.sensitivities, progress=progress)
-        shape = (*windows.shape, model.begin(windows[:1]).shape[-1])
-        self.streams = Activations(folder, streams=("source", "converted"), shape=shape, run=run)
-        if self.streams.layer is None:
-            for at in my_windows(len(windows)):
-                hidden = model.begin(windows[at : at + 1])
-                for stream in self.streams.streams:
-                    self.streams.write(stream, at, hidden)
-            self.streams.commit()
-        model.release()
-        self.inputs = Spill(folder / "inputs.spill", shape)
-        self.wanted = Spill(folder / "wanted.spill", shape)
+        self.streams = begin_streams(model, windows, folder, ("source", "converted"), run)
+        self.inputs = Spill(folder / "inputs.spill", self.streams.shape)
+        self.wanted = Spill(folder / "wanted.spill", self.streams.shape)
 
     @torch.no_grad()
     def layer(self, index: int, source: Layer, solve: Solver, keep: Callable[[Step], None]) -> Step:
@@ -136,11 +128,11 @@ class Sequential:
         statistics = self._study(index, module, source, sensitivity)
         cost = output_cost(sensitivity, source.spec.hidden_size)
         best = self._mixed(solve(statistics, sensitivity).float(), rotation)
-        cost = cost.limited(self._held_errors(best.output))
+        cost = cost.limited(self._held_nats(best.output, cost))
         errors: dict[str, float] = {}
         self._is_better(best, "solved", errors, cost)
         chosen = "solved"
-        for stage in ("refit", "refine", "refit"):
+        for stage in ("refit", "refine", "refit") if "refine" in self.stages else ("refit",):
             if stage in self.stages:
                 if stage == "refit":
                     changed = self._refitted(best, cost)
@@ -215,14 +207,15 @@ class Sequential:
         barrier()
         return Tried(layer, spill)
 
-    def _held_errors(self, output: Callable[[int], Tensor]) -> Tensor:
-        """Of a layer's output of each window, at every token of those held out: ``[S, E]``."""
-        return torch.cat([output(at) - self.wanted.read(at) for at in range(self.train, len(self.windows))])
+    def _held_nats(self, output: Callable[[int], Tensor], cost: Cost) -> Tensor:
+        """What a layer's output of each window costs without the limit, at every token of those held out."""
+        held = range(self.train, len(self.windows))
+        return torch.cat([cost.plain(output(at) - self.wanted.read(at)) for at in held])
 
     def _is_better(self, tried: Tried, name: str, errors: dict[str, float], cost: Cost) -> bool:
         """Whether a layer does better on the held-out windows than all before it; the best of a name is noted."""
         best = min(errors.values(), default=torch.inf)
-        found = float(cost(self._held_errors(tried.output)).mean())
+        found = float(cost.levelled(self._held_nats(tried.output, cost)).mean())
         errors[name] = min(found, errors.get(name, torch.inf))
         return found < best
 
@@ -252,6 +245,35 @@ class Sequential:
             return replace(layer, state=state).output(sample.inputs, rotation, sample.rows)
 
         return replace(layer, state=refine(layer.state, output, samples, cost, steps=self.steps))
+
+
+def weighed_windows(windows: Tensor, train: int) -> int:
+    """How many windows sensitivities are taken on, of the first ``train``."""
+    return min(max(WEIGHED // windows.shape[1], 1), train)
+
+
+def begin_streams(
+    model: LayerwiseModel, windows: Tensor, folder: Path, streams: tuple[str, ...], run: str
+) -> Activations:
+    """Streams that are at layer 0, or as far as an earlier run in the same folder has brought them.
+
+    Args:
+        model: the source; what it begins with is released.
+        windows: ``[N, W]`` token ids.
+        folder: for activations.
+        streams: what they are called.
+        run: what tells this run from another.
+    """
+    shape = (*windows.shape, model.begin(windows[:1]).shape[-1])
+    made = Activations(folder, streams=streams, shape=shape, run=run)
+    if made.layer is None:
+        for at in my_windows(len(windows)):
+            hidden = model.begin(windows[at : at + 1])
+            for stream in streams:
+                made.write(stream, at, hidden)
+        made.commit()
+    model.release()
+    return made
 
 
 def traced(

@@ -1,9 +1,10 @@
-"""Spread the cache over layers, ranks and rotary dims: more to those that lose most without.
+"""Spread the cache over layers, ranks, rotary dims, keys and values: more to those that lose most without.
 
 The source's layers are solved quickly at a few sizes each, and what each would cost is estimated on held-out text by
 the sensitivities. They see no further than a layer's own output; so every layer is also put by itself into the model
-at its even size, and what that costs in the end corrects its estimates. The best plan of one total
-(`allocation`) is held, as a whole, against the even one, which stays unless it is beaten.
+at its even size, and what that costs in the end corrects its estimates. At that size it is also tried how much keys
+should count beside values. The best plan of one total (`allocation`) is held, as a whole, against the even one, which
+stays unless it is beaten.
 
 Shapes: N pieces of T tokens, E hidden, R latent rank, P rotary dims.
 """
@@ -13,28 +14,29 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.checkpoints.disk import write_whole
-from headwise.conversion.allocation import Node, allocate, curve
-from headwise.conversion.assemble import with_bias
+from headwise.checkpoints.disk import clearly, write_whole
+from headwise.conversion.allocation import Node, allocate, curve, step_of
+from headwise.conversion.assemble import is_biased, with_bias
 from headwise.conversion.heads import Layer, rotation_tables, sample_rows
 from headwise.conversion.job import Job, read_layer
 from headwise.conversion.latent import convert_to_latent
-from headwise.conversion.metrics import centred
+from headwise.conversion.metrics import KEY_WEIGHT, centred
 from headwise.conversion.ranks import all_sum, barrier, rank, world_size
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics, save_layer
 from headwise.conversion.sensitivity import PIECE, refuse_no_numbers
 from headwise.conversion.sequential import Sequential
 from headwise.conversion.statistics import Statistics, root
-from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
 from headwise.specs import GroupedSpec, LatentSpec, as_latent, rotary_width
@@ -51,6 +53,9 @@ POSITIONS = 256
 ROWS = 128
 """Queries of a piece that a layer's own error is measured at."""
 
+KEY_WEIGHTS = (KEY_WEIGHT, KEY_WEIGHT / 4, KEY_WEIGHT * 4)
+"""How much an error of the keys may count beside the values', the usual weight first."""
+
 MARGIN = 0.02
 """What a plan must promise to save of the loss to be tried."""
 
@@ -61,13 +66,15 @@ class Spread:
 
     Attributes:
         sizes: R and P of each layer.
-        even: of the even plan.
+        key_weights: how much an error of its keys counts beside one of its values.
+        even: R and P of the even plan, in which all have the same key weight.
         predicted: nats a token that layers lose by themselves, in sum: with the even plan, and with the best one.
         measured: mean KL from the source, in nats, of all layers solved quickly, likewise; None where the best plan
             promised too little to be tried.
     """
 
     sizes: tuple[tuple[int, int], ...]
+    key_weights: tuple[float, ...]
     even: tuple[tuple[int, int], ...]
     predicted: tuple[float, float]
     measured: tuple[float, float] | None = None
@@ -75,7 +82,7 @@ class Spread:
     @property
     def is_even(self) -> bool:
         """Whether it came to nothing."""
-        return self.sizes == self.even
+        return self.sizes == self.even and {*self.key_weights} == {KEY_WEIGHT}
 
     @property
     def note(self) -> str:
@@ -87,7 +94,8 @@ class Spread:
         found = f"KL {after:.3f} and {before:.3f} nats with the even plan, on held-out text before any refit"
         if self.is_even:
             return f"an even plan was kept: spreading the cache over layers did not help ({found})"
-        return f"the cache is spread over layers, {values[0]} to {values[-1]} values a token ({found})"
+        weights = f"keys counting {min(self.key_weights):g} to {max(self.key_weights):g} beside values"
+        return f"the cache is spread over layers, {values[0]} to {values[-1]} values a token, {weights} ({found})"
 
 
 def spread_plan(job: Job, study: Sequential, folder: Path, progress: Progress) -> Spread:
@@ -108,30 +116,32 @@ def spread_plan(job: Job, study: Sequential, folder: Path, progress: Progress) -
         found = _find(job, study, LayerResults(folder / "spread"), progress)
         if rank() == 0:
             shutil.rmtree(folder / "spread", ignore_errors=True)
-            try:
+            with clearly("plan", file):
                 write_whole(file, json.dumps(asdict(found)).encode())
-            except OSError as error:
-                rule = f"could not be written: {error.strerror or error}"
-                raise CheckpointError("plan", str(file), rule) from None
         barrier()
     kept = json.loads(file.read_text())
     sizes, even = (tuple((int(r), int(p)) for r, p in kept[name]) for name in ("sizes", "even"))
-    return Spread(sizes, even, tuple(kept["predicted"]), kept["measured"] and tuple(kept["measured"]))
+    measured = kept["measured"] and tuple(kept["measured"])
+    return Spread(sizes, tuple(kept["key_weights"]), even, tuple(kept["predicted"]), measured)
 
 
 @torch.no_grad()
 def _find(job: Job, study: Sequential, results: LayerResults, progress: Progress) -> Spread:
     pieces = held_pieces(study.windows[study.train :], TOKENS, 1 + PIECES)
-    nodes = _try_layers(job, study, Trial(study.model, pieces[:1]), results, progress)
-    even = tuple(own[0][:2] for own in nodes)
-    plan = allocate([curve(own, sum(size)) for own, size in zip(nodes, even, strict=True)])
-    sizes = tuple(node[:2] for node in plan)
-    predicted = sum(own[0].loss for own in nodes), sum(node.loss for node in plan)
+    tried = _try_layers(job, study, Trial(study.model, pieces[:1]), results, progress)
+    even, usual = tuple(one.even[:2] for one in tried), (KEY_WEIGHT,) * len(tried)
+    shares = [sum(size) for size in even]
+    plan = allocate([curve(one.nodes, share, step_of(shares)) for one, share in zip(tried, shares, strict=True)])
+    sizes, key_weights = tuple(node[:2] for node in plan), tuple(one.key_weight for one in tried)
+    predicted = sum(one.even.loss for one in tried), sum(node.loss for node in plan)
     if predicted[1] > (1 - MARGIN) * predicted[0]:
-        return Spread(even, even, predicted)
+        return Spread(even, usual, even, predicted)
     others = pieces[1:] if len(pieces) > 1 else pieces
-    before, after = _try_plans(job, Trial(study.model, others), results, (even, sizes), progress)
-    return Spread(sizes if after < before else even, even, predicted, (before, after))
+    plans = list(zip(even, usual, strict=True)), list(zip(sizes, key_weights, strict=True))
+    before, after = _try_plans(job, Trial(study.model, others), results, plans, progress)
+    if after < before:
+        return Spread(sizes, key_weights, even, predicted, (before, after))
+    return Spread(even, usual, even, predicted, (before, after))
 
 
 def held_pieces(windows: Tensor, tokens: int, count: int) -> Tensor:
@@ -168,20 +178,21 @@ class Trial:
         made = torch.stack([layer.output(one, rotation) for one in inputs])
         return self.model.run(index, module, hidden, attention_output=made)
 
-    def errors(self, index: int, module: torch.nn.Module, layers: Sequence[Layer], metric: Tensor) -> list[float]:
-        """What each of several attentions costs by its own output: nats a token, ``metric`` being its root."""
+    def errors(self, index: int, module: torch.nn.Module, metric: Tensor) -> Callable[[Layer], float]:
+        """What an attention costs by its own output, in nats a token; ``metric`` is the root of the sensitivity."""
         call, _ = self.model.trace(index, module, self.source)
         rotation = rotation_tables(self._source_spec(index), self.pieces.shape[1])
-        found = []
-        for layer in layers:
+
+        def error(layer: Layer) -> float:
             total, count = 0.0, 0
             for at, inputs in enumerate(call.inputs):
                 rows = sample_rows(len(inputs), ROWS, at)
-                error = (layer.output(inputs, rotation, rows) - call.output[at, rows]) @ metric
-                total += 0.5 * float(error.square().sum())
+                wrong = (layer.output(inputs, rotation, rows) - call.output[at, rows]) @ metric
+                total += 0.5 * float(wrong.square().sum())
                 count += len(rows)
-            found.append(total / count)
-        return found
+            return total / count
+
+        return error
 
     def divergences(self, streams: Sequence[Tensor]) -> list[float]:
         """KL(source ‖ stream) a token, of what the model makes of its last layer's outputs ``[N, T, E]``."""
@@ -202,10 +213,22 @@ class Trial:
         return spec
 
 
-def _try_layers(
-    job: Job, study: Sequential, trial: Trial, results: LayerResults, progress: Progress
-) -> list[list[Node]]:
-    """What each layer costs at some sizes, the even one first; its statistics are kept.
+class Tried(NamedTuple):
+    """What a layer was found to cost.
+
+    Attributes:
+        even: at its even size and the usual key weight.
+        key_weight: the one that costs least at that size.
+        nodes: at some sizes, with that key weight.
+    """
+
+    even: Node
+    key_weight: float
+    nodes: list[Node]
+
+
+def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults, progress: Progress) -> list[Tried]:
+    """What each layer costs at some sizes and key weights; its statistics are kept.
 
     Processes take layers in turn.
     """
@@ -227,20 +250,34 @@ def _try_layers(
             save_layer(results, index, known, sensitivity)
         sizes = sizes_to_try(spec, target)
         tried.append(sizes)
-        own = torch.zeros(len(sizes), dtype=torch.float64)
+        own = torch.zeros(len(KEY_WEIGHTS) + len(sizes), dtype=torch.float64)
         streams = {at: trial.model.run(index, module, stream) for at, stream in streams.items()}
         if index % world_size() == rank():
-            made = solutions(source, sizes, known, sensitivity)
-            own += torch.tensor(trial.errors(index, module, made, root(sensitivity).float()), dtype=torch.float64)
-            streams[index] = trial.replaced(index, module, trial.source, made[0])
+            solved = solutions(source, sizes, known, sensitivity)
+            errors = trial.errors(index, module, root(sensitivity).float())
+            for size, layer in solved:
+                own[len(KEY_WEIGHTS) + sizes.index(size)] = errors(layer)
+                if size == sizes[0]:
+                    own[0] = own[len(KEY_WEIGHTS)]
+                    streams[index] = trial.replaced(index, module, trial.source, layer)
+            del layer  # before others need the room
+            for at, key_weight in enumerate(KEY_WEIGHTS[1:], 1):
+                for _, layer in solutions(source, sizes[:1], known, sensitivity, key_weight=key_weight):
+                    own[at] = errors(layer)
         losses.append(own)
         trial.source = trial.model.run(index, module, trial.source)
     refuse_no_numbers(trial.source, layers)
     found = []
     for sizes, own, true in zip(tried, losses, _divergences(trial, streams, layers), strict=True):
         estimated = all_sum(own).tolist()
-        scale = true / estimated[0] if estimated[0] > 0 else 0.0
-        found.append([Node(*size, scale * loss) for size, loss in zip(sizes, estimated, strict=True)])
+        usual, by_weight = estimated[0], estimated[: len(KEY_WEIGHTS)]
+        least = min(by_weight)
+        scale = true / usual if usual > 0 else 0.0
+        saved = least / usual if usual > 0 else 1.0  # at every size, as far as one is known
+        nodes = [
+            Node(*size, scale * saved * loss) for size, loss in zip(sizes, estimated[len(KEY_WEIGHTS) :], strict=True)
+        ]
+        found.append(Tried(Node(*sizes[0], true), KEY_WEIGHTS[by_weight.index(least)], nodes))
     return found
 
 
@@ -248,10 +285,13 @@ def _try_plans(
     job: Job,
     trial: Trial,
     results: LayerResults,
-    plans: tuple[tuple[tuple[int, int], ...], ...],
+    plans: Sequence[Sequence[tuple[tuple[int, int], float]]],
     progress: Progress,
 ) -> list[float]:
-    """The divergence of the whole model by each plan, all layers solved quickly; processes take plans in turn."""
+    """The divergence of the whole model by each plan of sizes and key weights, all layers solved quickly.
+
+    Processes take plans in turn.
+    """
     known = SavedStatistics(results.folder, 0, "", ())
     layers = job.before.num_layers
     barrier()
@@ -263,8 +303,9 @@ def _try_plans(
         module, source = trial.model.layer(index), read_layer(job.checkpoint, index).float()
         statistics, sensitivity = known.layer(index)
         for at, stream in list(streams.items()):
-            layer = solutions(source, [plans[at][index]], statistics, sensitivity)[0]
-            streams[at] = trial.replaced(index, module, stream, layer)
+            size, key_weight = plans[at][index]
+            for _, layer in solutions(source, [size], statistics, sensitivity, key_weight=key_weight):
+                streams[at] = trial.replaced(index, module, stream, layer)
         trial.source = trial.model.run(index, module, trial.source)
     progress("spreading", 2 * layers, 2 * layers)
     return _divergences(trial, streams, len(plans))
@@ -289,24 +330,40 @@ def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]
     return [(R, P), *(size for size in every if size != (R, P))]
 
 
-def solutions(source: Layer, sizes: Sequence[tuple[int, int]], known: Statistics, sensitivity: Tensor) -> list[Layer]:
-    """A layer at some sizes, in float32: of each rotary width the largest is solved, and the others cut from it."""
+def solutions(
+    source: Layer,
+    sizes: Sequence[tuple[int, int]],
+    known: Statistics,
+    sensitivity: Tensor,
+    *,
+    key_weight: float = KEY_WEIGHT,
+) -> Iterator[tuple[tuple[int, int], Layer]]:
+    """A layer at some sizes, in float32, one after the other, as each may be large.
+
+    Of each rotary width the largest that is no copy of the layer is solved, and narrower ones are cut from it.
+    """
     spec = source.spec
     assert isinstance(spec, GroupedSpec)
-    widest: dict[int, Layer] = {}
-    found: dict[tuple[int, int], Layer] = {}
-    for size in sorted(sizes, reverse=True):
-        target = as_latent(spec, *size)
-        made = widest.get(target.qk_rope_head_dim)
-        if made is None:
-            made = Layer(
-                target,
-                *convert_to_latent(source.state, spec, target, statistics=known, sensitivity=sensitivity, rounds=0),
-            )
-            if target.kv_lora_rank < _exact_rank(spec, target):  # from there on its numbers have no order
-                widest[target.qk_rope_head_dim] = made
-        found[size] = narrowed(made, target, known).float()
-    return [found[size] for size in sizes]
+    in_order = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
+    for _, of_one_width in groupby(in_order, key=lambda size: size[1]):
+        widest = None  # before the next one needs the room
+        for size in of_one_width:
+            target = as_latent(spec, *size)
+            if widest is None:
+                made = convert_to_latent(
+                    source.state,
+                    spec,
+                    target,
+                    statistics=known,
+                    sensitivity=sensitivity,
+                    key_weight=key_weight,
+                    rounds=0,
+                )
+                widest = Layer(target, *made)
+                del made
+            yield size, narrowed(widest, target, known).float()
+            if target.kv_lora_rank >= _exact_rank(spec, target):  # its numbers have no order to cut them by
+                widest = None
 
 
 def narrowed(layer: Layer, target: LatentSpec, known: Statistics) -> Layer:
@@ -322,7 +379,7 @@ def narrowed(layer: Layer, target: LatentSpec, known: Statistics) -> Layer:
     R, r, N = spec.kv_lora_rank, target.kv_lora_rank, spec.qk_nope_head_dim
     if r == R:
         return layer
-    biased = "kv_a_proj_with_mqa" in spec.bias
+    biased = is_biased(spec)
     down = with_bias(state, "kv_a_proj_with_mqa", biased)[:R]
     keys = centred(known.keys) if biased else known.keys
     decoders = torch.unflatten(state["kv_b_proj.weight"], 0, (spec.num_heads, -1))

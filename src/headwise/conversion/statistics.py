@@ -46,9 +46,9 @@ class Statistics:
     @classmethod
     def zeros(cls, hidden_size: int, heads: int, tokens: int) -> Statistics:
         """Of no text yet."""
-        inputs, keys = torch.zeros(2, hidden_size + 1, hidden_size + 1, dtype=torch.float64)
-        sums = torch.zeros(heads, tokens + 2, dtype=torch.float64)
-        return cls(inputs, keys, sums[:, 0].clone(), sums[:, 2:].clone(), sums[0, 1].clone())
+        wide = hidden_size + 1
+        shapes = ((wide, wide), (wide, wide), (heads,), (heads, tokens), ())
+        return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
     @classmethod
     def nothing(cls, hidden_size: int, heads: int, tokens: int) -> Statistics:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
-from headwise.conversion.activations import Activations
+from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration import check_texts, open_windows, refuse_cross_layers
 from headwise.conversion.job import read_layer
 from headwise.conversion.plan import refuse_latent
@@ -21,7 +21,7 @@ from headwise.conversion.ranks import first_enters, my_windows, rank
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import save_layer, write_statistics
 from headwise.conversion.sensitivity import output_sensitivities
-from headwise.conversion.sequential import WEIGHED, traced
+from headwise.conversion.sequential import begin_streams, traced, weighed_windows
 from headwise.conversion.statistics import statistics_of
 from headwise.errors import CheckpointError
 from headwise.evaluation import text_identity
@@ -93,13 +93,10 @@ def calibrate(
     run = run_identity(checkpoint, study=[text_identity(text) for text in texts], tokens=calibration_tokens)
     with first_enters(FolderWriter(destination, {}, run=run)) as writer:
         windows, _ = open_windows(checkpoint, texts, calibration_tokens)
-        results = _study(checkpoint, windows, writer.work, run, progress)
+        results = study_windows(checkpoint, windows, writer.work, run, progress)
         if rank() == 0:
-            try:
+            with clearly("output", output):
                 write_statistics(writer.folder, results, checkpoint, texts, windows)
-            except OSError as error:
-                rule = f"could not be written: {error.strerror or error}"
-                raise CheckpointError("output", str(output), rule) from error
     return Calibration(
         source=str(source),
         output=str(output),
@@ -112,19 +109,23 @@ def calibrate(
 
 
 @torch.no_grad()
-def _study(checkpoint: Checkpoint, windows: Tensor, folder: Path, run: str, progress: Progress) -> LayerResults:
-    """Each layer's statistics as the source's own layers hand on to it, kept as they are finished."""
+def study_windows(
+    checkpoint: Checkpoint, windows: Tensor, folder: Path, run: str = "", progress: Progress = silent
+) -> LayerResults:
+    """Each layer's statistics as the source's own layers hand on to it, kept as they are finished.
+
+    Args:
+        checkpoint: the source.
+        windows: ``[N, W]`` token ids.
+        folder: for activations and results.
+        run: what tells this run from another; one that was killed goes on.
+        progress: told of each layer.
+    """
     model = LayerwiseModel(checkpoint, torch.float32)  # as a conversion on the text runs it
     sensitivities, results = LayerResults(folder / "sensitivities"), LayerResults(folder / "layers")
-    weighed = windows[: max(WEIGHED // windows.shape[1], 1)]
+    weighed = windows[: weighed_windows(windows, len(windows))]
     output_sensitivities(model, weighed, sensitivities, progress=progress)
-    shape = (*windows.shape, model.begin(windows[:1]).shape[-1])
-    stream = Activations(folder, streams=("source",), shape=shape, run=run)
-    if stream.layer is None:
-        for at in my_windows(len(windows)):
-            stream.write("source", at, model.begin(windows[at : at + 1]))
-        stream.commit()
-    model.release()
+    stream = begin_streams(model, windows, folder, ("source",), run)
     assert stream.layer is not None
     for index in range(stream.layer, model.num_layers):
         progress("studying", index, model.num_layers)

@@ -144,7 +144,7 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
     else:
         path, column = _local(source)
         if not path.is_dir() and path.suffix not in (".parquet", ".jsonl"):
-            return read_text(path, name=name)
+            return read_text(path, characters=characters, name=name)
         kind, files = _local_files(path, name)
         rows = _dataset_rows(source, name, kind, data_files=files, split="train")
     return _text(rows, column or _COLUMN, characters, source, name)

@@ -13,14 +13,20 @@ from headwise.checkpoints import tokenize
 from headwise.errors import ArgumentError
 
 
-def read_text(path: str | Path, *, name: str = "text") -> str:
-    """The text of a UTF-8 file; ``name`` is what an error calls it.
+def read_text(path: str | Path, *, characters: int | None = None, name: str = "text") -> str:
+    """The text of a UTF-8 file.
+
+    Args:
+        path: of the file.
+        characters: how many at most, from the beginning; what is beyond is not read. All when None.
+        name: what an error calls it.
 
     Raises:
-        ArgumentError: there is no such file, or it is not UTF-8 text.
+        ArgumentError: there is no such file, or what is read is not UTF-8 text.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(characters)
     except OSError as error:
         raise ArgumentError(name, str(path), f"could not be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -97,8 +97,10 @@ def rotary_width(source: GroupedSpec) -> int:
 def split_budget(source: AttentionSpec, values: int) -> tuple[int, int]:
     """Spend ``values`` cached numbers a token on a latent and a rotary key.
 
-    About a quarter goes to the rotary key (in steps of 16, or of 2 where that is coarse), as far as the source
-    rotates; a budget of the source's whole cache keeps every rotary channel, which is lossless.
+    About a quarter goes to the rotary key (in steps of 16, or of 2 where that is coarse), but no more than a head
+    rotates, one channel a frequency: each query head has a part for all of the rotary key, so with the quarter of
+    many heads ``q_proj`` would be several times as large. A budget of the source's whole cache keeps every rotary
+    channel, which is lossless.
 
     Returns:
         ``(kv_lora_rank, qk_rope_head_dim)``.
@@ -119,7 +121,7 @@ def split_budget(source: AttentionSpec, values: int) -> tuple[int, int]:
         return whole - rotary, rotary
     step = 16 if values >= 48 else 2
     rope_dim = max(step, step * round(values / (4 * step)))
-    rope_dim = min(rope_dim, rotary)
+    rope_dim = min(rope_dim, rotated_dims(source))
     return values - rope_dim, rope_dim
 
 
