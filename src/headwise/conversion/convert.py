@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from headwise.arguments import typed
 from headwise.checkpoints import FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages
@@ -90,6 +91,7 @@ class Conversion:
         return asdict(self)
 
 
+@typed
 @torch.inference_mode(False)  # layers are studied by their derivatives, whatever the caller is doing
 def convert(
     source: str | Path,

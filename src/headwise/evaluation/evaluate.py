@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.arguments import typed
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.scoring import score_window
@@ -113,6 +114,7 @@ class Evaluation:
         return asdict(self)
 
 
+@typed
 @torch.inference_mode()
 def evaluate(
     model: str | Path | Pair,
