@@ -104,6 +104,20 @@ def test_killed_at_every_moment_and_at_random_ones_the_bytes_are_the_same(tmp_pa
 # --- stopped in other ways -----------------------------------------------------------------------------------
 
 
+def test_what_a_finished_run_left_goes_once_its_folder_is_found(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderWriter, "_leave", lambda _: None)  # killed just before
+        going = writer(out)
+        with going:
+            for name in going.missing:
+                going.add(name, value(name))
+    assert left(out) == [".out.headwise-partial", "out"]
+    os.close(going._lock or 0)  # as the end of the process does
+    with pytest.raises(ArgumentError, match="exists and is not empty"):
+        writer(out)
+    assert left(out) == ["out"]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a bug"), OSError(5, "Input/output error")])
 def test_what_was_done_before_a_failure_is_not_done_again(
     out: Path, expected: dict[str, bytes], error: BaseException

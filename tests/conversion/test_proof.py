@@ -222,18 +222,33 @@ def test_models_that_do_not_fit_in_memory_are_not_loaded(
     assert done.notes[-1] == "not evaluated: both models take 0.0 GB of memory and 0.0 GB are free"
 
 
-def test_ctrl_c_during_it_leaves_the_whole_folder(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_ctrl_c_during_it_keeps_the_conversion(
+    evaluate: bool, source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def impatient(stage: str, done: int, _: int) -> None:
         if (stage, done) == ("perplexity", 1):
             raise KeyboardInterrupt
 
+    whole = headwise.convert(source, tmp_path / "whole", calibrate=text, **STUDY)
     with pytest.raises(KeyboardInterrupt) as stopped:
-        headwise.convert(source, tmp_path / "out", **HALF, progress=impatient)
-    assert stopped.value.__notes__ == [f"{tmp_path / 'out'} is whole, and was not evaluated"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-    assert "Not measured." in card(tmp_path / "out")
+        headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY, progress=impatient)
+    assert stopped.value.__notes__ == [
+        "it was being evaluated, which --no-evaluate leaves out",
+        "what is done is kept, and the same command goes on from there",
+    ]
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr("headwise.conversion.job.convert_to_latent", None)  # nothing is solved again
+    done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY, evaluate=evaluate)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
+    assert ("Not measured." in card(tmp_path / "out")) is not evaluate
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    if evaluate:
+        assert done.evaluation is not None
+        assert whole.evaluation is not None
+        assert done.evaluation.perplexity == whole.evaluation.perplexity
+        assert done.evaluation.model == str(tmp_path / "out")
 
 
 def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class FolderWriter:
     ) -> None:
         check_output(output, overwrite=overwrite, mark=mark)
         self.output = output
-        self._partial = output.with_name(f".{output.name}.headwise-partial")
+        self._partial = _partial(output)
         self.folder, self.work = self._partial / "model", self._partial / "work"
         self.notes: tuple[str, ...] = ()
         self._overwrite, self._provisional, self._shard_bytes = overwrite, provisional, shard_bytes
@@ -281,10 +281,22 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
         raise ArgumentError("output", str(output), "is a file or a link; it must be a folder or not exist")
     if holds_something:
         if not overwrite:
+            _clear_finished(_partial(output))
             raise ArgumentError("output", str(output), "exists and is not empty; say --overwrite to replace it")
         if not (output / mark).is_file():
             kind = "is not a model folder" if mark == MODEL else f"has no {mark}"
             raise ArgumentError("output", str(output), f"{kind}, so --overwrite will not replace it")
+
+
+def _partial(output: Path) -> Path:
+    return output.with_name(f".{output.name}.headwise-partial")
+
+
+def _clear_finished(partial: Path) -> None:
+    """Remove what is left where a process was killed just after its model had been moved into place."""
+    with suppress(OSError):
+        if partial.is_dir() and not (partial / "model").exists():
+            remove_locked(partial, lock_folder(partial))
 
 
 def _digest(run: str, tensors: Mapping[str, TensorInfo], shard_bytes: int) -> str:

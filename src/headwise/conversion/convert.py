@@ -11,17 +11,17 @@ from typing import Any, Literal
 
 import torch
 
+from headwise.arguments import typed
 from headwise.checkpoints import FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint, run_identity
-from headwise.checkpoints.disk import write_whole
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages
-from headwise.conversion.card import CardFacts, card_facts, model_card, parameters_of
+from headwise.conversion.card import card_facts, model_card, parameters_of
 from headwise.conversion.estimate import estimate_seconds
 from headwise.conversion.formats import StockReport, plan_folder, write_folder
 from headwise.conversion.job import POOLINGS, Job, Study
 from headwise.conversion.plan import parse_target
 from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
-from headwise.conversion.ranks import barrier, first_enters, rank
+from headwise.conversion.ranks import first_enters, rank
 from headwise.conversion.saved import open_statistics
 from headwise.conversion.sequential import Sequential
 from headwise.conversion.spread import Spread
@@ -91,6 +91,7 @@ class Conversion:
         return asdict(self)
 
 
+@typed
 @torch.inference_mode(False)  # layers are studied by their derivatives, whatever the caller is doing
 def convert(
     source: str | Path,
@@ -233,40 +234,35 @@ def convert(
         about |= {"calibration_tokens": made.tokens, "notes": notes}
         about["tensors"] = tensors if made.spread is None else job.tensors
         read = texts if saved is None else saved.texts
+        report = _report(
+            job,
+            made.config,
+            **{**about, "notes": [*notes, *writer.notes]},  # what was found here is nothing for the card
+            output=str(output),
+            seconds=time.perf_counter() - start,
+            seconds_reading=checkpoint.read_seconds + job.clock.seconds.get("reading", 0.0),
+            seconds_writing=job.clock.seconds.get("writing", 0.0),
+            peak_rss_bytes=peak_rss_bytes(),
+            stock=made.stock,
+            spread=made.spread,
+        )
         facts = card_facts(job, made.config, **about, calibration=read, stages=stages)
         if rank() == 0:
+            # Before the folder is in its place: a run that is killed here measures again, and converts nothing twice.
+            if evaluate is not False:
+                found = skipped and f"not evaluated: {skipped}"
+                report = _with_proof(report, found or prove(writer.folder, report.source, exam, progress))
+            if report.evaluation is not None:  # else the card is told nothing of this machine
+                facts = replace(facts, evaluation=report.evaluation.to_dict(), seconds=report.seconds)
             writer.write_text("README.md", model_card(facts))
-    report = _report(
-        job,
-        made.config,
-        **{**about, "notes": [*notes, *writer.notes]},  # what was found here is nothing for the card
-        output=str(output),
-        seconds=time.perf_counter() - start,
-        seconds_reading=checkpoint.read_seconds + job.clock.seconds.get("reading", 0.0),
-        seconds_writing=job.clock.seconds.get("writing", 0.0),
-        peak_rss_bytes=peak_rss_bytes(),
-        stock=made.stock,
-        spread=made.spread,
-    )
-    if evaluate is not False and skipped is not None:
-        # The card says that nothing was measured, and of this machine nothing.
-        return replace(report, notes=(*report.notes, f"not evaluated: {skipped}"))
-    if evaluate is not False:
-        if rank() == 0:
-            report = _proven(report, facts, exam, progress)
-        barrier()  # the others wait for it
     return report
 
 
-def _proven(report: Conversion, facts: CardFacts, exam: Exam, progress: Progress) -> Conversion:
-    """The same with what the evaluation found, which the folder's card is told too."""
-    folder = Path(report.output)
-    proof = prove(folder, report.source, exam, progress)
-    if isinstance(proof, str):
-        return replace(report, notes=(*report.notes, proof))
-    facts = replace(facts, evaluation=proof.to_dict(), seconds=report.seconds)
-    write_whole(folder / "README.md", model_card(facts).encode())
-    return replace(report, evaluation=proof)
+def _with_proof(report: Conversion, found: Evaluation | str) -> Conversion:
+    """The same with what the evaluation found, or why there is none."""
+    if isinstance(found, str):
+        return replace(report, notes=(*report.notes, found))
+    return replace(report, evaluation=replace(found, model=report.output))
 
 
 def _report(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
 from headwise.checkpoints.disk import clearly, lock_folder, remove_locked, unlock, write_whole
 from headwise.conversion.calibration import check_texts, open_windows
@@ -46,6 +47,7 @@ class _Common:
     progress: Progress
 
 
+@typed
 def frontier(
     source: str | Path,
     output: str | Path,

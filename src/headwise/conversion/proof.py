@@ -162,7 +162,7 @@ def prove(output: Path, source: str | Path, exam: Exam, progress: Progress = sil
             return f"not evaluated: both models take {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
         return evaluate_windows(pair, exam, progress=progress)
     except KeyboardInterrupt as stopped:
-        stopped.add_note(f"{output} is whole, and was not evaluated")
+        stopped.add_note("it was being evaluated, which --no-evaluate leaves out")
         raise
     except Exception as error:  # whatever it is, the folder that took so long is there and is the user's
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
 from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration import check_texts, open_windows, refuse_cross_layers
@@ -57,6 +58,7 @@ class Calibration:
         return asdict(self)
 
 
+@typed
 @torch.inference_mode(False)
 def calibrate(
     source: str | Path,

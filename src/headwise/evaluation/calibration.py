@@ -19,11 +19,10 @@ from headwise.evaluation.text import cut_windows, read_text, token_ids
 
 DATASET_PREFIX = "hf-dataset://"
 DATASETS_PIP = "pip install 'headwise[datasets]'"
-SPREAD = 16
-"""Times the tokens asked for: how much of a long text windows are spread over, so that they are about many things."""
+SPREAD = 512
+"""Characters of a long text for each token asked for: what windows are spread over, to be about many things."""
 _RESERVE = 8
 """One in so many tokens of a text, at its end, are left for an exam, and a few windows at least."""
-_CHARACTERS_PER_TOKEN = 32  # no tokenizer in use averages over 16 for long
 _COLUMN = "text"
 _KINDS = {"parquet": ("*.parquet",), "json": ("*.jsonl", "*.json"), "text": ("*.txt",)}
 
@@ -196,7 +195,7 @@ def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
 
 
 def _enough(tokens: int, window: int, sources: int) -> int:
-    """How many tokens of each source are as many as windows are spread over, and an exam is taken from."""
+    """How many characters of each source windows are spread over, and an exam is taken from."""
     return SPREAD * (-(-tokens // sources) + window)
 
 
@@ -205,10 +204,9 @@ def _span(length: int, count: int, window: int) -> int:
     return max(count * window, length - max(length // _RESERVE, 4 * window))
 
 
-def _beginning(tokenizer: Any, source: str | Path, tokens: int, name: str) -> list[int]:
-    """So many tokens of a source, or a few more; no more of it than that needs is read."""
-    text = read_source(source, characters=tokens * _CHARACTERS_PER_TOKEN, name=name)
-    return token_ids(tokenizer, text, at_most=tokens)
+def _beginning(tokenizer: Any, source: str | Path, characters: int, name: str) -> list[int]:
+    """The tokens of so many characters of a source; no more of it is read than that needs."""
+    return token_ids(tokenizer, read_source(source, characters=characters, name=name)[:characters])
 
 
 def _shares(lengths: Sequence[int], tokens: int, window: int) -> tuple[list[int], int]:

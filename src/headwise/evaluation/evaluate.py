@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.arguments import typed
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.calibration import refuse_twice
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
@@ -114,6 +115,7 @@ class Evaluation:
         return asdict(self)
 
 
+@typed
 @torch.inference_mode()
 def evaluate(
     model: str | Path | Pair,

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from headwise.arguments import typed
 from headwise.checkpoints import (
     DTYPES,
     Checkpoint,
@@ -24,6 +25,7 @@ from headwise.checkpoints import (
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecError
 
 
+@typed
 def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: str | None = None) -> Any:
     """A transformers model, ready to run, from any source that has weights.
 

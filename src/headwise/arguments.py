@@ -1,0 +1,71 @@
+"""What a function's own annotations say of its arguments, held to when it is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import wraps
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from headwise.errors import ArgumentError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_WORDS = {
+    str: "a string",
+    Path: "a path",
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    NoneType: "None",
+}
+
+
+def typed(function: Callable[P, R]) -> Callable[P, R]:
+    """Refuse arguments of other types than are annotated, a string where several are wanted among them.
+
+    Raises:
+        ArgumentError: by the function that is returned.
+    """
+    signature, hints = inspect.signature(function), get_type_hints(function)
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        with suppress(TypeError):  # one is missing or unknown: the call itself says so best
+            for name, value in signature.bind(*args, **kwargs).arguments.items():
+                if not _fits(value, hints[name]):
+                    raise ArgumentError(name, value, f"must be {_said(hints[name])}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, choice) for choice in choices)
+    if origin is Literal:
+        return value in choices
+    if isinstance(origin, type) and issubclass(origin, Collection):
+        several = isinstance(value, origin) and not isinstance(value, str | bytes)
+        return several and all(_fits(item, choices[0]) for item in value)
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
+
+
+def _said(hint: Any) -> str:
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        *others, last = (_said(choice) for choice in choices)
+        return f"{', '.join(others)} or {last}"
+    if origin is Literal:
+        return " or ".join(map(str, choices))
+    if isinstance(origin, type) and issubclass(origin, Collection):
+        return f"several, each {_said(choices[0])}"
+    return _WORDS.get(hint) or str(getattr(hint, "__name__", hint))
