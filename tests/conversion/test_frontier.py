@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 OTHER = "pack my box with five dozen liquor jugs, said the judge to the wizard. " * 40
+NAMES: dict[str, Any] = inspect.unwrap(room_function).__globals__
 SMALL: dict[str, Any] = {"calibration_tokens": 256, "window": 48, "windows": 2, "plot": False}
 TARGETS = ("mla:0.5", "mqa")
 
@@ -67,12 +69,12 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
         calls.append((args, kwargs))
         return own(*args, **kwargs)
 
-    monkeypatch.setitem(room_function.__globals__, name, counting)
+    monkeypatch.setitem(NAMES, name, counting)
     return calls
 
 
 def _own(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = room_function.__globals__[name]
+    found: Callable[..., Any] = NAMES[name]
     return found
 
 
@@ -90,7 +92,7 @@ def stop(monkeypatch: pytest.MonkeyPatch, name: str, call: int, *, after: bool) 
             raise StoppedError
         return done
 
-    monkeypatch.setitem(room_function.__globals__, name, stopping)
+    monkeypatch.setitem(NAMES, name, stopping)
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +302,7 @@ def test_a_conversion_that_cannot_be_measured_is_left_out_and_said(
         return own(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setitem(room_function.__globals__, name, failing)
+        patch.setitem(NAMES, name, failing)
         found = climb(place, tmp_path / "out")
     assert [point.target for point in found.points] == ["mqa"]
     assert found.notes == ("not measured: mla:0.5, headwise (model computes NaN)",)
@@ -316,7 +318,7 @@ def test_where_none_can_be_measured_the_first_reason_is_given(
     def failing(*_: Any, to: str, **__: Any) -> Any:
         raise headwise.CheckpointError("tensor", to, "does not fit in float16")
 
-    monkeypatch.setitem(room_function.__globals__, "convert", failing)
+    monkeypatch.setitem(NAMES, "convert", failing)
     with pytest.raises(headwise.CheckpointError, match="tensor = 'mla': does not fit"):
         climb(place, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -336,7 +338,7 @@ def test_a_full_disk_ends_it(place: Path, tmp_path: Path, monkeypatch: pytest.Mo
         except headwise.CheckpointError as error:
             raise headwise.CheckpointError("results", "layers", "could not be written; it is kept") from error
 
-    monkeypatch.setitem(room_function.__globals__, "convert", full)
+    monkeypatch.setitem(NAMES, "convert", full)
     for _ in range(2):
         with pytest.raises(headwise.CheckpointError, match="results = 'layers': could not be written"):
             climb(place, tmp_path / "out")
@@ -353,7 +355,7 @@ def test_another_process_is_kept_out(place: Path, tmp_path: Path, monkeypatch: p
         refused.append(error.value.field)
         return own(*args, **kwargs)
 
-    monkeypatch.setitem(room_function.__globals__, "evaluate_windows", meanwhile)
+    monkeypatch.setitem(NAMES, "evaluate_windows", meanwhile)
     climb(place, tmp_path / "out", targets=["mqa"])
     assert refused == ["output"]
 

@@ -18,7 +18,7 @@ from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo, dtype_name
 from headwise.checkpoints.disk import clearly, empty_folder, lock_folder, remove_locked, sync, unlock, write_whole
 from headwise.checkpoints.folder import INDEX, SINGLE
 from headwise.checkpoints.shards import ShardWriter, is_whole, plan_shards
-from headwise.errors import ArgumentError, CheckpointError
+from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
 
 MODEL = "config.json"
 SHARD_BYTES = 2 * 1024**3
@@ -132,6 +132,8 @@ class FolderWriter:
                 self._move_into_place()
             elif isinstance(error, CheckpointError) and isinstance(error.__context__, OSError) and self._is_kept():
                 raise CheckpointError(error.field, error.value, error.rule + _KEPT) from error
+            elif isinstance(error, HeadwiseError) and not isinstance(error.__context__, OSError):
+                self._run = None  # nothing to go on from: the same command would be refused again
             elif isinstance(error, KeyboardInterrupt) and self._is_kept():
                 error.add_note(_KEPT.removeprefix("; "))
         except OSError as failure:
