@@ -25,7 +25,7 @@ from headwise.progress import Progress
 
 WINDOW = 1024
 """Shorter ones begin more often: how a text begins is what an attention rests on, and a conversion is only as good as
-the beginnings it has seen. Longer ones show more of what lies far apart. Measured, 512 to 1024 is best."""
+the beginnings it has seen. Longer ones show more of what lies far apart."""
 HELD_EVERY = 8
 
 

@@ -21,8 +21,8 @@ ROUNDS = 5
 """How often down and up are solved for in turn, where maps see the inputs differently."""
 
 BEYOND = 1.9
-"""How far a round goes on the way to its solution and past it: below 2 no error grows by that, and five such rounds
-come further than eight that stop there."""
+"""How far a round goes on the way to its solution and past it: below 2 no error grows by
+that, and fewer rounds are needed."""
 
 
 class Part(NamedTuple):

@@ -250,18 +250,19 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
             save_layer(results, index, known, sensitivity)
         sizes = sizes_to_try(spec, target)
         tried.append(sizes)
-        own = torch.zeros(len(KEY_WEIGHTS) + len(sizes), dtype=torch.float64)
+        own = torch.zeros(
+            len(sizes) + len(KEY_WEIGHTS) - 1, dtype=torch.float64
+        )  # the even size has the usual weight
         streams = {at: trial.model.run(index, module, stream) for at, stream in streams.items()}
         if index % world_size() == rank():
             solved = solutions(source, sizes, known, sensitivity)
             errors = trial.errors(index, module, root(sensitivity).float())
             for size, layer in solved:
-                own[len(KEY_WEIGHTS) + sizes.index(size)] = errors(layer)
+                own[sizes.index(size)] = errors(layer)
                 if size == sizes[0]:
-                    own[0] = own[len(KEY_WEIGHTS)]
                     streams[index] = trial.replaced(index, module, trial.source, layer)
             del layer  # before others need the room
-            for at, key_weight in enumerate(KEY_WEIGHTS[1:], 1):
+            for at, key_weight in enumerate(KEY_WEIGHTS[1:], len(sizes)):
                 for _, layer in solutions(source, sizes[:1], known, sensitivity, key_weight=key_weight):
                     own[at] = errors(layer)
         losses.append(own)
@@ -270,13 +271,11 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
     found = []
     for sizes, own, true in zip(tried, losses, _divergences(trial, streams, layers), strict=True):
         estimated = all_sum(own).tolist()
-        usual, by_weight = estimated[0], estimated[: len(KEY_WEIGHTS)]
+        usual, by_weight = estimated[0], [estimated[0], *estimated[len(sizes) :]]
         least = min(by_weight)
         scale = true / usual if usual > 0 else 0.0
         saved = least / usual if usual > 0 else 1.0  # at every size, as far as one is known
-        nodes = [
-            Node(*size, scale * saved * loss) for size, loss in zip(sizes, estimated[len(KEY_WEIGHTS) :], strict=True)
-        ]
+        nodes = [Node(*size, scale * saved * loss) for size, loss in zip(sizes, estimated[: len(sizes)], strict=True)]
         found.append(Tried(Node(*sizes[0], true), KEY_WEIGHTS[by_weight.index(least)], nodes))
     return found
 
