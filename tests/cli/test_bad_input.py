@@ -442,6 +442,9 @@ def test_an_output_that_is_taken(refused: Refused, here: Path, tiny_llama: Path)
     for taken in ("text.txt", "dangling", "linked", "loop"):
         for extra in ((), ("--overwrite",)):
             assert f"output = '{taken}': is a file or a link" in refused("convert", "tiny", taken, *MLA, *extra)
+    for within in ("text.txt/out", "text.txt/a/b"):
+        said = refused("convert", "tiny", within, *MLA)
+        assert f"output = '{within}': cannot be made: {here / 'text.txt'} is a file" in said
 
 
 def test_statistics_take_the_place_of_statistics(

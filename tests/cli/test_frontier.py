@@ -60,6 +60,7 @@ def test_a_page(cli: Callable[..., Said], model: Path, here: Path) -> None:
         ((*FRONTIER, "--evaluate", "text.txt"), "evaluate = 'text.txt': is calibrated on"),
         (("frontier", "nowhere", "--calibrate", "text.txt", "--output", "out", *SMALL), "nowhere"),
         (("frontier", "tiny", "--calibrate", "text.txt", "--output", "text.txt", *SMALL), "is a file or a link"),
+        (("frontier", "tiny", "--calibrate", "text.txt", "--output", "text.txt/out", *SMALL), "text.txt is a file"),
         (("frontier", "tiny", "--calibrate", "text.txt", "--output", "tiny", *SMALL), "holds something else"),
     ],
     ids=str,

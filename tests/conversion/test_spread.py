@@ -52,10 +52,9 @@ def test_a_narrowed_layer_is_the_one_solved_at_that_rank(model_type: str, tmp_pa
     spec = layer.spec
     assert isinstance(spec, GroupedSpec)
     wide, narrow = as_latent(spec, 20, 8), as_latent(spec, 11, 8)
-    options: dict[str, Any] = {"statistics": known, "rounds": 0}
-    made, channels = convert_to_latent(layer.state, spec, wide, **options)
+    made, channels = convert_to_latent(layer.state, spec, wide, statistics=known)
     cut = narrowed(Layer(wide, made, channels), narrow, known)
-    direct, same_channels = convert_to_latent(layer.state, spec, narrow, **options)
+    direct, same_channels = convert_to_latent(layer.state, spec, narrow, statistics=known)
     assert (cut.spec, cut.channels) == (narrow, same_channels)
     assert {name: x.shape for name, x in cut.state.items()} == {name: x.shape for name, x in direct.items()}
     inputs, rotation = torch.randn(16, spec.hidden_size), rotation_tables(spec, 16)

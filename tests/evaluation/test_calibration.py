@@ -157,6 +157,13 @@ def test_a_text_is_known_by_its_content_wherever_it_is(tmp_path: Path) -> None:
         text_identity(one / "folder", name="evaluate")
 
 
+def test_a_text_file_has_no_columns(tmp_path: Path) -> None:
+    text = tmp_path / "plain.txt"
+    text.write_text("words")
+    with pytest.raises(ArgumentError, match=r"plain\.txt has no columns; name it without #text"):
+        read_source(f"{text}#text")
+
+
 @pytest.mark.parametrize("bad", ["hf-dataset://", "hf-dataset://a/b:c:d:e"])
 def test_a_dataset_that_is_not_named(bad: str) -> None:
     with pytest.raises(ArgumentError, match=r"must be hf-dataset://owner/name:config:split#column"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headwise.errors import CheckpointError
+from headwise.errors import ArgumentError, CheckpointError
 
 _LOCK = "lock"
 
@@ -26,6 +26,18 @@ def clearly(field: str, path: str | Path, done: str = "written") -> Iterator[Non
         yield
     except OSError as error:
         raise CheckpointError(field, str(path), f"could not be {done}: {error.strerror or error}") from None
+
+
+def refuse_within_file(output: Path) -> None:
+    """Refuse a destination that could only be made within a file.
+
+    Raises:
+        ArgumentError: it is one.
+    """
+    with suppress(OSError):  # what cannot be looked at is refused when it is written to
+        nearest = next(parent for parent in output.absolute().parents if parent.exists())
+        if not nearest.is_dir():
+            raise ArgumentError("output", str(output), f"cannot be made: {nearest} is a file")
 
 
 def sync(path: Path) -> None:

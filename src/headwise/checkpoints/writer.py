@@ -15,7 +15,16 @@ from typing import Any, Self
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo, dtype_name
-from headwise.checkpoints.disk import clearly, empty_folder, lock_folder, remove_locked, sync, unlock, write_whole
+from headwise.checkpoints.disk import (
+    clearly,
+    empty_folder,
+    lock_folder,
+    refuse_within_file,
+    remove_locked,
+    sync,
+    unlock,
+    write_whole,
+)
 from headwise.checkpoints.folder import INDEX, SINGLE
 from headwise.checkpoints.shards import ShardWriter, is_whole, plan_shards
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
@@ -274,6 +283,7 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
     """
     if output.name in ("", ".."):
         raise ArgumentError("output", str(output), "must name a folder")
+    refuse_within_file(output)
     try:
         is_taken = output.is_symlink() or (output.exists() and not output.is_dir())
         holds_something = output.is_dir() and any(output.iterdir())

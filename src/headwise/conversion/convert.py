@@ -194,7 +194,9 @@ def convert(
             shared_plan=format == "deepseek",
             progress=progress,
         )
-        notes = _notes(job, None, is_studied=is_studied) + ([OPEN] if texts and "spread" in stages else [])
+        notes = _notes(job, None, format=format, is_studied=is_studied) + (
+            [OPEN] if texts and "spread" in stages else []
+        )
         return _report(job, planned, **about, output=str(output), seconds=seconds, dry_run=True, notes=notes)
 
     run = run_identity(
@@ -230,7 +232,9 @@ def convert(
         FolderWriter(destination, tensors, run=run, overwrite=overwrite, provisional=provisional)
     ) as writer:
         made = write_folder(job, writer, format, begun, run=run, exam=exam, progress=progress)
-        notes = _notes(job, made.tokens, is_studied=is_studied) + made.notes(in_nats="sensitivity" in stages)
+        notes = _notes(job, made.tokens, format=format, is_studied=is_studied) + made.notes(
+            in_nats="sensitivity" in stages
+        )
         about |= {"calibration_tokens": made.tokens, "notes": notes}
         about["tensors"] = tensors if made.spread is None else job.tensors
         read = texts if saved is None else saved.texts
@@ -286,7 +290,7 @@ def _report(
     )
 
 
-def _notes(job: Job, seen: int | None, *, is_studied: bool) -> list[str]:
+def _notes(job: Job, seen: int | None, *, format: str, is_studied: bool) -> list[str]:  # noqa: A002
     """What a user should know; ``seen`` tokens were calibrated on, None if that is not known yet."""
     notes = []
     if not is_studied and not job.is_lossless and job.method not in POOLINGS:
@@ -296,6 +300,8 @@ def _notes(job: Job, seen: int | None, *, is_studied: bool) -> list[str]:
     elif is_studied and seen is not None and seen <= job.before.hidden_size:
         inputs = job.before.hidden_size
         notes.append(f"only {seen} calibration tokens for {inputs} inputs: they decide little, and quality suffers")
+    if format == "deepseek":
+        notes.append("a deepseek_v3 latent has one number more than was asked for, a constant that its norm needs")
     if isinstance(job.checkpoint, GgufCheckpoint) and job.checkpoint.quantization is not None:
         notes.append(f"the source is dequantised from {job.checkpoint.quantization}")
     return notes

@@ -15,7 +15,7 @@ import torch
 
 from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
-from headwise.checkpoints.disk import clearly, lock_folder, remove_locked, unlock, write_whole
+from headwise.checkpoints.disk import clearly, lock_folder, refuse_within_file, remove_locked, unlock, write_whole
 from headwise.conversion.calibration import check_texts, open_windows
 from headwise.conversion.convert import convert
 from headwise.conversion.frontier_page import markdown, page, refuse_no_plotly
@@ -274,6 +274,7 @@ def _refuse_output(folder: Path) -> None:
     Raises:
         ArgumentError: it is one of those.
     """
+    refuse_within_file(folder)
     try:
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             raise ArgumentError("output", str(folder), "is a file or a link; it must be a folder or not exist")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
 from headwise.conversion.assemble import assemble, is_biased, with_bias
-from headwise.conversion.joint_latent import NOTHING, ROUNDS, Part, joint_latent, whole_latent
+from headwise.conversion.joint_latent import NOTHING, Part, joint_latent, whole_latent
 from headwise.conversion.metrics import (
     KEY_BALANCE,
     KEY_WEIGHT,
@@ -53,7 +53,6 @@ def convert_to_latent(
     longest: int = 2048,
     key_weight: float = KEY_WEIGHT,
     kept: Tensor | None = None,
-    rounds: int = ROUNDS,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """The MLA layer's weights, and the model frequency of each of its rotary pairs.
 
@@ -66,7 +65,6 @@ def convert_to_latent(
         longest: without statistics, the distance up to which a dropped rotation is averaged.
         key_weight: with statistics, how much an error of the keys counts.
         kept: bool ``[F, K]``, the channels that keep their rotation; the most needed when None.
-        rounds: see `joint_latent`; without any, a latent's first numbers are the best latent of fewer.
 
     Returns:
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
@@ -87,7 +85,7 @@ def convert_to_latent(
         elif is_biased(target):
             keyed = centred(keyed)
         parts = [Part(content, asked * key_weight, keyed), values]
-        down, (key_up, value_up) = joint_latent(parts, target.kv_lora_rank, rounds=rounds)
+        down, (key_up, value_up) = joint_latent(parts, target.kv_lora_rank)
         del values, parts
     del content, w_v
     out = assemble(

@@ -356,7 +356,6 @@ def solutions(
                     statistics=known,
                     sensitivity=sensitivity,
                     key_weight=key_weight,
-                    rounds=0,
                 )
                 widest = Layer(target, *made)
                 del made

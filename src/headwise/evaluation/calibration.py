@@ -145,6 +145,8 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
     else:
         path, column = _local(source)
         if not path.is_dir() and path.suffix not in (".parquet", ".jsonl"):
+            if column:
+                raise ArgumentError(name, str(source), f"{path} has no columns; name it without #{column}")
             return read_text(path, characters=characters, name=name)
         kind, files = _local_files(path, name)
         rows = _dataset_rows(source, name, kind, data_files=files, split="train")
