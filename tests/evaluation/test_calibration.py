@@ -9,6 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -236,15 +239,13 @@ def rows(tmp_path: Path) -> list[dict[str, str]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_local_files_of_rows(tmp_path: Path, rows: list[dict[str, str]]) -> None:
-    datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     expected = "".join(f"{row['text']}\n" for row in rows)
     assert read_source(tmp_path / "jsonl") == expected
     assert read_source(tmp_path / "jsonl" / "a.jsonl") == "line 0\nline 1\nline 2\n"
     assert read_source(f"{tmp_path / 'jsonl'}#title") == "t0\nt1\nt2\nt3\nt4\n"
     (tmp_path / "parquet").mkdir()
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), tmp_path / "parquet" / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "parquet" / "rows.parquet")
     assert read_source(tmp_path / "parquet") == expected
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("one\n\ntwo\n")
