@@ -24,6 +24,9 @@ from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 NORM_EPS = 1e-6
 """Of norms of queries and keys in families that have them, where a config does not say."""
 
+PIECE = 256
+"""Queries that are attended with at a time; of the tokens behind them, no more keys are looked at than there are."""
+
 State = Mapping[str, Tensor]
 
 
@@ -110,13 +113,20 @@ def attention_weights(heads: Heads, spec: AttentionSpec, rows: Tensor) -> Tensor
         hidden = behind < 0
         if spec.sliding_window is not None:
             hidden |= behind >= spec.sliding_window
-        scores = scores.masked_fill(hidden, -torch.inf)
+        # Added, which has nothing to do on the way back.
+        scores = scores + torch.zeros(hidden.shape, dtype=scores.dtype).masked_fill_(hidden, -torch.inf)
     return scores.softmax(-1)
 
 
 def mixed_values(heads: Heads, spec: AttentionSpec, rows: Tensor) -> Tensor:
     """What goes into the output projection: ``[S, H·V]``."""
-    return (attention_weights(heads, spec, rows) @ heads.value).transpose(0, 1).flatten(1)
+    if not spec.is_causal:
+        return (attention_weights(heads, spec, rows) @ heads.value).transpose(0, 1).flatten(1)
+    made = []
+    for some, query in zip(torch.split(rows, PIECE), torch.split(heads.query, PIECE, dim=1), strict=True):
+        key, value = (x[:, : int(some.max()) + 1] for x in (heads.key, heads.value))
+        made.append(attention_weights(Heads(query, key, value), spec, some) @ value)
+    return torch.cat(made, 1).transpose(0, 1).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from headwise.evaluation.text import cut_windows, read_text, token_ids
 
 DATASET_PREFIX = "hf-dataset://"
 DATASETS_PIP = "pip install 'headwise[datasets]'"
-SPREAD = 512
+SPREAD = 128
 """Characters of a long text for each token asked for: what windows are spread over, to be about many things."""
 _RESERVE = 8
 """One in so many tokens of a text, at its end, are left for an exam, and a few windows at least."""
