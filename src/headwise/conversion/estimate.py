@@ -87,7 +87,7 @@ def _on_text(
     """
     windows, held = open_windows(job.checkpoint, texts, tokens)
     model = LayerwiseModel(job.checkpoint, torch.float32)
-    weighed = weighed_windows(windows, len(windows) - held)
+    weighed = weighed_windows(job.before, windows, len(windows) - held)
     weighing = _weighing(model, windows[:1]) if "sensitivity" in stages else 0.0
     processes = world_size()
     with temporary_folder() as folder:

@@ -51,18 +51,22 @@ def joint_latent(parts: list[Part], rank: int) -> tuple[Tensor, list[Tensor]]:
     """
     if rank >= min(sum(len(part.rows) for part in parts), parts[0].rows.shape[1]):
         return whole_latent([part.rows for part in parts], rank)
-    # Moments of one size, their sizes going into the metrics; and none that is blind to some of the inputs.
+    # Moments of one size, their sizes going into the metrics.
     sizes = [float(part.moments.diagonal().mean().clamp_min(NOTHING)) for part in parts]
     mean = torch.zeros_like(parts[0].moments)
     for part, size in zip(parts, sizes, strict=True):
-        mean.add_(observed(part.moments / size), alpha=1 / len(parts))
-    factor = torch.linalg.cholesky(mean)
+        mean.add_(part.moments, alpha=1 / size)
+    mean /= mean.diagonal().mean().clamp_min(NOTHING)
+    factor = torch.linalg.cholesky(observed(mean))
     needed = torch.zeros_like(mean)
     del mean
     for part, size in zip(parts, sizes, strict=True):
         rows = part.rows @ factor
         needed.addmm_(rows.mT, weighted(floored(part.metric * size), rows))
     del rows
+    # Of directions that nothing needs, those that inputs vary most in: others would be read by large numbers.
+    least = _TINY * needed.diagonal().mean().clamp_min(NOTHING)
+    needed.addmm_(factor.mT, factor, alpha=float(least))
     # Of mean square 1 and uncorrelated: nothing is far larger than the rest in a cache of few bits.
     down = torch.linalg.solve_triangular(factor, _leading(needed, rank), upper=False, left=False)
     del factor, needed

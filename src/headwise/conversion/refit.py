@@ -53,7 +53,7 @@ class Cost:
 
     def plain(self, error: Tensor) -> Tensor:
         """Without the limit."""
-        return 0.5 * (error @ self.metric).square().sum(-1)
+        return 0.5 * (error @ self.metric).float().square().sum(-1)
 
     def limited(self, nats: Tensor) -> Cost:
         """With the limit that `plain` costs ``[S]`` lead to."""
@@ -136,7 +136,7 @@ def refine(
     groups = [
         {"params": [tensor], "lr": rate * float(tensor.detach().square().mean().sqrt())} for tensor in moved.values()
     ]
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     warmup = max(steps // 10, 1)
     for step in range(steps):
@@ -146,8 +146,8 @@ def refine(
         with torch.enable_grad():
             for sample in samples():
                 with quick_products():
-                    made = output(moved, sample)
-                cost(made.float() - sample.wanted).mean().backward()  # type: ignore[no-untyped-call]
+                    nats = cost(output(moved, sample).float() - sample.wanted)
+                nats.mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     return {name: tensor.detach() for name, tensor in moved.items()}

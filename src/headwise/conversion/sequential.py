@@ -25,7 +25,7 @@ from headwise.conversion.sensitivity import output_sensitivities, refuse_no_numb
 from headwise.conversion.statistics import Statistics, root, sampled_queries, statistics_of
 from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.progress import Progress, silent
-from headwise.specs import GroupedSpec
+from headwise.specs import GroupedSpec, ModelSpec
 
 STAGES = ("sensitivity", "spread", "sequence", "refit", "refine")
 """What is done beside solving each layer; every one can be left out by name."""
@@ -33,8 +33,8 @@ STAGES = ("sensitivity", "spread", "sequence", "refit", "refine")
 PASSES = 8
 """Of the local descent over the text, for each layer."""
 
-WEIGHED = 4096
-"""Tokens the sensitivities are taken on, in whole windows."""
+WEIGHED = 2048
+"""Tokens the sensitivities are taken on, in whole windows; at least as many as a layer has inputs."""
 
 Solver = Callable[[Statistics, Tensor | None], Layer]
 """A converted layer, from its statistics and what an error of its output costs."""
@@ -102,7 +102,7 @@ class Sequential:
         self.model, self.windows, self.stages = model, windows, frozenset(stages)
         self.train = len(windows) - held
         self.steps = PASSES * self.train if steps is None else steps
-        self.weighed = weighed_windows(windows, self.train)
+        self.weighed = weighed_windows(model.checkpoint.spec, windows, self.train)
         self.sensitivities = LayerResults(folder / "sensitivities")
         if "sensitivity" in self.stages:
             output_sensitivities(model, windows[: self.weighed], self.sensitivities, progress=progress)
@@ -247,9 +247,9 @@ class Sequential:
         return replace(layer, state=refine(layer.state, output, samples, cost, steps=self.steps))
 
 
-def weighed_windows(windows: Tensor, train: int) -> int:
+def weighed_windows(spec: ModelSpec, windows: Tensor, train: int) -> int:
     """How many windows sensitivities are taken on, of the first ``train``."""
-    return min(max(WEIGHED // windows.shape[1], 1), train)
+    return min(-(-max(WEIGHED, spec.hidden_size) // windows.shape[1]), train)
 
 
 def begin_streams(

@@ -127,7 +127,7 @@ def study_windows(
     """
     model = LayerwiseModel(checkpoint, torch.float32)  # as a conversion on the text runs it
     sensitivities, results = LayerResults(folder / "sensitivities"), LayerResults(folder / "layers")
-    weighed = windows[: weighed_windows(windows, len(windows))]
+    weighed = windows[: weighed_windows(checkpoint.spec, windows, len(windows))]
     output_sensitivities(model, weighed, sensitivities, progress=progress)
     stream = begin_streams(model, windows, folder, ("source",), run)
     assert stream.layer is not None
