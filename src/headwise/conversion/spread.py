@@ -213,7 +213,7 @@ class Trial:
         return spec
 
 
-class Tried(NamedTuple):
+class Costs(NamedTuple):
     """What a layer was found to cost.
 
     Attributes:
@@ -227,7 +227,7 @@ class Tried(NamedTuple):
     nodes: list[Node]
 
 
-def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults, progress: Progress) -> list[Tried]:
+def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults, progress: Progress) -> list[Costs]:
     """What each layer costs at some sizes and key weights; its statistics are kept.
 
     Processes take layers in turn.
@@ -276,7 +276,7 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
         scale = true / usual if usual > 0 else 0.0
         saved = least / usual if usual > 0 else 1.0  # at every size, as far as one is known
         nodes = [Node(*size, scale * saved * loss) for size, loss in zip(sizes, estimated[: len(sizes)], strict=True)]
-        found.append(Tried(Node(*sizes[0], true), KEY_WEIGHTS[by_weight.index(least)], nodes))
+        found.append(Costs(Node(*sizes[0], true), KEY_WEIGHTS[by_weight.index(least)], nodes))
     return found
 
 
