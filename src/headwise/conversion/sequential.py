@@ -22,7 +22,7 @@ from headwise.conversion.ranks import all_sum, barrier, my_windows
 from headwise.conversion.refit import Cost, OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities, refuse_no_numbers
-from headwise.conversion.statistics import Statistics, root, sampled_queries, statistics_of
+from headwise.conversion.statistics import Statistics, root, statistics_of
 from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.progress import Progress, silent
 from headwise.specs import GroupedSpec, ModelSpec
@@ -32,6 +32,9 @@ STAGES = ("sensitivity", "spread", "sequence", "refit", "refine")
 
 PASSES = 8
 """Of the local descent over the text, for each layer."""
+
+QUERIES = 256
+"""Of a window, drawn anew for each step of the descent."""
 
 WEIGHED = 2048
 """Tokens the sensitivities are taken on, in whole windows; at least as many as a layer has inputs."""
@@ -231,14 +234,14 @@ class Sequential:
 
     def _refined(self, layer: Layer, rotation: Rotation | None, cost: Cost) -> Layer:
         generator = torch.Generator().manual_seed(0)
-        tokens, count = self.windows.shape[1], 2 * sampled_queries(layer.spec.num_heads)
+        tokens = self.windows.shape[1]
         order: list[int] = []
 
         def samples() -> Iterator[Sample]:
             if not order:
                 order.extend(torch.randperm(self.train, generator=generator).tolist())
             at = order.pop()
-            rows = torch.randperm(tokens, generator=generator)[:count].sort()[0]
+            rows = torch.randperm(tokens, generator=generator)[:QUERIES].sort()[0]
             yield Sample(self.inputs.read(at), self.wanted.read(at)[rows], rows)
 
         def output(state: Mapping[str, Tensor], sample: Sample) -> Tensor:

@@ -47,7 +47,7 @@ TOKENS = 512
 PIECES = 2
 """How many a plan is tried on."""
 
-POSITIONS = 256
+POSITIONS = 128
 """Where what comes out of the model is compared."""
 
 ROWS = 128
