@@ -177,7 +177,7 @@ def test_a_refit_is_the_least_squares_solution() -> None:
         own = found["o_proj.weight"]
         if start_bias is not None:
             own = torch.cat((own, found["o_proj.bias"][:, None]), 1)
-        assert torch.allclose(own, best, atol=1e-9)
+        assert torch.allclose(own, best, atol=1e-6)  # a window's products are float32
         held = refit.solve(1e9)["o_proj.weight"]
         assert torch.allclose(held, weight.double(), atol=1e-6)
 
@@ -222,9 +222,9 @@ def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("without", "refits"), [((), 4), (("refine",), 2), (("refit",), 0), (("refine", "refit"), 0)]
+    ("without", "refits"), [((), 2), (("refine",), 2), (("refit",), 0), (("refine", "refit"), 0)]
 )
-def test_a_layer_is_refitted_again_only_after_a_descent(
+def test_a_layer_is_refitted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...], refits: int
 ) -> None:
     (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)

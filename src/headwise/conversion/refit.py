@@ -92,13 +92,12 @@ class OutputRefit:
 
     def add(self, mixed: Tensor, wanted: Tensor, cost: Cost) -> None:
         """Add tokens, ``[S, H·V]`` and ``[S, E]``, weighted by what their error now costs."""
-        seen = mixed.double()
-        if self.has_bias:
-            seen = torch.cat((seen, seen.new_ones(len(seen), 1)), dim=1)
-        error = wanted.double() - seen @ self.start.mT
-        weighted = seen * cost.weight(error.float()).double()[:, None]
-        self.moments.addmm_(weighted.mT, seen)
-        self.error.addmm_(error.mT, weighted)
+        seen = torch.cat((mixed, mixed.new_ones(len(mixed), 1)), dim=1) if self.has_bias else mixed
+        error = wanted - seen @ self.start.float().mT
+        weighted = seen * cost.weight(error)[:, None]
+        # A window's products in float32, which the ridge is far above; their sums in float64.
+        self.moments += weighted.mT @ seen
+        self.error += error.mT @ weighted
 
     def solve(self, ridge: float = RIDGE) -> dict[str, Tensor]:
         """The new ``o_proj``, float64."""

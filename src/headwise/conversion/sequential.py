@@ -9,7 +9,7 @@ Shapes: N windows, W tokens in each, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -61,19 +61,32 @@ class Step:
 
 @dataclass(frozen=True)
 class Tried:
-    """What a layer might become.
+    """What a layer might become, run once over each window that is asked for.
 
     Attributes:
         layer: the same.
-        mixed: what goes into its output projection, of every window ``[W, H·V]``.
+        run: what goes into its output projection, of a window's number: ``[W, H·V]``.
+        spill: where that is kept.
+        known: the windows whose is.
     """
 
     layer: Layer
-    mixed: Spill
+    run: Callable[[int], Tensor]
+    spill: Spill
+    known: set[int] = field(default_factory=set)
+
+    def mixed(self, window: int) -> Tensor:
+        """What goes into its output projection, ``[W, H·V]``."""
+        if window in self.known:
+            return self.spill.read(window)
+        made = self.run(window)
+        self.spill.write(window, made)
+        self.known.add(window)
+        return made
 
     def output(self, window: int) -> Tensor:
         """The layer's, ``[W, E]``."""
-        return self.layer.projected(self.mixed.read(window))
+        return self.layer.projected(self.mixed(window))
 
 
 class Sequential:
@@ -130,17 +143,17 @@ class Sequential:
         sensitivity = self.sensitivity(index)
         statistics = self._study(index, module, source, sensitivity)
         cost = output_cost(sensitivity, source.spec.hidden_size)
-        best = self._mixed(solve(statistics, sensitivity).float(), rotation)
+        best = self._tried(solve(statistics, sensitivity).float(), rotation)
         cost = cost.limited(self._held_nats(best.output, cost))
         errors: dict[str, float] = {}
         self._is_better(best, "solved", errors, cost)
         chosen = "solved"
-        for stage in ("refit", "refine", "refit") if "refine" in self.stages else ("refit",):
+        for stage in ("refine", "refit"):
             if stage in self.stages:
                 if stage == "refit":
                     changed = self._refitted(best, cost)
                 else:
-                    changed = self._mixed(self._refined(best.layer, rotation, cost), rotation, beside=best)
+                    changed = self._tried(self._refined(best.layer, rotation, cost), rotation, beside=best)
                 if self._is_better(changed, stage, errors, cost):
                     chosen, best = stage, changed
         for at in my_windows(len(self.windows)):
@@ -200,15 +213,11 @@ class Sequential:
         barrier()  # all processes read the held-out windows
         return found
 
-    def _mixed(self, layer: Layer, rotation: Rotation | None, *, beside: Tried | None = None) -> Tried:
-        """A layer, run on all windows as far as its output projection; another's results are not written over."""
+    def _tried(self, layer: Layer, rotation: Rotation | None, *, beside: Tried | None = None) -> Tried:
+        """A layer that can be run on all windows; the results of another are not written over."""
         shape = (*self.windows.shape, layer.state["o_proj.weight"].shape[1])
-        first, second = (Spill(self.inputs.path.with_name(f"mixed-{name}.spill"), shape) for name in "ab")
-        spill = second if beside is not None and beside.mixed.path == first.path else first
-        for at in my_windows(len(self.windows)):
-            spill.write(at, layer.mixed(self.inputs.read(at), rotation))
-        barrier()
-        return Tried(layer, spill)
+        spill = Spill(self.inputs.path.with_name(f"mixed-{'a' if beside is None else 'b'}.spill"), shape)
+        return Tried(layer, lambda window: layer.mixed(self.inputs.read(window), rotation), spill)
 
     def _held_nats(self, output: Callable[[int], Tensor], cost: Cost) -> Tensor:
         """What a layer's output of each window costs without the limit, at every token of those held out."""
@@ -226,7 +235,7 @@ class Sequential:
         state = tried.layer.state
         refit = OutputRefit(state["o_proj.weight"], state.get("o_proj.bias"))
         for at in my_windows(self.train):
-            refit.add(tried.mixed.read(at), self.wanted.read(at), cost)
+            refit.add(tried.mixed(at), self.wanted.read(at), cost)
         all_sum(refit.moments)
         all_sum(refit.error)
         state = {**state, **{name: tensor.float() for name, tensor in refit.solve().items()}}
