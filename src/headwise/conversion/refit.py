@@ -15,7 +15,7 @@ from torch import Tensor
 from headwise.conversion.joint_latent import NOTHING
 from headwise.conversion.quick import quick_products
 
-RIDGE = 1e-2
+RIDGE = 0.1
 """Of the mean square of the inputs: how strongly a refit holds on to what it starts from."""
 
 

@@ -27,7 +27,7 @@ from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.progress import Progress, silent
 from headwise.specs import GroupedSpec, ModelSpec
 
-STAGES = ("sensitivity", "spread", "sequence", "refit", "refine")
+STAGES = ("sensitivity", "spread", "sequence", "refine", "refit")
 """What is done beside solving each layer; every one can be left out by name."""
 
 PASSES = 8
@@ -50,7 +50,7 @@ class Step:
     Attributes:
         layer: what it became.
         errors: nats a token on held-out windows, estimated, after each step that was tried: ``solved``,
-            ``refit``, ``refine``.
+            ``refine``, ``refit``.
         chosen: which of them it was.
     """
 
