@@ -69,7 +69,7 @@ def test_each_stage_that_a_target_has_is_left_out_once(tmp_path: Path) -> None:
     for target in ("mla:0.5", "mqa", "mla:1", "mha"):
         rungs, _ = plan_rungs(checkpoint, [target], methods=True)
         own[target] = [rung.without for rung in rungs if rung.method is None]
-    some = [("sequence",), ("refit",), ("refine",), STAGES]
+    some = [("sequence",), ("refine",), ("refit",), STAGES]
     assert own["mla:0.5"] == [(), ("sensitivity", "spread"), ("spread",), *some]
     assert own["mqa"] == [(), ("sensitivity",), *some]  # whose heads all have one size
     assert own["mla:1"] == own["mha"] == [()]  # nothing is lost
