@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import headwise
 from headwise.checkpoints import open_checkpoint
+from headwise.conversion import heads
 from headwise.conversion.heads import Layer, rotation_tables, sample_rows
 from headwise.conversion.job import read_layer
 from headwise.conversion.refit import Cost, OutputRefit, Sample, refine
@@ -46,8 +47,12 @@ def ids(count: int, window: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 97, (count, window), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("piece", [2, heads.PIECE])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_layer_run_for_some_rows_is_the_models_own(name: str, tmp_path: Path) -> None:
+def test_a_layer_run_for_some_rows_is_the_models_own(
+    name: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "PIECE", piece)
     model = opened(tmp_path, name)
     hidden = model.begin(ids(1, 23))
     module = model.layer(0)

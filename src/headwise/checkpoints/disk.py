@@ -28,16 +28,20 @@ def clearly(field: str, path: str | Path, done: str = "written") -> Iterator[Non
         raise CheckpointError(field, str(path), f"could not be {done}: {error.strerror or error}") from None
 
 
-def refuse_within_file(output: Path) -> None:
-    """Refuse a destination that could only be made within a file.
+def refuse_file(output: Path) -> None:
+    """Refuse a destination that is a file or a link, or could only be made within a file.
 
     Raises:
-        ArgumentError: it is one.
+        ArgumentError: it is one, or cannot be looked at.
     """
-    with suppress(OSError):  # what cannot be looked at is refused when it is written to
+    try:
         nearest = next(parent for parent in output.absolute().parents if parent.exists())
         if not nearest.is_dir():
             raise ArgumentError("output", str(output), f"cannot be made: {nearest} is a file")
+        if output.is_symlink() or (output.exists() and not output.is_dir()):
+            raise ArgumentError("output", str(output), "is a file or a link; it must be a folder or not exist")
+    except OSError as error:
+        raise ArgumentError("output", str(output), f"cannot be used: {error.strerror}") from None
 
 
 def sync(path: Path) -> None:

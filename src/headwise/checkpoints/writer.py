@@ -19,7 +19,7 @@ from headwise.checkpoints.disk import (
     clearly,
     empty_folder,
     lock_folder,
-    refuse_within_file,
+    refuse_file,
     remove_locked,
     sync,
     unlock,
@@ -283,14 +283,11 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
     """
     if output.name in ("", ".."):
         raise ArgumentError("output", str(output), "must name a folder")
-    refuse_within_file(output)
+    refuse_file(output)
     try:
-        is_taken = output.is_symlink() or (output.exists() and not output.is_dir())
         holds_something = output.is_dir() and any(output.iterdir())
     except OSError as error:
         raise ArgumentError("output", str(output), f"cannot be used: {error.strerror}") from None
-    if is_taken:
-        raise ArgumentError("output", str(output), "is a file or a link; it must be a folder or not exist")
     if holds_something:
         if not overwrite:
             _clear_finished(_partial(output))

@@ -15,7 +15,7 @@ import torch
 
 from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
-from headwise.checkpoints.disk import clearly, lock_folder, refuse_within_file, remove_locked, unlock, write_whole
+from headwise.checkpoints.disk import clearly, lock_folder, refuse_file, remove_locked, unlock, write_whole
 from headwise.conversion.calibration import check_texts, open_windows
 from headwise.conversion.convert import convert
 from headwise.conversion.frontier_page import markdown, page, refuse_no_plotly
@@ -274,10 +274,8 @@ def _refuse_output(folder: Path) -> None:
     Raises:
         ArgumentError: it is one of those.
     """
-    refuse_within_file(folder)
+    refuse_file(folder)
     try:
-        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-            raise ArgumentError("output", str(folder), "is a file or a link; it must be a folder or not exist")
         is_ours = any((folder / name).is_dir() for name in (_RESULTS, _WORK))
         if folder.is_dir() and not is_ours and any(folder.iterdir()):
             raise ArgumentError("output", str(folder), "holds something else; give a new folder, or a frontier's own")

@@ -120,11 +120,10 @@ def attention_weights(heads: Heads, spec: AttentionSpec, rows: Tensor) -> Tensor
 
 def mixed_values(heads: Heads, spec: AttentionSpec, rows: Tensor) -> Tensor:
     """What goes into the output projection: ``[S, H·V]``."""
-    if not spec.is_causal:
-        return (attention_weights(heads, spec, rows) @ heads.value).transpose(0, 1).flatten(1)
     made = []
     for some, query in zip(torch.split(rows, PIECE), torch.split(heads.query, PIECE, dim=1), strict=True):
-        key, value = (x[:, : int(some.max()) + 1] for x in (heads.key, heads.value))
+        seen = int(some.max()) + 1 if spec.is_causal else heads.key.shape[1]
+        key, value = heads.key[:, :seen], heads.value[:, :seen]
         made.append(attention_weights(Heads(query, key, value), spec, some) @ value)
     return torch.cat(made, 1).transpose(0, 1).flatten(1)
 

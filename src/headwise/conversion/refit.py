@@ -52,7 +52,7 @@ class Cost:
         return (1 + self.plain(error) / self.limit) ** -2
 
     def plain(self, error: Tensor) -> Tensor:
-        """Without the limit."""
+        """Without the limit; float32 even where the product is not, for gradients."""
         return 0.5 * (error @ self.metric).float().square().sum(-1)
 
     def limited(self, nats: Tensor) -> Cost:

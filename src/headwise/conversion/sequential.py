@@ -143,7 +143,7 @@ class Sequential:
         sensitivity = self.sensitivity(index)
         statistics = self._study(index, module, source, sensitivity)
         cost = output_cost(sensitivity, source.spec.hidden_size)
-        best = self._tried(solve(statistics, sensitivity).float(), rotation)
+        best = self._tried(solve(statistics, sensitivity).float(), rotation, "solved")
         cost = cost.limited(self._held_nats(best.output, cost))
         errors: dict[str, float] = {}
         self._is_better(best, "solved", errors, cost)
@@ -153,7 +153,7 @@ class Sequential:
                 if stage == "refit":
                     changed = self._refitted(best, cost)
                 else:
-                    changed = self._tried(self._refined(best.layer, rotation, cost), rotation, beside=best)
+                    changed = self._tried(self._refined(best.layer, rotation, cost), rotation, stage)
                 if self._is_better(changed, stage, errors, cost):
                     chosen, best = stage, changed
         for at in my_windows(len(self.windows)):
@@ -213,10 +213,10 @@ class Sequential:
         barrier()  # all processes read the held-out windows
         return found
 
-    def _tried(self, layer: Layer, rotation: Rotation | None, *, beside: Tried | None = None) -> Tried:
-        """A layer that can be run on all windows; the results of another are not written over."""
+    def _tried(self, layer: Layer, rotation: Rotation | None, name: str) -> Tried:
+        """A layer that can be run on all windows; the results of one by another name are not written over."""
         shape = (*self.windows.shape, layer.state["o_proj.weight"].shape[1])
-        spill = Spill(self.inputs.path.with_name(f"mixed-{'a' if beside is None else 'b'}.spill"), shape)
+        spill = Spill(self.inputs.path.with_name(f"mixed-{name}.spill"), shape)
         return Tried(layer, lambda window: layer.mixed(self.inputs.read(window), rotation), spill)
 
     def _held_nats(self, output: Callable[[int], Tensor], cost: Cost) -> Tensor:
@@ -225,10 +225,10 @@ class Sequential:
         return torch.cat([cost.plain(output(at) - self.wanted.read(at)) for at in held])
 
     def _is_better(self, tried: Tried, name: str, errors: dict[str, float], cost: Cost) -> bool:
-        """Whether a layer does better on the held-out windows than all before it; the best of a name is noted."""
+        """Whether a layer does better on the held-out windows than all before it; its error is noted."""
         best = min(errors.values(), default=torch.inf)
         found = float(cost.levelled(self._held_nats(tried.output, cost)).mean())
-        errors[name] = min(found, errors.get(name, torch.inf))
+        errors[name] = found
         return found < best
 
     def _refitted(self, tried: Tried, cost: Cost) -> Tried:
