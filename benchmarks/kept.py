@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import transformers
 
 import headwise
+from headwise.checkpoints.disk import write_whole
 
 
 class OtherSettingsError(ValueError):
@@ -49,18 +51,13 @@ class Kept:
         self.rows[name] = {**row, "run": run()}
         document = {"settings": self.settings, "rows": self.rows}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        beside.rename(self.path)
-
-    def forget(self, name: str) -> None:
-        """So that it is measured again."""
-        self.rows.pop(name, None)
+        write_whole(self.path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def run() -> dict[str, Any]:
-    """What a number was measured on: command, machine, versions."""
+    """What a number was measured on: commit, command, machine, versions."""
     return {
+        "commit": _commit(),
         "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "machine": {
             "cpu": platform.processor() or platform.machine(),
@@ -74,6 +71,15 @@ def run() -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def _commit() -> str | None:
+    """Of the code that is run, with a + where it was changed since; None outside a repository."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def say(*words: object) -> None:

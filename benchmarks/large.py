@@ -45,7 +45,7 @@ def config(layers: int, hidden: int) -> dict[str, Any]:
         **sizes,
         "num_key_value_heads": sizes["num_attention_heads"],
         "num_hidden_layers": layers,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": WINDOW,  # which is how long the windows are that it is calibrated on
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

@@ -1,4 +1,4 @@
-"""What a conversion loses at length: calibrated on windows of 2048 tokens, measured at 8192, beside the original.
+"""What a conversion loses at length: calibrated on windows of 1024 tokens, measured at 8192, beside the original.
 
     python -m benchmarks.long --model build/conversion/mla-192-headwise      # kept in benchmarks/results/long.json
 

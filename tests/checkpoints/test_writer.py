@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,22 @@ def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
     with FolderWriter(out, INFO, overwrite=True) as writer:
         fill(writer)
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_an_empty_folder_is_no_old_model(tmp_path: Path) -> None:
+    out, replaced = tmp_path / "out", tmp_path / ".out.headwise-replaced"
+    out.mkdir()
+    with FolderWriter(out, INFO) as writer:
+        fill(writer)
+    assert list(tmp_path.iterdir()) == [out]
+    # Nor does one take the place of the old model that a killed run has left.
+    shutil.rmtree(out)
+    for folder in (out, replaced):
+        folder.mkdir()
+    (replaced / "stale").write_text("x")
+    with FolderWriter(out, INFO) as writer:
+        fill(writer)
+    assert (replaced / "stale").exists()
 
 
 def test_text_that_utf8_cannot_write(tmp_path: Path) -> None:

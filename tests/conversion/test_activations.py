@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.conversion.activations import Activations
+from headwise.conversion.activations import Activations, Spill
 from headwise.errors import CheckpointError
 
 N, W, E = 5, 4, 6
@@ -180,7 +180,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from headwise.conversion.activations import Activations
+from headwise.conversion.activations import Activations, Spill
 
 def resident(field):
     line = next(line for line in open("/proc/self/status") if line.startswith(field))
@@ -209,3 +209,13 @@ def test_memory_does_not_grow_with_windows(tmp_path: Path) -> None:
         file.unlink()
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 20e6
+
+
+def test_windows_that_cannot_be_read_are_said_to_be_so(tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "some.spill", (N, W, E))
+    with pytest.raises(CheckpointError, match=r"some\.spill': could not be read: No such file"):
+        spill.read(0)
+    spill.write(1, torch.ones(W, E))
+    assert torch.equal(spill.read(1), torch.ones(W, E))
+    with pytest.raises(CheckpointError, match="are cut short"):
+        spill.read(2)

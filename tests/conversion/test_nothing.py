@@ -11,9 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headwise
+from headwise.checkpoints import open_checkpoint
 from headwise.conversion import job
+from headwise.conversion.common_plan import common_channels, rotary_losses
+from headwise.conversion.job import Job, read_layer
 from headwise.conversion.joint_latent import Part, joint_latent
+from headwise.conversion.plan import parse_target
 from headwise.conversion.refit import Cost, OutputRefit
+from headwise.conversion.rope_channels import keep_rotation
+from headwise.conversion.statistics import Statistics
+from headwise.progress import silent
+from headwise.specs import LatentSpec
 from tests.real_models import save_tiny
 
 TEXT = "".join(f"{index} the quick brown fox jumps over the lazy dog and {index * 7} more. " for index in range(20))
@@ -32,6 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "text": {**MLA, "calibrate": ...},
     "without spread": {**MLA, "calibrate": ..., "without": ("spread", "refine")},
     "deepseek": {**MLA, "calibrate": ..., "format": "deepseek", "without": ("refine",)},
+    "deepseek, weights alone": {**MLA, "format": "deepseek"},
     "statistics": {**MLA, "statistics": ...},
     "transmla": {**MLA, "calibrate": ..., "method": "transmla:2"},
     "mqa": {"to": "mqa", "calibrate": ..., "without": ("refine",)},
@@ -94,6 +103,18 @@ def test_so_do_families_with_biases_and_norms_of_keys(tmp_path: Path, part: str,
     convert(source, tmp_path / "out", **how, calibrate=text, calibration_tokens=256, without=("refine",))
     for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
         assert tensor.abs().max() < 1e5, name
+
+
+def test_a_layer_without_keys_has_no_say_in_the_channels_that_all_keep(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(without(tmp_path / "source", NOTHING["keys"]))
+    asked = Job(checkpoint, parse_target("mla", kv_budget=0.5), None, None)
+    target = asked.after.layers[0]
+    assert isinstance(target, LatentSpec)
+    source = read_layer(checkpoint, 0)
+    known = Statistics.nothing(source.spec.hidden_size, source.spec.num_heads, asked.longest)
+    energy, lost = rotary_losses(source.state, source.spec, target, known)  # type: ignore[arg-type]
+    alone = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
+    assert torch.equal(common_channels(asked, None, silent), alone)
 
 
 def test_where_every_channel_rotates_keys_leave_nothing_for_the_latent(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities
 from headwise.conversion.sequential import Sequential, Tried
 from headwise.conversion.statistics import Statistics, output_metric, root
+from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec
 from tests.real_models import save_tiny
@@ -212,16 +213,16 @@ def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:
     wanted = layer.output(inputs, rotation)
     blurred = {name: tensor + 0.1 * tensor.std() * torch.randn_like(tensor) for name, tensor in layer.state.items()}
 
-    def samples() -> Iterator[Sample]:
-        yield Sample(inputs, wanted, rows)
+    def sample() -> Sample:
+        return Sample(inputs, wanted, rows)
 
-    def output(state: Mapping[str, torch.Tensor], sample: Sample) -> torch.Tensor:
-        return Layer(layer.spec, state).output(sample.inputs, rotation, sample.rows)
+    def output(state: Mapping[str, torch.Tensor], drawn: Sample) -> torch.Tensor:
+        return Layer(layer.spec, state).output(drawn.inputs, rotation, drawn.rows)
 
     def error(state: Mapping[str, torch.Tensor]) -> float:
         return float((output(state, Sample(inputs, wanted, rows)) - wanted).square().sum())
 
-    refined = refine(blurred, output, samples, Cost(torch.eye(48)), steps=60, rate=1e-2)
+    refined = refine(blurred, output, sample, Cost(torch.eye(48)), steps=200)
     assert error(refined) < 0.2 * error(blurred)
     assert all(not tensor.requires_grad for tensor in refined.values())
 
@@ -258,3 +259,13 @@ def test_the_root_is_symmetric_and_its_square_is_the_matrix() -> None:
     square = x @ x.mT
     assert torch.allclose(root(square) @ root(square), square)
     assert torch.allclose(root(square), root(square).mT)
+
+
+def test_a_sensitivity_that_is_lost_is_not_one_that_is_left_out(tmp_path: Path) -> None:
+    model, windows = opened(tmp_path / "source", "llama"), ids(4, 16)
+    study = Sequential(model, windows, held=1, folder=tmp_path / "work")
+    assert study.sensitivity(1) is not None
+    study.sensitivities.file(1).unlink()
+    with pytest.raises(CheckpointError, match="layer = 1: was lost"):
+        study.sensitivity(1)
+    assert Sequential(model, windows, held=1, folder=tmp_path / "none", stages=()).sensitivity(1) is None

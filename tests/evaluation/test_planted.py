@@ -122,6 +122,12 @@ def test_the_same_seed_asks_the_same_and_a_model_equals_itself(root: Path) -> No
     assert [row.probability for row in other.depths] != [row.probability for row in found.depths]
 
 
+def test_all_positions_that_a_model_has(root: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "gpt2", "gpt2")
+    found = evaluate_planted(tmp_path / "gpt2", text=root / "text.txt", context=256, trials=1, depths=(0.5,), codes=4)
+    assert found.first.items == 1
+
+
 @pytest.mark.parametrize(
     ("options", "rule"),
     [

@@ -234,6 +234,8 @@ class FolderWriter:
             self.output, overwrite=self._overwrite, mark=self._mark
         )  # whoever put something there meanwhile wants it
         replaced = self.output.with_name(f".{self.output.name}.headwise-replaced")
+        if self.output.exists() and not any(self.output.iterdir()):
+            self.output.rmdir()
         if not self.output.exists():
             os.replace(self.folder, self.output)
         else:

@@ -177,7 +177,7 @@ class Spill:
     def read(self, window: int) -> Tensor:
         """One window."""
         states = torch.empty(self.shape[1:])
-        with self.path.open("rb") as file:
+        with clearly("activations", self.path, "read"), self.path.open("rb") as file:
             file.seek(window * self._bytes)
             if file.readinto(_bytes(states)) != states.nbytes:
                 raise CheckpointError("activations", str(self.path), "are cut short")

@@ -36,7 +36,6 @@ def align(
     *,
     statistics: Statistics | None = None,
     sensitivity: Tensor | None = None,
-    key_weight: float = KEY_WEIGHT,
 ) -> dict[str, Tensor]:
     """The layer with fewer key–value heads, float64.
 
@@ -46,12 +45,11 @@ def align(
         target: the same layer with a divisor of the key–value heads.
         statistics: means over a text; all inputs count alike when None.
         sensitivity: ``[E, E]``, what an error of the output costs; the same in every direction when None.
-        key_weight: with statistics, how much an error of the keys counts when groups are chosen.
 
     Raises:
         SpecError: the queries, or the output, leave no place to undo a mixture of heads in.
     """
-    parts, lost = _prepare(state, source, statistics, sensitivity, key_weight)
+    parts, lost = _prepare(state, source, statistics, sensitivity)
     groups = group_heads(lost, source.num_kv_heads, target.num_kv_heads)
     merged = [parts.merge(group) for group in groups]
     rows = {
@@ -73,11 +71,11 @@ def _prepare(
     source: GroupedSpec,
     statistics: Statistics | None,
     sensitivity: Tensor | None,
-    key_weight: float,
 ) -> tuple[_Parts, Callable[[Group], float]]:
     """A layer head by head, and what merging some of them costs."""
     _refuse(source)
     parts = _parts(state, source, statistics, sensitivity)
+    key_weight = KEY_WEIGHT
     if statistics is None:
         total = sum(heads.total for heads in parts.keys)
         key_weight = KEY_BALANCE * parts.values.total / max(total, NOTHING)

@@ -16,6 +16,7 @@ from torch import Tensor
 from headwise.conversion.assemble import projections
 from headwise.conversion.heads import Layer, State, rotation_tables
 from headwise.conversion.job import Job, Study, read_layer
+from headwise.conversion.joint_latent import NOTHING
 from headwise.conversion.latent import convert_to_latent, rotary_channels
 from headwise.conversion.ranks import rank
 from headwise.conversion.results import LayerResults
@@ -56,7 +57,8 @@ def common_channels(job: Job, study: Study | None, progress: Progress) -> Tensor
         else:
             known = Statistics.nothing(spec.hidden_size, spec.num_heads, job.longest)
         own, lost = rotary_losses(source.state, spec, target, known)
-        whole = float(own.sum()) if study is None else 1.0
+        # Without a text, layers count alike; one whose keys are nothing does not count.
+        whole = max(float(own.sum()), NOTHING) if study is None else 1.0
         pairs = target.qk_rope_head_dim // 2
         energies.append(own / whole)
         losses.append(lost / whole)

@@ -1,4 +1,4 @@
-"""How long a conversion would take: one layer of it is really run, on a window or two, and scaled."""
+"""How long a conversion would take: one layer of it is really run, on two windows or three, and scaled."""
 
 from __future__ import annotations
 

@@ -167,8 +167,7 @@ def _write_stock(
     barrier()  # all have read it before it is gone
     if rank() > 0:
         return Written(config, about["tokens"])
-    with job.clock("writing"):
-        add_deepseek(writer, checkpoint, config, progress)
+    add_deepseek(writer, checkpoint, config, job.clock, progress)
     report = StockReport(shared_plan_error=about.get("shared"), own_plan_error=about.get("own"))
     if exam:
         (text, windows), *_ = exam

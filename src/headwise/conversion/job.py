@@ -19,7 +19,7 @@ from headwise.conversion.metrics import KEY_WEIGHT
 from headwise.conversion.plan import Target, plan_layers, refuse_latent
 from headwise.conversion.published import PUBLISHED, convert_as_published, is_published, refuse_published
 from headwise.conversion.ranks import rank
-from headwise.conversion.results import LayerResults
+from headwise.conversion.results import LOST, LayerResults
 from headwise.conversion.saved import SavedStatistics
 from headwise.conversion.sequential import STAGES, Sequential
 from headwise.conversion.statistics import Statistics
@@ -290,9 +290,7 @@ class Job:
                     self._note_channels(index, kept[1]["channels"])
                 return kept[0]
             if is_past:
-                partial = results.folder.parent.parent
-                rule = f"was lost of a run that had converted it; remove {partial} and convert again"
-                raise CheckpointError("layer", index, rule)
+                raise CheckpointError("layer", index, LOST)
         before = read_layer(self.checkpoint, index, cross=cross)
         source, state = before.spec, before.state
         target = (self.after.cross_layers if cross else self.after.layers)[index]

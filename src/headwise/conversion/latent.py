@@ -36,7 +36,7 @@ from headwise.conversion.rope_channels import (
     keep_rotation,
     lost_rotation,
     mean_rotation,
-    to_complex,
+    rotated_pairs,
     to_real,
 )
 from headwise.conversion.statistics import Statistics
@@ -75,15 +75,14 @@ def convert_to_latent(
     if keys.back_to_heads is not None or target.kv_lora_rank >= w_v.shape[1]:
         down, (key_up, value_up) = whole_latent([content, w_v], target.kv_lora_rank)
     else:
-        inputs, keyed = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (known.inputs, known.keys))
+        # A key that all tokens share is not seen by softmax.
+        inputs, keyed = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (known.inputs, centred(known.keys)))
         # Queries are made of the weights once more at the end: until then the room is needed.
         asked = key_metric(_unrotated_queries(state, source, target, keys), inputs, known.head_weight, source)
         values = Part(w_v, value_metric(state["o_proj.weight"], sensitivity, source), inputs)
         if statistics is None:
             most = max(cost(Part(content, asked, keyed)), NOTHING)
             key_weight = KEY_BALANCE * cost(values) / most
-        elif is_biased(target):
-            keyed = centred(keyed)
         parts = [Part(content, asked * key_weight, keyed), values]
         down, (key_up, value_up) = joint_latent(parts, target.kv_lora_rank)
         del values, parts
@@ -129,7 +128,7 @@ def rotary_channels(w_q: Tensor, w_k: Tensor, source: GroupedSpec, known: Statis
     """
     assert source.rope is not None
     inputs, keyed = (gram[: w_q.shape[1], : w_q.shape[1]] for gram in (known.inputs, known.keys))
-    queries, keys = _pairs(w_q, source.num_heads, source), _pairs(w_k, source.num_kv_heads, source)
+    queries, keys = rotated_pairs(w_q, source), rotated_pairs(w_k, source)
     rotation = mean_rotation(RotaryEmbedding(source.rope).frequencies, known.distances)
     asked = energy(queries, inputs) * known.head_weight[:, None]
     channels = concentrate(queries, keys, asked, keyed)
@@ -189,7 +188,7 @@ def _unrotated_queries(state: Mapping[str, Tensor], source: GroupedSpec, target:
         return heads
     # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
     mean = keys.rotation.conj() * RotaryEmbedding(source.rope).attention_scaling ** 2
-    still = _pairs(w_q, source.num_heads, source) * mean[:, :, None]
+    still = rotated_pairs(w_q, source) * mean[:, :, None]
     return torch.cat(
         (as_rotated(still, interleaved=source.rope.interleaved), heads[:, rotated_dims(source) :]), dim=1
     )
@@ -202,14 +201,7 @@ def _rotary_queries(state: Mapping[str, Tensor], source: GroupedSpec, target: La
         return torch.unflatten(w_q, 0, (source.num_heads, -1))[:, :0]
     frequency, channel = torch.nonzero(keys.kept, as_tuple=True)
     back = keys.back[frequency, :, channel].conj().mT.repeat_interleave(source.group_size, dim=0)
-    return to_real(back[:, :, None] * _pairs(w_q, source.num_heads, source)[:, frequency])
-
-
-def _pairs(rows: Tensor, heads: int, source: GroupedSpec) -> Tensor:
-    """What rotates of a projection's rows, ``[heads, F, E']`` complex."""
-    assert source.rope is not None
-    turned = torch.unflatten(rows, 0, (heads, -1))[:, : rotated_dims(source)].flatten(0, 1)
-    return to_complex(turned, heads, interleaved=source.rope.interleaved)
+    return to_real(back[:, :, None] * rotated_pairs(w_q, source)[:, frequency])
 
 
 def _unrotated_keys(channels: Channels, kept: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from headwise.attention import RotaryEmbedding
 from headwise.conversion.assemble import assemble, projections
 from headwise.conversion.joint_latent import NOTHING
-from headwise.conversion.rope_channels import to_complex, to_real
+from headwise.conversion.rope_channels import rotated_pairs, to_real
 from headwise.conversion.statistics import Statistics
 from headwise.errors import ArgumentError
 from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, rotated_dims
@@ -159,7 +159,7 @@ def transmla(
     """
     _, w_k, _ = projections(state, target)
     gram = _gram(moments, w_k)
-    mix = rotate_rope(_pairs(w_k, source), gram, target.qk_rope_head_dim // 2, freqfold=freqfold)
+    mix = rotate_rope(rotated_pairs(w_k, source), gram, target.qk_rope_head_dim // 2, freqfold=freqfold)
     return _convert(state, source, target, mix, gram, balance=True)
 
 
@@ -255,8 +255,8 @@ def _convert(
     K, F = source.num_kv_heads, source.head_dim // 2
     w_q, w_k, w_v = projections(state, target)
     matrix = mix.matrix.to(torch.complex128)
-    channels = torch.einsum("ckf,kfe->ce", matrix, _pairs(w_k, source))
-    queries = _pairs(w_q, source).view(K, source.group_size, F, -1)
+    channels = torch.einsum("ckf,kfe->ce", matrix, rotated_pairs(w_k, source))
+    queries = rotated_pairs(w_q, source).view(K, source.group_size, F, -1)
     q_rope = torch.einsum("ckf,kgfe->kgce", matrix[mix.kept], queries).flatten(0, 1)
 
     rest = to_real(channels[~mix.kept])
@@ -292,15 +292,9 @@ def _back_to_heads(mix: Mix, *, interleaved: bool) -> Tensor:
     return back.reshape(K * 2 * F, 2 * count)
 
 
-def _pairs(weight: Tensor, source: GroupedSpec) -> Tensor:
-    """Query or key rows as complex pairs, ``[heads, F, E']``."""
-    assert source.rope is not None
-    return to_complex(weight, len(weight) // source.head_dim, interleaved=source.rope.interleaved)
-
-
 def _norms(weight: Tensor, source: GroupedSpec, gram: Tensor) -> Tensor:
     """The root mean square of each pair, ``[heads, F]``."""
-    pairs = _pairs(weight, source)
+    pairs = rotated_pairs(weight, source)
     return ((pairs @ gram.to(pairs.dtype)) * pairs.conj()).sum(-1).real.clamp_min(0).sqrt()
 
 

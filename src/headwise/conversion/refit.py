@@ -1,4 +1,4 @@
-"""Let a converted layer's own matrices make up for what it lost: in closed form, then by a short local descent.
+"""Let a converted layer's own matrices make up for what it lost: by a short local descent, then in closed form.
 
 Shapes: S sampled tokens of one window, H·V inputs of the output projection, E hidden.
 """
@@ -6,7 +6,7 @@ Shapes: S sampled tokens of one window, H·V inputs of the output projection, E 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from headwise.conversion.quick import quick_products
 
 RIDGE = 0.1
 """Of the mean square of the inputs: how strongly a refit holds on to what it starts from."""
-
 
 RATE = 3e-3
 """Of a tensor's own mean size: how far one step of the descent goes at most."""
@@ -62,7 +61,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Sample:
-    """One window's part in a refit.
+    """A step of the descent: a window, and some of its tokens.
 
     Attributes:
         inputs: ``[T, E]``, what goes into the attention.
@@ -112,28 +111,26 @@ class OutputRefit:
 def refine(
     state: Mapping[str, Tensor],
     output: Callable[[Mapping[str, Tensor], Sample], Tensor],
-    samples: Callable[[], Iterator[Sample]],
+    sample: Callable[[], Sample],
     cost: Cost,
     *,
     steps: int,
-    rate: float = RATE,
 ) -> dict[str, Tensor]:
     """Descend on the layer's own error by all its matrices, with Adam, its rate falling to 0.
 
     Args:
         state: the converted layer's tensors.
         output: the layer, a function of its tensors and a sample.
-        samples: the samples of each step, whose errors are averaged.
+        sample: gives a step's, over whose tokens the cost is averaged.
         cost: of an error.
         steps: how many.
-        rate: of each tensor's own mean size.
 
     Returns:
         The tensors after the last step, float32.
     """
     moved = {name: tensor.detach().float().clone().requires_grad_() for name, tensor in state.items()}
     groups = [
-        {"params": [tensor], "lr": rate * float(tensor.detach().square().mean().sqrt())} for tensor in moved.values()
+        {"params": [tensor], "lr": RATE * float(tensor.detach().square().mean().sqrt())} for tensor in moved.values()
     ]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
@@ -142,11 +139,11 @@ def refine(
         share = min((step + 1) / warmup, 1.0) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * share
+        drawn = sample()
         with torch.enable_grad():
-            for sample in samples():
-                with quick_products():
-                    nats = cost(output(moved, sample).float() - sample.wanted)
-                nats.mean().backward()  # type: ignore[no-untyped-call]
+            with quick_products():
+                nats = cost(output(moved, drawn).float() - drawn.wanted)
+            nats.mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     return {name: tensor.detach() for name, tensor in moved.items()}

@@ -16,6 +16,7 @@ from headwise.checkpoints.disk import clearly, write_whole
 from headwise.checkpoints.shards import tensor_bytes
 
 _KEY = "headwise"
+LOST = "was lost of what an earlier run had kept; the same command begins anew"
 _DAMAGED = (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.joint_latent import NOTHING
+from headwise.specs import GroupedSpec, rotated_dims
 
 _FLOOR = 1e-9
 
@@ -43,6 +44,14 @@ def to_complex(weight: Tensor, heads: int, *, interleaved: bool) -> Tensor:
         return torch.complex(rows[:, 0::2], rows[:, 1::2])
     first, second = rows.chunk(2, dim=1)
     return torch.complex(first, second)
+
+
+def rotated_pairs(rows: Tensor, source: GroupedSpec) -> Tensor:
+    """What rotates of a layer's queries or keys ``[heads·D, E]``, as `to_complex` has it."""
+    assert source.rope is not None
+    by_head = torch.unflatten(rows, 0, (-1, source.head_dim))
+    turned = by_head[:, : rotated_dims(source)].flatten(0, 1)
+    return to_complex(turned, len(by_head), interleaved=source.rope.interleaved)
 
 
 def to_real(pairs: Tensor) -> Tensor:

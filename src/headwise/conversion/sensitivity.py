@@ -10,6 +10,7 @@ Shapes: N windows, W tokens in each, E hidden size.
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from headwise.checkpoints.disk import clearly
 from headwise.conversion.quick import quick_products
 from headwise.conversion.ranks import all_sum, barrier, my_windows, rank
-from headwise.conversion.results import LayerResults
+from headwise.conversion.results import LOST, LayerResults
 from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
@@ -32,7 +33,7 @@ _ASIDE = "sensitivities-"
 
 
 def output_sensitivities(
-    model: LayerwiseModel, windows: Tensor, results: LayerResults, *, seed: int = 0, progress: Progress = silent
+    model: LayerwiseModel, windows: Tensor, results: LayerResults, *, progress: Progress = silent
 ) -> None:
     """Keep G of every layer, ``sensitivity`` ``[E, E]`` float32, unless an earlier run has.
 
@@ -42,7 +43,6 @@ def output_sensitivities(
         model: the source.
         windows: ``[N, W]`` token ids.
         results: where they are kept.
-        seed: of the labels drawn.
         progress: told of each layer, twice.
     """
     if rank() == 0:
@@ -52,14 +52,14 @@ def output_sensitivities(
     layers = model.num_layers
     if all(results.load(index) for index in range(layers)):
         return
-    with TemporaryDirectory(prefix=_ASIDE, dir=results.folder.parent) as folder:
-        _weigh(model, windows, results, Path(folder), seed, progress)
+    with ExitStack() as stack:
+        with clearly("activations", results.folder.parent):
+            folder = stack.enter_context(TemporaryDirectory(prefix=_ASIDE, dir=results.folder.parent))
+        _weigh(model, windows, results, Path(folder), progress)
     barrier()
 
 
-def _weigh(
-    model: LayerwiseModel, windows: Tensor, results: LayerResults, folder: Path, seed: int, progress: Progress
-) -> None:
+def _weigh(model: LayerwiseModel, windows: Tensor, results: LayerResults, folder: Path, progress: Progress) -> None:
     count, layers = len(windows), model.num_layers
     mine = my_windows(count)
     files = [folder / f"{index}.activations" for index in range(layers)]
@@ -74,11 +74,12 @@ def _weigh(
                 [hidden[:0], *(model.run(index, module, one[None]).to(hidden.dtype) for one in hidden)]
             )
     refuse_no_numbers(hidden, layers)
-    gradient = _loss_gradient(model, hidden, seed + mine.start)
+    gradient = _loss_gradient(model, hidden, mine.start)
     for index in reversed(range(layers)):
         progress("weighing", 2 * layers - index - 1, 2 * layers)
         module = model.layer(index)
-        inputs = load_file(files[index])["hidden"]
+        with clearly("activations", files[index], "read"):
+            inputs = load_file(files[index])["hidden"]
         gram = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
         for at in range(len(inputs)):
             one = inputs[at : at + 1].requires_grad_()
@@ -106,6 +107,18 @@ def _put_aside(hidden: Tensor, file: Path) -> None:
         file.write_bytes(save({"hidden": hidden.contiguous()}))
 
 
+def kept_sensitivity(results: LayerResults, index: int) -> Tensor:
+    """A layer's, ``[E, E]`` float32, of those that `output_sensitivities` has kept.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    found = results.load(index)
+    if found is None:
+        raise CheckpointError("layer", index, LOST)
+    return found[0]["sensitivity"]
+
+
 def refuse_no_numbers(states: Tensor, index: int) -> None:
     """Raise where a text leads to states that nothing can be learned from.
 
@@ -117,16 +130,17 @@ def refuse_no_numbers(states: Tensor, index: int) -> None:
         raise CheckpointError("calibrate", f"{states.shape[0] * states.shape[1]} tokens", rule)
 
 
-def _loss_gradient(model: LayerwiseModel, hidden: Tensor, seed: int) -> Tensor:
+def _loss_gradient(model: LayerwiseModel, hidden: Tensor, first: int) -> Tensor:
     """The loss's derivative by the last layer's output, of every token by itself.
 
     For a language model the loss is the negative log-likelihood of a label drawn from it; an encoder's is half the
-    squared distance of its states, seen from one random direction for each token, which has the same mean.
+    squared distance of its states, seen from one random direction for each token, which has the same mean. The
+    windows, the first of which is number ``first``, each have draws of their own.
     """
     gradient = torch.empty_like(hidden)
     generator = torch.Generator()
     for at, window in enumerate(hidden):
-        generator.manual_seed(seed + at)
+        generator.manual_seed(first + at)
         for start in range(0, len(window), PIECE):
             piece = window[None, start : start + PIECE].detach().requires_grad_()
             with torch.enable_grad(), quick_products():

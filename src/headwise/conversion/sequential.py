@@ -21,7 +21,7 @@ from headwise.conversion.heads import Layer, Rotation, rotation_tables
 from headwise.conversion.ranks import all_sum, barrier, my_windows
 from headwise.conversion.refit import Cost, OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
-from headwise.conversion.sensitivity import output_sensitivities, refuse_no_numbers
+from headwise.conversion.sensitivity import kept_sensitivity, output_sensitivities, refuse_no_numbers
 from headwise.conversion.statistics import Statistics, root, statistics_of
 from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.progress import Progress, silent
@@ -31,7 +31,7 @@ STAGES = ("sensitivity", "spread", "sequence", "refine", "refit")
 """What is done beside solving each layer; every one can be left out by name."""
 
 PASSES = 8
-"""Of the local descent over the text, for each layer."""
+"""Of the local descent, for each layer: steps on every window."""
 
 QUERIES = 256
 """Of a window, drawn anew for each step of the descent."""
@@ -172,8 +172,9 @@ class Sequential:
 
     def sensitivity(self, index: int) -> Tensor | None:
         """What an error of a layer's output costs, ``[E, E]`` float64; None where that is left out."""
-        found = self.sensitivities.load(index) if "sensitivity" in self.stages else None
-        return None if found is None else found[0]["sensitivity"].double()
+        if "sensitivity" not in self.stages:
+            return None
+        return kept_sensitivity(self.sensitivities, index).double()
 
     @property
     def _stream(self) -> str:
@@ -246,17 +247,17 @@ class Sequential:
         tokens = self.windows.shape[1]
         order: list[int] = []
 
-        def samples() -> Iterator[Sample]:
+        def sample() -> Sample:
             if not order:
                 order.extend(torch.randperm(self.train, generator=generator).tolist())
             at = order.pop()
             rows = torch.randperm(tokens, generator=generator)[:QUERIES].sort()[0]
-            yield Sample(self.inputs.read(at), self.wanted.read(at)[rows], rows)
+            return Sample(self.inputs.read(at), self.wanted.read(at)[rows], rows)
 
-        def output(state: Mapping[str, Tensor], sample: Sample) -> Tensor:
-            return replace(layer, state=state).output(sample.inputs, rotation, sample.rows)
+        def output(state: Mapping[str, Tensor], drawn: Sample) -> Tensor:
+            return replace(layer, state=state).output(drawn.inputs, rotation, drawn.rows)
 
-        return replace(layer, state=refine(layer.state, output, samples, cost, steps=self.steps))
+        return replace(layer, state=refine(layer.state, output, sample, cost, steps=self.steps))
 
 
 def weighed_windows(spec: ModelSpec, windows: Tensor, train: int) -> int:

@@ -54,7 +54,6 @@ class Statistics:
     def nothing(cls, hidden_size: int, heads: int, tokens: int) -> Statistics:
         """Where no text is given: all inputs alike, heads alike, and distances as likely as they are short."""
         gram = torch.eye(hidden_size + 1, dtype=torch.float64)
-        gram[-1, -1] = 0.0
         distances = 1.0 / torch.arange(1, tokens + 1, dtype=torch.float64)
         distances = (distances / distances.sum()).expand(heads, -1).clone()
         one = torch.ones(heads, dtype=torch.float64)

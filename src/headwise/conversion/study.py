@@ -21,10 +21,9 @@ from headwise.conversion.plan import refuse_latent
 from headwise.conversion.ranks import first_enters, my_windows, rank
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import ABOUT, save_layer, write_statistics
-from headwise.conversion.sensitivity import output_sensitivities
+from headwise.conversion.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.sequential import begin_streams, traced, weighed_windows
 from headwise.conversion.statistics import statistics_of
-from headwise.errors import CheckpointError
 from headwise.evaluation import text_identity
 from headwise.hf import LayerwiseModel
 from headwise.measurement import peak_rss_bytes
@@ -133,10 +132,7 @@ def study_windows(
     assert stream.layer is not None
     for index in range(stream.layer, model.num_layers):
         progress("studying", index, model.num_layers)
-        kept = sensitivities.load(index)
-        if kept is None:
-            raise CheckpointError("layer", index, f"was lost; remove {folder.parent} and calibrate again")
-        module, sensitivity = model.layer(index), kept[0]["sensitivity"]
+        module, sensitivity = model.layer(index), kept_sensitivity(sensitivities, index)
         source = read_layer(checkpoint, index).float()
         states = ((at, stream.read("source", at, at + 1)) for at in my_windows(len(windows)))
         seen = traced(model, index, module, states, partial(stream.write, "source"))

@@ -212,11 +212,10 @@ def _ask(model: Any, tokenizer: Any, asked: _Context) -> _Answer:
             rows = torch.cat([rows, logits])
         scores.append(rows.log_softmax(-1).gather(-1, ids[:, None]).double().sum())
     likelihoods = torch.stack(scores)
-    said: list[int] = []
-    for _ in range(max(map(len, asked.candidates)) + 1):  # one more: a space may be a token of its own
-        said.append(int(last.argmax()))
+    said = [int(last.argmax())]
+    for _ in range(max(map(len, asked.candidates))):  # one more than its own: a space may be a token
         step = model(torch.tensor([said[-1:]], device=model.device), past_key_values=cache, use_cache=True)
-        last = step.logits[0, -1].float()
+        said.append(int(step.logits[0, -1].argmax()))
     return _Answer(
         found=asked.code in tokenizer.decode(said),
         rank=int((likelihoods >= likelihoods[0]).sum()),  # a tie counts against the code

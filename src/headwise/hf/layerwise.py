@@ -56,7 +56,6 @@ class LayerwiseModel:
         dtype: to compute in; what most of the checkpoint is stored in when None.
         layer: where a layer is, such as ``model.layers.{layer}``; what holds the attention when None.
         attention: where its attention is; the family's when None.
-        output: where below that its output projection is, when the module gives more than that does.
 
     Raises:
         CheckpointError: transformers cannot build the model.
@@ -70,11 +69,11 @@ class LayerwiseModel:
         *,
         layer: str | None = None,
         attention: str | None = None,
-        output: str | None = None,
     ) -> None:
+        output = None  # where below the attention its output projection is, if that gives more than it does
         if attention is None:
-            attention, layer = checkpoint.family.attention, checkpoint.family.layer
-            output = checkpoint.family.output
+            family = checkpoint.family
+            attention, layer, output = family.attention, family.layer, family.output
         layer = layer or attention.rpartition(".")[0]
         if not attention.startswith(f"{layer}."):
             raise ArgumentError("attention", attention, f"must be inside a layer, {layer}")
