@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def phase(out: Path) -> str:
     state = work / "activations.json"
     if not state.exists():
         return "weighing"
+    if not (work / "spread.json").exists():
+        return "spreading"
     layer = json.loads(state.read_text())["layer"]
     kept = len(list((work / "layers").glob("*.safetensors"))) if (work / "layers").exists() else 0
     return "between a layer's result and its activations" if kept > layer else "converting"
@@ -72,7 +75,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--calibrate", required=True)
@@ -82,7 +85,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     work = options.folder / "headwise-kills"
     work.mkdir(parents=True)
     draw = random.Random(options.seed)

@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,14 @@ def convert(source: Path, out: Path, hidden: int, *options: object) -> dict[str,
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden-size", type=int, default=SHAPE["hidden_size"], help="smaller, to try the script")
     parser.add_argument("--only", choices=("statistics", "text"))
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     work = options.folder / "headwise-large"
     work.mkdir(parents=True)
     rows: dict[str, Any] = {}
@@ -155,6 +156,7 @@ def main() -> None:
             "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
             "torch": torch.__version__,
             "source": {**config(options.layers, options.hidden_size), "gb": source_bytes / 1e9},
+            "windows": [WINDOWS, WINDOW],
             "conversions": rows,
         }
         options.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -17,15 +17,14 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
-from headwise.evaluation import Encoder, embed, load_encoder, rate, read_jsonl
-from headwise.evaluation.retrieval import answer_ranks
+from headwise.evaluation import load_encoder, read_jsonl
+from headwise.evaluation.retrieval import Questions, rated
 
 HEADS = (6, 3)
 TOKENS = (16_384, 65_536)
@@ -63,41 +62,6 @@ def plan(wanted: Sequence[str] = ("*",), tokens: Sequence[int] = TOKENS) -> list
     return [row for row in rows if any(fnmatchcase(row.name, pattern) for pattern in wanted)]
 
 
-@dataclass(frozen=True)
-class Exam:
-    """Questions, passages without doubles, and which passage is each question's."""
-
-    questions: list[str]
-    passages: list[str]
-    answers: torch.Tensor
-
-    @classmethod
-    def read(cls, file: Path, limit: int | None) -> Exam:
-        """Of a ``.jsonl`` of questions and passages, the first so many."""
-        rows = read_jsonl(file, name="exam", limit=limit)
-        passages = list(dict.fromkeys(row["passage"] for row in rows))
-        place = {passage: index for index, passage in enumerate(passages)}
-        return cls([row["question"] for row in rows], passages, torch.tensor([place[row["passage"]] for row in rows]))
-
-    def ranks(self, encoder: Encoder) -> list[int]:
-        """The rank of each question's passage."""
-        found: list[int] = answer_ranks(
-            embed(encoder, self.questions), embed(encoder, self.passages), self.answers
-        ).tolist()
-        return found
-
-
-def paired(ranks: Sequence[int], original: Sequence[int]) -> dict[str, Any]:
-    """What a conversion's ranks say beside the original's of the same questions."""
-    return {
-        f"recall_at_{near}": asdict(rate([rank <= near for rank in ranks], [rank <= near for rank in original]))
-        for near in (1, 10)
-    } | {
-        "mrr": sum(1 / rank for rank in ranks) / len(ranks),
-        "reference_mrr": sum(1 / rank for rank in original) / len(original),
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of rows' names; * for any part")
@@ -112,11 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source = data.minilm(options.cache)
     settings = {"source": "all-MiniLM-L6-v2", "limit": options.limit, "dtype": "float32"}
     kept = Kept(options.json, settings)
-    exam = Exam.read(data.boolq(options.cache), options.limit)
+    exam = Questions.read(data.boolq(options.cache), options.limit)
     reference = load_encoder(source)
     if ORIGINAL not in kept.rows:
-        kept.add(ORIGINAL, {"ranks": exam.ranks(reference), "passages": len(exam.passages)})
-    original = kept.rows[ORIGINAL]["ranks"]
+        kept.add(ORIGINAL, {"ranks": exam.ranks(reference).tolist(), "passages": len(exam.passages)})
+    original = torch.tensor(kept.rows[ORIGINAL]["ranks"])
     for row in plan(options.rows, options.tokens):
         if row.name in kept.rows and not options.again:
             continue
@@ -133,9 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             evaluate=False,
         )
         seconds = round(time.perf_counter() - start, 1)
-        found = paired(exam.ranks(load_encoder(folder, like=reference)), original)
-        kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **found})
-        near = {key: 100 * value for key, value in found["recall_at_1"].items()}
+        found = rated(exam.ranks(load_encoder(folder, like=reference)), original)
+        rates = {name: asdict(found[name]) for name in ("recall_at_1", "recall_at_10")}
+        kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **found, **rates})
+        near = {key: 100 * value for key, value in rates["recall_at_1"].items()}
         say(
             f"{row.name:30} R@1 {near['reference_rate']:.2f} → {near['rate']:.2f}: {near['difference']:+.2f}"
             f" [{near['difference_low']:+.2f}, {near['difference_high']:+.2f}]"

@@ -17,7 +17,7 @@ def test_a_row_is_kept_at_once_with_what_it_was_run_on_and_found_again(tmp_path:
     assert json.loads(path.read_text())["rows"]["one"]["value"] == 1.5
     again = Kept(path, {"tokens": 4, "texts": ("x", "y")})
     assert again.rows["one"]["value"] == 1.5
-    assert {"command", "machine", "versions"} == set(again.rows["one"]["run"])
+    assert {"commit", "command", "machine", "versions"} == set(again.rows["one"]["run"])
     again.add("two", {"value": 2})
     again.add("one", {"value": 3})
     assert {name: row["value"] for name, row in Kept(path, {"tokens": 4}).rows.items()} == {"one": 3, "two": 2}

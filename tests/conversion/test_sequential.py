@@ -263,6 +263,7 @@ def test_the_root_is_symmetric_and_its_square_is_the_matrix() -> None:
 
 def test_a_sensitivity_that_is_lost_is_not_one_that_is_left_out(tmp_path: Path) -> None:
     model, windows = opened(tmp_path / "source", "llama"), ids(4, 16)
+    (tmp_path / "work").mkdir()
     study = Sequential(model, windows, held=1, folder=tmp_path / "work")
     assert study.sensitivity(1) is not None
     study.sensitivities.file(1).unlink()

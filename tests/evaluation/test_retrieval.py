@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 import headwise
 from headwise.evaluation import Encoder, Pooling, embed, evaluate_retrieval, load_encoder, read_pooling
-from headwise.evaluation.retrieval import answer_ranks, pool
+from headwise.evaluation.retrieval import Questions, answer_ranks, pool, rated
 from tests.real_models import save_character_tokenizer
 
 TEXTS = ["a jar", "where is it dark", "x", "the quick brown fox jumps over the lazy dog", "a jar, open"]
@@ -152,3 +152,24 @@ def test_what_cannot_be_loaded(root: Path, tmp_path: Path) -> None:
             load_encoder(root / "source", **options)
     with pytest.raises(headwise.HeadwiseError):
         load_encoder(tmp_path)
+
+
+def test_passages_count_once_and_questions_know_theirs(tmp_path: Path) -> None:
+    rows = [("a", "x"), ("b", "y"), ("c", "x"), ("d", "z")]
+    file = tmp_path / "exam.jsonl"
+    file.write_text("".join(json.dumps({"question": q, "passage": p}) + "\n" for q, p in rows))
+    exam = Questions.read(file)
+    assert exam.questions == ["a", "b", "c", "d"]
+    assert exam.passages == ["x", "y", "z"]
+    assert exam.answers.tolist() == [0, 1, 0, 2]
+    assert Questions.read(file, 2).passages == ["x", "y"]
+
+
+def test_ranks_side_by_side() -> None:
+    found = rated(torch.tensor([1, 2, 1, 11]), torch.tensor([1, 1, 2, 1]))
+    near, wider = found["recall_at_1"], found["recall_at_10"]
+    assert (near.rate, near.reference_rate) == (0.5, 0.75)
+    assert (near.only_model, near.only_reference) == (1, 2)
+    assert near.difference_low <= near.difference == -0.25 <= near.difference_high
+    assert (wider.rate, wider.reference_rate) == (0.75, 1.0)
+    assert found["mrr"] == pytest.approx((1 + 1 / 2 + 1 + 1 / 11) / 4)

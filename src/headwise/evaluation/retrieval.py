@@ -113,39 +113,66 @@ def evaluate_retrieval(
         ArgumentError: the file is not such a one.
         CheckpointError: a model could not be read, or computes NaN.
     """
-    rows = read_jsonl(file, name="retrieval", limit=limit)
-    for number, row in enumerate(rows, 1):
-        if not all(isinstance(row.get(key), str) and row[key].strip() for key in ("question", "passage")):
-            raise ArgumentError("retrieval", f"{file}, item {number}", "must have the texts question and passage")
-    questions = [row["question"] for row in rows]
-    passages = list(dict.fromkeys(row["passage"] for row in rows))
-    places = {passage: place for place, passage in enumerate(passages)}
-    answers = torch.tensor([places[row["passage"]] for row in rows])
-
+    exam = Questions.read(file, limit)
     encoders = {}
     if against is not None:
         encoders["against"] = _loaded(against, dtype, device)
     encoders["model"] = _loaded(model, dtype, device, like=encoders.get("against"))
-    ranks = {}
-    for name, encoder in encoders.items():
-        asked = embed(encoder, questions, progress=progress)
-        ranks[name] = answer_ranks(asked, embed(encoder, passages, progress=progress), answers)
-    near = {count: {name: (found <= count).tolist() for name, found in ranks.items()} for count in (1, 10)}
+    ranks = {name: exam.ranks(encoder, progress) for name, encoder in encoders.items()}
     own = encoders["model"].model
     return RetrievalEvaluation(
         model=encoders["model"].name,
         against=encoders["against"].name if "against" in encoders else None,
         file=str(file),
-        questions=len(questions),
-        passages=len(passages),
-        recall_at_1=rate(near[1]["model"], near[1].get("against"), seed=seed),
-        recall_at_10=rate(near[10]["model"], near[10].get("against"), seed=seed),
-        mrr=float((1 / ranks["model"]).mean()),
-        reference_mrr=float((1 / ranks["against"]).mean()) if "against" in ranks else None,
+        questions=len(exam.questions),
+        passages=len(exam.passages),
+        **rated(ranks["model"], ranks.get("against"), seed=seed),
         dtype=dtype_name(own.dtype),
         device=str(own.device),
         threads=torch.get_num_threads(),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Questions:
+    """Questions ``[Q]``, passages ``[P]`` without doubles, and ``[Q]`` which of them is each question's."""
+
+    questions: list[str]
+    passages: list[str]
+    answers: Tensor
+
+    @classmethod
+    def read(cls, file: str | Path, limit: int | None = None) -> Questions:
+        """Of a file, as `evaluate_retrieval` takes it.
+
+        Raises:
+            ArgumentError: the file is not such a one.
+        """
+        rows = read_jsonl(file, name="retrieval", limit=limit)
+        for number, row in enumerate(rows, 1):
+            if not all(isinstance(row.get(key), str) and row[key].strip() for key in ("question", "passage")):
+                raise ArgumentError("retrieval", f"{file}, item {number}", "must have the texts question and passage")
+        passages = list(dict.fromkeys(row["passage"] for row in rows))
+        places = {passage: place for place, passage in enumerate(passages)}
+        answers = torch.tensor([places[row["passage"]] for row in rows])
+        return cls([row["question"] for row in rows], passages, answers)
+
+    def ranks(self, encoder: Encoder, progress: Progress = silent) -> Tensor:
+        """The rank ``[Q]`` of each question's passage, 1 the nearest."""
+        asked = embed(encoder, self.questions, progress=progress)
+        return answer_ranks(asked, embed(encoder, self.passages, progress=progress), self.answers)
+
+
+def rated(ranks: Tensor, reference: Tensor | None, *, seed: int = 0) -> dict[str, Any]:
+    """What ranks ``[Q]`` come to, beside a reference's of the same questions: fields of `RetrievalEvaluation`."""
+    near = {
+        f"recall_at_{count}": rate(
+            (ranks <= count).tolist(), None if reference is None else (reference <= count).tolist(), seed=seed
+        )
+        for count in (1, 10)
+    }
+    reference_mrr = None if reference is None else float((1 / reference).mean())
+    return {**near, "mrr": float((1 / ranks).mean()), "reference_mrr": reference_mrr}
 
 
 @torch.inference_mode()

@@ -1,0 +1,37 @@
+"""The benchmark of kills, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.kills import main, phase
+
+from tests.real_models import save_tiny
+
+
+def test_every_output_is_the_undisturbed_one(tmp_path: Path) -> None:
+    kept, text = tmp_path / "kills.json", tmp_path / "text.txt"
+    text.write_text("".join(f"{index} bottles stand on the wall, and {index * 7} more. " for index in range(60)))
+    given = ["--source", save_tiny(tmp_path / "source"), "--calibrate", text, "--tokens", "512", "--kills", "2"]
+    main([*map(str, given), "--folder", str(tmp_path), "--json", str(kept)])
+    found = json.loads(kept.read_text())
+    assert len(found["kills"]) == sum(found["phases"].values()) == 2
+    assert found["identical"]
+    assert not (tmp_path / "headwise-kills").exists()
+
+
+def test_what_a_killed_run_was_doing(tmp_path: Path) -> None:
+    out, work = tmp_path / "out", tmp_path / ".out.headwise-partial" / "work"
+    assert phase(out) == "starting"
+    (work / "sensitivities").mkdir(parents=True)
+    assert phase(out) == "weighing"
+    (work / "activations.json").write_text('{"layer": 1}')
+    assert phase(out) == "spreading"
+    (work / "spread.json").write_text("{}")
+    (work / "layers").mkdir()
+    for index, said in enumerate(("converting", "between a layer's result and its activations")):
+        (work / "layers" / f"layer-{index}.safetensors").write_text("")
+        assert phase(out) == said
+    out.mkdir()
+    assert phase(out) == "done"
