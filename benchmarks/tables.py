@@ -110,12 +110,31 @@ def planted(document: Document) -> str:
     return table(["depth", "found", "likeliest of ten", "nats of the code"], rows)
 
 
+def large(document: Document) -> str:
+    """What a 7B-shaped conversion takes."""
+    names = {"statistics": "statistics given", "text": "calibrated on {} windows of {}".format(*document["windows"])}
+    rows = []
+    for name, row in document["conversions"].items():
+        split = row["seconds_a_layer"]
+        parts = [f"{split[part]:.1f}" for part in ("reading", "solving", "writing")]
+        rows.append([names[name], f"{row['peak_rss_gb']:.2f}", *parts, f"{row['seconds'] / 60:.0f}"])
+    return table(["", "peak RSS GB", "s a layer: reading", "solving", "writing", "minutes"], rows)
+
+
+def kills(document: Document) -> str:
+    """When conversions were killed."""
+    rows = [[phase, str(count)] for phase, count in document["phases"].items()]
+    return table(["killed while", "times"], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
     "conversion-short": ("conversion.json", conversion_short),
     "retrieval": ("retrieval.json", retrieval),
     "positions": ("long.json", positions),
     "planted": ("long.json", planted),
+    "large": ("large.json", large),
+    "kills": ("kills.json", kills),
 }
 """By the name of their place: the results file and what makes the table."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables import conversion, conversion_short, fill, planted, positions, retrieval
+from benchmarks.tables import conversion, conversion_short, fill, kills, large, planted, positions, retrieval
 
 
 def row(target: str, method: str, values: int, ratios: list[float], **more: Any) -> dict[str, Any]:
@@ -101,6 +101,16 @@ def test_length() -> None:
     }
     assert positions({"rows": rows}).splitlines()[2:] == ["| brown | 1–255 | 3.400 | 3.500 | +0.100 |"]
     assert planted({"rows": rows}).splitlines()[2:] == ["| 0.25 | 1.00 → 0.50 | 1.00 → 1.00 | 1.00 → 2.00 |"]
+
+
+def test_scale() -> None:
+    split = {"reading": 1.25, "solving": 60.0, "writing": 0.5}
+    row = {"peak_rss_gb": 2.5, "seconds": 1800.0, "seconds_a_layer": split}
+    assert large({"windows": [8, 512], "conversions": {"statistics": row, "text": row}}).splitlines()[2:] == [
+        "| statistics given | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
+        "| calibrated on 8 windows of 512 | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
+    ]
+    assert kills({"phases": {"spreading": 3}}).splitlines()[2:] == ["| spreading | 3 |"]
 
 
 def test_tables_go_into_their_places_and_nowhere_else() -> None:

@@ -63,7 +63,8 @@ class StockReport:
             unit = "nats a token" if in_nats else "of squared error"
             found.append(
                 f"one plan for all layers: about {self.shared_plan_error:.4f} {unit} are lost before refits, and "
-                f"{self.own_plan_error:.4f} with a plan for each layer (estimates on held-out calibration windows)"
+                f"{self.own_plan_error:.4f} with channels of each layer's own (estimates on held-out "
+                "calibration windows, all layers of one size)"
             )
         return found
 

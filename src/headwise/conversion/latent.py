@@ -24,7 +24,7 @@ from headwise.conversion.metrics import (
     KEY_BALANCE,
     KEY_WEIGHT,
     centred,
-    cost,
+    cost_without,
     energy,
     key_metric,
     value_metric,
@@ -81,8 +81,8 @@ def convert_to_latent(
         asked = key_metric(_unrotated_queries(state, source, target, keys), inputs, known.head_weight, source)
         values = Part(w_v, value_metric(state["o_proj.weight"], sensitivity, source), inputs)
         if statistics is None:
-            most = max(cost(Part(content, asked, keyed)), NOTHING)
-            key_weight = KEY_BALANCE * cost(values) / most
+            most = max(cost_without(Part(content, asked, keyed)), NOTHING)
+            key_weight = KEY_BALANCE * cost_without(values) / most
         parts = [Part(content, asked * key_weight, keyed), values]
         down, (key_up, value_up) = joint_latent(parts, target.kv_lora_rank)
         del values, parts

@@ -66,7 +66,7 @@ def energy(rows: Tensor, moments: Tensor) -> Tensor:
     return ((rows @ moments) * rows).sum(-1)
 
 
-def cost(part: Part) -> float:
+def cost_without(part: Part) -> float:
     """Of leaving a part out."""
     return float((weighted(part.metric, part.rows @ part.moments) * part.rows).sum())
 
