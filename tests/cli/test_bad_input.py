@@ -325,7 +325,7 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
         (("--to", "mha", "--method", "mean"), "method = 'mean': says how heads come to be shared, and none do here"),
         (
             (*MLA, "--without", "x"),
-            "without = 'x': must be one of sensitivity, spread, sequence, refine, refit",
+            "without = 'x': must be one of sensitivity, spread, channels, sequence, refine, refit",
         ),
         ((*MLA, "--calibration-tokens", "1"), "calibration_tokens = 1: must be at least 2"),
         ((*MLA, "--calibration-tokens", "x"), "--calibration-tokens = 'x': "),

@@ -155,7 +155,7 @@ def test_a_plan_is_for_what_all_layers_lose_together(tmp_path: Path, monkeypatch
     )
     losses = iter(([[5.0, 0.0], [0.0, 0.0], [4.0, 1.0]], [[0.0, 0.0], [5.0, 0.0], [4.0, 1.0]]))
 
-    def known(*_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def known(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         lost = torch.tensor(next(losses), dtype=torch.float64)
         return torch.full_like(lost, 1 / lost.numel()), lost
 

@@ -57,6 +57,20 @@ def test_energy_is_the_channels_own_and_the_queries_is_one(K: int, group: int, F
     assert torch.allclose(through, torch.ones_like(through), rtol=1e-8)
 
 
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 10**6))
+def test_unmixed_channels_are_the_heads_own_pairs(K: int, group: int, F: int, seed: int) -> None:
+    E = 7
+    queries, keys = random_pairs(K * group, F, E, seed=seed), random_pairs(K, F, E, seed=seed + 1)
+    asked, gram = random_asked(K * group, F, seed + 5), random_gram(E, seed + 2)
+    channels = concentrate(queries, keys, asked, gram, mix=False)
+    assert torch.allclose(channels.back @ channels.keys, keys.transpose(0, 1), atol=1e-9)
+    assert ((channels.back != 0).sum((1, 2)) == K).all()  # each from one head, and to no other
+    assert (channels.energy.diff(dim=1) <= 1e-12).all()
+    mixed = concentrate(queries, keys, asked, gram)
+    assert torch.allclose(mixed.energy.sum(1), channels.energy.sum(1))
+    assert (mixed.energy.cumsum(1) >= channels.energy.cumsum(1) - 1e-9).all()
+
+
 def test_identical_heads_need_one_channel() -> None:
     one = random_pairs(1, 4, 6, seed=0)
     eye = torch.eye(6, dtype=torch.float64)

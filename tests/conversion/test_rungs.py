@@ -55,7 +55,7 @@ def test_no_two_ways_share_a_file_name(tmp_path: Path) -> None:
         save_tiny(tmp_path / "source", hidden_size=48, num_attention_heads=3, num_key_value_heads=3)
     )
     rungs, notes = plan_rungs(checkpoint, ["mla:0.5", "mla:0.50", "mla:0.25", "mqa"], methods=True)
-    assert len({rung.slug for rung in rungs}) == len(rungs) == 2 * (len(STAGES) + 2 + 5) + len(STAGES) - 1 + 2 + 2
+    assert len({rung.slug for rung in rungs}) == len(rungs) == 2 * (len(STAGES) + 2 + 5) + len(STAGES) - 2 + 2 + 2
     assert not notes
     assert rungs[0] == Rung("mla:0.5")
     assert Rung("mla:0.5", without=STAGES) in rungs
@@ -70,8 +70,8 @@ def test_each_stage_that_a_target_has_is_left_out_once(tmp_path: Path) -> None:
         rungs, _ = plan_rungs(checkpoint, [target], methods=True)
         own[target] = [rung.without for rung in rungs if rung.method is None]
     some = [("sequence",), ("refine",), ("refit",), STAGES]
-    assert own["mla:0.5"] == [(), ("sensitivity", "spread"), ("spread",), *some]
-    assert own["mqa"] == [(), ("sensitivity",), *some]  # whose heads all have one size
+    assert own["mla:0.5"] == [(), ("sensitivity", "spread"), ("spread",), ("channels",), *some]
+    assert own["mqa"] == [(), ("sensitivity",), *some]  # whose heads all have one size, and turn as they did
     assert own["mla:1"] == own["mha"] == [()]  # nothing is lost
     assert Rung("mla:0.5", without=("sensitivity", "spread")).way == "headwise without sensitivity, spread"
 

@@ -197,8 +197,8 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
     kept, given = list[Layer](), list[float]()
     solutions, solve = spread.solutions, convert_to_latent
 
-    def noted(*args: Any, key_weight: float = KEY_WEIGHT) -> Iterator[tuple[tuple[int, int], Layer]]:
-        for size, layer in solutions(*args, key_weight=key_weight):
+    def noted(*args: Any, key_weight: float = KEY_WEIGHT, **more: Any) -> Iterator[tuple[tuple[int, int], Layer]]:
+        for size, layer in solutions(*args, key_weight=key_weight, **more):
             kept.append(layer)  # so that no other has its id
             weights[id(layer)] = key_weight
             yield size, layer

@@ -43,7 +43,7 @@ def convert(
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option(metavar="STAGE", help="Leave out sensitivity, spread, sequence, refine or refit."),
+        typer.Option(metavar="STAGE", help="Leave out sensitivity, spread, channels, sequence, refine or refit."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the output; the source's when left out.")] = None,
     format: Annotated[  # noqa: A002

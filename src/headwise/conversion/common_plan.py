@@ -56,7 +56,7 @@ def common_channels(job: Job, study: Study | None, progress: Progress) -> Tensor
             known = study.source_statistics(index, study.model.layer(index), source.float(), hidden)
         else:
             known = Statistics.nothing(spec.hidden_size, spec.num_heads, job.longest)
-        own, lost = rotary_losses(source.state, spec, target, known)
+        own, lost = rotary_losses(source.state, spec, target, known, mix=job.mixes)
         # Without a text, layers count alike; one whose keys are nothing does not count.
         whole = max(float(own.sum()), NOTHING) if study is None else 1.0
         pairs = target.qk_rope_head_dim // 2
@@ -66,10 +66,12 @@ def common_channels(job: Job, study: Study | None, progress: Progress) -> Tensor
     return keep_rotation(torch.stack(energies).sum(0), torch.stack(losses).sum(0), pairs)
 
 
-def rotary_losses(state: State, source: GroupedSpec, target: LatentSpec, known: Statistics) -> tuple[Tensor, Tensor]:
+def rotary_losses(
+    state: State, source: GroupedSpec, target: LatentSpec, known: Statistics, *, mix: bool = True
+) -> tuple[Tensor, Tensor]:
     """Each channel's energy, and what of it the scores lose without its rotation: ``[F, K]`` both."""
     w_q, w_k, _ = projections(state, target)
-    rotary = rotary_channels(w_q, w_k, source, known)
+    rotary = rotary_channels(w_q, w_k, source, known, mix=mix)
     return rotary.channels.energy, rotary.lost
 
 
@@ -87,7 +89,12 @@ class SharedPlan(Sequential):
             shared = solve(statistics, sensitivity)
             assert isinstance(shared.spec, LatentSpec)
             made, channels = convert_to_latent(
-                source.state, spec, shared.spec, statistics=statistics, sensitivity=sensitivity
+                source.state,
+                spec,
+                shared.spec,
+                statistics=statistics,
+                sensitivity=sensitivity,
+                mix="channels" in self.stages,
             )
             cost = output_cost(sensitivity, spec.hidden_size)
 

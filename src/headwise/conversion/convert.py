@@ -183,6 +183,7 @@ def convert(
             windows=evaluation_windows,
         )
     stages = job.stages(statistics, [*without, *(["spread"] if format == "deepseek" else [])])
+    job.mixes = "channels" not in without
     is_studied = bool(texts) or saved is not None
     about: dict[str, Any] = {"source": str(source), "tensors": tensors}
     if dry_run:

@@ -79,6 +79,7 @@ class Job:
         self.clock = Clock()
         self.key_weights: tuple[float, ...] | None = None  # of each layer, where they are not all the same
         self.kept: Tensor | None = None  # rotary channels that every layer keeps, where all are to keep the same
+        self.mixes = True  # heads, into rotary channels
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -133,11 +134,18 @@ class Job:
     def stages(self, statistics: str | Path | None, without: Collection[str]) -> list[str]:
         """Those of `STAGES` that are done.
 
-        Published methods have none, what loses nothing needs none, and of statistics only the first is known.
+        Published methods have none, what loses nothing needs none, and some need a text that goes through the model.
         """
-        possible = () if self.published or self.is_lossless else STAGES if statistics is None else ("sensitivity",)
-        left_out = {*without, *(() if self._can_spread and "sensitivity" not in without else ("spread",))}
-        return [stage for stage in possible if stage not in left_out]
+        if self.published or self.is_lossless:
+            return []
+        left_out = {*without}
+        if statistics is not None:
+            left_out |= {*STAGES} - {"sensitivity", "channels"}
+        if not self._can_spread or "sensitivity" in without:
+            left_out.add("spread")
+        if not any(self.channels):
+            left_out.add("channels")
+        return [stage for stage in STAGES if stage not in left_out]
 
     @property
     def _can_spread(self) -> bool:
@@ -312,6 +320,7 @@ class Job:
                     longest=self.longest,
                     key_weight=KEY_WEIGHT if self.key_weights is None else self.key_weights[index],
                     kept=self.kept,
+                    mix=self.mixes,
                 )
                 return Layer(target, solved, channels)
             solved = convert_to_grouped(

@@ -53,6 +53,7 @@ def convert_to_latent(
     longest: int = 2048,
     key_weight: float = KEY_WEIGHT,
     kept: Tensor | None = None,
+    mix: bool = True,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """The MLA layer's weights, and the model frequency of each of its rotary pairs.
 
@@ -65,12 +66,13 @@ def convert_to_latent(
         longest: without statistics, the distance up to which a dropped rotation is averaged.
         key_weight: with statistics, how much an error of the keys counts.
         kept: bool ``[F, K]``, the channels that keep their rotation; the most needed when None.
+        mix: whether rotation is concentrated by mixing heads; else each channel is a head's own.
 
     Returns:
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
     """
     known = statistics or Statistics.nothing(source.hidden_size, source.num_heads, longest)
-    keys, content = _divided(state, source, target, known, kept)
+    keys, content = _divided(state, source, target, known, kept, mix=mix)
     w_v = with_bias(state, "v_proj", is_biased(target))
     if keys.back_to_heads is not None or target.kv_lora_rank >= w_v.shape[1]:
         down, (key_up, value_up) = whole_latent([content, w_v], target.kv_lora_rank)
@@ -117,7 +119,7 @@ class Rotary(NamedTuple):
     lost: Tensor
 
 
-def rotary_channels(w_q: Tensor, w_k: Tensor, source: GroupedSpec, known: Statistics) -> Rotary:
+def rotary_channels(w_q: Tensor, w_k: Tensor, source: GroupedSpec, known: Statistics, *, mix: bool = True) -> Rotary:
     """The channels of a layer's keys that rotate, and what their rotation is worth.
 
     Args:
@@ -125,13 +127,14 @@ def rotary_channels(w_q: Tensor, w_k: Tensor, source: GroupedSpec, known: Statis
         w_k: ``[K·D, E']``.
         source: the layer; it has a rotation.
         known: means over a text, or `Statistics.nothing`.
+        mix: see `concentrate`.
     """
     assert source.rope is not None
     inputs, keyed = (gram[: w_q.shape[1], : w_q.shape[1]] for gram in (known.inputs, known.keys))
     queries, keys = rotated_pairs(w_q, source), rotated_pairs(w_k, source)
     rotation = mean_rotation(RotaryEmbedding(source.rope).frequencies, known.distances)
     asked = energy(queries, inputs) * known.head_weight[:, None]
-    channels = concentrate(queries, keys, asked, keyed)
+    channels = concentrate(queries, keys, asked, keyed, mix=mix)
     return Rotary(queries, channels, rotation, lost_rotation(channels, asked, rotation))
 
 
@@ -154,7 +157,13 @@ class _Keys(NamedTuple):
 
 
 def _divided(
-    state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, known: Statistics, kept: Tensor | None
+    state: Mapping[str, Tensor],
+    source: GroupedSpec,
+    target: LatentSpec,
+    known: Statistics,
+    kept: Tensor | None,
+    *,
+    mix: bool,
 ) -> tuple[_Keys, Tensor]:
     """Choose the channels that keep their rotation, and part a layer's keys into them and the rest.
 
@@ -166,7 +175,7 @@ def _divided(
     if source.rope is None:
         none, nothing = torch.zeros(0, K, dtype=torch.bool), torch.zeros(0, K, K, dtype=torch.complex128)
         return _Keys(none, nothing, nothing[:, 0].mT, w_k[:0], None), w_k
-    _, channels, rotation, lost = rotary_channels(w_q, w_k, source, known)
+    _, channels, rotation, lost = rotary_channels(w_q, w_k, source, known, mix=mix)
     if kept is None:
         kept = keep_rotation(channels.energy, lost, P // 2)
     rotary, interleaved = to_real(channels.keys[kept]), source.rope.interleaved

@@ -66,7 +66,7 @@ def as_rotated(pairs: Tensor, *, interleaved: bool) -> Tensor:
     return torch.stack((pairs.real, pairs.imag), dim=-2).flatten(-3, -2)
 
 
-def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor) -> Channels:
+def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor, *, mix: bool = True) -> Channels:
     """Mix the key heads at each frequency so that energy lands in the first channels, weighted by who asks.
 
     With ``S = E[z zᴴ]`` and D the root of the summed query energy of each key head's group, V are the
@@ -77,6 +77,7 @@ def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor) -> C
         keys: ``[K, F, E]`` complex.
         asked: ``[H, F]``, each query head's energy at each frequency, times what it counts.
         gram: ``[E, E]``, the inputs' second moments E[x xᵀ]; the identity when nothing is known of them.
+        mix: False for the heads' own pairs as channels, only ordered and scaled.
     """
     F, K = keys.shape[1], keys.shape[0]
     by_frequency = keys.transpose(0, 1)
@@ -89,7 +90,10 @@ def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor) -> C
     most = float(by_key.max())
     by_key = by_key.clamp_min(_FLOOR * most) if most > NOTHING else torch.ones_like(by_key)
     scale = by_key.to(keys.dtype)
-    energy, vectors = torch.linalg.eigh(scale[:, :, None] * moments * scale[:, None, :])
+    weighed = scale[:, :, None] * moments * scale[:, None, :]
+    if not mix:
+        weighed = torch.diag_embed(weighed.diagonal(dim1=-2, dim2=-1))
+    energy, vectors = torch.linalg.eigh(weighed)
     energy, vectors = energy.flip(-1).clamp_min(0), vectors.flip(-1)
     forward = vectors.mH * scale[:, None, :]
     return Channels(keys=forward @ by_frequency, back=vectors / scale[:, :, None], energy=energy)

@@ -27,8 +27,8 @@ from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.progress import Progress, silent
 from headwise.specs import GroupedSpec, ModelSpec
 
-STAGES = ("sensitivity", "spread", "sequence", "refine", "refit")
-"""What is done beside solving each layer; every one can be left out by name."""
+STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
+"""What is done for each layer beside finding its latent, or sharing its heads; every one can be left out by name."""
 
 PASSES = 8
 """Of the local descent, for each layer: steps on every window."""

@@ -254,7 +254,7 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
         own = torch.zeros(len(sizes) + 2, dtype=torch.float64)
         streams = {at: trial.model.run(index, module, stream) for at, stream in streams.items()}
         if index % world_size() == rank():
-            solved = solutions(source, sizes, known, sensitivity)
+            solved = solutions(source, sizes, known, sensitivity, mix=job.mixes)
             errors = trial.errors(index, module, root(sensitivity).float())
             for size, layer in solved:
                 own[sizes.index(size)] = errors(layer)
@@ -263,8 +263,8 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
             del layer  # before others need the room
 
             def weighted(key_weight: float) -> float:
-                ((_, made),) = solutions(source, sizes[:1], known, sensitivity, key_weight=key_weight)  # noqa: B023
-                return errors(made)  # noqa: B023
+                weighed = solutions(source, sizes[:1], known, sensitivity, key_weight=key_weight, mix=job.mixes)  # noqa: B023
+                return errors(next(weighed)[1])  # noqa: B023
 
             own[-2:] = torch.tensor(best_weight(weighted, float(own[0])))
         losses.append(own)
@@ -323,7 +323,7 @@ def _try_plans(
         statistics, sensitivity = known.layer(index)
         for at, stream in list(streams.items()):
             size, key_weight = plans[at][index]
-            for _, layer in solutions(source, [size], statistics, sensitivity, key_weight=key_weight):
+            for _, layer in solutions(source, [size], statistics, sensitivity, key_weight=key_weight, mix=job.mixes):
                 streams[at] = trial.replaced(index, module, stream, layer)
         trial.source = trial.model.run(index, module, trial.source)
     progress("spreading", 2 * layers, 2 * layers)
@@ -356,6 +356,7 @@ def solutions(
     sensitivity: Tensor,
     *,
     key_weight: float = KEY_WEIGHT,
+    mix: bool = True,
 ) -> Iterator[tuple[tuple[int, int], Layer]]:
     """A layer at some sizes, in float32, one after the other, as each may be large.
 
@@ -376,6 +377,7 @@ def solutions(
                     statistics=known,
                     sensitivity=sensitivity,
                     key_weight=key_weight,
+                    mix=mix,
                 )
                 widest = Layer(target, *made)
                 del made
