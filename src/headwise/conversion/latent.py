@@ -77,8 +77,9 @@ def convert_to_latent(
     if keys.back_to_heads is not None or target.kv_lora_rank >= w_v.shape[1]:
         down, (key_up, value_up) = whole_latent([content, w_v], target.kv_lora_rank)
     else:
-        # A key that all tokens share is not seen by softmax.
-        inputs, keyed = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (known.inputs, centred(known.keys)))
+        inputs, keyed = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (known.inputs, known.keys))
+        if is_biased(target):  # a bias that all keys have is not seen by softmax
+            keyed = centred(keyed)
         # Queries are made of the weights once more at the end: until then the room is needed.
         asked = key_metric(_unrotated_queries(state, source, target, keys), inputs, known.head_weight, source)
         values = Part(w_v, value_metric(state["o_proj.weight"], sensitivity, source), inputs)

@@ -403,7 +403,10 @@ def narrowed(layer: Layer, target: LatentSpec, known: Statistics) -> Layer:
     down = with_bias(state, "kv_a_proj_with_mqa", biased)[:R]
     decoders = torch.unflatten(state["kv_b_proj.weight"], 0, (spec.num_heads, -1))
     made = []
-    for rows, moments in ((decoders[:, :N], centred(known.keys)), (decoders[:, N:], known.inputs)):
+    for rows, moments in (
+        (decoders[:, :N], centred(known.keys) if biased else known.keys),
+        (decoders[:, N:], known.inputs),
+    ):
         seen = down @ moments[: down.shape[1], : down.shape[1]] @ down.mT
         # What the numbers left out are, by those kept.
         rest = torch.linalg.lstsq(seen[:r, :r], seen[:r, r:], driver="gelsd").solution.mT
