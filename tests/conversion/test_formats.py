@@ -18,7 +18,8 @@ from headwise.conversion import common_plan, deepseek, formats, parse_target
 from headwise.conversion.activations import Activations
 from headwise.conversion.common_plan import common_channels, rotary_losses
 from headwise.conversion.formats import logits_difference
-from headwise.conversion.job import Job, read_layer
+from headwise.conversion.job import Job
+from headwise.conversion.layers import convert_layer, read_layer
 from headwise.conversion.results import LayerResults
 from headwise.conversion.rope_channels import keep_rotation
 from headwise.conversion.statistics import Statistics
@@ -142,7 +143,7 @@ def test_one_layers_plan_is_its_own(text: Path, tmp_path: Path) -> None:
     own = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
     assert torch.equal(common_channels(job, None, silent), own)
     kept = Job(job.checkpoint, parse_target("mla", kv_budget=0.5), None)
-    kept.convert_layer(0)
+    convert_layer(kept, 0)
     assert kept.channels[0] == own.nonzero()[:, 0].tolist()
 
 

@@ -11,8 +11,8 @@ import torch
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.aligned import align
 from headwise.conversion.heads import Layer, rotation_tables
-from headwise.conversion.job import read_layer
 from headwise.conversion.latent import convert_to_latent
+from headwise.conversion.layers import read_layer
 from headwise.specs import GroupedSpec, as_latent
 from tests.real_models import save_tiny
 

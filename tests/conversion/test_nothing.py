@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import headwise
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion import job
+from headwise.conversion import layers
 from headwise.conversion.common_plan import common_channels, rotary_losses
-from headwise.conversion.job import Job, read_layer
+from headwise.conversion.job import Job
 from headwise.conversion.joint_latent import Part, joint_latent
+from headwise.conversion.layers import read_layer
 from headwise.conversion.plan import parse_target
 from headwise.conversion.refit import Cost, OutputRefit
 from headwise.conversion.rope_channels import keep_rotation
@@ -156,12 +157,12 @@ def test_a_refit_of_nothing_changes_nothing() -> None:
 
 def test_nan_is_said_to_be_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no wider dtype is advised, which would hold it no better."""
-    source, own = save_tiny(tmp_path / "source"), job.convert_to_latent
+    source, own = save_tiny(tmp_path / "source"), layers.convert_to_latent
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         state, channels = own(*args, **kwargs)
         return {**state, "kv_b_proj.weight": state["kv_b_proj.weight"] * torch.nan}, channels
 
-    monkeypatch.setattr(job, "convert_to_latent", broken)
+    monkeypatch.setattr(layers, "convert_to_latent", broken)
     with pytest.raises(headwise.CheckpointError, match=r"kv_b_proj\.weight': came out NaN$"):
         convert(source, tmp_path / "out", **MLA)

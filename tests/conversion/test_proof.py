@@ -165,7 +165,7 @@ def test_what_cannot_be_is_refused_before_any_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("")
-    monkeypatch.setattr("headwise.conversion.job.convert_to_latent", None)
+    monkeypatch.setattr("headwise.conversion.layers.convert_to_latent", None)
     with pytest.raises(headwise.ArgumentError, match=rule):
         headwise.convert(source, "out", **HALF, evaluate=evaluate, evaluation_windows=windows, dry_run=dry_run)
     assert not Path("out").exists()
@@ -238,7 +238,7 @@ def test_ctrl_c_during_it_keeps_the_conversion(
         "what is done is kept, and the same command goes on from there",
     ]
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("headwise.conversion.job.convert_to_latent", None)  # nothing is solved again
+    monkeypatch.setattr("headwise.conversion.layers.convert_to_latent", None)  # nothing is solved again
     done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY, evaluate=evaluate)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
     assert ("Not measured." in card(tmp_path / "out")) is not evaluate

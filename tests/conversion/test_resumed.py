@@ -10,7 +10,7 @@ import pytest
 
 import headwise
 from headwise.checkpoints import Checkpoint, FolderWriter
-from headwise.conversion import job, sequential
+from headwise.conversion import layers, sequential
 from headwise.conversion.activations import Activations
 from headwise.conversion.results import LayerResults
 from headwise.evaluation import calibration
@@ -25,7 +25,7 @@ class StoppedError(Exception):
     """What ends a run early here; a kill leaves no more behind than an error does."""
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, call: int, *, after: bool) -> None:
+def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *, after: bool) -> None:
     """Let the so-manyeth call of a method be the last thing that happens, done or not done."""
     count = 0
     own: Callable[..., Any] = getattr(owner, name)
@@ -127,15 +127,15 @@ def test_without_a_text_they_are_not_even_read_again(
     source = save_family(tmp_path / "source", "whisper") if model == "whisper" else save_tiny(tmp_path / "source")
     headwise.convert(source, tmp_path / "whole", **options, evaluate=False)
     read: list[tuple[int, bool]] = []
-    own = job.read_layer
+    own = layers.read_layer
 
     def noting(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> Any:
         read.append((index, cross))
         return own(checkpoint, index, cross=cross)
 
-    monkeypatch.setattr(job, "read_layer", noting)
+    monkeypatch.setattr(layers, "read_layer", noting)
     with monkeypatch.context() as patch:
-        stop_at(patch, job.Job, "convert_layer", 4 if model == "whisper" else 2, after=False)
+        stop_at(patch, layers, "convert_layer", 4 if model == "whisper" else 2, after=False)
         with pytest.raises(StoppedError):
             headwise.convert(source, tmp_path / "out", **options)
     first = list(read)
@@ -189,7 +189,7 @@ def test_work_that_is_discarded_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     source = save_tiny(tmp_path / "source")
     for name, kv_budget, notes in (("out", 0.25, 1), ("other", 0.5, 0)):
         with monkeypatch.context() as patch:
-            stop_at(patch, job.Job, "convert_layer", 2, after=False)
+            stop_at(patch, layers, "convert_layer", 2, after=False)
             with pytest.raises(StoppedError):
                 headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.5)
         done = headwise.convert(source, tmp_path / name, to="mla", kv_budget=kv_budget, evaluate=False)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion import job, study
+from headwise.conversion import layers, study
 from headwise.conversion.proof import REFERENCE
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics, _triangle, _whole, open_statistics
@@ -51,8 +51,8 @@ def statistics(source: Path, text: Path, tmp_path: Path) -> Path:
 def layers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Filled with the source's layers as conversions read them."""
     read: list[int] = []
-    own = job.read_layer
-    monkeypatch.setattr(job, "read_layer", lambda *args, **kwargs: read.append(args[1]) or own(*args, **kwargs))
+    own = layers.read_layer
+    monkeypatch.setattr(layers, "read_layer", lambda *args, **kwargs: read.append(args[1]) or own(*args, **kwargs))
     return read
 
 
@@ -314,7 +314,7 @@ def test_the_card_and_the_proof_know_of_them(source: Path, statistics: Path, tmp
     assert done.evaluation is not None
     assert done.evaluation.text == REFERENCE  # there is no text that something could be left of
     card = (tmp_path / "out/README.md").read_text()
-    assert "- steps: sensitivity\n- calibrated on 512 tokens of `text.txt`\n" in card
+    assert "- steps: sensitivity, channels\n- calibrated on 512 tokens of `text.txt`\n" in card
 
 
 def test_what_they_would_take(source: Path, statistics: Path, tmp_path: Path) -> None:

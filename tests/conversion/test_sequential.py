@@ -15,7 +15,7 @@ import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import heads
 from headwise.conversion.heads import Layer, rotation_tables, sample_rows
-from headwise.conversion.job import read_layer
+from headwise.conversion.layers import read_layer
 from headwise.conversion.refit import Cost, OutputRefit, Sample, refine
 from headwise.conversion.results import LayerResults
 from headwise.conversion.sensitivity import output_sensitivities

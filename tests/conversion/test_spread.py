@@ -19,8 +19,8 @@ from headwise import Conversion
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import spread
 from headwise.conversion.heads import Layer, rotation_tables
-from headwise.conversion.job import read_layer
 from headwise.conversion.latent import convert_to_latent
+from headwise.conversion.layers import read_layer
 from headwise.conversion.metrics import KEY_WEIGHT
 from headwise.conversion.spread import Trial, best_weight, held_pieces, narrowed, sizes_to_try
 from headwise.conversion.statistics import Statistics, statistics_of
@@ -165,7 +165,7 @@ def test_a_plan_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     uneven(tmp_path / "source")
     whole = converted(tmp_path, "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.conversion.job.Job.fill", None)
+        patch.setattr("headwise.conversion.formats.fill", None)
         with pytest.raises(TypeError):
             converted(tmp_path)
     monkeypatch.setattr(spread, "_find", None)
@@ -213,7 +213,7 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(spread, "solutions", noted)
     monkeypatch.setattr(Trial, "errors", errors)
     monkeypatch.setattr(spread, "_try_plans", lambda *_: [0.5, 0.4])
-    monkeypatch.setattr("headwise.conversion.job.convert_to_latent", solved)
+    monkeypatch.setattr("headwise.conversion.layers.convert_to_latent", solved)
     done = converted(tmp_path)
     assert done.spread is not None
     assert done.spread.key_weights == wanted == tuple(given)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from headwise.conversion.assemble import projections
 from headwise.conversion.heads import Layer, State, rotation_tables
-from headwise.conversion.job import Job, Study, read_layer
+from headwise.conversion.job import Job
 from headwise.conversion.joint_latent import NOTHING
 from headwise.conversion.latent import convert_to_latent, rotary_channels
+from headwise.conversion.layers import Study, read_layer
 from headwise.conversion.ranks import rank
 from headwise.conversion.results import LayerResults
 from headwise.conversion.rope_channels import keep_rotation

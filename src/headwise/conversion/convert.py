@@ -18,7 +18,8 @@ from headwise.conversion.calibration import begin, check_texts, refuse_cross_lay
 from headwise.conversion.card import card_facts, model_card, parameters_of
 from headwise.conversion.estimate import estimate_seconds
 from headwise.conversion.formats import StockReport, plan_folder, write_folder
-from headwise.conversion.job import POOLINGS, Job, Study
+from headwise.conversion.job import POOLINGS, Job
+from headwise.conversion.layers import Study
 from headwise.conversion.plan import parse_target
 from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
 from headwise.conversion.ranks import first_enters, rank

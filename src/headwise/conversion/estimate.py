@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise.conversion.calibration import open_windows
 from headwise.conversion.job import Job
+from headwise.conversion.layers import convert_layer
 from headwise.conversion.ranks import temporary_folder, world_size
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics
@@ -49,14 +50,14 @@ def estimate_seconds(
         ArgumentError: a text cannot be read or is too short.
     """
     progress("estimating", 0, _PARTS)
-    job.convert_layer(0)  # the first solution also starts the libraries up
+    convert_layer(job, 0)  # the first solution also starts the libraries up
     progress("estimating", 1, _PARTS)
     saved = study if isinstance(study, SavedStatistics) and not job.is_lossless else None
     if study and not isinstance(study, SavedStatistics) and not job.is_lossless:
         seconds = _on_text(job, study, tokens, stages, shared_plan=shared_plan, progress=progress)
     else:
         start = time.perf_counter()
-        job.convert_layer(0, saved)
+        convert_layer(job, 0, saved)
         seconds = (time.perf_counter() - start) * job.before.num_layers
     progress("estimating", _PARTS, _PARTS)
     return seconds + _copying(job)
@@ -99,7 +100,7 @@ def _on_text(
             place = folder / str(part)
             sequence = Sequential(model, some, held=1, folder=place, stages=own, steps=steps)
             start = time.perf_counter()
-            job.convert_layer(0, sequence, LayerResults(place / "layers"))
+            convert_layer(job, 0, sequence, LayerResults(place / "layers"))
             return time.perf_counter() - start
 
         more_windows, more_steps, least = layer(2, 3, _FEW), layer(3, 2, _MORE), layer(4, 2, _FEW)

@@ -13,7 +13,8 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name, open_checkpoint
 from headwise.conversion.common_plan import SharedPlan, common_channels
 from headwise.conversion.deepseek import add_deepseek, deepseek_config
-from headwise.conversion.job import Job, Study
+from headwise.conversion.job import Job
+from headwise.conversion.layers import Study, fill
 from headwise.conversion.proof import Exam
 from headwise.conversion.ranks import barrier, first_enters, rank
 from headwise.conversion.results import LayerResults
@@ -141,7 +142,7 @@ def write_folder(
         job.resize(spread.sizes, spread.key_weights)
     if rank() == 0:
         writer.announce(job.tensors)
-    job.fill(writer, study, progress)
+    fill(job, writer, study, progress)
     return Written(job.config(), _tokens(study), spread=spread)
 
 
@@ -157,7 +158,7 @@ def _write_stock(
         with first_enters(FolderWriter(own, job.tensors, run=run)) as inner:
             study = begin(inner.work, SharedPlan)
             job.kept = _plan(job, study, plan, progress)
-            job.fill(inner, study, progress)
+            fill(job, inner, study, progress)
             if rank() == 0:
                 costs = study.plan_costs() if isinstance(study, SharedPlan) else {}
                 plan.save(1, {}, {"tokens": _tokens(study), **costs})

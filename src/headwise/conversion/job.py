@@ -10,22 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name
+from headwise.checkpoints import Checkpoint, TensorInfo, dtype_name
 from headwise.conversion.clock import Clock
-from headwise.conversion.grouped import METHODS, Method, convert_to_grouped
-from headwise.conversion.heads import NORM_EPS, Layer
-from headwise.conversion.latent import convert_to_latent
-from headwise.conversion.metrics import KEY_WEIGHT
+from headwise.conversion.grouped import METHODS, Method
+from headwise.conversion.heads import Layer
 from headwise.conversion.plan import Target, plan_layers, refuse_latent
-from headwise.conversion.published import PUBLISHED, convert_as_published, is_published, refuse_published
-from headwise.conversion.ranks import rank
-from headwise.conversion.results import LOST, LayerResults
-from headwise.conversion.saved import SavedStatistics
-from headwise.conversion.sequential import STAGES, Sequential
-from headwise.conversion.statistics import Statistics
+from headwise.conversion.published import PUBLISHED, is_published, refuse_published
+from headwise.conversion.sequential import STAGES
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import check_complete, expected_tensors, model_class
-from headwise.progress import Progress
 from headwise.specs import (
     HOSTED_PREFIX,
     AttentionSpec,
@@ -45,10 +38,6 @@ LONGEST = 2048
 
 FORMAT = 1
 """Version of the ``headwise`` block in a converted ``config.json``."""
-
-
-Study = Sequential | SavedStatistics
-"""What layers are solved from: a text that they go through in turn, or what an earlier study found."""
 
 
 class Job:
@@ -201,64 +190,7 @@ class Job:
         config["architectures"] = [model_class(config).__name__]
         return config
 
-    def fill(self, writer: FolderWriter, study: Study | None, progress: Progress) -> None:
-        """The whole folder, but for its card: written by the first process, while the others `follow`."""
-        if rank() == 0:
-            writer.add_companions(self.checkpoint)
-            self.write(writer, study, progress)
-            writer.write_json("config.json", self.config())
-        elif isinstance(study, Sequential):
-            self.follow(writer, study)
-
-    def write(self, writer: FolderWriter, study: Study | None, progress: Progress) -> None:
-        """Add every tensor of the output that is missing, one layer in memory at a time.
-
-        Args:
-            writer: of the output.
-            study: the conversion on a text, which all layers go through in turn, or what an earlier study of the
-                source found; None for weights alone.
-            progress: told of each layer.
-        """
-        # What is only copied or averaged is made again as fast as it is read.
-        is_solved = bool(self.channels) or self.method == METHODS[0]
-        results = LayerResults(writer.work / "layers") if is_solved or study is not None else None
-        # A text goes through every layer, and of an MLA layer the channels are to be known.
-        visits = isinstance(study, Sequential) or bool(self.channels)
-        owner = {
-            name: (index, cross)
-            for cross, specs in ((False, self.after.layers), (True, self.after.cross_layers))
-            for index in range(len(specs))
-            for name in self._names(index, cross=cross)
-        }
-        done: tuple[int, bool] | None = None
-        layer: dict[str, Tensor] = {}
-        for name in self.tensors:
-            if writer.has(name) and not (visits and name in owner):
-                continue
-            if name not in owner:
-                tensor = self._cast(name, self.checkpoint.read(name))
-                with self.clock("writing"):
-                    writer.add(name, tensor)
-                del tensor
-                continue
-            if owner[name] != done:
-                done = index, cross = owner[name]
-                progress("converting", index, self.before.num_layers)
-                layer.clear()  # before the next one needs the room
-                layer = self.convert_layer(index, study, results, cross=cross)
-            tensor = layer.pop(name)
-            if not writer.has(name):
-                with self.clock("writing"):
-                    writer.add(name, tensor)
-            del tensor
-        progress("converting", self.before.num_layers, self.before.num_layers)
-
-    def follow(self, writer: FolderWriter, study: Sequential) -> None:
-        """What the processes do that do not `write`: their windows' part in each layer."""
-        for index in range(study.position, self.before.num_layers):
-            self.convert_layer(index, study, LayerResults(writer.work / "layers"))
-
-    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+    def cast(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor in the output's dtype, whose range may be smaller than the source's."""
         cast = tensor.to(self.dtype)
         if not bool(torch.isfinite(cast).all()):
@@ -268,101 +200,21 @@ class Job:
             raise CheckpointError("tensor", name, rule)
         return cast
 
-    def convert_layer(
-        self,
-        index: int,
-        study: Study | None = None,
-        results: LayerResults | None = None,
-        *,
-        cross: bool = False,
-    ) -> dict[str, Tensor]:
-        """One layer's new attention, by the output's names and in its dtype; with ``cross``, that to an encoder's.
-
-        Args:
-            index: the layer's.
-            study: see `write`.
-            results: where layers are kept, and found again by a later run; None to keep none.
-            cross: the attention to an encoder's output.
-
-        Raises:
-            CheckpointError: what an earlier run kept is damaged, and cannot be made again.
-        """
-        if cross and results is not None:
-            results = LayerResults(results.folder / "cross")
-        is_past = isinstance(study, Sequential) and study.position > index
-        if results is not None and (is_past or not isinstance(study, Sequential)):
-            with self.clock("reading"):
-                kept = results.load(index)
-            if kept is not None:
-                if not cross:
-                    self._note_channels(index, kept[1]["channels"])
-                return kept[0]
-            if is_past:
-                raise CheckpointError("layer", index, LOST)
-        before = read_layer(self.checkpoint, index, cross=cross)
-        source, state = before.spec, before.state
-        target = (self.after.cross_layers if cross else self.after.layers)[index]
-        assert isinstance(source, GroupedSpec)
-        assert isinstance(target, LatentSpec | GroupedSpec)
-        made: dict[str, Tensor] = {}
-
-        def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> Layer:
-            if isinstance(target, LatentSpec) and self.published:
-                solved, channels = convert_as_published(self.published, state, source, target, statistics=statistics)
-                return Layer(target, solved, channels)
-            if isinstance(target, LatentSpec):
-                solved, channels = convert_to_latent(
-                    state,
-                    source,
-                    target,
-                    statistics=statistics,
-                    sensitivity=sensitivity,
-                    longest=self.longest,
-                    key_weight=KEY_WEIGHT if self.key_weights is None else self.key_weights[index],
-                    kept=self.kept,
-                    mix=self.mixes,
-                )
-                return Layer(target, solved, channels)
-            solved = convert_to_grouped(
-                state, source, target, method=self.merging, statistics=statistics, sensitivity=sensitivity
-            )
-            return Layer(target, solved, norm_eps=before.norm_eps)
-
-        def keep(layer: Layer, **about: Any) -> None:
-            made.update(self._as_stored(index, layer, cross=cross))
-            if results is not None and rank() == 0:
-                with self.clock("writing"):
-                    results.save(index, made, {"channels": layer.channels, **about})
-            if not cross:
-                self._note_channels(index, layer.channels)
-
-        if study is None or cross:
-            keep(solve(None, None))
-        elif isinstance(study, SavedStatistics):
-            with self.clock("reading"):
-                known = study.layer(index)
-            keep(solve(*known))
-        else:
-            study.layer(
-                index, before.float(), solve, lambda step: keep(step.layer, errors=step.errors, chosen=step.chosen)
-            )
-        return made
-
-    def _note_channels(self, index: int, channels: list[int]) -> None:
+    def note_channels(self, index: int, channels: list[int]) -> None:
         """The model frequency of each rotary pair of a layer, for the output's config."""
         if self.channels:
             self.channels[index] = channels
 
-    def _as_stored(self, index: int, layer: Layer, *, cross: bool = False) -> dict[str, Tensor]:
+    def stored(self, index: int, layer: Layer, *, cross: bool = False) -> dict[str, Tensor]:
         """A converted layer's tensors by the output's names, in its dtype."""
         if isinstance(layer.spec, GroupedSpec) and not self.hosted:
             named = self.family.write_attention(layer.state, index, layer.spec, cross=cross)
         else:
             prefix = self.family.place(index, cross=cross, hosted=True)
             named = {f"{prefix}.{name}": tensor for name, tensor in layer.state.items()}
-        return {name: self._cast(name, tensor) for name, tensor in named.items()}
+        return {name: self.cast(name, tensor) for name, tensor in named.items()}
 
-    def _names(self, index: int, *, cross: bool) -> list[str]:
+    def names(self, index: int, *, cross: bool) -> list[str]:
         """The output's names of a layer's attention."""
         if self.hosted:
             prefix = self.family.place(index, cross=cross, hosted=True) + "."
@@ -370,22 +222,6 @@ class Job:
         spec = (self.after.cross_layers if cross else self.after.layers)[index]
         assert isinstance(spec, GroupedSpec)
         return list(self.family.stored_shapes(index, spec, cross=cross))
-
-
-def read_layer(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> Layer:
-    """A layer's attention in a model, by the layer's own names.
-
-    Args:
-        checkpoint: the source.
-        index: the layer's.
-        cross: the attention to an encoder's output.
-    """
-    spec = (checkpoint.spec.cross_layers if cross else checkpoint.spec.layers)[index]
-    assert isinstance(spec, GroupedSpec)
-    was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
-    state = checkpoint.family.read_attention(checkpoint.read, index, spec, cross=cross, hosted=was_hosted)
-    norm_eps = checkpoint.config.get("rms_norm_eps")
-    return Layer(spec, state, norm_eps=NORM_EPS if norm_eps is None else float(norm_eps))
 
 
 def _methods(asked: str | None) -> tuple[str | None, Method]:

@@ -14,7 +14,7 @@ from headwise.conversion.statistics import root
 from headwise.specs import GroupedSpec
 
 KEY_WEIGHT = 0.5
-"""How much of the predicted cost of an error in the keys is counted; softmax forgives some, and the spread tries others."""
+"""How much of the predicted cost of an error in the keys is counted: softmax forgives some. A spread tries others."""
 
 KEY_BALANCE = 4.0
 """Without statistics: how much all key energy counts beside all value energy."""

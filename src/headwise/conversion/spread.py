@@ -28,8 +28,9 @@ from headwise.checkpoints.disk import clearly, write_whole
 from headwise.conversion.allocation import Node, allocate, curve, step_of
 from headwise.conversion.assemble import is_biased, with_bias
 from headwise.conversion.heads import Layer, rotation_tables, sample_rows
-from headwise.conversion.job import Job, read_layer
+from headwise.conversion.job import Job
 from headwise.conversion.latent import convert_to_latent
+from headwise.conversion.layers import read_layer
 from headwise.conversion.metrics import KEY_WEIGHT, centred
 from headwise.conversion.ranks import all_sum, barrier, rank, world_size
 from headwise.conversion.results import LayerResults

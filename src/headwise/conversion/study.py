@@ -16,7 +16,7 @@ from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
 from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration import check_texts, open_windows, refuse_cross_layers
-from headwise.conversion.job import read_layer
+from headwise.conversion.layers import read_layer
 from headwise.conversion.plan import refuse_latent
 from headwise.conversion.ranks import first_enters, my_windows, rank
 from headwise.conversion.results import LayerResults
