@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from headwise.conversion.heads import Layer, rotation_tables
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.layers import read_layer
 from headwise.conversion.metrics import KEY_WEIGHT
-from headwise.conversion.spread import Trial, best_weight, held_pieces, narrowed, sizes_to_try
+from headwise.conversion.spread import Trial, held_pieces, narrowed, sizes_to_try
 from headwise.conversion.statistics import Statistics, statistics_of
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec, RopeSpec, as_latent
@@ -192,7 +191,7 @@ def test_where_there_is_nothing_to_spread_it_is_not_tried(
 
 def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uneven(tmp_path / "source")
-    wanted = 2.0, KEY_WEIGHT, 0.125
+    wanted = spread.KEY_WEIGHTS[2], spread.KEY_WEIGHTS[0], spread.KEY_WEIGHTS[1]
     weights: dict[int, float] = {}
     kept, given = list[Layer](), list[float]()
     solutions, solve = spread.solutions, convert_to_latent
@@ -226,16 +225,3 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
         done.spread, sizes=done.spread.even, key_weights=(KEY_WEIGHT,) * 3, measured=(0.4, 0.5)
     )
     assert given == [KEY_WEIGHT] * 3
-
-
-@pytest.mark.parametrize(("at", "tries"), [(-4, 4), (-3, 4), (-1, 3), (0, 2), (1, 2), (3, 3), (4, 3)])
-def test_the_weight_of_keys_is_sought_as_long_as_it_pays(at: int, tries: int) -> None:
-    asked: list[float] = []
-
-    def error(weight: float) -> float:
-        asked.append(weight)
-        return abs(math.log(weight / (KEY_WEIGHT * 4.0**at)))
-
-    within = max(-3, min(at, 3))
-    assert best_weight(error, error(KEY_WEIGHT)) == (KEY_WEIGHT * 4.0**within, error(KEY_WEIGHT * 4.0**within))
-    assert len(asked) == tries + 2

@@ -54,8 +54,8 @@ POSITIONS = 128
 ROWS = 128
 """Queries of a piece that a layer's own error is measured at."""
 
-WEIGHT_STEP, WEIGHT_STEPS = 4.0, 3
-"""How much an error of the keys may count beside the values': from the usual weight on, in steps, so many at most."""
+KEY_WEIGHTS = (KEY_WEIGHT, KEY_WEIGHT / 4, KEY_WEIGHT * 4)
+"""How much an error of the keys may count beside the values', the usual weight first."""
 
 MARGIN = 0.02
 """What a plan must promise to save of the loss to be tried."""
@@ -251,8 +251,8 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
             save_layer(results, index, known, sensitivity)
         sizes = sizes_to_try(spec, target)
         tried.append(sizes)
-        # Of each size with the usual weight; and the best weight, with what the even size then costs.
-        own = torch.zeros(len(sizes) + 2, dtype=torch.float64)
+        # Of each size with the usual weight, and of the even size with the others.
+        own = torch.zeros(len(sizes) + len(KEY_WEIGHTS) - 1, dtype=torch.float64)
         streams = {at: trial.model.run(index, module, stream) for at, stream in streams.items()}
         if index % world_size() == rank():
             solved = solutions(source, sizes, known, sensitivity, mix=job.mixes)
@@ -262,43 +262,24 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
                 if size == sizes[0]:
                     streams[index] = trial.replaced(index, module, trial.source, layer)
             del layer  # before others need the room
-
-            def weighted(key_weight: float) -> float:
-                weighed = solutions(source, sizes[:1], known, sensitivity, key_weight=key_weight, mix=job.mixes)  # noqa: B023
-                return errors(next(weighed)[1])  # noqa: B023
-
-            own[-2:] = torch.tensor(best_weight(weighted, float(own[0])))
+            for at, key_weight in enumerate(KEY_WEIGHTS[1:], len(sizes)):
+                for _, layer in solutions(
+                    source, sizes[:1], known, sensitivity, key_weight=key_weight, mix=job.mixes
+                ):
+                    own[at] = errors(layer)
         losses.append(own)
         trial.source = trial.model.run(index, module, trial.source)
     refuse_no_numbers(trial.source, layers)
     found = []
     for sizes, own, true in zip(tried, losses, _divergences(trial, streams, layers), strict=True):
-        *estimated, key_weight, least = all_sum(own).tolist()
-        usual = estimated[0]
+        estimated = all_sum(own).tolist()
+        usual, by_weight = estimated[0], [estimated[0], *estimated[len(sizes) :]]
+        least = min(by_weight)
         scale = true / usual if usual > 0 else 0.0
         saved = least / usual if usual > 0 else 1.0  # at every size, as far as one is known
-        nodes = [Node(*size, scale * saved * loss) for size, loss in zip(sizes, estimated, strict=True)]
-        found.append(Costs(Node(*sizes[0], true), key_weight, nodes))
+        nodes = [Node(*size, scale * saved * loss) for size, loss in zip(sizes, estimated[: len(sizes)], strict=True)]
+        found.append(Costs(Node(*sizes[0], true), KEY_WEIGHTS[by_weight.index(least)], nodes))
     return found
-
-
-def best_weight(error: Callable[[float], float], usual: float) -> tuple[float, float]:
-    """How much an error of the keys is best counted, and the error then.
-
-    Args:
-        error: of a weight.
-        usual: of the usual one.
-    """
-    best, least = KEY_WEIGHT, usual
-    for factor in (WEIGHT_STEP, 1 / WEIGHT_STEP):
-        for step in range(1, WEIGHT_STEPS + 1):
-            tried = error(KEY_WEIGHT * factor**step)
-            if tried >= least:
-                break
-            best, least = KEY_WEIGHT * factor**step, tried
-        if best != KEY_WEIGHT:
-            break
-    return best, least
 
 
 def _try_plans(
@@ -402,12 +383,10 @@ def narrowed(layer: Layer, target: LatentSpec, known: Statistics) -> Layer:
         return layer
     biased = is_biased(spec)
     down = with_bias(state, "kv_a_proj_with_mqa", biased)[:R]
+    keys = centred(known.keys) if biased else known.keys
     decoders = torch.unflatten(state["kv_b_proj.weight"], 0, (spec.num_heads, -1))
     made = []
-    for rows, moments in (
-        (decoders[:, :N], centred(known.keys) if biased else known.keys),
-        (decoders[:, N:], known.inputs),
-    ):
+    for rows, moments in ((decoders[:, :N], keys), (decoders[:, N:], known.inputs)):
         seen = down @ moments[: down.shape[1], : down.shape[1]] @ down.mT
         # What the numbers left out are, by those kept.
         rest = torch.linalg.lstsq(seen[:r, :r], seen[:r, r:], driver="gelsd").solution.mT
