@@ -22,7 +22,7 @@ from headwise.conversion.assemble import split_bias, with_bias
 from headwise.conversion.head_groups import Group, group_heads
 from headwise.conversion.joint_latent import NOTHING
 from headwise.conversion.merging import LinearHeads, NormedHeads, RotaryHeads
-from headwise.conversion.metrics import KEY_BALANCE, KEY_WEIGHT, centred, query_spread, score_weight, value_metric
+from headwise.conversion.metrics import KEY_BALANCE, KEY_WEIGHT, centred, key_metric, score_weight, value_metric
 from headwise.conversion.rope_channels import as_rotated, to_complex
 from headwise.conversion.statistics import Statistics
 from headwise.errors import SpecError
@@ -190,8 +190,7 @@ def _free_keys(
             )
         )
     if turned < D:
-        spread = query_spread(queries[:, :, turned:].flatten(0, 1), inputs, known.head_weight, source)
-        metric = torch.unflatten(spread @ spread, 0, (K, s)).sum(1)
+        metric = key_metric(queries[:, :, turned:].flatten(0, 1), inputs, known.head_weight, source)
         parts.append(LinearHeads(keys[:, turned:], metric, centred(known.keys)[:width, :width]))
     return parts
 

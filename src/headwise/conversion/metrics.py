@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.joint_latent import Part, weighted
-from headwise.conversion.statistics import root
 from headwise.specs import GroupedSpec
 
 KEY_WEIGHT = 0.5
@@ -24,18 +23,6 @@ def score_weight(weight: Tensor, source: GroupedSpec) -> Tensor:
     """What a squared error of ``q·k`` costs in each head, ``[H]``, w being what one of the scaled score does."""
     scale = source.head_dim**-0.5 if source.softmax_scale is None else source.softmax_scale
     return weight.clamp_min(0) * scale**2
-
-
-def query_spread(queries: Tensor, moments: Tensor, weight: Tensor, source: GroupedSpec) -> Tensor:
-    """``(w_h E[q qᵀ])^{1/2}`` of each head, ``[H, D, D]``: how much a change of its keys costs.
-
-    Args:
-        queries: ``[H, D, E']``.
-        moments: ``[E', E']``.
-        weight: ``[H]``, as the statistics have it.
-        source: the layer.
-    """
-    return root(queries @ moments @ queries.mT) * score_weight(weight, source).sqrt()[:, None, None]
 
 
 def value_metric(w_o: Tensor, sensitivity: Tensor | None, source: GroupedSpec) -> Tensor:
