@@ -77,7 +77,7 @@ def chosen_groups(
     state: dict[str, Tensor], spec: GroupedSpec, target: GroupedSpec, known: Statistics
 ) -> tuple[list[Group], float]:
     """The heads that come to share one, and what merging them is predicted to cost."""
-    _, lost = aligned._prepare(state, spec, known, None, KEY_WEIGHT)
+    _, lost = aligned._prepare(state, spec, known, None)
     groups = group_heads(lost, spec.num_kv_heads, target.num_kv_heads)
     return groups, sum(lost(group) for group in groups)
 
