@@ -3,10 +3,11 @@
     python -m benchmarks.conversion                          # every row; kept in benchmarks/results/conversion.json
     python -m benchmarks.conversion --rows 'mla-192/*' --tokens 16384 --split valid --json build/tuning.json
 
-A row is ``mla-VALUES/METHOD`` or ``mqa/METHOD``; ``mla-192/headwise-mixture`` is calibrated on several texts. A row
-is kept as soon as it is measured, and a conversion that was killed goes on, so the same command finishes what is
-left. Nothing is trained. What the published methods leave open (how many frequencies TransMLA folds; how many dims
-stay rotated) is chosen for each row by perplexity on WikiText-2 valid, as their authors do.
+A row is ``mla-VALUES/METHOD`` or ``mqa/METHOD``; ``mla-192/headwise-mixture`` is calibrated on several texts, and
+``mla-192/headwise-stock`` is a ``deepseek_v3`` folder, with one plan for all layers. A row is kept as soon as it is
+measured, and a conversion that was killed goes on, so the same command finishes what is left. Nothing is trained. What
+the published methods leave open (how many frequencies TransMLA folds; how many dims stay rotated) is chosen for each
+row by perplexity on WikiText-2 valid, as their authors do.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from headwise.specs import AttentionSpec, split_budget
 SOURCE = "smollm2-135m"
 MLA = ("216", "192", "128", "96")
 MIXED = "192"
-"""The size that is also calibrated on a mixture of texts."""
+"""The size that is also calibrated on a mixture of texts, and written as a stock folder."""
 ROTATED = (32, 48, 64)
 """Dims of a shared rotary key that the published methods may choose from."""
 FOLDS = (1, 2, 4, 8, 16)
@@ -68,6 +69,7 @@ class Row:
         kv_lora_rank: for MLA.
         qk_rope_head_dim: for MLA.
         texts: calibrated on, of `TEXTS`.
+        stock: written as ``deepseek_v3``.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Row:
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
     texts: tuple[str, ...] = ()
+    stock: bool = False
 
     @property
     def target(self) -> dict[str, Any]:
@@ -106,6 +109,7 @@ def plan(layer: AttentionSpec, sizes: Iterable[str], wanted: Sequence[str] = ("*
             rows.append(Row(f"{name}/{method}", method, R, P, ("wikitext",)))
         if str(R + P) == MIXED:
             rows.append(Row(f"{name}/headwise-mixture", "headwise", R, P, tuple(TEXTS)))
+            rows.append(Row(f"{name}/headwise-stock", "headwise", R, P, ("wikitext",), stock=True))
     rows.append(Row("mqa/headwise", "headwise", texts=("wikitext",)))
     rows += [Row(f"mqa/{method}", method) for method in ("mean", "first_head")]
     return [row for row in rows if any(fnmatchcase(row.name, pattern) for pattern in wanted)]
@@ -182,6 +186,7 @@ class Bench:
             calibrate=texts or None,
             calibration_tokens=self.tokens,
             method=row.method if row.method in ("mean", "first_head") else None,
+            format="deepseek" if row.stock else "headwise",
             overwrite=True,
             evaluate=False,
         )

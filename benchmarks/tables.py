@@ -45,7 +45,7 @@ def conversion(document: Document) -> str:
 
 def conversion_short(document: Document) -> str:
     """The ratio of perplexities on the first text, a target a line, and headwise's on the others."""
-    rows = _conversions(document)
+    rows = [row for row in _conversions(document) if not row.get("stock")]
     targets = list(dict.fromkeys(_target(row) for row in rows))
     texts = _texts(document)
     shown = [method for method in METHODS if any(row["method"] == method for row in rows)]
@@ -162,10 +162,11 @@ def _conversions(document: Document) -> list[dict[str, Any]]:
     return sorted(
         found,
         key=lambda row: (
-            -row["values"],
+            -_asked(row),
             row["name"].startswith("mqa"),
             order.index(row["method"]),
             len(row["texts"]),
+            row.get("stock", False),
         ),
     )
 
@@ -176,6 +177,12 @@ def _texts(document: Document) -> list[str]:
     return [names.get(stem, stem.capitalize()) for stem in stems]
 
 
+def _asked(row: dict[str, Any]) -> int:
+    """Values a token, without what a format adds to them."""
+    rank = row["kv_lora_rank"]
+    return int(row["values"] if rank is None else rank + row["qk_rope_head_dim"])
+
+
 def _target(row: dict[str, Any]) -> str:
     return f"{row['values']}" + (", MQA" if row["kv_lora_rank"] is None else "")
 
@@ -184,6 +191,8 @@ def _method(row: dict[str, Any]) -> str:
     name = METHODS[row["method"]]
     if len(row["texts"]) > 1:
         name += " on " + ", ".join(row["texts"])
+    if row.get("stock"):
+        name += " as deepseek_v3"
     setting = row.get("setting", {})
     if "freqfold" in setting:
         name += f" (FreqFold {setting['freqfold']}, {setting['qk_rope_head_dim']} rotated)"

@@ -59,6 +59,7 @@ def test_sizes_are_split_as_a_conversion_splits_them_unless_they_say_how() -> No
     )
     assert rows["mla-216/transmla"].target == {"to": "mla", "kv_lora_rank": 152, "qk_rope_head_dim": 64}
     assert rows["mla-192/headwise-mixture"].texts == ("wikitext", "moby-dick", "xsum")
+    assert [row.name for row in rows.values() if row.stock] == ["mla-192/headwise-stock"]
     assert rows["mqa/mean"].target == {"to": "mqa"}
     assert [row.name for row in plan(LAYER, ["96"], ["*/mha2mla", "mqa/f*"])] == ["mla-96/mha2mla", "mqa/first_head"]
 

@@ -34,11 +34,12 @@ def row(target: str, method: str, values: int, ratios: list[float], **more: Any)
 RIGHT = {"accuracy": {"rate": 0.66, "reference_rate": 0.68}}
 DOCUMENT = {
     "rows": {
-        row["name"]: row
+        row["name"] + ("-stock" if row.get("stock") else ""): row
         for row in (
             row("mqa", "mean", 128, [1308.4, 900.0]),
             row("mla-128", "headwise", 128, [1.4, 1.5], conversion={"seconds": 90.0}, choices=RIGHT),
             row("mla-192", "headwise", 192, [1.123, 1.2], conversion={"seconds": 120.0}, choices=RIGHT),
+            row("mla-192", "headwise", 193, [1.2, 1.3], conversion={"seconds": 60.0}, stock=True),
             row("mla-192", "transmla", 192, [2.0, 2.5], setting={"freqfold": 4, "qk_rope_head_dim": 64}),
         )
     }
@@ -52,6 +53,7 @@ def test_conversions_the_largest_first_under_the_original() -> None:
         "| --- | --- | ---: | ---: | ---: | ---: |",
         "| 384 | original | 20.00 | 20.00 | 68.0 % |  |",
         "| 192 | headwise (48 rotated) | 22.46 (×1.123) | 24.00 (×1.200) | 66.0 % | 2.0 |",
+        "| 193 | headwise as deepseek_v3 (48 rotated) | 24.00 (×1.200) | 26.00 (×1.300) |  | 1.0 |",
         "| 192 | TransMLA (FreqFold 4, 64 rotated) | 40.00 (×2.000) | 50.00 (×2.500) |  |  |",
         "| 128 | headwise (48 rotated) | 28.00 (×1.400) | 30.00 (×1.500) | 66.0 % | 1.5 |",
         "| 128, MQA | mean pooling | 26 168 (×1 308) | 18 000 (×900) |  |  |",
