@@ -5,9 +5,9 @@
 
 A row is ``mla-VALUES/METHOD`` or ``mqa/METHOD``; ``mla-192/headwise-mixture`` is calibrated on several texts, and
 ``mla-192/headwise-stock`` is a ``deepseek_v3`` folder, with one plan for all layers. A row is kept as soon as it is
-measured, and a conversion that was killed goes on, so the same command finishes what is left. Nothing is trained. What
-the published methods leave open (how many frequencies TransMLA folds; how many dims stay rotated) is chosen for each
-row by perplexity on WikiText-2 valid, as their authors do.
+measured, and a conversion that was killed goes on, so the same command finishes what is left. Nothing is trained.
+What the published methods leave open (how many frequencies TransMLA folds; how many dims stay rotated) is chosen for
+each row by perplexity on WikiText-2 valid, as their authors do.
 """
 
 from __future__ import annotations

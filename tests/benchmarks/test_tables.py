@@ -39,7 +39,7 @@ DOCUMENT = {
             row("mqa", "mean", 128, [1308.4, 900.0]),
             row("mla-128", "headwise", 128, [1.4, 1.5], conversion={"seconds": 90.0}, choices=RIGHT),
             row("mla-192", "headwise", 192, [1.123, 1.2], conversion={"seconds": 120.0}, choices=RIGHT),
-            row("mla-192", "headwise", 193, [1.2, 1.3], conversion={"seconds": 60.0}, stock=True),
+            row("mla-192", "headwise", 193, [1.2, 1.3], conversion={"seconds": 60.0}, kv_lora_rank=144, stock=True),
             row("mla-192", "transmla", 192, [2.0, 2.5], setting={"freqfold": 4, "qk_rope_head_dim": 64}),
         )
     }
