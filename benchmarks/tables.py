@@ -110,6 +110,24 @@ def planted(document: Document) -> str:
     return table(["depth", "found", "likeliest of ten", "nats of the code"], rows)
 
 
+def ablation(document: Document) -> str:
+    """Headwise's conversion, without each of its stages, and the published methods; of TransMLA's folds the best."""
+    names = [Path(text).stem for text in document["texts"]]
+    folds = [point for point in document["points"] if point["held_out_loss"] is not None]
+    best = min(folds, key=lambda point: float(point["held_out_loss"]), default=None)
+    rows = [
+        [
+            point["way"].replace("transmla:", "TransMLA, FreqFold ").replace("mha2mla", "MHA2MLA"),
+            *(_ratio(ratio) for ratio in point["ratios"].values()),
+            f"{point['kl']:.3f}",
+            f"{point['seconds'] / 60:.1f}",
+        ]
+        for point in document["points"]
+        if point not in folds or point is best
+    ]
+    return table(["", *names, "KL (nats)", "minutes"], rows)
+
+
 def large(document: Document) -> str:
     """What a 7B-shaped conversion takes."""
     names = {"statistics": "statistics given", "text": "calibrated on {} windows of {}".format(*document["windows"])}
@@ -133,6 +151,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "retrieval": ("retrieval.json", retrieval),
     "positions": ("long.json", positions),
     "planted": ("long.json", planted),
+    "ablation": ("ablation.json", ablation),
     "large": ("large.json", large),
     "kills": ("kills.json", kills),
 }

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables import conversion, conversion_short, fill, kills, large, planted, positions, retrieval
+from benchmarks.tables import (
+    ablation,
+    conversion,
+    conversion_short,
+    fill,
+    kills,
+    large,
+    planted,
+    positions,
+    retrieval,
+)
 
 
 def row(target: str, method: str, values: int, ratios: list[float], **more: Any) -> dict[str, Any]:
@@ -103,6 +113,21 @@ def test_length() -> None:
     }
     assert positions({"rows": rows}).splitlines()[2:] == ["| brown | 1–255 | 3.400 | 3.500 | +0.100 |"]
     assert planted({"rows": rows}).splitlines()[2:] == ["| 0.25 | 1.00 → 0.50 | 1.00 → 1.00 | 1.00 → 2.00 |"]
+
+
+def test_ablation() -> None:
+    point = {
+        "way": "headwise",
+        "ratios": {"a.txt": 1.1, "b.txt": 1.25},
+        "kl": 0.1,
+        "seconds": 90,
+        "held_out_loss": None,
+    }
+    folds = [{**point, "way": f"transmla:{fold}", "held_out_loss": loss} for fold, loss in ((1, 2.5), (4, 2.0))]
+    assert ablation({"texts": ["x/a.txt", "b.txt"], "points": [point, *folds]}).splitlines()[2:] == [
+        "| headwise | ×1.100 | ×1.250 | 0.100 | 1.5 |",
+        "| TransMLA, FreqFold 4 | ×1.100 | ×1.250 | 0.100 | 1.5 |",
+    ]
 
 
 def test_scale() -> None:

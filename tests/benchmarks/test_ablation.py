@@ -1,0 +1,36 @@
+"""The ablation, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks import ablation, tables
+from headwise.conversion import STAGES
+from tests.real_models import save_tiny
+
+TEXT = "Whatever is worth measuring is worth measuring twice, side by side; and saying how. "
+
+
+def test_every_stage_is_left_out_in_turn(tmp_path: Path) -> None:
+    cache, kept = tmp_path / "cache", tmp_path / "ablation.json"
+    cache.mkdir()
+    for place, name in enumerate(("wikitext-2.train", "wikitext-2.test", "brown")):
+        (cache / f"{name}.txt").write_text((TEXT[place:] + TEXT[:place]) * 40)
+    given = [
+        "--source",
+        save_tiny(tmp_path / "source"),
+        "--cache",
+        cache,
+        "--json",
+        kept,
+        "--work",
+        tmp_path / "work",
+    ]
+    ablation.main([*map(str, given), "--tokens", "512", "--window", "64", "--windows", "2"])
+    found = json.loads(kept.read_text())
+    ways = {point["way"] for point in found["points"]}
+    assert {"headwise", "headwise without any stage", "mha2mla"} < ways
+    assert all(any(f"without {stage}" in way for way in ways) for stage in STAGES)
+    assert found["run"]["command"]
+    assert tables.ablation(found).splitlines()[0].startswith("|  | wikitext-2.test | brown | KL")
