@@ -184,7 +184,7 @@ class Bench:
             folder,
             **row.target,
             calibrate=texts or None,
-            calibration_tokens=self.tokens,
+            calibration_tokens=self.tokens if texts else None,
             method=row.method if row.method in ("mean", "first_head") else None,
             format="deepseek" if row.stock else "headwise",
             overwrite=True,

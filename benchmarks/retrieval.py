@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             to=f"gqa:{row.heads}",
             method=row.method,
             calibrate=study(row.text, options.cache, options.work) if row.text else None,
-            calibration_tokens=row.tokens or 2,
+            calibration_tokens=row.tokens or None,
             overwrite=True,
             evaluate=False,
         )

@@ -328,6 +328,7 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
             "without = 'x': must be one of sensitivity, spread, channels, sequence, refine, refit",
         ),
         ((*MLA, "--calibration-tokens", "1"), "calibration_tokens = 1: must be at least 2"),
+        ((*MLA, "--calibration-tokens", "99"), "calibration_tokens = 99: goes with calibrate"),
         ((*MLA, "--calibration-tokens", "x"), "--calibration-tokens = 'x': "),
         ((*MLA, "--dtype", "nonsense"), "dtype = 'nonsense': must be float64"),
         ((*MLA, "--format", "onnx"), "format = 'onnx': must be headwise or deepseek"),
@@ -505,6 +506,8 @@ def test_a_failure_leaves_what_was_to_be_overwritten(
         ("nowhere", "is no file, folder or catalog name"),
         ("", "is no file, folder or catalog name"),
         ("owner/name", "did you mean hf://owner/name?"),
+        ("https://huggingface.co/owner/name/", "did you mean hf://owner/name?"),
+        ("llama3-8b", "did you mean llama-3-8b?"),
         ("hf://", "a hub model is written hf://owner/name"),
         ("hf://name", "a hub model is written hf://owner/name"),
         ("hf:///name", "a hub model is written hf://owner/name"),
@@ -546,8 +549,8 @@ def test_sources_without_weights(refused: Refused, tiny_llama: Path) -> None:
     ("content", "line"),
     [
         (None, "text = 'exam.txt': could not be read: No such file"),
-        (b"", "text = '0 tokens': must be at least one window of 16 tokens"),
-        (b"abc", "text = '3 tokens': must be at least one window of 16 tokens"),
+        (b"", "text exam.txt = '0 tokens': must be at least one window of 16 tokens"),
+        (b"abc", "text exam.txt = '3 tokens': must be at least one window of 16 tokens"),
         (b"\xff\xfe\x00", "text = 'exam.txt': must be UTF-8 text"),
     ],
 )
@@ -584,6 +587,10 @@ def test_numbers_of_evaluate(refused: Refused, tiny_llama: Path, options: tuple[
         (("generate", "tiny", "--prompt", ""), "prompt = '': must hold at least one token"),
         (("generate", "tiny", "--prompt", "\udcff"), "prompt = '\\udcff': must be UTF-8 text"),
         (("generate", "tiny", "--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens = 0: must be at least 1"),
+        (
+            ("generate", "tiny", "--prompt", "abc", "--max-new-tokens", "126"),
+            "max_new_tokens = 126: and the prompt's 3 tokens must be at most 128 together, the model's positions",
+        ),
         (("generate", "tiny", "--prompt", "a", "--dtype", "x"), "dtype = 'x': must be float64"),
         (("compare", "tiny", "--context", "0"), "context = 0: must be a whole number of at least 1"),
         (("compare", "tiny", "--batch", "-1"), "batch = -1: must be a whole number of at least 1"),

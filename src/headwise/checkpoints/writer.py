@@ -33,7 +33,7 @@ MODEL = "config.json"
 SHARD_BYTES = 2 * 1024**3
 _HEADROOM = 64 * 1024**2
 _RUN = "run"
-_KEPT = "; what is done is kept, and the same command goes on from there"
+_PARTIAL = ".headwise-partial"
 
 
 class FolderWriter:
@@ -140,11 +140,11 @@ class FolderWriter:
                 assert not self._missing, f"never added: {self.missing[:3]}"
                 self._move_into_place()
             elif isinstance(error, CheckpointError) and isinstance(error.__context__, OSError) and self._is_kept():
-                raise CheckpointError(error.field, error.value, error.rule + _KEPT) from error
+                raise CheckpointError(error.field, error.value, error.rule + self._kept) from error
             elif isinstance(error, HeadwiseError) and not isinstance(error.__context__, OSError):
                 self._run = None  # nothing to go on from: the same command would be refused again
             elif isinstance(error, KeyboardInterrupt) and self._is_kept():
-                error.add_note(_KEPT.removeprefix("; "))
+                error.add_note(self._kept.removeprefix("; "))
         except OSError as failure:
             raise self._refusal(f"could not be written: {failure.strerror or failure}") from failure
         finally:
@@ -251,10 +251,17 @@ class FolderWriter:
             shutil.rmtree(replaced, ignore_errors=True)
 
     def _refusal(self, rule: str) -> CheckpointError:
-        return CheckpointError("output", str(self.output), rule + (_KEPT if self._is_kept() else ""))
+        return CheckpointError("output", str(self.output), rule + (self._kept if self._is_kept() else ""))
 
     def _clearly(self) -> AbstractContextManager[None]:
         return clearly("output", self.output)  # `__exit__` says what is kept
+
+    @property
+    def _kept(self) -> str:
+        # Of a folder that is written within the working folder of another, that one is the command's.
+        outer = (path for path in self._partial.parents if path.name.endswith(_PARTIAL))
+        kept = next(outer, self._partial)
+        return f"; what is done is kept in {kept}, and the same command goes on from there"
 
     def _is_kept(self) -> bool:
         return self._run is not None and self._has_something()
@@ -300,7 +307,7 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
 
 
 def _partial(output: Path) -> Path:
-    return output.with_name(f".{output.name}.headwise-partial")
+    return output.with_name(f".{output.name}{_PARTIAL}")
 
 
 def _clear_finished(partial: Path) -> None:

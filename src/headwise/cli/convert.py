@@ -29,7 +29,9 @@ def convert(
         list[str] | None,
         typer.Option(metavar="TEXT", help="A text that layers are studied on; give it again for a mixture."),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 16_384,
+    calibration_tokens: Annotated[
+        int | None, typer.Option(help="How many tokens of it; 16384 when left out.")
+    ] = None,
     statistics: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Of headwise calibrate, in the place of a text: the model is not run."),
@@ -37,8 +39,8 @@ def convert(
     method: Annotated[
         str | None,
         typer.Option(
-            help="How heads come to be shared: aligned (the default), mean or first_head; for mla a published method "
-            "to compare with: mha2mla, transmla or transmla:F."
+            help="How heads come to be shared: aligned (the default), mean or first_head. For mla a published method "
+            "in the place of headwise's own: mha2mla, transmla or transmla:F."
         ),
     ] = None,
     without: Annotated[

@@ -92,7 +92,7 @@ def show_text(
     found: Evaluation, *, by_position: bool = False, columns: tuple[str, str] = ("model", "reference")
 ) -> None:
     """Print what was measured on text: two columns, and the cost by position if that is asked for."""
-    how = f"windows of {found.window}; {found.dtype}, {found.threads} threads"
+    how = f"windows of {found.window}; {found.dtype}, {found.threads} thread{'s' * (found.threads != 1)}"
     out.print(f"{found.tokens:,} tokens of {escape(found.text)}, {how}")
     table = _table("", found.against, columns)
     for score in found.texts if len(found.texts) > 1 else ():

@@ -15,8 +15,9 @@ def frontier(
     source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
     output: Annotated[str, typer.Option(metavar="DIR", help="For the table, the JSON and the plot.")],
     calibrate: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="To calibrate on; give it again for a mixture.")
-    ] = None,
+        list[str],
+        typer.Option(metavar="TEXT", help="To calibrate on; give it again for a mixture.", show_default=False),
+    ],
     evaluate: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,7 +50,7 @@ def frontier(
         found = climb(
             source,
             output,
-            calibrate=calibrate or (),
+            calibrate=calibrate,
             evaluate=evaluate,
             targets=target or (),
             methods=methods,

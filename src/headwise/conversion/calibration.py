@@ -23,6 +23,9 @@ from headwise.evaluation import (
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress
 
+TOKENS = 16_384
+"""Calibrated on where nobody says how many."""
+
 WINDOW = 1024
 """Shorter ones begin more often: how a text begins is what an attention rests on, and a conversion is only as good as
 the beginnings it has seen. Longer ones show more of what lies far apart."""

@@ -271,8 +271,8 @@ def _loading(facts: CardFacts) -> list[str]:
         code = f"import headwise.hf  # tells transformers of the model's class\n{code}"
     elif facts.layout == "deepseek":
         words = (
-            "A stock `deepseek_v3` model: transformers loads it alone. With headwise, `headwise.optimize(model)` "
-            "makes it cache the latent and nothing else."
+            "A stock `deepseek_v3` model: transformers loads it alone, and caches the latent. With headwise, "
+            "`headwise.optimize(model)` also attends to it without decoding keys and values."
         )
     else:
         words = f"A stock `{facts.after.model_type}` model: transformers loads it alone."

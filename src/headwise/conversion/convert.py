@@ -12,9 +12,17 @@ from typing import Any, Literal
 import torch
 
 from headwise.arguments import typed
-from headwise.checkpoints import FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint, run_identity
+from headwise.checkpoints import (
+    Checkpoint,
+    FolderWriter,
+    TensorInfo,
+    check_output,
+    dtype_name,
+    open_checkpoint,
+    run_identity,
+)
 from headwise.checkpoints.gguf import GgufCheckpoint
-from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages
+from headwise.conversion.calibration import TOKENS, begin, check_texts, refuse_cross_layers, refuse_stages
 from headwise.conversion.card import card_facts, model_card, parameters_of
 from headwise.conversion.estimate import estimate_seconds
 from headwise.conversion.formats import StockReport, plan_folder, write_folder
@@ -45,8 +53,8 @@ class Conversion:
     Attributes:
         model_type: of the result: the family's, or ``headwise_`` and the family's where headwise's layers are in it.
         mechanism: of the result.
-        method: how the heads were made: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head`` or ``svd``, or by
-            which published method.
+        method: how the heads were made: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head``, or for mla
+            ``headwise`` or which published method.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype; what a decoder keeps of
             an encoder's output is not in it.
         kv_bytes_per_token_after: of the result.
@@ -103,7 +111,7 @@ def convert(
     kv_lora_rank: int | None = None,
     qk_rope_head_dim: int | None = None,
     calibrate: str | Path | Sequence[str | Path] | None = None,
-    calibration_tokens: int = 16_384,
+    calibration_tokens: int | None = None,
     statistics: str | Path | None = None,
     method: str | None = None,
     without: Collection[str] = (),
@@ -130,7 +138,7 @@ def convert(
         qk_rope_head_dim: see ``kv_lora_rank``.
         calibrate: a text, or several, that layers are studied on, where anything can be lost; see
             `headwise.evaluation.read_source`. Without any, weights alone decide.
-        calibration_tokens: how many of their tokens.
+        calibration_tokens: how many of their tokens; 16 384 when None.
         statistics: a folder of `headwise.calibrate` in the place of a text: the model is then not run, and each
             layer is solved by itself, for what the source's own layers hand on to it.
         method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``. For mla a published
@@ -156,7 +164,10 @@ def convert(
     """
     start = time.perf_counter()
     target = parse_target(to, kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
-    texts = check_texts(calibrate, calibration_tokens)
+    tokens = TOKENS if calibration_tokens is None else calibration_tokens
+    texts = check_texts(calibrate, tokens)
+    if calibration_tokens is not None and not texts:
+        raise ArgumentError("calibration_tokens", calibration_tokens, "goes with calibrate")
     if evaluation_windows < 1:
         raise ArgumentError("evaluation_windows", evaluation_windows, "must be at least 1")
     refuse_stages(without)
@@ -165,9 +176,7 @@ def convert(
     check_output(destination, overwrite=overwrite)
     checkpoint = open_checkpoint(source)
     refuse_cross_layers(checkpoint, texts)
-    real_source = Path(os.path.realpath(checkpoint.path))
-    if Path(os.path.realpath(destination)) in (real_source, *real_source.parents):
-        raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
+    _refuse_source(destination, checkpoint)
     job = Job(checkpoint, target, out_dtype, method)
     job.refuse_inputs(texts, statistics, without)
     planned, tensors = plan_folder(job, format)
@@ -180,7 +189,7 @@ def convert(
             evaluate,
             calibrate=texts,
             studied=() if saved is None else saved.studied,
-            tokens=calibration_tokens,
+            tokens=tokens,
             windows=evaluation_windows,
         )
     stages = job.stages(statistics, [*without, *(["spread"] if format == "deepseek" else [])])
@@ -191,7 +200,7 @@ def convert(
         seconds = estimate_seconds(
             job,
             texts if saved is None else saved,
-            tokens=calibration_tokens,
+            tokens=tokens,
             stages=stages,
             shared_plan=format == "deepseek",
             progress=progress,
@@ -208,7 +217,7 @@ def convert(
         dtype=dtype_name(job.dtype),
         format=format,
         calibrate=[text_identity(text) for text in texts],
-        tokens=calibration_tokens,
+        tokens=tokens,
         without=sorted(without),
         statistics=None if saved is None else saved.identity,
     )
@@ -222,7 +231,7 @@ def convert(
             checkpoint,
             texts,
             folder,
-            tokens=calibration_tokens,
+            tokens=tokens,
             stages=stages,
             run=run,
             make=make,
@@ -262,6 +271,13 @@ def convert(
                 facts = replace(facts, evaluation=report.evaluation.to_dict(), seconds=report.seconds)
             writer.write_text("README.md", model_card(facts))
     return report
+
+
+def _refuse_source(output: Path, checkpoint: Checkpoint) -> None:
+    """Refuse to write over what is read."""
+    source = Path(os.path.realpath(checkpoint.path))
+    if Path(os.path.realpath(output)) in (source, *source.parents):
+        raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")
 
 
 def _with_proof(report: Conversion, found: Evaluation | str) -> Conversion:

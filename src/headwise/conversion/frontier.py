@@ -16,7 +16,7 @@ import torch
 from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
 from headwise.checkpoints.disk import clearly, lock_folder, refuse_file, remove_locked, unlock, write_whole
-from headwise.conversion.calibration import check_texts, open_windows
+from headwise.conversion.calibration import TOKENS, check_texts, open_windows
 from headwise.conversion.convert import convert
 from headwise.conversion.frontier_page import markdown, page, refuse_no_plotly
 from headwise.conversion.job import POOLINGS
@@ -56,7 +56,7 @@ def frontier(
     evaluate: str | Path | Sequence[str | Path] | None = None,
     targets: Sequence[str] = (),
     methods: bool = False,
-    calibration_tokens: int = 16_384,
+    calibration_tokens: int = TOKENS,
     window: int | None = None,
     windows: int = 6,
     dtype: str | None = None,
@@ -202,11 +202,12 @@ def _held_out_loss(pair: Pair, common: _Common) -> float:
 def _convert(rung: Rung, model: Path, run: str, common: _Common) -> dict[str, Any]:
     """Convert, and note beside the model which run it is of: without that a kill leaves it nobody's."""
     _stamp(model).unlink(missing_ok=True)
+    texts = _studied(rung, common)
     done = convert(
         common.source,
         model,
-        calibrate=_studied(rung, common),
-        calibration_tokens=common.calibration_tokens,
+        calibrate=texts,
+        calibration_tokens=common.calibration_tokens if texts else None,
         dtype=_name(common.dtype),
         evaluate=False,  # what is measured here is the same for all
         overwrite=model.is_dir(),

@@ -89,7 +89,7 @@ class Job:
     def method(self) -> str:
         """How the new heads are made."""
         if self.after.mechanism == "mla":
-            return self.published or "svd"
+            return self.published or "headwise"
         old, new = (_kv_heads(model) for model in (self.before, self.after))
         return "copy" if new == old else "repeat" if new > old else self.merging
 

@@ -92,11 +92,10 @@ class Spread:
             return "an even plan was kept: spreading the cache over layers promised nothing"
         before, after = self.measured
         values = sorted(sum(size) for size in self.sizes)
-        found = f"KL {after:.3f} and {before:.3f} nats with the even plan, on held-out text before any refit"
+        found = f"before any refit KL {after:.3f} nats on held-out text, and {before:.3f} with one size for all"
         if self.is_even:
             return f"an even plan was kept: spreading the cache over layers did not help ({found})"
-        weights = f"keys counting {min(self.key_weights):g} to {max(self.key_weights):g} beside values"
-        return f"the cache is spread over layers, {values[0]} to {values[-1]} values a token, {weights} ({found})"
+        return f"the cache is spread over layers, {values[0]} to {values[-1]} values a token ({found})"
 
 
 def spread_plan(job: Job, study: Sequential, folder: Path, progress: Progress) -> Spread:

@@ -15,7 +15,7 @@ from torch import Tensor
 from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
 from headwise.checkpoints.disk import clearly
-from headwise.conversion.calibration import check_texts, open_windows, refuse_cross_layers
+from headwise.conversion.calibration import TOKENS, check_texts, open_windows, refuse_cross_layers
 from headwise.conversion.layers import read_layer
 from headwise.conversion.plan import refuse_latent
 from headwise.conversion.ranks import first_enters, my_windows, rank
@@ -64,7 +64,7 @@ def calibrate(
     output: str | Path,
     *,
     calibrate: str | Path | Sequence[str | Path],
-    calibration_tokens: int = 16_384,
+    calibration_tokens: int = TOKENS,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Calibration:

@@ -161,7 +161,7 @@ def evaluate(
     # The token that is timed has a position too.
     context = _within("context", context, CONTEXT, 1, None if longest is None else longest - 1)
     batches = [
-        (file, token_windows(pair.tokenizer, content, window=window, windows=windows))
+        (file, token_windows(pair.tokenizer, content, window=window, windows=windows, name=f"text {file}"))
         for file, content in zip(files, contents, strict=True)
     ]
     return evaluate_windows(pair, batches, context=context, progress=progress)

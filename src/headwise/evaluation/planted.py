@@ -144,7 +144,7 @@ def evaluate_planted(
     pair = open_pair(model, against=against, dtype=dtype, device=device, progress=progress)
     if pair.positions is not None and context > pair.positions:
         raise ArgumentError("context", context, f"must be at most {pair.positions}, by the models' positions")
-    stretches = token_windows(pair.tokenizer, content, window=context, windows=trials)
+    stretches = token_windows(pair.tokenizer, content, window=context, windows=trials, name=f"text {text}")
     check_vocabulary(pair.models, int(stretches.max()))
     random = np.random.default_rng(seed)
     answers: dict[str, list[list[_Answer]]] = {name: [] for name in pair.models}

@@ -59,6 +59,10 @@ def generate(model: str | Path, prompt: str, *, max_new_tokens: int = 40, dtype:
     if count == 0:
         raise ArgumentError("prompt", prompt, "must hold at least one token")
     loaded = load(path, dtype=dtype)
+    positions = getattr(loaded.config, "max_position_embeddings", None)
+    if isinstance(positions, int) and count + max_new_tokens > positions:
+        rule = f"and the prompt's {count} tokens must be at most {positions} together, the model's positions"
+        raise ArgumentError("max_new_tokens", max_new_tokens, rule)
     vocabulary = loaded.get_input_embeddings().weight.shape[0]
     if (largest := int(encoded["input_ids"].max())) >= vocabulary:
         raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")

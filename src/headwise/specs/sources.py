@@ -6,6 +6,7 @@ import importlib.util
 import json
 import tomllib
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -71,7 +72,13 @@ def _named(name: str) -> Source:
         return Source(name, "gguf", bundled_gguf())
     if name.lower() in catalog():
         return Source(name.lower(), "catalog")
-    hint = f"; did you mean hf://{name}?" if name.count("/") == 1 and not name.startswith((".", "/")) else ""
+    hub = name.removeprefix("https://huggingface.co/").rstrip("/")
+    near = get_close_matches(name.lower(), catalog(), n=1)
+    hint = ""
+    if hub.count("/") == 1 and not hub.startswith((".", "/")):
+        hint = f"; did you mean hf://{hub}?"
+    elif near:
+        hint = f"; did you mean {near[0]}?"
     raise ArgumentError("source", name, f"is no file, folder or catalog name (`headwise inspect --list`){hint}")
 
 
