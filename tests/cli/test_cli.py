@@ -178,7 +178,7 @@ def test_a_conversion_prints_its_proof(cli: Callable[..., Said], here: Path, tin
     (about,) = [at for at, line in enumerate(lines) if line.startswith("381 tokens of text.txt, windows of 128;")]
     assert lines[about + 1].split() == ["converted", "original"]
     assert [line.split()[0] for line in lines[about + 3 :]] == ["perplexity", "cache", "decode", "perplexity"]
-    assert "same first choice" in lines[-1]
+    assert "top-1 agreement" in lines[-1]
     assert "tokens of" not in cli("convert", "tiny", "out", *MLA, "--overwrite", "--no-evaluate").out
     said = cli("convert", "tiny", "out", *MLA, "--overwrite", "--format", "deepseek", "--no-evaluate")
     assert "transformers loads it as deepseek_v3" in said.out

@@ -154,7 +154,7 @@ def test_the_plot_has_a_trace_a_mechanism_the_source_and_the_best_for_each_cache
     assert traces["MLA"]["marker"]["opacity"] == [1.0]
     assert traces["GQA"]["marker"]["opacity"][0] < 0.5
     assert (traces["original"]["x"], traces["original"]["y"]) == ([1000.0], [1.0])
-    for said in ("<b>mla:0.5</b>", "500 B a token, 50%", "KL 0.2500", "same first choice 75.0%"):
+    for said in ("<b>mla:0.5</b>", "500 B a token, 50%", "KL 0.2500", "top-1 agreement 75.0%"):
         assert said in traces["MLA"]["customdata"][0]
     assert "another has no more of either" in traces["GQA"]["customdata"][0]
     assert drawn["layout"]["yaxis"]["type"] == "log"

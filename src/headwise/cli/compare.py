@@ -63,7 +63,8 @@ def compare(
     out.print("params: of one attention layer; prefill, decode: FLOPs of all of them, for the")
     out.print("prompt and for a token")
     if match is None and len(made) > 1:
-        out.print("above the gap: what `headwise convert` makes of a family that it knows; --json says how")
+        out.print("MLA R + P: a latent of R numbers and a rotary key of P in each layer")
+        out.print("above the gap: what `headwise convert` can make, --json says how; below: to compare with")
     if measure:
         timed = numbers_table("one layer, float32", "decode ms", "prefill ms")
         for row in comparison.rows:

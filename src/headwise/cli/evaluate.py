@@ -105,7 +105,7 @@ def show_text(
         named = f"{escape(score.text)}: " if len(found.texts) > 1 else ""
         out.print(
             f"{named}perplexity ratio {score.perplexity_ratio:.4f} · KL {score.kl:.4f} nats a token"
-            f" · same first choice {score.top1_agreement:.1%}"
+            f" · top-1 agreement {score.top1_agreement:.1%}"
         )
     for score in found.texts if by_position else ():
         table = _table(f"nats at positions of {escape(score.text)}", found.against, columns)

@@ -219,7 +219,7 @@ def _measured(evaluation: Mapping[str, Any] | None) -> Iterator[str]:
     if evaluation is None:
         yield "Not measured."
         return
-    rows = ["| text | tokens | perplexity before | after | ratio | KL, nats | same first token |", "|" + "---|" * 7]
+    rows = ["| text | tokens | perplexity before | after | ratio | KL, nats | top-1 agreement |", "|" + "---|" * 7]
     whole = {**evaluation, "text": "all"}
     texts = list(evaluation.get("texts") or ())
     for score in [*texts, whole] if len(texts) > 1 else texts or [evaluation]:

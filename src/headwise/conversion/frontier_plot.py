@@ -204,7 +204,7 @@ def _hover(point: Point, found: Frontier) -> str:
         f"perplexity × {ratio_text(point.perplexity_ratio)}{' over all' if len(ratios) > 1 else ''}",
         *(ratios if len(ratios) > 1 else []),
         f"KL {point.kl:.4f} nats a token",
-        f"same first choice {point.top1_agreement:.1%}",
+        f"top-1 agreement {point.top1_agreement:.1%}",
         f"converted in {point.seconds:,.0f} s",
         *(["another has no more of either"] if point.dominated and not found.methods else []),
     ]
