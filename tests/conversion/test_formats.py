@@ -116,7 +116,7 @@ def test_the_report_is_what_can_be_measured_again(text: Path, tmp_path: Path) ->
     for note in (constant, *stock.notes(in_nats=True)):
         assert note in done.notes
         assert f"- {note}\n" in card
-    assert "A stock `deepseek_v3` model: transformers loads it alone." in card
+    assert "A stock `deepseek_v3` model: transformers loads it alone, and caches the latent." in card
     assert str(tmp_path) not in card
 
 
