@@ -53,7 +53,7 @@ def test_a_page(cli: Callable[..., Said], model: Path, here: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (("frontier", "tiny", "--output", "out", "--no-plot"), "--calibrate"),
+        (("frontier", "tiny", "--output", "out", "--no-plot"), "Missing option '--calibrate'"),
         (("frontier", "tiny", "--calibrate", "text.txt", "--no-plot"), "--output"),
         ((*FRONTIER, "--target", "mla"), "target = 'mla': must be mla:F (a fraction of the source's cache)"),
         ((*FRONTIER, "--target", "gqa:3"), "num_kv_heads = 3: must divide"),
