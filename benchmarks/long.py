@@ -1,10 +1,10 @@
-"""What a conversion loses at length: calibrated on windows of 1024 tokens, measured at 8192, beside the original.
+"""What a conversion loses at length: calibrated on windows of 2048 tokens, measured at 8192, beside the original.
 
-    python -m benchmarks.long --model build/conversion/mla-192-headwise      # kept in benchmarks/results/long.json
+    python -m benchmarks.long      # kept in benchmarks/results/long.json
 
-Perplexity by position in the window, on texts the conversion never saw; and a fact planted at several depths, which
-the model is asked for at the end. Each text and each depth is kept as soon as it is measured: the same command goes
-on with what is left.
+SmolLM2 with half its cache: perplexity by position in the window, on texts the conversion never saw; and a fact
+planted at several depths, which the model is asked for at the end. The conversion, each text and each depth are kept
+as soon as they are there: the same command goes on with what is left.
 """
 
 from __future__ import annotations
@@ -15,11 +15,31 @@ from pathlib import Path
 
 from benchmarks.kept import Kept, say
 
+import headwise
 from benchmarks import data
 from headwise.evaluation import Pair, evaluate, evaluate_planted, open_pair
 from headwise.evaluation.planted import DEPTHS
 
 SOURCE = "smollm2-135m"
+
+
+def convert(folder: Path, text: Path, kept: Kept) -> None:
+    """The conversion that is measured, unless it is there."""
+    wanted = kept.settings
+    if "conversion" in kept.rows and (folder / "config.json").exists():
+        return
+    done = headwise.convert(
+        wanted["source"],
+        folder,
+        to="mla",
+        kv_budget=wanted["kv_budget"],
+        calibrate=text,
+        calibration_tokens=wanted["calibration_tokens"],
+        calibration_window=wanted["calibration_window"],
+        evaluate=False,
+        overwrite=folder.exists(),
+    )
+    kept.add("conversion", done.to_dict())
 
 
 def measure(pair: Pair, texts: dict[str, Path], kept: Kept, *, depths: tuple[float, ...] = DEPTHS) -> None:
@@ -61,18 +81,23 @@ def measure(pair: Pair, texts: dict[str, Path], kept: Kept, *, depths: tuple[flo
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="the converted folder")
-    parser.add_argument("--against", default=SOURCE)
+    parser.add_argument("--source", default=SOURCE)
+    parser.add_argument("--kv-budget", type=float, default=0.5)
+    parser.add_argument("--tokens", type=int, default=65_536, help="calibrated on")
+    parser.add_argument("--calibration-window", type=int, default=2048)
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--windows", type=int, default=6, help="of each text")
+    parser.add_argument("--windows", type=int, default=3, help="of each text")
     parser.add_argument("--trials", type=int, default=4, help="of planted facts, at each depth")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/long.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
+    parser.add_argument("--work", type=Path, default=Path("build/long"), help="where the model is converted")
     options = parser.parse_args(arguments)
     settings = {
-        "model": str(options.model),
-        "against": options.against,
+        "source": options.source,
+        "kv_budget": options.kv_budget,
+        "calibration_tokens": options.tokens,
+        "calibration_window": options.calibration_window,
         "context": options.context,
         "windows": options.windows,
         "trials": options.trials,
@@ -85,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "brown": data.brown(options.cache),
         "austen": data.austen(options.cache),
     }
-    measure(open_pair(options.model, against=options.against, dtype="float32"), texts, kept)
+    convert(options.work, data.wikitext("train", options.cache), kept)
+    measure(open_pair(options.work, against=options.source, dtype="float32"), texts, kept)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion.calibration import open_windows
+from headwise.conversion.calibration import WINDOW, CalibrationTexts, check_texts, open_windows
+from headwise.conversion.sequential import descent_steps
+from headwise.errors import ArgumentError
 from headwise.evaluation import token_ids, wrapping_ids
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
@@ -38,8 +41,8 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def shown(folder: Path, text: Path, tokens: int) -> torch.Tensor:
-    windows, held = open_windows(open_checkpoint(folder), [text], tokens)
+def shown(folder: Path, text: Path, tokens: int, window: int | None = None) -> torch.Tensor:
+    windows, held = open_windows(open_checkpoint(folder), CalibrationTexts((text,), tokens, window))
     assert 0 < held < len(windows)
     return windows
 
@@ -81,3 +84,51 @@ def test_a_decoder_is_shown_running_text(tmp_path: Path, text: Path) -> None:
     windows = shown(folder, text, 512)
     ids = token_ids(load_tokenizer(folder), TEXT)
     assert {tuple(row) for row in windows.tolist()} == {tuple(ids[:256]), tuple(ids[298:554])}
+
+
+def test_windows_are_as_long_as_they_are_asked_for(tmp_path: Path, text: Path) -> None:
+    folder = save_tiny(tmp_path / "llama")
+    ids = token_ids(load_tokenizer(folder), TEXT)
+    windows = shown(folder, text, 512, window=64)
+    assert windows.shape == (8, 64)
+    assert {tuple(row) for row in windows.tolist()} <= {tuple(ids[at : at + 64]) for at in range(len(ids))}
+    wrap(save_family(tmp_path / "bert", "bert"))
+    assert shown(tmp_path / "bert", text, 130, window=16).shape == (10, 16)  # 13 of text, and those around them
+
+
+def test_windows_fit_in_the_models_positions(tmp_path: Path, text: Path) -> None:
+    folder = save_tiny(tmp_path / "llama")
+    assert shown(folder, text, 1024, window=256).shape == (4, 256)
+    with pytest.raises(ArgumentError, match="calibration_window = 257: must be at most 256, the model's positions"):
+        shown(folder, text, 1024, window=257)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"window": 1}, "calibration_window = 1: must be at least 2"),
+        ({"tokens": 1}, "calibration_tokens = 1: must be at least 2"),
+        ({"calibrate": None, "window": 64}, "calibration_window = 64: goes with calibrate"),
+        ({"calibrate": (), "tokens": 64}, "calibration_tokens = 64: goes with calibrate"),
+    ],
+)
+def test_what_windows_cannot_be(text: Path, given: dict[str, Any], line: str) -> None:
+    with pytest.raises(ArgumentError, match=line):
+        check_texts(**{"calibrate": text, "tokens": None, "window": None} | given)
+
+
+def test_texts_are_told_apart_by_all_that_decides_their_windows(text: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.txt"
+    copy.write_text(TEXT)
+    known = CalibrationTexts((text,), 512)
+    assert known.identity() == CalibrationTexts((copy,), 512, WINDOW).identity()
+    others = [CalibrationTexts((text,), 511), CalibrationTexts((text,), 512, 64), CalibrationTexts((), 512)]
+    assert all(known.identity() != other.identity() for other in others)
+    assert not others[-1]
+
+
+@pytest.mark.parametrize(("shape", "steps"), [((7, 1024), 56), ((7, 128), 56), ((7, 2048), 112), ((3, 1536), 36)])
+def test_long_windows_are_descended_on_as_often_as_as_much_text_in_short_ones(
+    shape: tuple[int, int], steps: int
+) -> None:
+    assert descent_steps(torch.zeros(shape)) == steps

@@ -19,7 +19,7 @@ import torch
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import frontier as room_function
-from headwise.conversion.calibration import open_windows
+from headwise.conversion.calibration import CalibrationTexts, open_windows
 from tests.conversion.test_resumed import StoppedError
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
@@ -274,7 +274,7 @@ def test_methods(place: Path, tmp_path: Path) -> None:
     fold = next(point for point in found.points if point.way == "transmla:4")
     options: dict[str, Any] = {"calibrate": place / "study.txt", "calibration_tokens": 256, "evaluate": False}
     headwise.convert(place / "source", tmp_path / "fold", to="mla", kv_budget=0.5, method="transmla:4", **options)
-    windows, held = open_windows(open_checkpoint(place / "source"), [place / "study.txt"], 256)
+    windows, held = open_windows(open_checkpoint(place / "source"), CalibrationTexts((place / "study.txt",), 256))
     with torch.inference_mode():
         logits = headwise.load(tmp_path / "fold")(windows[-held:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[-held:, 1:].flatten())

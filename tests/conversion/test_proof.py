@@ -12,6 +12,7 @@ from huggingface_hub import metadata_load
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.conversion import proof
+from headwise.conversion.calibration import CalibrationTexts
 from headwise.conversion.proof import REFERENCE, choose_exam
 from headwise.evaluation import calibration_windows, language_reference, text_identity
 from tests.real_models import save_tiny
@@ -56,7 +57,7 @@ def test_it_ends_on_what_the_calibration_left_of_its_text(source: Path, text: Pa
 def test_of_several_texts_what_is_left_of_each(source: Path, text: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("x" * 300)
-    exam = choose_exam(open_checkpoint(source), calibrate=[text, short, text], tokens=900, windows=3)
+    exam = choose_exam(open_checkpoint(source), calibrate=CalibrationTexts((text, short, text), 900), windows=3)
     # Windows of 225 tokens, two of the first text and one of each of the others, which leaves too little of one.
     assert [name for name, _ in exam] == [f"{text} after 2,100 tokens"] * 2
     study = calibration_windows(load_tokenizer(source), [text, short, text], tokens=900, window=256)
@@ -107,9 +108,9 @@ def test_the_reference_is_no_exam_of_what_was_calibrated_on_it(source: Path, tmp
     study = tmp_path / "study.txt"
     study.write_text(language_reference(topics), encoding="utf-8")
     with pytest.raises(headwise.ArgumentError, match="evaluate = None: must be named: all texts are calibrated on"):
-        choose_exam(open_checkpoint(source), studied=[text_identity(study)], tokens=512)
+        choose_exam(open_checkpoint(source), studied=[text_identity(study)])
     study.write_text(language_reference(topics)[:-1], encoding="utf-8")
-    ((name, _),) = choose_exam(open_checkpoint(source), studied=[text_identity(study)], tokens=512)
+    ((name, _),) = choose_exam(open_checkpoint(source), studied=[text_identity(study)])
     assert name == REFERENCE
 
 
@@ -127,12 +128,12 @@ def test_windows_of_the_exam_are_as_wide_as_they_are_asked_for(source: Path, tex
     checkpoint = open_checkpoint(source)
     tokens = load_tokenizer(source)(TEXT)["input_ids"]
     for window in (40, 256):
-        ((name, left),) = choose_exam(checkpoint, calibrate=[text], tokens=512, window=window)
+        ((name, left),) = choose_exam(checkpoint, calibrate=CalibrationTexts((text,), 512), window=window)
         assert name == f"{text} after 1,976 tokens"
         assert left.tolist() == [tokens[1976 + at * window :][:window] for at in range(2)]
-        ((_, named),) = choose_exam(checkpoint, [text], tokens=512, window=window, windows=3)
+        ((_, named),) = choose_exam(checkpoint, [text], window=window, windows=3)
         assert named.tolist() == [tokens[at * window :][:window] for at in range(3)]
-        ((_, reference),) = choose_exam(checkpoint, tokens=512, window=window)
+        ((_, reference),) = choose_exam(checkpoint, window=window)
         assert reference.shape == (2, window)
 
 

@@ -21,7 +21,12 @@ def calibrate(
             "--calibrate", metavar="TEXT", help="What to study it on; again for a mixture.", show_default=False
         ),
     ],
-    calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it.")] = 16_384,
+    calibration_tokens: Annotated[
+        int | None, typer.Option(help="How many tokens of it; 16384 when left out.")
+    ] = None,
+    calibration_window: Annotated[
+        int | None, typer.Option(help="Tokens in each window of it; 1024 when left out.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace statistics at OUT.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -34,6 +39,7 @@ def calibrate(
             output,
             calibrate=text,
             calibration_tokens=calibration_tokens,
+            calibration_window=calibration_window,
             overwrite=overwrite,
             progress=progress,
         )

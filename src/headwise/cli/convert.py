@@ -32,6 +32,9 @@ def convert(
     calibration_tokens: Annotated[
         int | None, typer.Option(help="How many tokens of it; 16384 when left out.")
     ] = None,
+    calibration_window: Annotated[
+        int | None, typer.Option(help="Tokens in each window of it; 1024 when left out.")
+    ] = None,
     statistics: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Of headwise calibrate, in the place of a text: the model is not run."),
@@ -77,6 +80,7 @@ def convert(
             qk_rope_head_dim=qk_rope_head_dim,
             calibrate=calibrate,
             calibration_tokens=calibration_tokens,
+            calibration_window=calibration_window,
             statistics=statistics,
             method=method,
             without=without or (),

@@ -31,7 +31,12 @@ def frontier(
     methods: Annotated[
         bool, typer.Option("--methods", help="At each target, every stage left out in turn, and published methods.")
     ] = False,
-    calibration_tokens: Annotated[int, typer.Option(help="How many tokens to calibrate on.")] = 16_384,
+    calibration_tokens: Annotated[
+        int | None, typer.Option(help="How many tokens to calibrate on; 16384 when left out.")
+    ] = None,
+    calibration_window: Annotated[
+        int | None, typer.Option(help="Tokens in each window of it; 1024 when left out.")
+    ] = None,
     window: Annotated[
         int | None, typer.Option(help="Tokens a window that is measured; 2048 or the positions when left out.")
     ] = None,
@@ -55,6 +60,7 @@ def frontier(
             targets=target or (),
             methods=methods,
             calibration_tokens=calibration_tokens,
+            calibration_window=calibration_window,
             window=window,
             windows=windows,
             dtype=dtype,

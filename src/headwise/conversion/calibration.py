@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from headwise.evaluation import (
     max_length,
     read_source,
     refuse_twice,
+    text_identity,
     usual_window,
     wrapping_ids,
 )
@@ -32,6 +35,37 @@ the beginnings it has seen. Longer ones show more of what lies far apart."""
 HELD_EVERY = 8
 
 
+@dataclass(frozen=True)
+class CalibrationTexts:
+    """What a model is studied on; falsy where that is nothing.
+
+    Attributes:
+        sources: see `calibration_windows`.
+        tokens: how many to look at.
+        window: tokens in each window; `WINDOW` when None. Fewer where the model or the text has no more, and an
+            encoder's are no longer than the sentences it reads.
+    """
+
+    sources: tuple[str | Path, ...] = ()
+    tokens: int = TOKENS
+    window: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.sources)
+
+    @property
+    def widest(self) -> int:
+        """Tokens in a window, at most."""
+        return self.window or WINDOW
+
+    def identity(self) -> list[Any]:
+        """What tells them from others, whatever their files are called."""
+        return [[text_identity(source) for source in self.sources], self.tokens, self.widest]
+
+
+NO_TEXTS = CalibrationTexts()
+
+
 def refuse_stages(without: Collection[str]) -> None:
     """Refuse to leave out what is not a stage.
 
@@ -45,10 +79,9 @@ def refuse_stages(without: Collection[str]) -> None:
 
 def begin(
     checkpoint: Checkpoint,
-    texts: Sequence[str | Path],
+    texts: CalibrationTexts,
     folder: Path,
     *,
-    tokens: int,
     stages: Collection[str] = STAGES,
     run: str = "",
     make: type[Sequential] = Sequential,
@@ -58,38 +91,42 @@ def begin(
 
     Args:
         checkpoint: the source.
-        texts: see `calibration_windows`.
+        texts: to study it on.
         folder: for activations.
-        tokens: how many to look at, in windows of 1024 (shorter where the model or the text is); an encoder's are as
-            long as the sentences it reads, with the tokens that its tokenizer puts around them.
         stages: of `STAGES`, those that are done.
         run: what tells this conversion from another; one that was killed goes on.
         make: the kind of conversion.
         progress: told of windows and layers.
 
     Raises:
-        ArgumentError: a text cannot be read or is too short, or has tokens the model does not know.
+        ArgumentError: see `open_windows`.
     """
-    windows, held = open_windows(checkpoint, texts, tokens)
+    windows, held = open_windows(checkpoint, texts)
     # In float32 whatever the weights are stored in: a layer is solved for what it should be given.
     model = LayerwiseModel(checkpoint, torch.float32)
     return make(model, windows, held=held, folder=folder, stages=stages, run=run, progress=progress)
 
 
-def open_windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: int) -> tuple[Tensor, int]:
+def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> tuple[Tensor, int]:
     """Windows to calibrate on and, last, those held out; and how many those are.
 
+    An encoder's have the tokens that its tokenizer puts around a text.
+
     Raises:
-        ArgumentError: a text cannot be read or is too short, or has tokens the model does not know.
+        ArgumentError: a text cannot be read or is too short, or has tokens the model does not know; or the windows
+            are to be longer than its positions.
     """
+    positions = checkpoint.spec.max_position_embeddings
+    if texts.window is not None and positions is not None and texts.window > positions:
+        raise ArgumentError("calibration_window", texts.window, f"must be at most {positions}, the model's positions")
     tokenizer = load_tokenizer(checkpoint.path)
-    before, after, most = list[int](), list[int](), WINDOW
+    before, after, most = list[int](), list[int](), texts.widest
     if not checkpoint.spec.is_causal:
         # An encoder never reads text without the tokens around it, and attends to them more than to most words.
         before, after = wrapping_ids(tokenizer)
-        most = min(WINDOW, max_length(checkpoint.path) or WINDOW)
-    window = usual_window(checkpoint.spec.max_position_embeddings, most, around=len(before) + len(after))
-    windows = calibration_windows(tokenizer, texts, tokens=tokens, window=window)
+        most = min(most, max_length(checkpoint.path) or most)
+    window = usual_window(positions, most, around=len(before) + len(after))
+    windows = calibration_windows(tokenizer, texts.sources, tokens=texts.tokens, window=window)
     if len(windows) == 1:
         half = windows.shape[1] // 2
         if half < 2:
@@ -97,26 +134,36 @@ def open_windows(checkpoint: Checkpoint, texts: Sequence[str | Path], tokens: in
         windows = windows[:, : 2 * half].reshape(2, half)
     first, last = (torch.tensor(ids, dtype=windows.dtype).expand(len(windows), -1) for ids in (before, after))
     windows = torch.cat((first, windows, last), dim=1)
-    rest, held = hold_out(windows, HELD_EVERY, sources=len(texts))
+    rest, held = hold_out(windows, HELD_EVERY, sources=len(texts.sources))
     windows = torch.cat((rest, held))
     refuse_unknown_tokens(checkpoint, windows)
     return windows, len(held)
 
 
-def check_texts(calibrate: str | Path | Sequence[str | Path] | None, tokens: int) -> list[str | Path]:
+def check_texts(
+    calibrate: str | Path | Sequence[str | Path] | None, tokens: int | None, window: int | None
+) -> CalibrationTexts:
     """The texts that were named, every one of which can be read, and none of which is another.
 
+    Args:
+        calibrate: a text, or several, or none.
+        tokens: how many to look at; `TOKENS` when None.
+        window: see `CalibrationTexts`.
+
     Raises:
-        ArgumentError: one cannot or is, or too few tokens are asked for.
+        ArgumentError: one cannot or is, or too few tokens are asked for, or some of no text.
         MissingExtraError: a dataset is named and ``datasets`` is not installed.
     """
-    if tokens < 2:
-        raise ArgumentError("calibration_tokens", tokens, "must be at least 2")
-    texts = [calibrate] if isinstance(calibrate, str | Path) else list(calibrate or ())
-    for text in texts:
-        read_source(text, characters=1)
-    refuse_twice(texts, name="calibrate")
-    return texts
+    sources = (calibrate,) if isinstance(calibrate, str | Path) else tuple(calibrate or ())
+    for name, value in (("calibration_tokens", tokens), ("calibration_window", window)):
+        if value is not None and value < 2:
+            raise ArgumentError(name, value, "must be at least 2")
+        if value is not None and not sources:
+            raise ArgumentError(name, value, "goes with calibrate")
+    for source in sources:
+        read_source(source, characters=1)
+    refuse_twice(sources, name="calibrate")
+    return CalibrationTexts(sources, TOKENS if tokens is None else tokens, window)
 
 
 def refuse_unknown_tokens(checkpoint: Checkpoint, *windows: Tensor) -> None:
@@ -130,7 +177,7 @@ def refuse_unknown_tokens(checkpoint: Checkpoint, *windows: Tensor) -> None:
         raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
 
 
-def refuse_cross_layers(checkpoint: Checkpoint, texts: Sequence[str | Path]) -> None:
+def refuse_cross_layers(checkpoint: Checkpoint, texts: CalibrationTexts) -> None:
     """Refuse a text where a model decodes what its encoder heard.
 
     Raises:
@@ -138,4 +185,4 @@ def refuse_cross_layers(checkpoint: Checkpoint, texts: Sequence[str | Path]) -> 
     """
     if texts and checkpoint.spec.cross_layers:
         rule = f"is text, and a {checkpoint.spec.model_type} model decodes what its encoder heard"
-        raise ArgumentError("calibrate", ", ".join(str(text) for text in texts), rule)
+        raise ArgumentError("calibrate", ", ".join(map(str, texts.sources)), rule)

@@ -22,7 +22,7 @@ from headwise.checkpoints import (
     run_identity,
 )
 from headwise.checkpoints.gguf import GgufCheckpoint
-from headwise.conversion.calibration import TOKENS, begin, check_texts, refuse_cross_layers, refuse_stages
+from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages
 from headwise.conversion.card import card_facts, model_card, parameters_of
 from headwise.conversion.estimate import estimate_seconds
 from headwise.conversion.formats import StockReport, plan_folder, write_folder
@@ -36,7 +36,7 @@ from headwise.conversion.sequential import Sequential
 from headwise.conversion.spread import Spread
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
-from headwise.evaluation import Evaluation, text_identity
+from headwise.evaluation import Evaluation
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
@@ -112,6 +112,7 @@ def convert(
     qk_rope_head_dim: int | None = None,
     calibrate: str | Path | Sequence[str | Path] | None = None,
     calibration_tokens: int | None = None,
+    calibration_window: int | None = None,
     statistics: str | Path | None = None,
     method: str | None = None,
     without: Collection[str] = (),
@@ -139,6 +140,7 @@ def convert(
         calibrate: a text, or several, that layers are studied on, where anything can be lost; see
             `headwise.evaluation.read_source`. Without any, weights alone decide.
         calibration_tokens: how many of their tokens; 16 384 when None.
+        calibration_window: tokens in each window of them; 1024 when None, or as many as the model or a text has.
         statistics: a folder of `headwise.calibrate` in the place of a text: the model is then not run, and each
             layer is solved by itself, for what the source's own layers hand on to it.
         method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``. For mla a published
@@ -164,10 +166,7 @@ def convert(
     """
     start = time.perf_counter()
     target = parse_target(to, kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
-    tokens = TOKENS if calibration_tokens is None else calibration_tokens
-    texts = check_texts(calibrate, tokens)
-    if calibration_tokens is not None and not texts:
-        raise ArgumentError("calibration_tokens", calibration_tokens, "goes with calibrate")
+    texts = check_texts(calibrate, calibration_tokens, calibration_window)
     if evaluation_windows < 1:
         raise ArgumentError("evaluation_windows", evaluation_windows, "must be at least 1")
     refuse_stages(without)
@@ -178,7 +177,7 @@ def convert(
     refuse_cross_layers(checkpoint, texts)
     _refuse_source(destination, checkpoint)
     job = Job(checkpoint, target, out_dtype, method)
-    job.refuse_inputs(texts, statistics, without)
+    job.refuse_inputs(texts.sources, statistics, without)
     planned, tensors = plan_folder(job, format)
     saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
 
@@ -189,7 +188,6 @@ def convert(
             evaluate,
             calibrate=texts,
             studied=() if saved is None else saved.studied,
-            tokens=tokens,
             windows=evaluation_windows,
         )
     stages = job.stages(statistics, [*without, *(["spread"] if format == "deepseek" else [])])
@@ -200,7 +198,6 @@ def convert(
         seconds = estimate_seconds(
             job,
             texts if saved is None else saved,
-            tokens=tokens,
             stages=stages,
             shared_plan=format == "deepseek",
             progress=progress,
@@ -216,8 +213,7 @@ def convert(
         method=job.method,
         dtype=dtype_name(job.dtype),
         format=format,
-        calibrate=[text_identity(text) for text in texts],
-        tokens=tokens,
+        calibrate=texts.identity(),
         without=sorted(without),
         statistics=None if saved is None else saved.identity,
     )
@@ -231,7 +227,6 @@ def convert(
             checkpoint,
             texts,
             folder,
-            tokens=tokens,
             stages=stages,
             run=run,
             make=make,
@@ -248,7 +243,7 @@ def convert(
         )
         about |= {"calibration_tokens": made.tokens, "notes": notes}
         about["tensors"] = tensors if made.spread is None else job.tensors
-        read = texts if saved is None else saved.texts
+        read = texts.sources if saved is None else saved.texts
         report = _report(
             job,
             made.config,

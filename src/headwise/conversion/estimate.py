@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from pathlib import Path
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from headwise.conversion.calibration import open_windows
+from headwise.conversion.calibration import CalibrationTexts, open_windows
 from headwise.conversion.job import Job
 from headwise.conversion.layers import convert_layer
 from headwise.conversion.ranks import temporary_folder, world_size
 from headwise.conversion.results import LayerResults
 from headwise.conversion.saved import SavedStatistics
 from headwise.conversion.sensitivity import PIECE
-from headwise.conversion.sequential import PASSES, STAGES, Sequential, weighed_windows
+from headwise.conversion.sequential import STAGES, Sequential, descent_steps, weighed_windows
 from headwise.conversion.spread import TOKENS
 from headwise.hf import LayerwiseModel
 from headwise.progress import Progress, silent
@@ -29,9 +28,8 @@ _PARTS = 5
 
 def estimate_seconds(
     job: Job,
-    study: Sequence[str | Path] | SavedStatistics = (),
+    study: CalibrationTexts | SavedStatistics,
     *,
-    tokens: int = 0,
     stages: Collection[str] = STAGES,
     shared_plan: bool = False,
     progress: Progress = silent,
@@ -40,8 +38,7 @@ def estimate_seconds(
 
     Args:
         job: the conversion.
-        study: the texts that it is calibrated on, or what is known of the source in their place; may be nothing.
-        tokens: how many of the texts.
+        study: what it is calibrated on, which may be nothing, or what is known of the source in its place.
         stages: those of calibration that are done.
         shared_plan: all layers get one plan, which is found first and set beside each layer's own.
         progress: told of each part.
@@ -54,7 +51,7 @@ def estimate_seconds(
     progress("estimating", 1, _PARTS)
     saved = study if isinstance(study, SavedStatistics) and not job.is_lossless else None
     if study and not isinstance(study, SavedStatistics) and not job.is_lossless:
-        seconds = _on_text(job, study, tokens, stages, shared_plan=shared_plan, progress=progress)
+        seconds = _on_text(job, study, stages, shared_plan=shared_plan, progress=progress)
     else:
         start = time.perf_counter()
         convert_layer(job, 0, saved)
@@ -75,8 +72,7 @@ def _copying(job: Job) -> float:
 
 def _on_text(
     job: Job,
-    texts: Sequence[str | Path],
-    tokens: int,
+    texts: CalibrationTexts,
     stages: Collection[str],
     *,
     shared_plan: bool,
@@ -86,7 +82,7 @@ def _on_text(
 
     Several processes share the windows: as many more of them are timed.
     """
-    windows, held = open_windows(job.checkpoint, texts, tokens)
+    windows, held = open_windows(job.checkpoint, texts)
     model = LayerwiseModel(job.checkpoint, torch.float32)
     weighed = weighed_windows(job.before, windows, len(windows) - held)
     weighing = _weighing(model, windows[:1]) if "sensitivity" in stages else 0.0
@@ -107,7 +103,7 @@ def _on_text(
     by_window = max(more_windows - least, 0.0) / processes
     by_step = max(more_steps - least, 0.0) / (_MORE - _FEW)
     alone = max(least - 2 * processes * by_window - _FEW * by_step, 0.0)
-    one = alone + by_window * len(windows) + by_step * PASSES * (len(windows) - held)
+    one = alone + by_window * len(windows) + by_step * descent_steps(windows[: len(windows) - held])
     if shared_plan:
         one += alone + by_window * weighed
     if "spread" in stages:  # half of all layers follow the one that is tried; a window is two streams

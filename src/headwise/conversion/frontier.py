@@ -16,7 +16,7 @@ import torch
 from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
 from headwise.checkpoints.disk import clearly, lock_folder, refuse_file, remove_locked, unlock, write_whole
-from headwise.conversion.calibration import TOKENS, check_texts, open_windows
+from headwise.conversion.calibration import NO_TEXTS, CalibrationTexts, check_texts, open_windows
 from headwise.conversion.convert import convert
 from headwise.conversion.frontier_page import markdown, page, refuse_no_plotly
 from headwise.conversion.job import POOLINGS
@@ -24,7 +24,7 @@ from headwise.conversion.points import Frontier, collect
 from headwise.conversion.proof import Exam, choose_exam, refuse_unexamined
 from headwise.conversion.rungs import Rung, plan_rungs
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation import Pair, evaluate_windows, open_pair, read_source, score_window, text_identity
+from headwise.evaluation import Pair, evaluate_windows, open_pair, read_source, score_window
 from headwise.hf import as_dtype
 from headwise.progress import Progress, silent
 
@@ -39,8 +39,7 @@ class _Common:
     source: str
     output: Path
     models: Path
-    calibrate: tuple[str, ...]
-    calibration_tokens: int
+    calibrate: CalibrationTexts
     exam: Exam
     dtype: torch.dtype | None
     keep: bool
@@ -56,7 +55,8 @@ def frontier(
     evaluate: str | Path | Sequence[str | Path] | None = None,
     targets: Sequence[str] = (),
     methods: bool = False,
-    calibration_tokens: int = TOKENS,
+    calibration_tokens: int | None = None,
+    calibration_window: int | None = None,
     window: int | None = None,
     windows: int = 6,
     dtype: str | None = None,
@@ -81,7 +81,8 @@ def frontier(
             key–value heads, and MQA.
         methods: at each target (MLA at 0.5 when there are none), headwise's conversion, the same without each stage
             of calibration that it has and without all, and the published methods.
-        calibration_tokens: how many of their tokens.
+        calibration_tokens: how many of their tokens; 16 384 when None.
+        calibration_window: tokens in each window of them; 1024 when None, or as many as the model or a text has.
         window: tokens a window that is measured on; 2048, or all the model's positions if fewer, when None.
         windows: how many of each text.
         dtype: of the conversions, and to measure in; the source's when None.
@@ -97,8 +98,8 @@ def frontier(
     """
     if plot:
         refuse_no_plotly()
-    studied = tuple(str(text) for text in check_texts(calibrate, calibration_tokens))
-    if not studied:
+    texts = check_texts(calibrate, calibration_tokens, calibration_window)
+    if not texts:
         raise ArgumentError("calibrate", None, "is required: what a conversion can do shows on a text")
     folder = Path(output)
     _refuse_output(folder)
@@ -109,9 +110,7 @@ def frontier(
     checkpoint = open_checkpoint(source)
     refuse_unexamined(checkpoint.spec)
     rungs, notes = plan_rungs(checkpoint, targets, methods=methods, dtype=out_dtype)
-    exam = choose_exam(
-        checkpoint, named, calibrate=studied, tokens=calibration_tokens, window=window, windows=windows
-    )
+    exam = choose_exam(checkpoint, named, calibrate=texts, window=window, windows=windows)
 
     with _own(folder) as work:
         common = _Common(
@@ -119,8 +118,7 @@ def frontier(
             source=str(source),
             output=folder,
             models=folder / _MODELS if keep else work,
-            calibrate=studied,
-            calibration_tokens=calibration_tokens,
+            calibrate=texts,
             exam=exam,
             dtype=out_dtype,
             keep=keep,
@@ -143,8 +141,8 @@ def frontier(
             results,
             source=str(source),
             label=checkpoint.spec.layers[0].label,
-            calibrate=studied,
-            calibration_tokens=calibration_tokens,
+            calibrate=tuple(map(str, texts.sources)),
+            calibration_tokens=texts.tokens,
             methods=methods,
             versions=versions(),
             notes=notes,
@@ -194,7 +192,7 @@ def _is_of_the_disk(error: BaseException | None) -> bool:
 
 def _held_out_loss(pair: Pair, common: _Common) -> float:
     """Nats a token on the windows that calibration holds out: what is chosen between conversions by is no exam."""
-    windows, held = open_windows(common.checkpoint, common.calibrate, common.calibration_tokens)
+    windows, held = open_windows(common.checkpoint, common.calibrate)
     losses = [score_window({"model": pair.models["model"]}, ids)["nll"] for ids in windows[-held:]]
     return float(torch.cat(losses).mean())
 
@@ -206,8 +204,9 @@ def _convert(rung: Rung, model: Path, run: str, common: _Common) -> dict[str, An
     done = convert(
         common.source,
         model,
-        calibrate=texts,
-        calibration_tokens=common.calibration_tokens if texts else None,
+        calibrate=texts.sources,
+        calibration_tokens=texts.tokens if texts else None,
+        calibration_window=texts.window,
         dtype=_name(common.dtype),
         evaluate=False,  # what is measured here is the same for all
         overwrite=model.is_dir(),
@@ -236,14 +235,13 @@ def _identity(rung: Rung, common: _Common) -> str:
         common.checkpoint,
         rung=[rung.target, rung.method, sorted(rung.without), *(["held out"] if rung.is_fold else [])],
         dtype=_name(common.dtype),
-        calibrate=[text_identity(text) for text in _studied(rung, common)],
-        tokens=common.calibration_tokens,
+        calibrate=_studied(rung, common).identity(),
         texts=texts,
     )
 
 
-def _studied(rung: Rung, common: _Common) -> tuple[str, ...]:
-    return () if rung.method in POOLINGS else common.calibrate
+def _studied(rung: Rung, common: _Common) -> CalibrationTexts:
+    return NO_TEXTS if rung.method in POOLINGS else common.calibrate
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, load_tokenizer
-from headwise.conversion.calibration import WINDOW as CALIBRATED
-from headwise.conversion.calibration import refuse_unknown_tokens
+from headwise.conversion.calibration import NO_TEXTS, CalibrationTexts, refuse_unknown_tokens
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.evaluation import (
     WINDOW,
@@ -59,9 +58,8 @@ def choose_exam(
     checkpoint: Checkpoint,
     named: Sequence[str | Path] = (),
     *,
-    calibrate: Sequence[str | Path] = (),
+    calibrate: CalibrationTexts = NO_TEXTS,
     studied: Collection[str] = (),
-    tokens: int,
     window: int | None = None,
     windows: int = WINDOWS,
 ) -> Exam:
@@ -73,9 +71,8 @@ def choose_exam(
     Args:
         checkpoint: the source.
         named: see `headwise.evaluation.read_source`.
-        calibrate: the texts that are calibrated on.
+        calibrate: what is calibrated on.
         studied: the `text_identity` of others that the result is made from.
-        tokens: how many of the texts to calibrate on.
         window: tokens in each; when None 2048, or as many as the model has positions, or a text that is named alone
             has tokens.
         windows: how many of each text at most; fewer where it is shorter.
@@ -96,7 +93,7 @@ def choose_exam(
         raise ArgumentError("windows", windows, "must be at least 1")
     width = window or usual
     tokenizer = load_tokenizer(checkpoint.path)
-    known = {*studied, *map(text_identity, calibrate)}
+    known = {*studied, *map(text_identity, calibrate.sources)}
     exam: Exam = []
     if named:
         characters = width * windows * 32  # no tokenizer in use averages more to a token for long
@@ -114,7 +111,12 @@ def choose_exam(
         ]
     elif calibrate:
         exam = windows_beyond(
-            tokenizer, calibrate, tokens=tokens, window=min(CALIBRATED, usual), width=width, windows=windows
+            tokenizer,
+            calibrate.sources,
+            tokens=calibrate.tokens,
+            window=usual_window(positions, calibrate.widest),
+            width=width,
+            windows=windows,
         )
     if not exam:
         if known & {hashlib.sha256(language_reference(part).encode()).hexdigest() for part in _PARTS}:

@@ -31,7 +31,9 @@ STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
 """What is done for each layer beside finding its latent, or sharing its heads; every one can be left out by name."""
 
 PASSES = 8
-"""Of the local descent, for each layer: steps on every window."""
+"""Of the local descent, for each layer: steps on every window, or on every `STRETCH` tokens of longer ones."""
+
+STRETCH = 1024
 
 QUERIES = 256
 """Of a window, drawn anew for each step of the descent."""
@@ -117,7 +119,7 @@ class Sequential:
     ) -> None:
         self.model, self.windows, self.stages = model, windows, frozenset(stages)
         self.train = len(windows) - held
-        self.steps = PASSES * self.train if steps is None else steps
+        self.steps = descent_steps(windows[: self.train]) if steps is None else steps
         self.weighed = weighed_windows(model.checkpoint.spec, windows, self.train)
         self.sensitivities = LayerResults(folder / "sensitivities")
         if "sensitivity" in self.stages:
@@ -258,6 +260,11 @@ class Sequential:
             return replace(layer, state=state).output(drawn.inputs, rotation, drawn.rows)
 
         return replace(layer, state=refine(layer.state, output, sample, cost, steps=self.steps))
+
+
+def descent_steps(windows: Tensor) -> int:
+    """Of the local descent, for each layer, on windows ``[n, W]``."""
+    return round(PASSES * max(windows.numel() / STRETCH, len(windows)))
 
 
 def weighed_windows(spec: ModelSpec, windows: Tensor, train: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
 from headwise.checkpoints.disk import clearly
-from headwise.conversion.calibration import TOKENS, check_texts, open_windows, refuse_cross_layers
+from headwise.conversion.calibration import check_texts, open_windows, refuse_cross_layers
 from headwise.conversion.layers import read_layer
 from headwise.conversion.plan import refuse_latent
 from headwise.conversion.ranks import first_enters, my_windows, rank
@@ -24,7 +24,6 @@ from headwise.conversion.saved import ABOUT, save_layer, write_statistics
 from headwise.conversion.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.sequential import begin_streams, traced, weighed_windows
 from headwise.conversion.statistics import statistics_of
-from headwise.evaluation import text_identity
 from headwise.hf import LayerwiseModel
 from headwise.measurement import peak_rss_bytes
 from headwise.progress import Progress, silent
@@ -64,7 +63,8 @@ def calibrate(
     output: str | Path,
     *,
     calibrate: str | Path | Sequence[str | Path],
-    calibration_tokens: int = TOKENS,
+    calibration_tokens: int | None = None,
+    calibration_window: int | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Calibration:
@@ -77,7 +77,8 @@ def calibrate(
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
         calibrate: a text, or several; see `headwise.evaluation.read_source`.
-        calibration_tokens: how many of their tokens.
+        calibration_tokens: how many of their tokens; 16 384 when None.
+        calibration_window: tokens in each window of them; 1024 when None, or as many as the model or a text has.
         overwrite: replace statistics at ``output``.
         progress: told of each layer.
 
@@ -87,19 +88,19 @@ def calibrate(
         CheckpointError: the source cannot be read, or the output cannot be written.
     """
     start = time.perf_counter()
-    texts = check_texts(calibrate, calibration_tokens)
+    texts = check_texts(calibrate, calibration_tokens, calibration_window)
     destination = Path(output)
     check_output(destination, overwrite=overwrite, mark=ABOUT)
     checkpoint = open_checkpoint(source)
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
-    run = run_identity(checkpoint, study=[text_identity(text) for text in texts], tokens=calibration_tokens)
+    run = run_identity(checkpoint, study=texts.identity())
     with first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer:
-        windows, _ = open_windows(checkpoint, texts, calibration_tokens)
+        windows, _ = open_windows(checkpoint, texts)
         results = study_windows(checkpoint, windows, writer.work, run, progress)
         if rank() == 0:
             with clearly("output", output):
-                write_statistics(writer.folder, results, checkpoint, texts, windows)
+                write_statistics(writer.folder, results, checkpoint, texts.sources, windows)
     return Calibration(
         source=str(source),
         output=str(output),
