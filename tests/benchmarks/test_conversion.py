@@ -175,9 +175,9 @@ def test_a_conversion_that_was_made_is_not_made_again_when_its_evaluation_was_ki
 def test_what_is_lost_at_length_is_kept_text_by_text_and_depth_by_depth(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    headwise.convert(root / "source", root / "half", to="mla", kv_budget=0.5)
     options = [
-        *("--model", str(root / "half"), "--against", str(root / "source"), "--cache", str(root / "cache")),
+        *("--source", str(root / "source"), "--work", str(root / "half"), "--cache", str(root / "cache")),
+        *("--tokens", "256", "--calibration-window", "128"),
         *("--context", "224", "--windows", "2", "--trials", "2", "--json", str(root / "long.json")),
     ]
     with monkeypatch.context() as patch:
@@ -185,12 +185,15 @@ def test_what_is_lost_at_length_is_kept_text_by_text_and_depth_by_depth(
         with pytest.raises(KeyboardInterrupt):
             long.main(options)
     assert list(json.loads((root / "long.json").read_text())["rows"]) == [
+        "conversion",
         "text/wikitext",
         "text/brown",
         "text/austen",
     ]
     monkeypatch.setattr(long, "evaluate", None)
-    long.main(options)
+    with monkeypatch.context() as patch:
+        patch.setattr(headwise, "convert", None)
+        long.main(options)
     rows = json.loads((root / "long.json").read_text())["rows"]
     assert [rows[f"planted/{depth}"]["depths"][0]["depth"] for depth in long.DEPTHS] == list(long.DEPTHS)
     stops = [score["stop"] for score in rows["text/brown"]["texts"][0]["by_position"]]
