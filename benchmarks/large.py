@@ -1,11 +1,11 @@
 """Convert a 7B-shaped llama of random weights, one layer in memory at a time: peak memory, and seconds a layer.
 
-    python benchmarks/large.py --folder FOLDER --json benchmarks/results/large.json
-    python benchmarks/large.py --folder FOLDER --layers 2        # a first look
+    python -m benchmarks.large --folder FOLDER                   # kept in benchmarks/results/large.json
+    python -m benchmarks.large --folder FOLDER --layers 2 --json build/large.json      # a first look
 
 It makes the checkpoint (13 GB of bf16 shards at 32 layers), then converts it to MLA at half the cache, each time in a
-process of its own: with statistics given, and calibrated on 8 windows of 512 tokens. FOLDER needs room for about
-three such models and is emptied of what was made there.
+process of its own: with statistics given, and calibrated on 8 windows of 512 tokens. Each is kept as soon as it is
+measured, and not measured again. FOLDER needs room for about three such models and is emptied of what was made there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.kept import Kept, say
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -33,6 +33,7 @@ from headwise.hf.load import expected_tensors
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
 WINDOWS, WINDOW = 8, 512
+ROWS = ("statistics", "text")
 ROPE = 64
 """Dims of the rotary key, as DeepSeek's models have."""
 
@@ -55,9 +56,8 @@ def config(layers: int, hidden: int) -> dict[str, Any]:
     }
 
 
-def make_checkpoint(folder: Path, layers: int, hidden: int) -> None:
+def make_checkpoint(folder: Path, own: dict[str, Any]) -> None:
     """Random weights, written one tensor at a time."""
-    own = config(layers, hidden)
     shapes = {name: TensorInfo(shape, torch.bfloat16) for name, shape in expected_tensors(own).items()}
     generator = torch.Generator().manual_seed(0)
     with FolderWriter(folder, shapes) as writer:
@@ -101,14 +101,15 @@ def make_statistics(source: Path, folder: Path) -> None:
     shutil.rmtree(results.folder)
 
 
-def convert(source: Path, out: Path, hidden: int, *options: object) -> dict[str, Any]:
+def convert(source: Path, out: Path, *options: object) -> dict[str, Any]:
     """In a process of its own, by the command line, and what it reports."""
-    values = hidden  # half of the keys and values of an MHA
+    checkpoint = open_checkpoint(source)
+    values = checkpoint.spec.hidden_size  # half of the keys and values of an MHA
     sizes = ("--kv-lora-rank", values - ROPE, "--qk-rope-head-dim", ROPE)
     command = ["-m", "headwise", "convert", source, out, "--to", "mla", *sizes, *options, "--no-evaluate", "--json"]
     done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, check=True)
     report: dict[str, Any] = json.loads(done.stdout)
-    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    layers = checkpoint.spec.num_layers
     solving = report["seconds"] - report["seconds_reading"] - report["seconds_writing"]
     split = {"reading": report["seconds_reading"], "solving": solving, "writing": report["seconds_writing"]}
     return {
@@ -116,6 +117,7 @@ def convert(source: Path, out: Path, hidden: int, *options: object) -> dict[str,
         "peak_rss_gb": report["peak_rss_bytes"] / 1e9,
         "seconds": report["seconds"],
         "seconds_a_layer": {name: seconds / layers for name, seconds in split.items()},
+        "source_gb": sum(info.nbytes for info in checkpoint.tensors.values()) / 1e9,
         "output_gb": report["disk_bytes"] / 1e9,
         "calibration_tokens": report["calibration_tokens"],
     }
@@ -126,40 +128,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden-size", type=int, default=SHAPE["hidden_size"], help="smaller, to try the script")
-    parser.add_argument("--only", choices=("statistics", "text"))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, help="what is given to the conversion")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/large.json"))
     options = parser.parse_args(arguments)
+    own = config(options.layers, options.hidden_size)
+    kept = Kept(options.json, {"source": own, "windows": [WINDOWS, WINDOW]})
+    if not (wanted := [row for row in options.rows if row not in kept.rows]):
+        return
     work = options.folder / "headwise-large"
     work.mkdir(parents=True)
-    rows: dict[str, Any] = {}
     try:
-        make_checkpoint(work / "source", options.layers, options.hidden_size)
-        text = work / "text.txt"
-        draw = torch.randint(33, 127, (WINDOWS * WINDOW * 2,), generator=torch.Generator().manual_seed(2))
-        text.write_text("".join(map(chr, draw.tolist())))
-        if options.only != "text":
-            make_statistics(work / "source", work / "statistics")
-            given = ("--statistics", work / "statistics")
-            rows["statistics"] = convert(work / "source", work / "out", options.hidden_size, *given)
-            print(json.dumps({"statistics": rows["statistics"]}, indent=2), flush=True)
-            shutil.rmtree(work / "statistics")
+        make_checkpoint(work / "source", own)
+        for row in wanted:
+            given: tuple[object, ...]
+            if row == "statistics":
+                make_statistics(work / "source", work / row)
+                given = "--statistics", work / row
+            else:
+                draw = torch.randint(33, 127, (WINDOWS * WINDOW * 2,), generator=torch.Generator().manual_seed(2))
+                (work / row).write_text("".join(map(chr, draw.tolist())))
+                given = "--calibrate", work / row, "--calibration-tokens", WINDOWS * WINDOW
+            found = convert(work / "source", work / "out", *given)
+            kept.add(row, found)
+            say(json.dumps({row: found}, indent=2))
             shutil.rmtree(work / "out")
-        if options.only != "statistics":
-            given = ("--calibrate", text, "--calibration-tokens", WINDOWS * WINDOW)
-            rows["text"] = convert(work / "source", work / "out", options.hidden_size, *given)
-            print(json.dumps({"text": rows["text"]}, indent=2), flush=True)
-        source_bytes = sum(file.stat().st_size for file in (work / "source").glob("*.safetensors"))
     finally:
         shutil.rmtree(work)
-    if options.json:
-        found = {
-            "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-            "torch": torch.__version__,
-            "source": {**config(options.layers, options.hidden_size), "gb": source_bytes / 1e9},
-            "windows": [WINDOWS, WINDOW],
-            "conversions": rows,
-        }
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

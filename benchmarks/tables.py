@@ -130,9 +130,12 @@ def ablation(document: Document) -> str:
 
 def large(document: Document) -> str:
     """What a 7B-shaped conversion takes."""
-    names = {"statistics": "statistics given", "text": "calibrated on {} windows of {}".format(*document["windows"])}
+    names = {
+        "statistics": "statistics given",
+        "text": "calibrated on {} windows of {}".format(*document["settings"]["windows"]),
+    }
     rows = []
-    for name, row in document["conversions"].items():
+    for name, row in document["rows"].items():
         split = row["seconds_a_layer"]
         parts = [f"{split[part]:.1f}" for part in ("reading", "solving", "writing")]
         rows.append([names[name], f"{row['peak_rss_gb']:.2f}", *parts, f"{row['seconds'] / 60:.0f}"])
