@@ -44,20 +44,26 @@ def conversion(document: Document) -> str:
 
 
 def conversion_short(document: Document) -> str:
-    """The ratio of perplexities on the first text, a target a line, and headwise's on the others."""
+    """The ratio of perplexities on the first text, a target a line, and headwise's on the others, and its answers."""
     rows = [row for row in _conversions(document) if not row.get("stock")]
-    targets = list(dict.fromkeys(_target(row) for row in rows))
+
+    def line(row: dict[str, Any]) -> str:
+        return _target(row) + (", a mixture" if len(row["texts"]) > 1 else "")
+
+    targets = list(dict.fromkeys(map(line, rows)))
     texts = _texts(document)
     shown = [method for method in METHODS if any(row["method"] == method for row in rows)]
     lines = []
     for target in targets:
-        own = {row["method"]: row for row in reversed(rows) if _target(row) == target}
+        own = {row["method"]: row for row in rows if line(row) == target}
         first = [_ratio(own[m]["evaluate"]["texts"][0]["perplexity_ratio"]) if m in own else "" for m in shown]
-        others = [""] * (len(texts) - 1)
+        others = [""] * len(texts)
         if "headwise" in own:
             others = [_ratio(score["perplexity_ratio"]) for score in own["headwise"]["evaluate"]["texts"][1:]]
+            others += _piqa(own["headwise"])
         lines.append([target, *first, *others])
     head = ["values", *(METHODS[method] for method in shown), *(f"headwise, {text}" for text in texts[1:])]
+    head.append(" of ".join(["PIQA", *filter(None, _piqa_of_original(document))]))
     return table(head, lines)
 
 

@@ -44,12 +44,13 @@ def row(target: str, method: str, values: int, ratios: list[float], **more: Any)
 RIGHT = {"accuracy": {"rate": 0.66, "reference_rate": 0.68}}
 DOCUMENT = {
     "rows": {
-        row["name"] + ("-stock" if row.get("stock") else ""): row
+        "".join([row["name"], *row["texts"][1:], str(row.get("stock", ""))]): row
         for row in (
             row("mqa", "mean", 128, [1308.4, 900.0]),
             row("mla-128", "headwise", 128, [1.4, 1.5], conversion={"seconds": 90.0}, choices=RIGHT),
             row("mla-192", "headwise", 192, [1.123, 1.2], conversion={"seconds": 120.0}, choices=RIGHT),
             row("mla-192", "headwise", 193, [1.2, 1.3], conversion={"seconds": 60.0}, kv_lora_rank=144, stock=True),
+            row("mla-192", "headwise", 192, [1.3, 1.1], conversion={"seconds": 60.0}, texts=["wikitext", "news"]),
             row("mla-192", "transmla", 192, [2.0, 2.5], setting={"freqfold": 4, "qk_rope_head_dim": 64}),
         )
     }
@@ -64,6 +65,7 @@ def test_conversions_the_largest_first_under_the_original() -> None:
         "| 384 | original | 20.00 | 20.00 | 68.0 % |  |",
         "| 192 | headwise (48 rotated) | 22.46 (×1.123) | 24.00 (×1.200) | 66.0 % | 2.0 |",
         "| 193 | headwise as deepseek_v3 (48 rotated) | 24.00 (×1.200) | 26.00 (×1.300) |  | 1.0 |",
+        "| 192 | headwise on wikitext, news (48 rotated) | 26.00 (×1.300) | 22.00 (×1.100) |  | 1.0 |",
         "| 192 | TransMLA (FreqFold 4, 64 rotated) | 40.00 (×2.000) | 50.00 (×2.500) |  |  |",
         "| 128 | headwise (48 rotated) | 28.00 (×1.400) | 30.00 (×1.500) | 66.0 % | 1.5 |",
         "| 128, MQA | mean pooling | 26 168 (×1 308) | 18 000 (×900) |  |  |",
@@ -72,11 +74,12 @@ def test_conversions_the_largest_first_under_the_original() -> None:
 
 def test_a_target_a_line() -> None:
     assert conversion_short(DOCUMENT).splitlines() == [
-        "| values | headwise | TransMLA | mean pooling | headwise, Brown |",
-        "| --- | ---: | ---: | ---: | ---: |",
-        "| 192 | ×1.123 | ×2.000 |  | ×1.200 |",
-        "| 128 | ×1.400 |  |  | ×1.500 |",
-        "| 128, MQA |  |  | ×1 308 |  |",
+        "| values | headwise | TransMLA | mean pooling | headwise, Brown | PIQA of 68.0 % |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| 192 | ×1.123 | ×2.000 |  | ×1.200 | 66.0 % |",
+        "| 192, a mixture | ×1.300 |  |  | ×1.100 |  |",
+        "| 128 | ×1.400 |  |  | ×1.500 | 66.0 % |",
+        "| 128, MQA |  |  | ×1 308 |  |  |",
     ]
 
 
