@@ -1,7 +1,7 @@
 """The results as tables, in the documents that show them.
 
     python -m benchmarks.tables                                        # print them
-    python -m benchmarks.tables --write docs/conversion.md README.md   # into their places there
+    python -m benchmarks.tables --write README.md docs/*.md   # into their places there
 
 A place is a line ``<!-- table: NAME -->`` and a line ``<!-- end of table -->``; what is between them is replaced.
 """

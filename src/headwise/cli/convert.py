@@ -27,7 +27,10 @@ def convert(
     qk_rope_head_dim: Annotated[int | None, typer.Option(help="mla: width of the rotary key.")] = None,
     calibrate: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="A text that layers are studied on; give it again for a mixture."),
+        typer.Option(
+            metavar="TEXT",
+            help="A text that layers are studied on, a file, a folder or hf-dataset://…; again for a mixture.",
+        ),
     ] = None,
     calibration_tokens: Annotated[
         int | None, typer.Option(help="How many tokens of it; 16384 when left out.")
@@ -37,7 +40,9 @@ def convert(
     ] = None,
     statistics: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Of headwise calibrate, in the place of a text: the model is not run."),
+        typer.Option(
+            metavar="FOLDER", help="Of headwise calibrate, in the place of a text: no model is run to convert."
+        ),
     ] = None,
     method: Annotated[
         str | None,
@@ -56,7 +61,10 @@ def convert(
     ] = "headwise",
     evaluate: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="What to evaluate on; when left out, text beyond the calibration's."),
+        typer.Option(
+            metavar="TEXT",
+            help="What to evaluate on; when left out, text beyond the calibration's, or Python's language reference.",
+        ),
     ] = None,
     no_evaluate: Annotated[bool, typer.Option("--no-evaluate", help="Do not evaluate at the end.")] = False,
     evaluation_windows: Annotated[int, typer.Option(help="How many windows of each text, of 2048 tokens.")] = 2,

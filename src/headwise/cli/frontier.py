@@ -21,7 +21,7 @@ def frontier(
     evaluate: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT", help="To measure on, may be repeated; what calibration leaves of its own when left out."
+            metavar="TEXT", help="To measure on, may be repeated; when left out, text beyond the calibration's."
         ),
     ] = None,
     target: Annotated[

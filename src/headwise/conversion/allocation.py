@@ -84,8 +84,8 @@ def curve(nodes: Sequence[Node], share: int, step: int) -> list[Choice]:
 def allocate(curves: Sequence[Sequence[Choice]]) -> list[Node]:
     """One size a layer, the steps' sum being 0 and the losses' least: exact, by dynamic programming over the sum.
 
-    Where several plans lose the same, the first layer keeps the size that stands first, then the second, and so on
-    from the last layer back.
+    Where several plans lose the same, the last layer keeps the size that stands first, then the one before it, and so
+    on.
 
     Raises:
         ArgumentError: no choice of sizes has steps that sum to 0.

@@ -281,8 +281,8 @@ def _loading(facts: CardFacts) -> list[str]:
 
 def _limits(facts: CardFacts) -> Iterator[str]:
     lines = [
-        "- Not trained: no gradient went through the whole model, so some quality is lost wherever the cache is "
-        "smaller than the source needs.",
+        "- Not trained: no weight was moved by a gradient through the whole model, so some quality is lost wherever "
+        "the cache is smaller than the source needs.",
         "- Not the original, and not endorsed by those who made it; its licence, uses and limits hold here too.",
         "- Not tested beyond the table above: other languages, tasks, longer texts and its safety may have suffered "
         "more."

@@ -61,7 +61,7 @@ class Conversion:
         parameters_before: learned numbers in the whole source.
         parameters_after: in the result.
         disk_bytes: of the result's weights.
-        calibration_tokens: tokens that went into the statistics; 0 for none.
+        calibration_tokens: tokens of text that were looked at, those held out among them; 0 for none.
         seconds: it took, without the evaluation; with ``dry_run``, it would take (`estimate_seconds`).
         seconds_reading: of these, spent on reading and checking weights and statistics.
         seconds_writing: on writing tensors; the rest went into solving layers and, with a text, running them.

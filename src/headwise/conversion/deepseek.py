@@ -4,8 +4,8 @@ That model always passes a latent through an RMSNorm, which ours do not have, an
 channel of the latent, a constant b far above the rest, settles both: the root mean square is then ``b / sqrt(R')``
 whatever the rest is, the norm's weight undoes it, and decoder biases are the constant's column.
 
-A norm's input is at most ``gain · sqrt(E)`` long, so that b can be chosen from weights alone: the latent is at most
-``|c|``, and what the norm changes is below ``|c|² / 2b²`` of it.
+What an RMSNorm gives is at most ``gain · sqrt(E)`` long, so that b can be chosen from weights alone: the latent is at
+most ``|c|``, and what the norm changes is below ``|c|² / 2b²`` of it.
 
 Shapes: E hidden, R a layer's latent rank, R' the folder's, P rotary dims, H heads, N content dims, V value dim.
 """

@@ -134,7 +134,7 @@ class Layer:
 
     Attributes:
         spec: what it is.
-        state: its tensors by its own names, float32.
+        state: its tensors by its own names.
         channels: the model's frequency of each rotary pair (MLA).
         norm_eps: of the norms of queries and keys, where there are any.
     """

@@ -108,7 +108,7 @@ class Job:
             raise ArgumentError("statistics", str(statistics), "goes without calibrate: it is in the place of a text")
         rule = None
         if statistics is not None:
-            rule = "is a stage of calibrate, and statistics know none"
+            rule = "is a stage of calibrate, and goes without statistics"
         elif self.published or self.method in POOLINGS:
             rule = f"is a stage of headwise's own, and {self.method} has none"
         elif self.is_lossless:

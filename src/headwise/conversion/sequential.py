@@ -51,8 +51,8 @@ class Step:
 
     Attributes:
         layer: what it became.
-        errors: nats a token on held-out windows, estimated, after each step that was tried: ``solved``,
-            ``refine``, ``refit``.
+        errors: what a token of the held-out windows costs, levelled (`Cost`), after each step that was tried:
+            ``solved``, ``refine``, ``refit``. In nats, by estimate, where there are sensitivities.
         chosen: which of them it was.
     """
 
@@ -100,7 +100,7 @@ class Sequential:
         held: how many.
         folder: for activations, from which a run that was killed goes on.
         stages: of `STAGES`, those that are done.
-        steps: of the local descent, for each layer; `PASSES` over the text when None.
+        steps: of the local descent, for each layer; `descent_steps` when None.
         run: what tells this run from another.
         progress: told of each layer.
     """

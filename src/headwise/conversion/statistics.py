@@ -27,7 +27,7 @@ def sampled_queries(heads: int) -> int:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Sums over a text; of each other's size only.
+    """Sums over a text, or what they are on average (`means`).
 
     Attributes:
         inputs: ``[E', E']`` ``Σ x xᵀ``.
