@@ -1,8 +1,8 @@
 """How much the loss depends on each layer's attention output: what an error there costs, in nats.
 
 With g the derivative of the loss by a layer's attention output at one token, an error δ there costs about
-``½ E[(gᵀ δ)²] = ½ δᵀ G δ`` nats a token, ``G = E[g gᵀ]`` being the Fisher information as the labels are drawn from the
-model itself. It is one backward pass; no weight is trained.
+``½ E[(gᵀ δ)²] = ½ δᵀ G δ`` nats a token, ``G = E[g gᵀ]`` being the Fisher information as the labels are drawn from
+the model itself. It is one backward pass; no weight is trained.
 
 Shapes: N windows, W tokens in each, E hidden size.
 """
