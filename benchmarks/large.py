@@ -140,18 +140,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         make_checkpoint(work / "source", own)
         for row in wanted:
+            place = work / row
+            place.mkdir()
             given: tuple[object, ...]
             if row == "statistics":
-                make_statistics(work / "source", work / row)
-                given = "--statistics", work / row
+                make_statistics(work / "source", place / "statistics")
+                given = "--statistics", place / "statistics"
             else:
                 draw = torch.randint(33, 127, (WINDOWS * WINDOW * 2,), generator=torch.Generator().manual_seed(2))
-                (work / row).write_text("".join(map(chr, draw.tolist())))
-                given = "--calibrate", work / row, "--calibration-tokens", WINDOWS * WINDOW
-            found = convert(work / "source", work / "out", *given)
+                (place / "text.txt").write_text("".join(map(chr, draw.tolist())))
+                given = "--calibrate", place / "text.txt", "--calibration-tokens", WINDOWS * WINDOW
+            found = convert(work / "source", place / "out", *given)
             kept.add(row, found)
             say(json.dumps({row: found}, indent=2))
-            shutil.rmtree(work / "out")
+            shutil.rmtree(place)
     finally:
         shutil.rmtree(work)
 

@@ -42,14 +42,13 @@ def convert(folder: Path, text: Path, kept: Kept) -> None:
     kept.add("conversion", done.to_dict())
 
 
-def measure(pair: Pair, texts: dict[str, Path], kept: Kept, *, depths: tuple[float, ...] = DEPTHS) -> None:
+def measure(pair: Pair, texts: dict[str, Path], kept: Kept) -> None:
     """Whatever of both is not kept yet.
 
     Args:
         pair: the conversion and its original.
         texts: files by the names of their rows; facts are planted in the first.
         kept: its settings say how much is measured.
-        depths: where facts are planted; each is a row.
     """
     wanted = kept.settings
     for name, text in texts.items():
@@ -60,7 +59,7 @@ def measure(pair: Pair, texts: dict[str, Path], kept: Kept, *, depths: tuple[flo
             kept.add(f"text/{name}", found.to_dict())
             for score in found.texts[0].by_position:
                 say(f"{name:10} {score.start:5}–{score.stop - 1:5}  {score.nll:.4f}  {score.reference_nll:.4f}")
-    for depth in depths:
+    for depth in DEPTHS:
         if f"planted/{depth}" not in kept.rows:
             # One seed for all: the same codes in the same texts, at another depth.
             planted = evaluate_planted(
@@ -91,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/long.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
-    parser.add_argument("--work", type=Path, default=Path("build/long"), help="where the model is converted")
+    parser.add_argument("--work", type=Path, default=Path("build/long"), help="where models are converted")
     options = parser.parse_args(arguments)
     settings = {
         "source": options.source,
@@ -110,8 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "brown": data.brown(options.cache),
         "austen": data.austen(options.cache),
     }
-    convert(options.work, data.wikitext("train", options.cache), kept)
-    measure(open_pair(options.work, against=options.source, dtype="float32"), texts, kept)
+    if kept.rows.keys() >= {*(f"text/{name}" for name in texts), *(f"planted/{depth}" for depth in DEPTHS)}:
+        return
+    # Another conversion has another place: the rows of one are never measured on the other.
+    decides = ("kv_budget", "calibration_tokens", "calibration_window")
+    folder = options.work / "-".join([Path(options.source).name, *(str(settings[name]) for name in decides)])
+    convert(folder, data.wikitext("train", options.cache), kept)
+    measure(open_pair(folder, against=options.source, dtype="float32"), texts, kept)
 
 
 if __name__ == "__main__":

@@ -198,8 +198,9 @@ def test_what_is_lost_at_length_is_kept_text_by_text_and_depth_by_depth(
     assert [rows[f"planted/{depth}"]["depths"][0]["depth"] for depth in long.DEPTHS] == list(long.DEPTHS)
     stops = [score["stop"] for score in rows["text/brown"]["texts"][0]["by_position"]]
     assert stops[-1] == 224
+    (half,) = (root / "half").iterdir()
     whole = headwise.evaluation.evaluate_planted(
-        root / "half",
+        half,
         text=root / "cache" / "wikitext-2.test.txt",
         against=root / "source",
         context=224,

@@ -328,6 +328,7 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
             "without = 'x': must be one of sensitivity, spread, channels, sequence, refine, refit",
         ),
         ((*MLA, "--calibration-tokens", "1"), "calibration_tokens = 1: must be at least 2"),
+        ((*MLA, "--calibration-window", "99"), "calibration_window = 99: goes with calibrate"),
         ((*MLA, "--calibration-tokens", "99"), "calibration_tokens = 99: goes with calibrate"),
         ((*MLA, "--calibration-tokens", "x"), "--calibration-tokens = 'x': "),
         ((*MLA, "--dtype", "nonsense"), "dtype = 'nonsense': must be float64"),

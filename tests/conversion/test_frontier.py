@@ -363,7 +363,7 @@ def test_another_process_is_kept_out(place: Path, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"calibrate": (), "calibration_tokens": None}, "calibrate = None: is required"),
+        ({"calibrate": ()}, "calibrate = None: is required"),
         ({"calibrate": "nowhere.txt"}, "calibrate = 'nowhere.txt': could not be read"),
         ({"calibration_tokens": 1}, "calibration_tokens = 1: must be at least 2"),
         ({"evaluate": "nowhere.txt"}, "evaluate = 'nowhere.txt': could not be read"),

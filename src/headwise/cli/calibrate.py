@@ -7,7 +7,17 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.cli.app import (
+    SOURCES,
+    CalibrationTokens,
+    CalibrationWindow,
+    Json,
+    app,
+    bytes_text,
+    emit,
+    out,
+    progress_bar,
+)
 from headwise.cli.torchrun import as_one_process
 
 
@@ -21,12 +31,8 @@ def calibrate(
             "--calibrate", metavar="TEXT", help="What to study it on; again for a mixture.", show_default=False
         ),
     ],
-    calibration_tokens: Annotated[
-        int | None, typer.Option(help="How many tokens of it; 16384 when left out.")
-    ] = None,
-    calibration_window: Annotated[
-        int | None, typer.Option(help="Tokens in each window of it; 1024 when left out.")
-    ] = None,
+    calibration_tokens: CalibrationTokens = None,
+    calibration_window: CalibrationWindow = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace statistics at OUT.")] = False,
     as_json: Json = False,
 ) -> None:

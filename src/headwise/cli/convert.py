@@ -7,7 +7,17 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.cli.app import (
+    SOURCES,
+    CalibrationTokens,
+    CalibrationWindow,
+    Json,
+    app,
+    bytes_text,
+    emit,
+    out,
+    progress_bar,
+)
 from headwise.cli.evaluate import show_text
 from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError
@@ -32,12 +42,8 @@ def convert(
             help="A text that layers are studied on, a file, a folder or hf-dataset://…; again for a mixture.",
         ),
     ] = None,
-    calibration_tokens: Annotated[
-        int | None, typer.Option(help="How many tokens of it; 16384 when left out.")
-    ] = None,
-    calibration_window: Annotated[
-        int | None, typer.Option(help="Tokens in each window of it; 1024 when left out.")
-    ] = None,
+    calibration_tokens: CalibrationTokens = None,
+    calibration_window: CalibrationWindow = None,
     statistics: Annotated[
         str | None,
         typer.Option(

@@ -7,7 +7,17 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
+from headwise.cli.app import (
+    SOURCES,
+    CalibrationTokens,
+    CalibrationWindow,
+    Json,
+    app,
+    emit,
+    numbers_table,
+    out,
+    progress_bar,
+)
 
 
 @app.command(epilog="Example: headwise frontier smollm2-135m --calibrate study.txt --evaluate exam.txt --output out")
@@ -31,12 +41,8 @@ def frontier(
     methods: Annotated[
         bool, typer.Option("--methods", help="At each target, every stage left out in turn, and published methods.")
     ] = False,
-    calibration_tokens: Annotated[
-        int | None, typer.Option(help="How many tokens to calibrate on; 16384 when left out.")
-    ] = None,
-    calibration_window: Annotated[
-        int | None, typer.Option(help="Tokens in each window of it; 1024 when left out.")
-    ] = None,
+    calibration_tokens: CalibrationTokens = None,
+    calibration_window: CalibrationWindow = None,
     window: Annotated[
         int | None, typer.Option(help="Tokens a window that is measured; 2048 or the positions when left out.")
     ] = None,

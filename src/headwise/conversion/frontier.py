@@ -98,9 +98,9 @@ def frontier(
     """
     if plot:
         refuse_no_plotly()
-    texts = check_texts(calibrate, calibration_tokens, calibration_window)
-    if not texts:
+    if not calibrate and calibrate != "":
         raise ArgumentError("calibrate", None, "is required: what a conversion can do shows on a text")
+    texts = check_texts(calibrate, calibration_tokens, calibration_window)
     folder = Path(output)
     _refuse_output(folder)
     named = [evaluate] if isinstance(evaluate, str | Path) else list(evaluate or ())
