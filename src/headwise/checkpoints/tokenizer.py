@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -44,7 +46,13 @@ def tokenize(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer in a ``.gguf``; it takes some seconds."""
+    """The tokenizer in a ``.gguf``: a copy of the one last read, which takes some seconds."""
+    stat = path.stat()
+    return deepcopy(_read_gguf_tokenizer(path, stat.st_mtime_ns, stat.st_size))
+
+
+@lru_cache(maxsize=1)
+def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
     from transformers import AutoTokenizer
 
     try:
