@@ -186,6 +186,7 @@ def test_how_it_was_made() -> None:
         stages=("sensitivity", "refit"),
         calibration=(Path("/data/train.txt"), "hf-dataset://owner/texts"),
         calibration_tokens=65_536,
+        calibration_window=1024,
         versions={"headwise": "0.1", "torch": "2.13.0"},
         notes=("the source is dequantised from Q4_1",),
     )
@@ -193,7 +194,7 @@ def test_how_it_was_made() -> None:
         "- source: `small`",
         "- method: joint latent",
         "- steps: sensitivity, refit",
-        "- calibrated on 65,536 tokens of `train.txt`, `hf-dataset://owner/texts`",
+        "- calibrated on 65,536 tokens of `train.txt`, `hf-dataset://owner/texts`, in windows of 1024",
         "- versions: headwise 0.1, torch 2.13.0",
         "- the source is dequantised from Q4_1",
     ]

@@ -22,7 +22,13 @@ WHOLE = 1000.0
 def result(spot: Spot, texts: tuple[str, ...] = ("a/one.txt",), mechanism: str = "mla") -> dict[str, Any]:
     scores = [{"text": text, "perplexity_ratio": spot[1], "reference_perplexity": 9.0} for text in texts]
     return {
-        "conversion": {"label": "MLA 1 + 2", "mechanism": mechanism, "seconds": 4.0, "calibration_tokens": 512},
+        "conversion": {
+            "label": "MLA 1 + 2",
+            "mechanism": mechanism,
+            "seconds": 4.0,
+            "calibration_tokens": 512,
+            "calibration_window": 256,
+        },
         "evaluation": {
             "cache_bytes_per_token": spot[0],
             "reference_cache_bytes_per_token": WHOLE,

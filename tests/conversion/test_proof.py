@@ -268,7 +268,8 @@ def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path)
     assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference_perplexity:.3f}" in told
     assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in told
     assert (
-        "- steps: sensitivity, spread, channels, sequence, refit\n- calibrated on 512 tokens of `text.txt`\n" in told
+        "- steps: sensitivity, spread, channels, sequence, refit\n"
+        "- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in told
     )
     assert f"- took {done.seconds:,.0f} s\n- versions: headwise {headwise.__version__}, torch " in told
     assert f"- parameters: {done.parameters_before:,} → {done.parameters_after:,}\n" in told

@@ -314,7 +314,7 @@ def test_the_card_and_the_proof_know_of_them(source: Path, statistics: Path, tmp
     assert done.evaluation is not None
     assert done.evaluation.text == REFERENCE  # there is no text that something could be left of
     card = (tmp_path / "out/README.md").read_text()
-    assert "- steps: sensitivity, channels\n- calibrated on 512 tokens of `text.txt`\n" in card
+    assert "- steps: sensitivity, channels\n- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in card
 
 
 def test_what_they_would_take(source: Path, statistics: Path, tmp_path: Path) -> None:

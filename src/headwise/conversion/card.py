@@ -40,6 +40,7 @@ class CardFacts:
         stages: the method's steps that were done, in order.
         calibration: the texts it was calibrated on.
         calibration_tokens: how many tokens of them; 0 for none.
+        calibration_window: tokens in each window of them.
         evaluation: an `Evaluation` as a dict, or None where nothing was measured.
         base_model: the source's name on the hub, when known (`base_model_of`).
         license: the source's, as its card names it (`source_license`).
@@ -60,6 +61,7 @@ class CardFacts:
     stages: Sequence[str] = ()
     calibration: Sequence[str | Path] = ()
     calibration_tokens: int = 0
+    calibration_window: int = 0
     evaluation: Mapping[str, Any] | None = None
     base_model: str | None = None
     license: Mapping[str, str] = field(default_factory=dict)
@@ -98,6 +100,7 @@ def card_facts(
     source: str,
     calibration: Sequence[str | Path],
     calibration_tokens: int,
+    calibration_window: int,
     stages: Sequence[str],
     notes: Sequence[str],
 ) -> CardFacts:
@@ -110,6 +113,7 @@ def card_facts(
         source: as the user named it.
         calibration: see `CardFacts`.
         calibration_tokens: likewise.
+        calibration_window: likewise.
         stages: those of calibration that were done.
         notes: see `CardFacts`.
     """
@@ -126,6 +130,7 @@ def card_facts(
         stages=stages if calibration_tokens else [],
         calibration=calibration,
         calibration_tokens=calibration_tokens,
+        calibration_window=calibration_window,
         base_model=base_model,
         license=source_license(job.checkpoint.path),
         versions=versions(),
@@ -252,7 +257,8 @@ def _making(facts: CardFacts) -> Iterator[str]:
         lines.append(f"- steps: {', '.join(map(_line, facts.stages))}")
     if facts.calibration_tokens:
         texts = ", ".join(_code(_place(text)) for text in facts.calibration)
-        lines.append(f"- calibrated on {facts.calibration_tokens:,} tokens of {texts or 'a text'}")
+        windows = f", in windows of {facts.calibration_window}" if facts.calibration_window else ""
+        lines.append(f"- calibrated on {facts.calibration_tokens:,} tokens of {texts or 'a text'}{windows}")
     else:
         lines.append("- calibrated on nothing: the weights alone decided")
     if facts.seconds is not None:

@@ -62,6 +62,7 @@ class Conversion:
         parameters_after: in the result.
         disk_bytes: of the result's weights.
         calibration_tokens: tokens of text that were looked at, those held out among them; 0 for none.
+        calibration_window: tokens in each window of them.
         seconds: it took, without the evaluation; with ``dry_run``, it would take (`estimate_seconds`).
         seconds_reading: of these, spent on reading and checking weights and statistics.
         seconds_writing: on writing tensors; the rest went into solving layers and, with a text, running them.
@@ -85,6 +86,7 @@ class Conversion:
     parameters_after: int
     disk_bytes: int
     calibration_tokens: int = 0
+    calibration_window: int = 0
     seconds: float
     seconds_reading: float = 0.0
     seconds_writing: float = 0.0
@@ -241,7 +243,7 @@ def convert(
         notes = _notes(job, made.tokens, format=format, is_studied=is_studied) + made.notes(
             in_nats="sensitivity" in stages
         )
-        about |= {"calibration_tokens": made.tokens, "notes": notes}
+        about |= {"calibration_tokens": made.tokens, "calibration_window": made.window, "notes": notes}
         about["tensors"] = tensors if made.spread is None else job.tensors
         read = texts.sources if saved is None else saved.texts
         report = _report(

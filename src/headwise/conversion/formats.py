@@ -76,12 +76,14 @@ class Written(NamedTuple):
     Attributes:
         config: the folder's.
         tokens: that were calibrated on.
+        window: tokens in each window of them.
         stock: with deepseek's format, what it cost.
         spread: how the cache was spread over layers, where that was tried.
     """
 
     config: dict[str, Any]
     tokens: int
+    window: int
     stock: StockReport | None = None
     spread: Spread | None = None
 
@@ -143,7 +145,7 @@ def write_folder(
     if rank() == 0:
         writer.announce(job.tensors)
     fill(job, writer, study, progress)
-    return Written(job.config(), _tokens(study), spread=spread)
+    return Written(job.config(), *_looked_at(study), spread=spread)
 
 
 def _write_stock(
@@ -161,14 +163,15 @@ def _write_stock(
             fill(job, inner, study, progress)
             if rank() == 0:
                 costs = study.plan_costs() if isinstance(study, SharedPlan) else {}
-                plan.save(1, {}, {"tokens": _tokens(study), **costs})
+                tokens, window = _looked_at(study)
+                plan.save(1, {}, {"tokens": tokens, "window": window, **costs})
     kept = plan.load(1)
-    about = {"tokens": 0} if kept is None else kept[1]
+    about = {"tokens": 0, "window": 0} if kept is None else kept[1]
     checkpoint = open_checkpoint(own)
     config = deepseek_config({**checkpoint.config, "dtype": dtype_name(checkpoint.dtype)})
     barrier()  # all have read it before it is gone
     if rank() > 0:
-        return Written(config, about["tokens"])
+        return Written(config, about["tokens"], about["window"])
     add_deepseek(writer, checkpoint, config, job.clock, progress)
     report = StockReport(shared_plan_error=about.get("shared"), own_plan_error=about.get("own"))
     if exam:
@@ -176,7 +179,7 @@ def _write_stock(
         ids = windows[:1, :TOKENS]
         difference = logits_difference(checkpoint, open_checkpoint(writer.folder), ids)
         report = replace(report, text=text, tokens=ids.numel(), logits_difference=difference)
-    return Written(config, about["tokens"], report)
+    return Written(config, about["tokens"], about["window"], report)
 
 
 def _plan(job: Job, study: Study | None, plan: LayerResults, progress: Progress) -> Tensor | None:
@@ -193,11 +196,11 @@ def _plan(job: Job, study: Study | None, plan: LayerResults, progress: Progress)
     return kept
 
 
-def _tokens(study: Study | None) -> int:
-    """How many were calibrated on."""
+def _looked_at(study: Study | None) -> tuple[int, int]:
+    """How many tokens were calibrated on, and how many in each window."""
     if isinstance(study, Sequential):
-        return study.windows.numel()
-    return 0 if study is None else study.tokens
+        return study.windows.numel(), study.windows.shape[1]
+    return (0, 0) if study is None else (study.tokens, study.window)
 
 
 @torch.no_grad()

@@ -79,8 +79,11 @@ def how(found: Frontier) -> str:
     """How it was measured, in a sentence or two."""
     texts = "; ".join(f"{short(text, found)}: {found.perplexities[text]:.3f}" for text in found.texts)
     libraries = ", ".join(f"{library} {version}" for library, version in sorted(found.versions.items()))
-    studied = max(point.conversion["calibration_tokens"] for point in found.points)
-    study = f"Calibrated on {studied:,} tokens of {', '.join(map(last_name, found.calibrate))}, without training"
+    studied, window = max(
+        (point.conversion["calibration_tokens"], point.conversion["calibration_window"]) for point in found.points
+    )
+    study = f"Calibrated on {studied:,} tokens of {', '.join(map(last_name, found.calibrate))}"
+    study += f" in windows of {window}, without training"
     return (
         f"×: perplexity over the original's ({texts}), on {found.tokens:,} tokens in windows of {found.window}."
         " KL, in nats a token, and top-1, how often both rank the same token first, are over all texts. s: seconds to"

@@ -43,6 +43,7 @@ class SavedStatistics:
     Attributes:
         folder: where they are.
         tokens: how many went into them.
+        window: tokens in each window of them.
         identity: what tells them from others.
         texts: what they are of, by name.
         studied: the same texts' `text_identity`, where it is known.
@@ -50,6 +51,7 @@ class SavedStatistics:
 
     folder: Path
     tokens: int
+    window: int
     identity: str
     texts: tuple[str, ...]
     studied: frozenset[str] = frozenset()
@@ -155,7 +157,7 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         raise CheckpointError(_FIELD, str(folder), f"has {count} layers, and {checkpoint.path} has {layers}")
     if model != _model(checkpoint):
         raise CheckpointError(_FIELD, str(folder), f"is of another model than {checkpoint.path}")
-    found = SavedStatistics(folder, tokens, hashlib.sha256(text.encode()).hexdigest(), texts, studied)
+    found = SavedStatistics(folder, tokens, window, hashlib.sha256(text.encode()).hexdigest(), texts, studied)
     results = LayerResults(folder)
     for index, layer in enumerate(checkpoint.spec.layers):
         progress("checking statistics", index, layers)

@@ -292,7 +292,7 @@ def _try_plans(
 
     Processes take plans in turn.
     """
-    known = SavedStatistics(results.folder, 0, "", ())
+    known = SavedStatistics(results.folder, 0, 0, "", ())
     layers = job.before.num_layers
     barrier()
     streams = {at: trial.begin() for at in range(len(plans)) if at % world_size() == rank()}
