@@ -459,6 +459,9 @@ def test_statistics_take_the_place_of_statistics(
     (here / "text.txt").write_text("some other text to study the model on. " * 20)
     assert cli(*study, "--overwrite").status == 0
     assert (here / "st" / "statistics.json").read_text() != before
+    assert "calibration_window = 129: must be at most 128" in refused(
+        *study, "--calibration-window", "129", "--overwrite"
+    )
     rule = "has no statistics.json, so --overwrite will not replace it"
     assert rule in refused("calibrate", "tiny", "tiny", "--calibrate", "text.txt", "--overwrite")
     assert "is not a model folder, so --overwrite" in refused("convert", "tiny", "st", *MLA, "--overwrite")

@@ -178,7 +178,7 @@ def convert(
     checkpoint = open_checkpoint(source)
     refuse_cross_layers(checkpoint, texts)
     _refuse_source(destination, checkpoint)
-    job = Job(checkpoint, target, out_dtype, method)
+    job = Job(checkpoint, target, out_dtype, method, mixes="channels" not in without)
     job.refuse_inputs(texts.sources, statistics, without)
     planned, tensors = plan_folder(job, format)
     saved = None if statistics is None else open_statistics(statistics, checkpoint, progress)
@@ -193,7 +193,6 @@ def convert(
             windows=evaluation_windows,
         )
     stages = job.stages(statistics, [*without, *(["spread"] if format == "deepseek" else [])])
-    job.mixes = "channels" not in without
     is_studied = bool(texts) or saved is not None
     about: dict[str, Any] = {"source": str(source), "tensors": tensors}
     if dry_run:

@@ -41,10 +41,24 @@ FORMAT = 1
 
 
 class Job:
-    """One conversion's plan: what is read, what each layer becomes, what is written."""
+    """One conversion's plan: what is read, what each layer becomes, what is written.
+
+    Args:
+        checkpoint: the source.
+        target: what it is to be.
+        dtype: of the output; the source's when None.
+        method: see `headwise.convert`.
+        mixes: whether heads are mixed into rotary channels: the stage ``channels``.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, target: Target, dtype: torch.dtype | None, method: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        target: Target,
+        dtype: torch.dtype | None,
+        method: str | None = None,
+        *,
+        mixes: bool = True,
     ) -> None:
         self.checkpoint = checkpoint
         self.before = checkpoint.spec
@@ -68,7 +82,7 @@ class Job:
         self.clock = Clock()
         self.key_weights: tuple[float, ...] | None = None  # of each layer, where they are not all the same
         self.kept: Tensor | None = None  # rotary channels that every layer keeps, where all are to keep the same
-        self.mixes = True  # heads, into rotary channels
+        self.mixes = mixes
         self._lay_out()
 
     def _lay_out(self) -> None:
