@@ -5,7 +5,8 @@
 
 It makes the checkpoint (13 GB of bf16 shards at 32 layers), then converts it to MLA at half the cache, each time in a
 process of its own: with statistics given, and calibrated on 8 windows of 512 tokens. Each is kept as soon as it is
-measured, and not measured again. FOLDER needs room for about three such models and is emptied of what was made there.
+measured, and not measured again; a conversion that was killed goes on, and what it had taken until then is counted.
+FOLDER needs room for about three such models and is emptied of what was made there.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,25 +105,50 @@ def make_statistics(source: Path, folder: Path) -> None:
 
 
 def convert(source: Path, out: Path, *options: object) -> dict[str, Any]:
-    """In a process of its own, by the command line, and what it reports."""
+    """In a process of its own, by the command line, and what it reports.
+
+    Of an earlier run that was killed, ``spent.json`` beside the output has the seconds and the peak memory. The split
+    of seconds is that of the last run, over the layers that it converted.
+    """
     checkpoint = open_checkpoint(source)
     values = checkpoint.spec.hidden_size  # half of the keys and values of an MHA
     sizes = ("--kv-lora-rank", values - ROPE, "--qk-rope-head-dim", ROPE)
     command = ["-m", "headwise", "convert", source, out, "--to", "mla", *sizes, *options, "--no-evaluate", "--json"]
-    done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, check=True)
-    report: dict[str, Any] = json.loads(done.stdout)
-    layers = checkpoint.spec.num_layers
+    spent, said = out.with_name("spent.json"), out.with_name("report.json")
+    before = json.loads(spent.read_text()) if spent.exists() else {"runs": 0, "seconds": 0.0, "peak_rss_gb": 0.0}
+    results = out.with_name(f".{out.name}.headwise-partial") / "work" / "layers"
+    layers = checkpoint.spec.num_layers - len(list(results.glob("*.safetensors")))
+    start, peak = time.perf_counter(), before["peak_rss_gb"]
+    with said.open("w") as file, subprocess.Popen([sys.executable, *map(str, command)], stdout=file) as process:
+        while process.poll() is None:
+            time.sleep(1)
+            peak = max(peak, peak_rss_gb(process.pid))
+            now = {"seconds": before["seconds"] + time.perf_counter() - start, "peak_rss_gb": peak}
+            spent.write_text(json.dumps({"runs": before["runs"] + 1, **now}))
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    report: dict[str, Any] = json.loads(said.read_text())
     solving = report["seconds"] - report["seconds_reading"] - report["seconds_writing"]
     split = {"reading": report["seconds_reading"], "solving": solving, "writing": report["seconds_writing"]}
     return {
         "label": report["label"],
-        "peak_rss_gb": report["peak_rss_bytes"] / 1e9,
-        "seconds": report["seconds"],
-        "seconds_a_layer": {name: seconds / layers for name, seconds in split.items()},
+        "runs": before["runs"] + 1,
+        "peak_rss_gb": max(peak, report["peak_rss_bytes"] / 1e9),
+        "seconds": before["seconds"] + report["seconds"],
+        "seconds_a_layer": {name: seconds / max(layers, 1) for name, seconds in split.items()},
         "source_gb": sum(info.nbytes for info in checkpoint.tensors.values()) / 1e9,
         "output_gb": report["disk_bytes"] / 1e9,
         "calibration_tokens": report["calibration_tokens"],
     }
+
+
+def peak_rss_gb(process: int) -> float:
+    """Most resident memory that another process has had so far; 0 where the system does not tell."""
+    try:
+        told = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    except OSError:  # it has just ended, or there is no such file here
+        return 0.0
+    return int(told[1]) * 1024 / 1e9 if told else 0.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,26 +164,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (wanted := [row for row in options.rows if row not in kept.rows]):
         return
     work = options.folder / "headwise-large"
-    work.mkdir(parents=True)
-    try:
+    if not (work / "source" / "config.json").is_file():
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
         make_checkpoint(work / "source", own)
-        for row in wanted:
-            place = work / row
-            place.mkdir()
-            given: tuple[object, ...]
-            if row == "statistics":
+    for row in wanted:
+        place = work / row
+        given: tuple[object, ...]
+        if row == "statistics":
+            given = "--statistics", place / "statistics"
+            if not (place / "spent.json").exists():  # else they are all there
+                shutil.rmtree(place, ignore_errors=True)
+                place.mkdir()
                 make_statistics(work / "source", place / "statistics")
-                given = "--statistics", place / "statistics"
-            else:
-                draw = torch.randint(33, 127, (WINDOWS * WINDOW * 2,), generator=torch.Generator().manual_seed(2))
-                (place / "text.txt").write_text("".join(map(chr, draw.tolist())))
-                given = "--calibrate", place / "text.txt", "--calibration-tokens", WINDOWS * WINDOW
-            found = convert(work / "source", place / "out", *given)
-            kept.add(row, found)
-            say(json.dumps({row: found}, indent=2))
-            shutil.rmtree(place)
-    finally:
-        shutil.rmtree(work)
+        else:
+            place.mkdir(exist_ok=True)
+            draw = torch.randint(33, 127, (WINDOWS * WINDOW * 2,), generator=torch.Generator().manual_seed(2))
+            (place / "text.txt").write_text("".join(map(chr, draw.tolist())))
+            given = "--calibrate", place / "text.txt", "--calibration-tokens", WINDOWS * WINDOW
+        found = convert(work / "source", place / "out", *given)
+        kept.add(row, found)
+        say(json.dumps({row: found}, indent=2))
+        shutil.rmtree(place)
+    shutil.rmtree(work)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from benchmarks.large import WINDOW, WINDOWS, main
@@ -21,3 +26,24 @@ def test_both_conversions_are_measured_and_nothing_is_left(tmp_path: Path) -> No
         assert row["peak_rss_gb"] > 0
         assert all(seconds > 0 for seconds in row["seconds_a_layer"].values())
     assert found["settings"]["source"]["num_hidden_layers"] == 2
+
+
+def test_a_killed_conversion_goes_on_and_what_it_took_is_counted(tmp_path: Path) -> None:
+    kept = tmp_path / "large.json"
+    sizes = ["--layers", "6", "--hidden-size", "256", "--rows", "text", "--json", str(kept)]
+    command = [sys.executable, "-m", "benchmarks.large", "--folder", str(tmp_path), *sizes]
+    place = tmp_path / "headwise-large" / "text"
+    layers = place / ".out.headwise-partial" / "work" / "layers"
+    with subprocess.Popen(command, start_new_session=True) as running:
+        while len(list(layers.glob("*.safetensors"))) < 2:
+            assert running.poll() is None
+            time.sleep(0.05)
+        time.sleep(1)  # until it is noted what was spent
+        os.killpg(running.pid, signal.SIGKILL)
+    spent = json.loads((place / "spent.json").read_text())
+    main(["--folder", str(tmp_path), *sizes])
+    row = json.loads(kept.read_text())["rows"]["text"]
+    assert (spent["runs"], row["runs"]) == (1, 2)
+    assert row["seconds"] > spent["seconds"] > 0
+    assert row["peak_rss_gb"] >= spent["peak_rss_gb"] > 0
+    assert list(tmp_path.iterdir()) == [kept]
