@@ -3,9 +3,9 @@
     python benchmarks/kills.py --folder FOLDER --calibrate TEXT --json benchmarks/results/kills.json
     python benchmarks/kills.py --folder FOLDER --calibrate TEXT --source SMALL --kills 3 --tokens 512
 
-One conversion is timed and kept. Then others are killed (SIGKILL) after a time drawn from all of its length, each run
-again by the same command until it is done; every output must be the first one's, byte for byte. A run that goes on
-from a killed one has less left to do, so its time is drawn from what is left.
+One conversion is timed and kept. Then others are killed (SIGKILL) after a time drawn from all of its length, up to
+`EACH` times, each run again by the same command until it is done; every output must be the first one's, byte for byte.
+A run that goes on from a killed one has less left to do, so its time is drawn from what is left.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+EACH = 4
+"""Kills of one conversion, so that there are several to compare and not all kills come near the end of one."""
 
 
 def command(options: argparse.Namespace, out: Path) -> list[str]:
@@ -99,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{seconds:.0f} s undisturbed", flush=True)
         while len(kills) < options.kills:
             out, left = work / "out", seconds
-            while len(kills) < options.kills:
+            for _ in range(min(EACH, options.kills - len(kills))):
                 delay = draw.uniform(0, left)
                 if attempt(options, out, delay):
                     break
