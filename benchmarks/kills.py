@@ -4,8 +4,8 @@
     python benchmarks/kills.py --folder FOLDER --calibrate TEXT --source SMALL --kills 3 --tokens 512
 
 One conversion is timed and kept. Then others are killed (SIGKILL) after a time drawn from all of its length, up to
-`EACH` times, each run again by the same command until it is done; every output must be the first one's, byte for byte.
-A run that goes on from a killed one has less left to do, so its time is drawn from what is left.
+`EACH` times, and run again by the same command each time, until they are done; every output must be the first one's,
+byte for byte. A run that goes on from a killed one has less left to do, so its time is drawn from what is left.
 """
 
 from __future__ import annotations
