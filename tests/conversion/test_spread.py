@@ -21,6 +21,7 @@ from headwise.conversion.heads import Layer, rotation_tables
 from headwise.conversion.latent import convert_to_latent
 from headwise.conversion.layers import read_layer
 from headwise.conversion.metrics import KEY_WEIGHT
+from headwise.conversion.results import LayerResults
 from headwise.conversion.spread import Trial, held_pieces, narrowed, sizes_to_try
 from headwise.conversion.statistics import Statistics, statistics_of
 from headwise.hf import LayerwiseModel
@@ -169,6 +170,58 @@ def test_a_plan_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             converted(tmp_path)
     monkeypatch.setattr(spread, "_find", None)
     again = converted(tmp_path)
+    assert again.spread == whole.spread
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("saves", "tried", "planned"),
+    [
+        (4, [0, 1, 2], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),  # statistics of layer 0, and no more of it
+        (5, [1, 2], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
+        (8, [2], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
+        (9, [], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
+        (10, [], [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
+        (13, [], [(2, 0), (2, 1)]),
+        (15, [], []),
+    ],
+)
+def test_a_search_that_is_killed_goes_on(
+    saves: int,
+    tried: list[int],
+    planned: list[tuple[int, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is tried again: with 3 sensitivities, then two files a layer are kept, then one a plan."""
+    uneven(tmp_path / "source")
+    whole = converted(tmp_path, "whole")
+    own, count = LayerResults.save, 0
+
+    def stopping(self: LayerResults, *args: Any) -> None:
+        nonlocal count
+        own(self, *args)
+        count += 1
+        if count == saves:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerResults, "save", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            converted(tmp_path)
+    tries, plans = list[int](), list[tuple[int, int]]()
+
+    def noting(self: LayerResults, index: int, tensors: Any, about: Any) -> None:
+        if self.folder.name == "tried":
+            tries.append(index)
+        if self.folder.name == "plans":
+            plans.append((about["layers"] - 1, index))
+        own(self, index, tensors, about)
+
+    monkeypatch.setattr(LayerResults, "save", noting)
+    again = converted(tmp_path)
+    assert (tries, plans) == (tried, planned)
     assert again.spread == whole.spread
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()

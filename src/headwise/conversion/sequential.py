@@ -197,6 +197,11 @@ class Sequential:
         inputs = ((at, call.inputs[0]) for at, _, call in seen)
         return statistics_of(source, self.sensitivity(index), inputs, self.windows.shape[1])
 
+    def pass_source(self, index: int, module: torch.nn.Module, hidden: dict[int, Tensor]) -> None:
+        """Move those windows past a layer of which all is known."""
+        for _ in traced(self.model, index, module, hidden.items(), hidden.__setitem__):
+            pass
+
     def _study(self, index: int, module: torch.nn.Module, source: Layer, sensitivity: Tensor | None) -> Statistics:
         """Move the source's stream on, and keep what the converted layer gets and what it should give."""
         read, write = self.streams.read, partial(self.streams.write, "source")

@@ -230,9 +230,9 @@ class Costs(NamedTuple):
 def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults, progress: Progress) -> list[Costs]:
     """What each layer costs at some sizes and key weights; its statistics are kept.
 
-    Processes take layers in turn.
+    Processes take layers in turn. Those that were tried by a run that was killed are not solved again.
     """
-    layers = job.before.num_layers
+    layers, done = job.before.num_layers, LayerResults(results.folder / "tried")
     hidden = study.source_windows()
     streams: dict[int, Tensor] = {}
     tried: list[list[tuple[int, int]]] = []
@@ -245,27 +245,24 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
         assert isinstance(target, LatentSpec)
         sensitivity = study.sensitivity(index)
         assert sensitivity is not None
-        known = study.source_statistics(index, module, source, hidden)
-        if rank() == 0:
-            save_layer(results, index, known, sensitivity)
         sizes = sizes_to_try(spec, target)
         tried.append(sizes)
-        # Of each size with the usual weight, and of the even size with the others.
         own = torch.zeros(len(sizes) + len(KEY_WEIGHTS) - 1, dtype=torch.float64)
         streams = {at: trial.model.run(index, module, stream) for at, stream in streams.items()}
-        if index % world_size() == rank():
-            solved = solutions(source, sizes, known, sensitivity, mix=job.mixes)
-            errors = trial.errors(index, module, root(sensitivity).float())
-            for size, layer in solved:
-                own[sizes.index(size)] = errors(layer)
-                if size == sizes[0]:
-                    streams[index] = trial.replaced(index, module, trial.source, layer)
-            del layer  # before others need the room
-            for at, key_weight in enumerate(KEY_WEIGHTS[1:], len(sizes)):
-                for _, layer in solutions(
-                    source, sizes[:1], known, sensitivity, key_weight=key_weight, mix=job.mixes
-                ):
-                    own[at] = errors(layer)
+        is_mine = index % world_size() == rank()
+        kept = None if results.load(index) is None else done.load(index)
+        if kept is not None:
+            study.pass_source(index, module, hidden)
+            if is_mine:
+                own, streams[index] = kept[0]["losses"], kept[0]["stream"]
+        else:
+            known = study.source_statistics(index, module, source, hidden)
+            if rank() == 0:
+                save_layer(results, index, known, sensitivity)
+            if is_mine:
+                own, streams[index] = _try_layer(job, trial, index, module, source, sizes, known, sensitivity)
+                done.save(index, {"losses": own, "stream": streams[index]}, {})
+            del known
         losses.append(own)
         trial.source = trial.model.run(index, module, trial.source)
     refuse_no_numbers(trial.source, layers)
@@ -281,6 +278,34 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
     return found
 
 
+def _try_layer(
+    job: Job,
+    trial: Trial,
+    index: int,
+    module: torch.nn.Module,
+    source: Layer,
+    sizes: Sequence[tuple[int, int]],
+    known: Statistics,
+    sensitivity: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What a layer costs, and what the model makes of the pieces up to there with the first of its sizes in it.
+
+    Costs are float64, of each size with the usual key weight and then of the first with the others.
+    """
+    errors = trial.errors(index, module, root(sensitivity).float())
+    found, stream = {}, trial.source
+    for size, layer in solutions(source, sizes, known, sensitivity, mix=job.mixes):
+        found[size] = errors(layer)
+        if size == sizes[0]:
+            stream = trial.replaced(index, module, trial.source, layer)
+    del layer  # before others need the room
+    costs = [found[size] for size in sizes]
+    for key_weight in KEY_WEIGHTS[1:]:
+        solved = solutions(source, sizes[:1], known, sensitivity, key_weight=key_weight, mix=job.mixes)
+        costs += [errors(layer) for _, layer in solved]
+    return torch.tensor(costs, dtype=torch.float64), stream
+
+
 def _try_plans(
     job: Job,
     trial: Trial,
@@ -292,20 +317,27 @@ def _try_plans(
 
     Processes take plans in turn.
     """
-    known = SavedStatistics(results.folder, 0, 0, "", ())
+    known, done = SavedStatistics(results.folder, 0, 0, "", ()), LayerResults(results.folder / "plans")
     layers = job.before.num_layers
     barrier()
     streams = {at: trial.begin() for at in range(len(plans)) if at % world_size() == rank()}
+    past = dict.fromkeys(streams, 0)
+    for at in streams:
+        if (kept := done.load(at)) is not None:  # of a run that was killed
+            streams[at], past[at] = kept[0]["stream"], kept[1]["layers"]
     for index in range(layers):
         progress("spreading", layers + index, 2 * layers)
         if not streams:
             break
-        module, source = trial.model.layer(index), read_layer(job.checkpoint, index).float()
-        statistics, sensitivity = known.layer(index)
-        for at, stream in list(streams.items()):
+        module = trial.model.layer(index)
+        if waiting := [at for at in streams if past[at] == index]:
+            source, (statistics, sensitivity) = read_layer(job.checkpoint, index).float(), known.layer(index)
+        for at in waiting:
             size, key_weight = plans[at][index]
             for _, layer in solutions(source, [size], statistics, sensitivity, key_weight=key_weight, mix=job.mixes):
-                streams[at] = trial.replaced(index, module, stream, layer)
+                streams[at] = trial.replaced(index, module, streams[at], layer)
+            past[at] = index + 1
+            done.save(at, {"stream": streams[at]}, {"layers": past[at]})
         trial.source = trial.model.run(index, module, trial.source)
     progress("spreading", 2 * layers, 2 * layers)
     return _divergences(trial, streams, len(plans))
