@@ -4,9 +4,10 @@
     python -m benchmarks.large --folder FOLDER --layers 2 --json build/large.json      # a first look
 
 It makes the checkpoint (13 GB of bf16 shards at 32 layers), then converts it to MLA at half the cache, each time in a
-process of its own: with statistics given, and calibrated on 8 windows of 512 tokens. Each is kept as soon as it is
-measured, and not measured again; a conversion that was killed goes on, and what it had taken until then is counted.
-FOLDER needs room for about three such models and is emptied of what was made there.
+process of its own: with statistics given; calibrated on 8 windows of 512 tokens, without spread; and with it, of which
+a layer takes several times as long, so it is done to a model of 4 layers. Each is kept once it is measured, and
+not measured again; a conversion that was killed goes on, and what it had taken until then is counted. FOLDER needs
+room for about three such models and is emptied of what was made there.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from headwise.hf.load import expected_tensors
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
 WINDOWS, WINDOW = 8, 512
-ROWS = ("statistics", "text")
+ROWS = ("statistics", "text", "spread")
+SPREAD = 4
+"""Layers of the model whose cache is spread."""
+
 ROPE = 64
 """Dims of the rotary key, as DeepSeek's models have."""
 
@@ -132,6 +136,7 @@ def convert(source: Path, out: Path, *options: object) -> dict[str, Any]:
     split = {"reading": report["seconds_reading"], "solving": solving, "writing": report["seconds_writing"]}
     return {
         "label": report["label"],
+        "layers": checkpoint.spec.num_layers,
         "runs": before["runs"] + 1,
         "peak_rss_gb": max(peak, report["peak_rss_bytes"] / 1e9),
         "seconds": before["seconds"] + report["seconds"],
@@ -164,25 +169,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (wanted := [row for row in options.rows if row not in kept.rows]):
         return
     work = options.folder / "headwise-large"
-    if not (work / "source" / "config.json").is_file():
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        make_checkpoint(work / "source", own)
+    work.mkdir(parents=True, exist_ok=True)
     for row in wanted:
-        place = work / row
+        layers = min(options.layers, SPREAD) if row == "spread" else options.layers
+        source, place = work / f"source-{layers}", work / row
+        if not (source / "config.json").is_file():
+            make_checkpoint(source, config(layers, options.hidden_size))
         given: tuple[object, ...]
         if row == "statistics":
             given = "--statistics", place / "statistics"
             if not (place / "spent.json").exists():  # else they are all there
                 shutil.rmtree(place, ignore_errors=True)
                 place.mkdir()
-                make_statistics(work / "source", place / "statistics")
+                make_statistics(source, place / "statistics")
         else:
             place.mkdir(exist_ok=True)
             draw = torch.randint(33, 127, (WINDOWS * WINDOW * 2,), generator=torch.Generator().manual_seed(2))
             (place / "text.txt").write_text("".join(map(chr, draw.tolist())))
             given = "--calibrate", place / "text.txt", "--calibration-tokens", WINDOWS * WINDOW
-        found = convert(work / "source", place / "out", *given)
+            given += ("--without", "spread") if row == "text" else ()
+        found = convert(source, place / "out", *given)
         kept.add(row, found)
         say(json.dumps({row: found}, indent=2))
         shutil.rmtree(place)

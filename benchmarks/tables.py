@@ -136,16 +136,16 @@ def ablation(document: Document) -> str:
 
 def large(document: Document) -> str:
     """What a 7B-shaped conversion takes."""
-    names = {
-        "statistics": "statistics given",
-        "text": "calibrated on {} windows of {}".format(*document["settings"]["windows"]),
-    }
+    text = "calibrated on {} windows of {}".format(*document["settings"]["windows"])
+    names = {"statistics": "statistics given", "text": f"{text}, without spread", "spread": text}
     rows = []
     for name, row in document["rows"].items():
         split = row["seconds_a_layer"]
         parts = [f"{split[part]:.1f}" for part in ("reading", "solving", "writing")]
-        rows.append([names[name], f"{row['peak_rss_gb']:.2f}", *parts, f"{row['seconds'] / 60:.0f}"])
-    return table(["", "peak RSS GB", "s a layer: reading", "solving", "writing", "minutes"], rows)
+        rows.append(
+            [names[name], f"{row['layers']}", f"{row['peak_rss_gb']:.2f}", *parts, f"{row['seconds'] / 60:.0f}"]
+        )
+    return table(["", "layers", "peak RSS GB", "s a layer: reading", "solving", "writing", "minutes"], rows)
 
 
 def kills(document: Document) -> str:

@@ -20,7 +20,7 @@ def test_both_conversions_are_measured_and_nothing_is_left(tmp_path: Path) -> No
     main(given)
     assert list(tmp_path.iterdir()) == [kept]
     found = json.loads(kept.read_text())
-    assert list(found["rows"]) == ["statistics", "text"]
+    assert list(found["rows"]) == ["statistics", "text", "spread"]
     for row in found["rows"].values():
         assert row["calibration_tokens"] == WINDOWS * WINDOW
         assert row["peak_rss_gb"] > 0

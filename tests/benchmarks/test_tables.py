@@ -135,10 +135,12 @@ def test_ablation() -> None:
 
 def test_scale() -> None:
     split = {"reading": 1.25, "solving": 60.0, "writing": 0.5}
-    row = {"peak_rss_gb": 2.5, "seconds": 1800.0, "seconds_a_layer": split}
-    assert large({"settings": {"windows": [8, 512]}, "rows": {"statistics": row, "text": row}}).splitlines()[2:] == [
-        "| statistics given | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
-        "| calibrated on 8 windows of 512 | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
+    row = {"layers": 32, "peak_rss_gb": 2.5, "seconds": 1800.0, "seconds_a_layer": split}
+    rows = {"statistics": row, "text": row, "spread": {**row, "layers": 4}}
+    assert large({"settings": {"windows": [8, 512]}, "rows": rows}).splitlines()[2:] == [
+        "| statistics given | 32 | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
+        "| calibrated on 8 windows of 512, without spread | 32 | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
+        "| calibrated on 8 windows of 512 | 4 | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
     ]
     assert kills({"phases": {"spreading": 3}}).splitlines()[2:] == ["| spreading | 3 |"]
 
