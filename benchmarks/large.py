@@ -3,10 +3,10 @@
     python -m benchmarks.large --folder FOLDER                   # kept in benchmarks/results/large.json
     python -m benchmarks.large --folder FOLDER --layers 2 --json build/large.json      # a first look
 
-It makes the checkpoint (13 GB of bf16 shards at 32 layers), then converts it to MLA at half the cache, each time in a
-process of its own: with statistics given; calibrated on 8 windows of 512 tokens, without spread; and with it, of which
-a layer takes several times as long, so it is done to a model of 4 layers. Each is kept once it is measured, and
-not measured again; a conversion that was killed goes on, and what it had taken until then is counted. FOLDER needs
+It makes the checkpoint (13 GB of bf16 shards at 32 layers), then converts it to MLA at half the cache, each time in
+a process of its own: with statistics given; calibrated on 8 windows of 512 tokens, without spread; and with it, which
+a layer takes several times as long for, so it is done to a model of 4 layers. Each is kept as soon as it is measured,
+and not measured again; a conversion that was killed goes on, and what it took until then is counted. FOLDER needs
 room for about three such models and is emptied of what was made there.
 """
 
