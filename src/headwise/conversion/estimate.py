@@ -23,6 +23,9 @@ from headwise.progress import Progress, silent
 _FEW, _MORE = 1, 7
 """Steps of the local descent that are timed."""
 
+_TRIALS = 9
+"""How many solutions of a layer a spread takes as long as: seven are made, and others cut from them."""
+
 _PARTS = 5
 
 
@@ -50,12 +53,13 @@ def estimate_seconds(
     convert_layer(job, 0)  # the first solution also starts the libraries up
     progress("estimating", 1, _PARTS)
     saved = study if isinstance(study, SavedStatistics) and not job.is_lossless else None
+    start = time.perf_counter()
+    convert_layer(job, 0, saved)
+    solving = time.perf_counter() - start
     if study and not isinstance(study, SavedStatistics) and not job.is_lossless:
-        seconds = _on_text(job, study, stages, shared_plan=shared_plan, progress=progress)
+        seconds = _on_text(job, study, stages, solving, shared_plan=shared_plan, progress=progress)
     else:
-        start = time.perf_counter()
-        convert_layer(job, 0, saved)
-        seconds = (time.perf_counter() - start) * job.before.num_layers
+        seconds = solving * job.before.num_layers
     progress("estimating", _PARTS, _PARTS)
     return seconds + _copying(job)
 
@@ -74,11 +78,14 @@ def _on_text(
     job: Job,
     texts: CalibrationTexts,
     stages: Collection[str],
+    solving: float,
     *,
     shared_plan: bool,
     progress: Progress,
 ) -> float:
     """A layer costs something by itself, by the window and by the step of its descent.
+
+    Only to solve it takes ``solving``, which is all that is done to most of what a spread tries.
 
     Several processes share the windows: as many more of them are timed.
     """
@@ -108,7 +115,7 @@ def _on_text(
         one += alone + by_window * weighed
     if "spread" in stages:  # half of all layers follow the one that is tried; a window is two streams
         followed = model.num_layers / 4 * min(TOKENS / windows.shape[1], 1.0)
-        one += 2 * alone + by_window * (weighed + followed)
+        one += _TRIALS * solving + by_window * (weighed + followed)
     return one * job.before.num_layers + weighing * weighed / processes
 
 
