@@ -124,8 +124,9 @@ def main(folder: Path) -> None:
     for kind, outs in {"moments": every_moment(folder), "outputs": random_moments(folder, 30)}.items():
         for out in outs:
             counts[kind] += 1
-            if (out / "config.json").exists():
-                counts["late"] += 1  # killed when all was done but clearing up
+            if (out / "config.json").exists():  # all was done, or all but clearing up
+                # By how late a random kill comes, the machine's other load has a say; a moment's number has not.
+                counts["late"] += kind == "moments"
                 assert content(out) == expected, out
             convert(out)
             assert content(out) == expected, out
