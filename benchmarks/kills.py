@@ -1,7 +1,7 @@
 """Kill a conversion at random moments, again and again, and hold what comes out to one that was left alone.
 
-    python benchmarks/kills.py --folder FOLDER --calibrate TEXT --json benchmarks/results/kills.json
-    python benchmarks/kills.py --folder FOLDER --calibrate TEXT --source SMALL --kills 3 --tokens 512
+    python -m benchmarks.kills --folder FOLDER --calibrate TEXT --json benchmarks/results/kills.json
+    python -m benchmarks.kills --folder FOLDER --calibrate TEXT --source SMALL --kills 3 --tokens 512
 
 One conversion is timed and kept. Then others are killed (SIGKILL) after a time drawn from all of its length, up to
 `EACH` times, and run again by the same command each time, until they are done; every output must be the first one's,
@@ -22,6 +22,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.kept import run
 
 EACH = 4
 """Kills of one conversion, so that there are several to compare and not all kills come near the end of one."""
@@ -127,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "phases": Counter(kill["phase"] for kill in kills),
         "outputs": outputs,
         "identical": True,
+        "run": run(),
     }
     print(f"{len(kills)} kills, {outputs} outputs, all identical; {dict(found['phases'])}")
     if options.json:

@@ -18,6 +18,7 @@ def test_every_output_is_the_undisturbed_one(tmp_path: Path) -> None:
     found = json.loads(kept.read_text())
     assert len(found["kills"]) == sum(found["phases"].values()) == 2
     assert found["identical"]
+    assert found["run"].keys() == {"commit", "command", "machine", "versions"}
     assert not (tmp_path / "headwise-kills").exists()
 
 

@@ -10,10 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from benchmarks.large import WINDOW, WINDOWS, main
 
+from benchmarks import large
 
-def test_both_conversions_are_measured_and_nothing_is_left(tmp_path: Path) -> None:
+
+def test_all_conversions_are_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large, "SPREAD", 1)
     kept = tmp_path / "large.json"
     given = ["--folder", str(tmp_path), "--layers", "2", "--hidden-size", "256", "--json", str(kept)]
     main([*given, "--rows", "statistics"])
@@ -26,6 +30,7 @@ def test_both_conversions_are_measured_and_nothing_is_left(tmp_path: Path) -> No
         assert row["peak_rss_gb"] > 0
         assert all(seconds > 0 for seconds in row["seconds_a_layer"].values())
     assert found["settings"]["source"]["num_hidden_layers"] == 2
+    assert [row["layers"] for row in found["rows"].values()] == [2, 2, 1]
 
 
 def test_a_killed_conversion_goes_on_and_what_it_took_is_counted(tmp_path: Path) -> None:

@@ -53,15 +53,19 @@ def estimate_seconds(
     convert_layer(job, 0)  # the first solution also starts the libraries up
     progress("estimating", 1, _PARTS)
     saved = study if isinstance(study, SavedStatistics) and not job.is_lossless else None
-    start = time.perf_counter()
-    convert_layer(job, 0, saved)
-    solving = time.perf_counter() - start
     if study and not isinstance(study, SavedStatistics) and not job.is_lossless:
-        seconds = _on_text(job, study, stages, solving, shared_plan=shared_plan, progress=progress)
+        seconds = _on_text(job, study, stages, shared_plan=shared_plan, progress=progress)
     else:
-        seconds = solving * job.before.num_layers
+        seconds = _solving(job, saved) * job.before.num_layers
     progress("estimating", _PARTS, _PARTS)
     return seconds + _copying(job)
+
+
+def _solving(job: Job, saved: SavedStatistics | None = None) -> float:
+    """A layer, from what is known of it or its weights alone: all that is done to most of what a spread tries."""
+    start = time.perf_counter()
+    convert_layer(job, 0, saved)
+    return time.perf_counter() - start
 
 
 def _copying(job: Job) -> float:
@@ -78,14 +82,11 @@ def _on_text(
     job: Job,
     texts: CalibrationTexts,
     stages: Collection[str],
-    solving: float,
     *,
     shared_plan: bool,
     progress: Progress,
 ) -> float:
     """A layer costs something by itself, by the window and by the step of its descent.
-
-    Only to solve it takes ``solving``, which is all that is done to most of what a spread tries.
 
     Several processes share the windows: as many more of them are timed.
     """
@@ -115,7 +116,7 @@ def _on_text(
         one += alone + by_window * weighed
     if "spread" in stages:  # half of all layers follow the one that is tried; a window is two streams
         followed = model.num_layers / 4 * min(TOKENS / windows.shape[1], 1.0)
-        one += _TRIALS * solving + by_window * (weighed + followed)
+        one += _TRIALS * _solving(job) + by_window * (weighed + followed)
     return one * job.before.num_layers + weighing * weighed / processes
 
 

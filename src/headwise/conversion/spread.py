@@ -239,12 +239,10 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
     losses = []
     for index in range(layers):
         progress("spreading", index, 2 * layers)
-        module, source = study.model.layer(index), read_layer(job.checkpoint, index).float()
-        spec, target = source.spec, job.after.layers[index]
+        module = study.model.layer(index)
+        spec, target = job.before.layers[index], job.after.layers[index]
         assert isinstance(spec, GroupedSpec)
         assert isinstance(target, LatentSpec)
-        sensitivity = study.sensitivity(index)
-        assert sensitivity is not None
         sizes = sizes_to_try(spec, target)
         tried.append(sizes)
         own = torch.zeros(len(sizes) + len(KEY_WEIGHTS) - 1, dtype=torch.float64)
@@ -256,13 +254,15 @@ def _try_layers(job: Job, study: Sequential, trial: Trial, results: LayerResults
             if is_mine:
                 own, streams[index] = kept[0]["losses"], kept[0]["stream"]
         else:
+            source, sensitivity = read_layer(job.checkpoint, index).float(), study.sensitivity(index)
+            assert sensitivity is not None
             known = study.source_statistics(index, module, source, hidden)
             if rank() == 0:
                 save_layer(results, index, known, sensitivity)
             if is_mine:
                 own, streams[index] = _try_layer(job, trial, index, module, source, sizes, known, sensitivity)
                 done.save(index, {"losses": own, "stream": streams[index]}, {})
-            del known
+            del source, known
         losses.append(own)
         trial.source = trial.model.run(index, module, trial.source)
     refuse_no_numbers(trial.source, layers)
