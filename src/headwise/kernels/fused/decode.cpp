@@ -1,0 +1,363 @@
+// softmax(scale · Q Kᵀ) V for a few new tokens: one pass over keys and values, a block of tokens at a time.
+//
+// A unit is one batch row's key–value head; its rows are the new tokens of all query heads that read it. All units'
+// tokens, laid end to end, are cut into equal parts, one a thread, so that one long row uses every core and a batch
+// of unequal lengths costs the sum of its lengths. A unit that several threads share is put together at the end.
+#include <cmath>
+#include <cstdlib>
+#include <new>
+
+#include "threads.h"
+#include "tiles.h"
+
+namespace {
+
+struct Arguments {
+  const void *query, *key, *value;
+  void* out;
+  const uint8_t* mask;                        // true where a query attends, or null
+  const float *key_scale, *value_scale;       // of each token, or null
+  int64_t B, K, G, S, T, D, V;                // G query heads a key–value head
+  int64_t query_stride[3], out_stride[3];     // batch, head, token
+  int64_t key_stride[3], value_stride[3];     // in numbers; the last dimension is dense
+  int64_t key_scale_stride[3], value_scale_stride[3];
+  int64_t mask_stride[4];                     // batch, query head, new token, token
+  int64_t causal, window;                     // a new token sees those up to itself; at most so many, all when 0
+  int64_t threads;
+  double scale;
+};
+
+// Room that grows and is kept for the next call.
+class Room {
+ public:
+  ~Room() { free(at_); }
+  char* of(size_t bytes) {
+    if (bytes > size_) {
+      free(at_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      at_ = (char*)aligned_alloc(64, size_);
+      if (!at_) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return at_;
+  }
+
+ private:
+  char* at_ = nullptr;
+  size_t size_ = 0;
+};
+
+int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// What a thread found of a unit: a mixture of values, not yet divided by the sum of its weights e^(score − high).
+struct Found {
+  float *mixture, *high, *sum;
+  static int64_t floats(int64_t rows, int64_t V) { return up(rows * V, 16) + 2 * up(rows, 16); }
+  Found(float* at, int64_t rows, int64_t V) : mixture(at), high(at + up(rows * V, 16)), sum(high + up(rows, 16)) {}
+};
+
+// A: arithmetic; T: as stored; DIRECT: rows are read where they are, else copied, widened and padded with zeros.
+template <class A, class T, bool DIRECT>
+class Decoding {
+  using Row = std::conditional_t<DIRECT, T, float>;
+  const Arguments& a_;
+  const int rows_;
+  const int64_t D_, V_;  // padded
+  const bool turned_, ahead_;
+
+ public:
+  explicit Decoding(const Arguments& a)
+      : a_(a),
+        rows_(int(a.G * a.S)),
+        D_(up(a.D, A::DIMS)),
+        V_(up(a.V, A::TOKENS * W)),
+        // Turning costs as much whatever the rows, adding lanes up as much whatever the dims.
+        turned_(A::TOKENS == 2 && rows_ >= 8 && rows_ * 5 >= D_),
+        ahead_(a.B * a.K * a.T * (a.D + a.V) * int64_t(sizeof(T)) > (1 << 20)) {}
+
+  void run() const {
+    int64_t tokens = 0;
+    for (int64_t b = 0; b < a_.B; b++) tokens += range(b).length() * a_.K;
+    const int threads = useful_threads(tokens);
+    // A thread's room: what it finds of a unit that is all its own, of its first and of its last, and what it works in.
+    const int64_t part = Found::floats(rows_, V_) * sizeof(float), list = up(threads * sizeof(Found), 64);
+    const int64_t each = up(3 * part + list + scratch(), 4096);
+    static thread_local Room kept;
+    char* room = kept.of(threads * each);
+    const auto found_by = [&](int thread, int which) { return Found((float*)(room + thread * each + which * part), rows_, V_); };
+    const auto share = [&](int thread) { return Range{tokens * thread / threads, tokens * (thread + 1) / threads}; };
+
+    in_threads(threads, [&](int thread) {
+      each_unit([&](int64_t b, int64_t k, Range unit) {
+        const Range mine = unit.cut(share(thread));
+        if (unit.length() ? !mine.length() : thread != 0) return;
+        const bool is_whole = mine.length() == unit.length();
+        const Found found = found_by(thread, is_whole ? 0 : mine.from > unit.from ? 1 : 2);
+        const int64_t start = range(b).from - unit.from;
+        attend(b, k, {mine.from + start, mine.to + start}, found, room + thread * each + 3 * part + list);
+        if (is_whole)
+          for (int row = 0; row < rows_; row++) finish(b, k, row, &found, 1);
+      });
+    });
+    if (threads == 1) return;
+    in_threads(threads, [&](int thread) {
+      Found* found = (Found*)(room + thread * each + 3 * part);
+      int64_t number = 0;
+      each_unit([&](int64_t b, int64_t k, Range unit) {
+        int count = 0;
+        for (int other = 0; other < threads; other++) {
+          const Range theirs = unit.cut(share(other));
+          if (theirs.length() && theirs.length() < unit.length())
+            found[count++] = found_by(other, theirs.from > unit.from ? 1 : 2);
+        }
+        for (int row = 0; row < rows_ && count; row++)
+          if (number++ % threads == thread) finish(b, k, row, found, count);
+      });
+    });
+  }
+
+ private:
+  struct Range {
+    int64_t from, to;
+    int64_t length() const { return std::max<int64_t>(0, to - from); }
+    Range cut(Range other) const { return {std::max(from, other.from), std::min(to, other.to)}; }
+  };
+
+  // f(b, k, where its tokens are among all)
+  template <class F>
+  void each_unit(F f) const {
+    int64_t at = 0;
+    for (int64_t b = 0; b < a_.B; b++)
+      for (int64_t k = 0; k < a_.K; k++) {
+        const int64_t length = range(b).length();
+        f(b, k, Range{at, at + length});
+        at += length;
+      }
+  }
+
+  // Tokens that new token s may see, by the causal rule.
+  Range seen(int64_t s) const {
+    const int64_t to = a_.causal ? a_.T - a_.S + s + 1 : a_.T;
+    return {a_.window ? std::max<int64_t>(0, to - a_.window) : 0, std::max<int64_t>(0, to)};
+  }
+  bool shares_mask() const { return a_.mask && !a_.mask_stride[1] && !a_.mask_stride[2]; }
+
+  // Tokens that any row of a batch row may see.
+  Range range(int64_t b) const {
+    Range all{seen(0).from, seen(a_.S - 1).to};
+    if (shares_mask()) {
+      const uint8_t* mask = a_.mask + b * a_.mask_stride[0];
+      while (all.from < all.to && !mask[all.from * a_.mask_stride[3]]) all.from++;
+      while (all.from < all.to && !mask[(all.to - 1) * a_.mask_stride[3]]) all.to--;
+    }
+    return all;
+  }
+
+  // More threads than there is work for would be waiting for each other.
+  int useful_threads(int64_t tokens) const {
+    const double bytes = double(tokens) * (a_.D + a_.V) * sizeof(T), flops = 2.0 * tokens * rows_ * (a_.D + a_.V);
+    const double microseconds = bytes / 40e3 + flops / 100e3;
+    return int(std::max<int64_t>(1, std::min<int64_t>(a_.threads, int64_t(microseconds / 3) + 1)));
+  }
+
+  int64_t scratch() const {
+    return up(rows_ * D_ * sizeof(typename A::Query), 64) + rows_ * BLOCK * (sizeof(float) + 2) + up(rows_ * 4, 64) +
+           (turned_ ? BLOCK * D_ * 2 : 0) + (DIRECT ? 0 : BLOCK * (D_ + V_) * sizeof(float));
+  }
+
+  void attend(int64_t b, int64_t k, Range tokens, const Found& found, char* room) const {
+    const auto take = [&](int64_t bytes) { return (room += up(bytes, 64)) - up(bytes, 64); };
+    auto* query = (typename A::Query*)take(rows_ * D_ * sizeof(typename A::Query));
+    float* scores = (float*)take(rows_ * BLOCK * sizeof(float));
+    bfloat16* rounded = (bfloat16*)take(rows_ * BLOCK * sizeof(bfloat16));
+    float* keep = (float*)take(rows_ * sizeof(float));
+    uint32_t* panel = turned_ ? (uint32_t*)take(BLOCK * D_ * 2) : nullptr;
+    float* copies = DIRECT ? nullptr : (float*)take(BLOCK * (D_ + V_) * sizeof(float));
+    (void)rounded, (void)panel;
+    read_query(b, k, query);
+    std::fill_n(found.high, rows_, NOTHING);
+    std::fill_n(found.sum, rows_, 0.0f);
+    std::fill_n(found.mixture, rows_ * V_, 0.0f);
+
+    const T* keys = (const T*)a_.key + b * a_.key_stride[0] + k * a_.key_stride[1];
+    const T* values = (const T*)a_.value + b * a_.value_stride[0] + k * a_.value_stride[1];
+    const bool apart = (const void*)values != (const void*)keys;  // else values are the keys' first columns
+    int32_t token[BLOCK];
+    const void *soon[BLOCK], *values_soon[BLOCK];
+    const Row *key[BLOCK + 16], *value[BLOCK + 1];
+    for (int64_t next = tokens.from;;) {
+      const int count = gather(b, k, tokens.to, next, token);
+      if (!count) return;
+      for (int t = 0; t < count; t++) {
+        values_soon[t] = values + token[t] * a_.value_stride[2];
+        if constexpr (DIRECT) {
+          key[t] = keys + token[t] * a_.key_stride[2];
+          value[t] = values + token[t] * a_.value_stride[2];
+        } else {
+          float *key_copy = copies + t * D_, *value_copy = copies + BLOCK * D_ + t * V_;
+          copy(keys + token[t] * a_.key_stride[2], a_.D, D_, key_copy);
+          copy(values + token[t] * a_.value_stride[2], a_.V, V_, value_copy);
+          key[t] = key_copy, value[t] = value_copy;
+        }
+      }
+      value[count] = value[count - 1];  // a pair's other half, of weight 0
+
+      const int64_t bytes = ahead_ && DIRECT && apart ? a_.V * int64_t(sizeof(T)) : 0;
+#if HAS_PAIRS
+      if constexpr (std::is_same_v<A, Paired>) {
+        if (turned_) {
+          Ahead ahead(values_soon, count, bytes, steps_of_panel(rows_, D_));
+          score_turned(query, rows_, key, count, D_, scores, panel, ahead);
+        }
+      }
+#endif
+      if (!turned_) {
+        Ahead ahead(values_soon, count, bytes, steps_of_scores(rows_, count));
+        score<A>(query, rows_, key, count, D_, scores, ahead);
+      }
+      for (int row = 0; row < rows_; row++) weigh(b, k, row, token, count, scores, rounded, found, keep);
+
+      // Where the next block's keys probably are: what a mask leaves out is not looked up yet.
+      const int following = int(std::min<int64_t>(BLOCK, tokens.to - next));
+      for (int t = 0; t < following; t++) soon[t] = keys + (next + t) * a_.key_stride[2];
+      Ahead ahead(soon, following, ahead_ && DIRECT ? a_.D * int64_t(sizeof(T)) : 0,
+                  steps_of_mixture<A>(rows_, count, V_));
+      if constexpr (A::TOKENS == 2)
+        mix<A>(found.mixture, rows_, rounded, keep, value, count, V_, ahead);
+      else
+        mix<A>(found.mixture, rows_, scores, keep, value, count, V_, ahead);
+    }
+  }
+
+  // Up to BLOCK tokens from `next` on that some row sees; `next` moves behind them.
+  int gather(int64_t b, int64_t k, int64_t to, int64_t& next, int32_t* token) const {
+    int count = 0;
+    for (; count < BLOCK && next < to; next++)
+      if (is_seen(b, k, next)) token[count++] = int32_t(next);
+    return count;
+  }
+  bool is_seen(int64_t b, int64_t k, int64_t t) const {
+    if (!a_.mask) return true;
+    const int64_t* stride = a_.mask_stride;
+    const uint8_t* mask = a_.mask + b * stride[0] + t * stride[3];
+    if (shares_mask()) return *mask;
+    for (int64_t s = 0; s < a_.S; s++) {
+      const Range sees = seen(s);
+      if (t < sees.from || t >= sees.to) continue;
+      for (int64_t g = 0; g < (stride[1] ? a_.G : 1); g++)
+        if (mask[(k * a_.G + g) * stride[1] + s * stride[2]]) return true;
+    }
+    return false;
+  }
+
+  void read_query(int64_t b, int64_t k, typename A::Query* query) const {
+    for (int row = 0; row < rows_; row++) {
+      const T* from = (const T*)a_.query + b * a_.query_stride[0] + (k * a_.G + row / a_.S) * a_.query_stride[1] +
+                      row % a_.S * a_.query_stride[2];
+      for (int64_t d = 0; d < D_; d++) {
+        if constexpr (std::is_same_v<typename A::Query, float>)
+          query[row * D_ + d] = d < a_.D ? number(from[d]) * float(a_.scale) : 0.0f;
+        else
+          query[row * D_ + d] = from[d];
+      }
+    }
+  }
+
+  static void copy(const T* from, int64_t length, int64_t padded, float* to) {
+    for (int64_t d = 0; d < length; d++) to[d] = number(from[d]);
+    std::fill(to + length, to + padded, 0.0f);
+  }
+
+  // One row's scores become weights, and what was found before them is told how much of it to keep.
+  void weigh(int64_t b, int64_t k, int row, const int32_t* token, int count, float* scores, bfloat16* rounded,
+             const Found& found, float* keep) const {
+    float* own = scores + row * BLOCK;
+    const int64_t s = row % a_.S;
+    if (a_.key_scale) {
+      const float* scale = a_.key_scale + b * a_.key_scale_stride[0] + k * a_.key_scale_stride[1];
+      for (int t = 0; t < count; t++) own[t] *= scale[token[t] * a_.key_scale_stride[2]];
+    }
+    const Range sees = seen(s);
+    if (token[0] < sees.from || token[count - 1] >= sees.to)
+      for (int t = 0; t < count; t++)
+        if (token[t] < sees.from || token[t] >= sees.to) own[t] = NOTHING;
+    if (a_.mask && !shares_mask()) {
+      const uint8_t* mask = a_.mask + b * a_.mask_stride[0] + (k * a_.G + row / a_.S) * a_.mask_stride[1] +
+                            s * a_.mask_stride[2];
+      for (int t = 0; t < count; t++)
+        if (!mask[token[t] * a_.mask_stride[3]]) own[t] = NOTHING;
+    }
+    std::fill(own + count, own + BLOCK, NOTHING);
+
+    const float scale = std::is_same_v<typename A::Query, float> ? 1.0f : float(a_.scale);
+    Vector top = load(own);
+    for (int t = W; t < BLOCK; t += W) top = larger(top, load(own + t));
+    // Products by pairs are scaled afterwards, and by a negative number the largest would be the smallest.
+    const float high = std::max(found.high[row], largest(top) * scale);
+    const float base = high == NOTHING ? 0.0f : high;  // nothing seen yet: all weights are 0
+    Vector sums_of = {};
+    for (int t = 0; t < BLOCK; t += W) {
+      const Vector weights = exponential(load(own + t) * scale - base);
+      sums_of += weights;
+      store(own + t, weights);
+#if HAS_PAIRS
+      if constexpr (A::TOKENS == 2) *(__m256bh*)(rounded + row * BLOCK + t) = _mm512_cvtneps_pbh((__m512)weights);
+#endif
+    }
+    keep[row] = found.high[row] == NOTHING ? 0.0f : std::exp(found.high[row] - high);
+    found.high[row] = high;
+    found.sum[row] = found.sum[row] * keep[row] + sum(sums_of);
+    if (a_.value_scale) {
+      const float* scales = a_.value_scale + b * a_.value_scale_stride[0] + k * a_.value_scale_stride[1];
+      for (int t = 0; t < count; t++) own[t] *= scales[token[t] * a_.value_scale_stride[2]];
+    }
+  }
+
+  // One row of the output from what one thread or several found of it; nothing seen gives zeros.
+  void finish(int64_t b, int64_t k, int row, const Found* found, int count) const {
+    float high = NOTHING, sum = 0;
+    for (int i = 0; i < count; i++) high = std::max(high, found[i].high[row]);
+    const auto share = [&](int i) {
+      return found[i].high[row] == NOTHING ? 0.0f : std::exp(found[i].high[row] - high);
+    };
+    for (int i = 0; i < count; i++) sum += share(i) * found[i].sum[row];
+    T* out = (T*)a_.out + b * a_.out_stride[0] + (k * a_.G + row / a_.S) * a_.out_stride[1] +
+             row % a_.S * a_.out_stride[2];
+    float* made = found[0].mixture + row * V_;
+    const float first = sum == 0 ? 0.0f : share(0) / sum;
+    for (int64_t d = 0; d < a_.V; d++) made[d] *= first;
+    for (int i = 1; i < count; i++) {
+      const float weight = sum == 0 ? 0.0f : share(i) / sum;
+      for (int64_t d = 0; d < a_.V; d++) made[d] += weight * found[i].mixture[row * V_ + d];
+    }
+    for (int64_t d = 0; d < a_.V; d++) put(out + d, made[d]);
+  }
+};
+
+template <class T>
+void decode(const Arguments& a) {
+#if HAS_PAIRS
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (a.D % 32 == 0 && a.V % 32 == 0 && a.scale > 0) return Decoding<Paired, T, true>(a).run();
+#endif
+  if (a.D % W == 0 && a.V % W == 0) return Decoding<Single, T, true>(a).run();
+  Decoding<Single, T, false>(a).run();
+}
+
+}  // namespace
+
+// 0, or why not: 1 no memory, 2 a type that this compiler has not. Types: 0 float32, 1 bfloat16, 2 float16.
+extern "C" int headwise_decode(const Arguments* arguments, int type) try {
+  switch (type) {
+    case 0: decode<float>(*arguments); return 0;
+    case 1: decode<bfloat16>(*arguments); return 0;
+#if defined(__FLT16_MAX__)
+    case 2: decode<float16>(*arguments); return 0;
+#endif
+    default: return 2;
+  }
+} catch (const std::bad_alloc&) {
+  return 1;
+}

@@ -1,0 +1,26 @@
+// f(thread) on so many threads: torch's own, by OpenMP, or fresh ones where a tool is to watch for races.
+#pragma once
+
+#if defined(FRESH_THREADS)
+#include <thread>
+#include <vector>
+#else
+#include <omp.h>
+#endif
+
+namespace {
+
+template <class F>
+void in_threads(int count, F f) {
+  if (count == 1) return f(0);
+#if defined(FRESH_THREADS)
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < count; thread++) threads.emplace_back([&f, thread] { f(thread); });
+  for (std::thread& thread : threads) thread.join();
+#else
+#pragma omp parallel for num_threads(count) schedule(static, 1)
+  for (int thread = 0; thread < count; thread++) f(thread);
+#endif
+}
+
+}  // namespace

@@ -1,0 +1,178 @@
+// Vectors of floats as wide as the processor has them, in GCC's and clang's own vector types.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define BYTES 64
+#elif defined(__AVX__)
+#include <immintrin.h>
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+// Early, so that small arrays become registers.
+#define UNROLL _Pragma("GCC unroll 32")
+// A vector that is used several times is loaded once: GCC would rather load it with every use.
+#if defined(__AVX512F__)
+#define IN_REGISTER(x) asm("" : "+v"(x))
+#else
+#define IN_REGISTER(x)
+#endif
+
+namespace {
+
+constexpr int W = BYTES / 4;
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+typedef float Vector __attribute__((vector_size(BYTES)));
+typedef int32_t Whole __attribute__((vector_size(BYTES)));
+typedef uint32_t Bits __attribute__((vector_size(BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(BYTES / 2)));
+typedef int8_t Bytes __attribute__((vector_size(BYTES / 4)));
+typedef float LooseVector __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef uint16_t LooseHalves __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
+typedef int8_t LooseBytes __attribute__((vector_size(BYTES / 4), aligned(1), may_alias));
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+INLINE Vector all(float x) { return x - Vector{}; }
+INLINE Vector load(const float* at) { return *(const LooseVector*)at; }
+INLINE Vector load(const bfloat16* at) {
+  const Halves bits = *(const LooseHalves*)at;
+  return (Vector)(__builtin_convertvector(bits, Bits) << 16);
+}
+INLINE Vector load(const int8_t* at) {
+  const Bytes numbers = *(const LooseBytes*)at;
+  return __builtin_convertvector(numbers, Vector);
+}
+INLINE void store(float* at, Vector x) { *(LooseVector*)at = x; }
+
+INLINE float number(float x) { return x; }
+INLINE float number(int8_t x) { return x; }
+INLINE float number(bfloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float made;
+  memcpy(&made, &bits, 4);
+  return made;
+}
+INLINE void put(float* at, float x) { *at = x; }
+INLINE void put(bfloat16* at, float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000)
+    at->bits = uint16_t(bits >> 16 | 64);  // not a number stays none
+  else
+    at->bits = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Half precision is there where the compiler knows it.
+#if defined(__FLT16_MAX__)
+typedef _Float16 float16;
+#if defined(__AVX512F__)
+INLINE Vector load(const float16* at) { return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
+#elif defined(__F16C__)
+INLINE Vector load(const float16* at) { return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
+#else
+INLINE Vector load(const float16* at) {
+  Vector made;
+  for (int i = 0; i < W; i++) made[i] = (float)at[i];
+  return made;
+}
+#endif
+INLINE float number(float16 x) { return (float)x; }
+INLINE void put(float16* at, float x) { *at = (float16)x; }
+#endif
+
+#if defined(__AVX512F__)
+INLINE Vector larger(Vector a, Vector b) { return (Vector)_mm512_max_ps((__m512)a, (__m512)b); }
+#else
+INLINE Vector larger(Vector a, Vector b) {
+  const Whole is_a = a > b;
+  return (Vector)(((Whole)a & is_a) | ((Whole)b & ~is_a));
+}
+#endif
+
+// Lanes picked from two vectors: PICK(l) for lane l, those of the second counted on from W.
+template <int (*PICK)(int), size_t... L>
+INLINE Vector picked(Vector a, Vector b, std::index_sequence<L...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, PICK(L)...);
+#else
+  return __builtin_shuffle(a, b, Whole{PICK(L)...});
+#endif
+}
+template <int (*PICK)(int)>
+INLINE Vector picked(Vector a, Vector b) {
+  return picked<PICK>(a, b, std::make_index_sequence<W>());
+}
+
+// Of each 2 H lanes: the first H of a's and of b's; and the last.
+template <int H>
+constexpr int first_halves(int lane) {
+  return lane / (2 * H) * (2 * H) + lane % H + (lane % (2 * H) < H ? 0 : W);
+}
+template <int H>
+constexpr int last_halves(int lane) {
+  return first_halves<H>(lane) + H;
+}
+
+// W vectors added up: lane i of the result is the sum of x[i]'s lanes.
+template <int H = W / 2>
+INLINE Vector sums(const Vector* x) {
+  Vector half[H];
+  UNROLL for (int i = 0; i < H; i++)
+    half[i] = picked<first_halves<H>>(x[i], x[i + H]) + picked<last_halves<H>>(x[i], x[i + H]);
+  if constexpr (H == 1)
+    return half[0];
+  else
+    return sums<H / 2>(half);
+}
+
+INLINE float sum(Vector x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float made = 0;
+  for (int i = 0; i < W; i++) made += x[i];
+  return made;
+#endif
+}
+INLINE float largest(Vector x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float made = x[0];
+  for (int i = 1; i < W; i++) made = std::max(made, x[i]);
+  return made;
+#endif
+}
+
+// exp(x) for x ≤ 0, within 2 units in the last place; 0 below -87.3.
+INLINE Vector exponential(Vector x) {
+  x *= 1.44269504088896341f;
+  const Whole tiny = x < -126.0f;
+  const Vector shift = all(12582912.0f);  // 1.5 · 2²³: what is added to it is rounded to a whole number
+  const Vector shifted = x + shift;
+  const Vector rest = x - (shifted - shift);
+  Vector power = all(1.53533619e-4f);
+  power = power * rest + 1.33988744e-3f;
+  power = power * rest + 9.61843e-3f;
+  power = power * rest + 5.5503324e-2f;
+  power = power * rest + 2.402264791e-1f;
+  power = power * rest + 6.931472028e-1f;
+  power = power * rest + 1.0f;
+  const Whole made = (Whole)power + (((Whole)shifted - (Whole)shift) << 23);
+  return (Vector)(made & ~tiny);
+}
+
+}  // namespace
