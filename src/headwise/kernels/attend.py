@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.kernels.mask import combine_masks
+from headwise.kernels.fused import attend_fused, why_not_fused
+from headwise.kernels.mask import as_bool_mask, combine_masks
 from headwise.kernels.packed import FEW_TOKENS, attend_packed
 from headwise.kernels.reference import attend_reference
 
 Shape = Sequence[int]
-Backend = Literal["auto", "reference", "sdpa", "packed"]
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed")
+Backend = Literal["auto", "reference", "sdpa", "packed", "fused"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed", "fused")
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def attend(
         enable_gqa: False demands K = H, as torch does.
         window: with ``is_causal``, how many of the latest keys a query sees; all when None.
         backend: ``auto`` picks by shape (`choose_backend` tells what); the result is the same beyond rounding.
-        return_weights: also return the weights ``[B, H, S, T]``; not with ``sdpa``, which never has them.
+        return_weights: also return the weights ``[B, H, S, T]``; not with ``sdpa`` or ``fused``, which have none.
 
     Returns:
         ``[B, H, S, V]``, or that and the weights.
@@ -126,13 +128,29 @@ def attend(
         raise ArgumentError("window", window, "must be at least 1, and is_causal true with it")
     if window is not None and window >= T:
         window = None
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if backend == "auto":
-        backend = choose_backend(query.shape, key.shape, return_weights=return_weights).backend
+        backend = choose_backend(
+            query.shape,
+            key.shape,
+            dtype=query.dtype,
+            device=query.device,
+            needs_grad=needs_grad,
+            dropout_p=dropout_p,
+            return_weights=return_weights,
+        ).backend
     if scale is None:
         scale = D**-0.5
+    if return_weights and backend in ("sdpa", "fused"):
+        raise ArgumentError("backend", backend, "never holds the weights; use reference, packed or auto")
+    if backend == "fused":
+        if dropout_p:
+            raise ArgumentError("backend", backend, "knows no dropout; use another, or auto")
+        if (reason := why_not_fused(query.dtype, query.device, needs_grad=needs_grad)) is not None:
+            raise ArgumentError("backend", backend, f"cannot serve: {reason}; use another, or auto")
+        mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
+        return attend_fused(query, key, value, mask, is_causal, window, scale)
     if backend == "sdpa":
-        if return_weights:
-            raise ArgumentError("backend", backend, "never holds the weights; use reference, packed or auto")
         return _attend_sdpa(query, key, value, attn_mask, is_causal, window, scale, dropout_p)
     mask = combine_masks(attn_mask, is_causal, (B, H, S, T), query.device, window)
     weights: Tensor | None
@@ -148,18 +166,32 @@ def attend(
     return out, weights
 
 
-def choose_backend(query: Shape, key: Shape, *, return_weights: bool = False) -> Choice:
-    """What ``backend="auto"`` would use for tensors of these shapes, and why.
+def choose_backend(
+    query: Shape,
+    key: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    needs_grad: bool = False,
+    dropout_p: float = 0.0,
+    return_weights: bool = False,
+) -> Choice:
+    """What ``backend="auto"`` would use for such tensors, and why.
 
-    >>> choose_backend((1, 32, 1, 128), (1, 8, 8192, 128)).backend
-    'packed'
+    >>> choose_backend((1, 32, 64, 128), (1, 8, 8192, 128)).backend
+    'sdpa'
     """
     S, K, T = query[2], key[1], key[2]
     if return_weights:
         return Choice("packed", "the weights are asked for, and SDPA never holds them")
-    if S <= FEW_TOKENS:
-        return Choice("packed", f"few new tokens ({S}): reading {K} key–value heads once is the cost")
-    return Choice("sdpa", f"{S} new tokens: blocked softmax, no {S} × {T} scores held")
+    if S > FEW_TOKENS:
+        return Choice("sdpa", f"{S} new tokens: blocked softmax, no {S} × {T} scores held")
+    few = f"few new tokens ({S}): reading {K} key–value heads once is the cost"
+    if dropout_p:
+        return Choice("packed", f"{few}; the fused kernel knows no dropout")
+    if (reason := why_not_fused(dtype, torch.device(device), needs_grad=needs_grad)) is not None:
+        return Choice("packed", f"{few}; no fused kernel: {reason}")
+    return Choice("fused", few)
 
 
 def _attend_sdpa(

@@ -1,0 +1,132 @@
+"""The kernel's library: compiled once a machine by its own compiler, and kept in the user's cache folder.
+
+A wheel could only hold code for the least of all processors; what this kernel is for, the widest vectors and products
+of pairs that a processor has, is known where it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_SOURCES = ("decode.cpp", "tiles.h", "threads.h", "vectors.h")
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = (
+    *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w"),
+    # Sums may be contracted; nothing else of what numbers mean is given up.
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+)
+_PATIENCE = 300
+"""Seconds that compiling may take; it takes a few."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """The compiled kernel, or why there is none.
+
+    Attributes:
+        library: None where it cannot be built or loaded.
+        path: of the library's file.
+        reason: one line: how it was built, or why it was not.
+    """
+
+    library: ctypes.CDLL | None
+    path: Path | None
+    reason: str
+
+
+@cache
+def built() -> Build:
+    """The kernel, compiled now if it was not before; never an error: without it the packed way serves."""
+    if (compiler := _compiler()) is None:
+        return Build(None, None, f"no C++ compiler: neither $CXX nor {', '.join(_COMPILERS)}")
+    command = [*compiler, *_FLAGS, _native()]
+    try:
+        path = _folder() / f"decode-{_fingerprint(command)}.so"
+        if not path.exists():
+            _compile(command, path)
+        library = _load(path)
+    except subprocess.CalledProcessError as error:
+        return Build(None, None, f"{compiler[0]} failed: {_first_error(error.stderr)}")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Build(None, None, f"{compiler[0]}: {error}")
+    return Build(library, path, f"compiled by {compiler[0]}")
+
+
+def _compiler() -> list[str] | None:
+    given = shlex.split(os.environ.get("CXX", ""))
+    for name in (given, *([name] for name in _COMPILERS)):
+        if name and (found := shutil.which(name[0])):
+            return [found, *name[1:]]
+    return None
+
+
+def _native() -> str:
+    return "-mcpu=native" if platform.machine().lower() in ("arm64", "aarch64", "ppc64le") else "-march=native"
+
+
+def _folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(home).expanduser() / "headwise" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:  # nowhere to keep it: once a process then, where nobody else can put a library
+        return Path(tempfile.mkdtemp(prefix="headwise-"))
+
+
+def _fingerprint(command: list[str]) -> str:
+    """Of all that decides what the library is: sources, command, compiler and processor."""
+    told = hashlib.sha256()
+    for name in _SOURCES:
+        told.update(Path(__file__).with_name(name).read_bytes())
+    compiler = Path(command[0]).resolve()
+    told.update(f"{command} {compiler} {compiler.stat().st_mtime_ns} {_processor()} {torch.__version__}".encode())
+    return told.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """What the processor is and can; a home folder may be shared by machines that differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    kept = {key.strip(): value for key, _, value in (line.partition(":") for line in lines)}
+    return platform.machine() + "".join(kept.get(name, "") for name in names)
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """To a name of its own first: a library is there whole or not at all, whoever else is at it."""
+    handle, made = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        source = str(Path(__file__).with_name("decode.cpp"))
+        subprocess.run([*command, source, "-o", made], check=True, capture_output=True, text=True, timeout=_PATIENCE)
+        os.replace(made, path)
+    finally:
+        Path(made).unlink(missing_ok=True)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.headwise_decode.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.headwise_decode.restype = ctypes.c_int
+    return library
+
+
+def _first_error(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")

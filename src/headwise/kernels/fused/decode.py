@@ -1,0 +1,84 @@
+"""Calling the compiled kernel.
+
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from headwise.kernels.fused.build import built
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# `Arguments` of decode.cpp: seven pointers, seven sizes, strides, the causal rule, threads, the scale.
+_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d")
+
+
+def why_not_fused(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = False) -> str | None:
+    """Why the kernel cannot serve such tensors, or None where it can; compiles it if it is not there yet."""
+    if device.type != "cpu":
+        return f"it is for the CPU, not {device.type}"
+    if dtype not in _TYPES:
+        return f"it knows {', '.join(str(known) for known in _TYPES)}, not {dtype}"
+    if needs_grad:
+        return "it has no backward pass"
+    if torch.compiler.is_compiling():
+        return "it cannot be traced"
+    build = built()
+    return build.reason if build.library is None else None
+
+
+def attend_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """As `headwise.kernels.reference.attend_reference`, of tensors that `why_not_fused` has nothing against.
+
+    Args:
+        query: ``[B, H, S, D]``, of any strides.
+        key: ``[B, K, T, D]``; copied where a token's numbers do not lie side by side.
+        value: ``[B, K, T, V]``, likewise.
+        mask: bool, broadcastable to ``[B, H, S, T]``; a slot that nobody sees is never read.
+        is_causal: bottom-right.
+        window: how many of the latest keys a query sees.
+        scale: multiplies the scores.
+
+    Returns:
+        ``[B, H, S, V]``, in memory ``[B, S, H, V]``, as the output projection reads it.
+    """
+    library = built().library
+    assert library is not None
+    B, H, S, D = query.shape
+    K, T, V = key.shape[1], key.shape[2], value.shape[3]
+    query, key, value = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (query, key, value))
+    out = query.new_empty(B, S, H, V).transpose(1, 2)
+    if out.numel() == 0:
+        return out
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    place = 0
+    if mask is not None:
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+        place = mask.data_ptr()
+    arguments = _ARGUMENTS.pack(
+        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), place, 0, 0),
+        *(B, K, H // K, S, T, D, V),
+        *query.stride()[:3],
+        *out.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *(0, 0, 0, 0, 0, 0),
+        *strides,
+        *(is_causal, window or 0, torch.get_num_threads()),
+        scale,
+    )
+    if library.headwise_decode(arguments, _TYPES[query.dtype]):
+        raise MemoryError("no memory to attend in")
+    return out
