@@ -13,8 +13,9 @@ from torch import Tensor
 
 from headwise.attention import build
 from headwise.errors import ArgumentError
-from headwise.kernels import BACKENDS, Backend
+from headwise.kernels import Backend
 from tests.attention.layers import LAYERS, NEW_LAYERS, gradients_are_right, hidden, output_bias, randomized
+from tests.backends import EXACT
 from tests.closeness import assert_close
 from tests.strategies import AnySpec, specs
 
@@ -32,7 +33,7 @@ def make(name: str, seed: int = 0, **more: Any) -> Any:
     return randomized(LAYERS[name](**more), seed)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("name", NEW_LAYERS)
 @settings(max_examples=10, deadline=None)
 @given(chunks=st.lists(st.integers(1, 5), min_size=1, max_size=5), seed=st.integers(0, 2**32))
@@ -167,7 +168,7 @@ def test_left_padded_decoding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NEW_LAYERS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("tokens", [6, 40])
 @torch.no_grad()
 def test_a_later_token_changes_no_earlier_output(name: str, backend: Backend, tokens: int) -> None:

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headwise import cost
 from headwise.attention import ExpertLatentAttention, RotaryEmbedding, build
 from headwise.errors import ArgumentError, SpecError
-from headwise.kernels import BACKENDS
 from headwise.specs import RopeSpec
 from tests.attention.layers import PAIRS, ROPE, WHOLE, experts, hidden, randomized
+from tests.backends import EXACT
 from tests.by_hand import may_attend, project, rotate_by_hand
 from tests.closeness import assert_close
 
@@ -194,7 +194,7 @@ def test_every_backend_is_the_reference(impl: Any, conditioning: str) -> None:
     x, mask = hidden(2, 11), torch.ones(2, 11, dtype=torch.bool)
     mask[1, :3] = False
     expected = make(6, impl=impl, conditioning=conditioning, backend="reference")(x, attention_mask=mask)
-    for backend in BACKENDS:
+    for backend in EXACT:
         layer = make(6, impl=impl, conditioning=conditioning, backend=backend)
         assert_close(layer(x, attention_mask=mask), expected, 1e-12)
 

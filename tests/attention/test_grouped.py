@@ -18,8 +18,9 @@ from headwise.attention import (
     build,
 )
 from headwise.errors import ArgumentError, SpecError
-from headwise.kernels import BACKENDS, Backend
+from headwise.kernels import Backend
 from headwise.specs import GroupedSpec, RopeSpec
+from tests.backends import EXACT
 from tests.by_hand import attend_by_rows, may_attend, project, rms_by_hand, rotate_by_hand
 from tests.closeness import assert_close
 
@@ -91,7 +92,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("sizes", SIZES)
 @torch.no_grad()
 def test_it_is_its_equations(num_kv_heads: int, backend: Backend, sizes: str) -> None:
@@ -135,7 +136,7 @@ def test_cross_attention_refuses_another_sources_length() -> None:
         layer(hidden(2, 3), key_value_states=hidden(2, 4), cache=cache)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("sizes", SIZES)
 @settings(max_examples=15, deadline=None)
 @given(chunks=st.lists(st.integers(1, 5), min_size=1, max_size=5), seed=st.integers(0, 2**32))
@@ -261,7 +262,7 @@ def test_a_token_that_sees_nothing_gives_the_output_bias() -> None:
     assert torch.equal(out[1], layer.o_proj.bias.expand(3, 16))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("tokens", [6, 70])
 @torch.no_grad()
 def test_a_later_token_changes_no_earlier_output(backend: Backend, tokens: int) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from headwise.attention import MultiHeadLatentAttention, RotaryEmbedding, build
 from headwise.errors import ArgumentError, SpecError
-from headwise.kernels import BACKENDS, Backend
+from headwise.kernels import Backend
 from headwise.specs import LatentSpec, RopeSpec
+from tests.backends import EXACT
 from tests.by_hand import attend_by_rows, may_attend, project, rms_by_hand, rotate_by_hand
 from tests.closeness import assert_close
 
@@ -85,7 +86,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("impl", [*IMPLS, "auto"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("sizes", SIZES)
 @torch.no_grad()
 def test_it_is_its_equations(impl: str, backend: Backend, sizes: str) -> None:
@@ -213,7 +214,7 @@ def test_cross_attention_fills_its_cache_once(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", [*IMPLS, "auto"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @settings(max_examples=30, deadline=None)
 @given(
     sizes=st.sampled_from(list(SIZES)),
@@ -303,7 +304,7 @@ def test_left_padded_decoding(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("tokens", [6, 70])
 @torch.no_grad()
 def test_a_later_token_changes_no_earlier_output(impl: str, backend: Backend, tokens: int) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from headwise.attention import LatentSpaceAttention, MultiHeadAttention, build
 from headwise.errors import ArgumentError, SpecError
-from headwise.kernels import BACKENDS, Backend
+from headwise.kernels import Backend
 from tests.attention.layers import PAIRS, ROPE, hidden, randomized
+from tests.backends import EXACT
 from tests.by_hand import attend_by_rows, may_attend, project, rotate_by_hand
 from tests.closeness import assert_close
 
@@ -54,7 +55,7 @@ def by_hand(layer: LatentSpaceAttention, x: Tensor, source: Tensor, kept: Tensor
     return project(layer.o_proj, project(layer.v_out_proj, torch.cat(list(mixed.unbind(1)), dim=-1)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("sizes", SIZES)
 @torch.no_grad()
 def test_it_is_its_equations(backend: Backend, sizes: str) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 from headwise import cost
 from headwise.attention import SelfAttention, build
 from headwise.errors import SpecError
-from headwise.kernels import BACKENDS, Backend
+from headwise.kernels import Backend
 from headwise.specs import GroupedSpec
 from tests.attention.layers import PAIRS, ROPE, hidden, randomized
+from tests.backends import EXACT
 from tests.by_hand import attend_by_rows, may_attend, project, rms_by_hand, rotate_by_hand
 from tests.closeness import assert_close
 
@@ -52,7 +53,7 @@ def by_hand(layer: SelfAttention, x: Tensor, source: Tensor, kept: Tensor) -> Te
     return mixed if layer.o_proj is None else project(layer.o_proj, mixed)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("sizes", SIZES)
 @torch.no_grad()
 def test_it_is_its_equations(backend: Backend, sizes: str) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from headwise import cost
 from headwise.errors import ArgumentError, SpecError
-from headwise.kernels import BACKENDS, Backend
+from headwise.kernels import Backend
 from tests.attention.layers import LAYERS, experts, gradients_are_right, hidden, randomized
+from tests.backends import EXACT
 from tests.by_hand import may_attend
 from tests.closeness import assert_close
 
@@ -26,7 +27,7 @@ def band(tokens: int, window: int) -> Tensor:
     return may_attend(None, True, (1, 1, tokens, tokens), window)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
 def test_a_window_is_a_band_of_full_attention(name: str, backend: Backend) -> None:

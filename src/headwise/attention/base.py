@@ -130,8 +130,8 @@ class AttentionLayer(nn.Module):
             # Before anything is remembered; how long a foreign cache is, it alone knows.
             keys = total if key_value_states is None else key_value_states.shape[1]
             attention_mask = self._as_mask(attention_mask, hidden_states, keys)
-        if return_weights and self.backend == "sdpa":
-            raise ArgumentError("backend", "sdpa", "never holds the weights; use reference, packed or auto")
+        if return_weights and self.backend in ("sdpa", "fused"):
+            raise ArgumentError("backend", self.backend, "never holds the weights; use reference, packed or auto")
         call = Call(attention_mask, is_causal, is_cross, return_weights, ids, rotation, total)
         self._refuse(call, position_ids, position_embeddings, cache)
         memory = self._remembered(hidden_states, key_value_states, rotation, cache)
