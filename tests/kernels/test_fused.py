@@ -101,7 +101,7 @@ def draw(seed: int) -> Case:
     }[pick.choice(["none", "none", "padding", "holes", "heads", "every"])]()
     is_causal = pick.random() < 0.5
     window = pick.choice([None, None, 1, 3, 60]) if is_causal else None
-    case = Case(query.to(dtype), key, value, mask, is_causal, window, pick.choice([None, None, 0.3, 2.0, -0.5, 0.0]))
+    case = Case(query.to(dtype), key, value, mask, is_causal, window, pick.choice([None, None, 0.3, -0.5, 0.0]))
     nobody = ~case.seen.view(B, K, -1, T).any(2)
     key[nobody] = NAN
     if not shared:
