@@ -16,7 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 
 import headwise
 from headwise.conversion import export_deepseek
-from headwise.hf.optimize import OptimizedLatentAttention
+from headwise.hf.deepseek import OptimizedLatentAttention
 from tests.closeness import assert_close
 from tests.one_plan import convert_with_one_plan
 from tests.real_models import save_tiny, tiny_model

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.kernels import BACKENDS, Backend, attend, choose_backend
-from headwise.kernels.fused import built
+from headwise.kernels.native import built
 from tests.backends import EXACT
 from tests.by_hand import attend_by_rows, may_attend
 from tests.closeness import assert_close

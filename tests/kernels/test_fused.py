@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.kernels import attend, choose_backend
-from headwise.kernels.fused import build, built
+from headwise.kernels.native import build, built
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 

@@ -1,7 +1,10 @@
 """transformers' side: importing this makes its Auto classes load what headwise wrote."""
 
 from headwise.hf.attention import HostedAttention, HostedGroupedAttention, HostedLatentAttention, LayerCache
+from headwise.hf.cache import HeadwiseCache
 from headwise.hf.generate import Generation, generate
+from headwise.hf.interface import attention_forward
+from headwise.hf.interface import register as register_attention
 from headwise.hf.layerwise import AttentionCall, LayerwiseModel
 from headwise.hf.load import (
     as_dtype,
@@ -19,12 +22,14 @@ from headwise.hf.optimize import optimize
 __all__ = [
     "AttentionCall",
     "Generation",
+    "HeadwiseCache",
     "HostedAttention",
     "HostedGroupedAttention",
     "HostedLatentAttention",
     "LayerCache",
     "LayerwiseModel",
     "as_dtype",
+    "attention_forward",
     "auto_class",
     "check_complete",
     "expected_tensors",
@@ -40,3 +45,4 @@ __all__ = [
 ]
 
 register()
+register_attention()

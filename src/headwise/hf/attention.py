@@ -15,6 +15,7 @@ from headwise.attention.base import AttentionLayer
 from headwise.attention.latent import constructor_arguments
 from headwise.checkpoints import family_of
 from headwise.errors import ArgumentError
+from headwise.hf.interface import as_bool
 from headwise.kernels.mask import causal_mask
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, RopeSpec
 
@@ -104,7 +105,7 @@ class HostedAttention(AttentionLayer):
         attended = super().forward(
             hidden_states,
             key_value_states=key_value_states,
-            attention_mask=None if attention_mask is None else _as_bool(attention_mask),
+            attention_mask=None if attention_mask is None else as_bool(attention_mask),
             # In a 4-D mask causality is already; without one, or with padding alone, plain causal is meant.
             is_causal=self.spec.is_causal and not is_cross and (attention_mask is None or attention_mask.dim() == 2),
             position_embeddings=self._rotation(position_embeddings, hidden_states.device),
@@ -175,8 +176,3 @@ class HostedGroupedAttention(HostedAttention, GroupedQueryAttention):
 
 def _dropout(config: Any) -> float:
     return float(getattr(config, family_of(config.model_type).dropout) or 0.0)
-
-
-def _as_bool(mask: Tensor) -> Tensor:
-    """transformers' eager masks are added to the scores: 0 attends, a huge negative number does not."""
-    return mask == 0 if mask.is_floating_point() else mask

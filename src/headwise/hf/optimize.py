@@ -1,123 +1,84 @@
-"""`optimize`: a loaded model goes on with headwise's attention and the parameters it has."""
+"""`optimize`: a loaded model goes on with headwise's attention, cache and products, and the parameters it has."""
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from headwise.attention.rope import RotaryEmbedding
 from headwise.errors import ArgumentError, SpecError
-from headwise.hf.attention import HostedLatentAttention
-from headwise.specs import HOSTED_PREFIX, LatentSpec, RopeSpec
-
-FAMILIES = {"deepseek_v2": "DeepseekV2Attention", "deepseek_v3": "DeepseekV3Attention"}
-"""transformers' attention class of each family that can be optimised."""
-
-_PROJECTIONS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+from headwise.hf.cache import HeadwiseCache
+from headwise.hf.deepseek import FAMILIES, take_over_attention
+from headwise.hf.interface import NAME
+from headwise.hf.linear import take_over_linears
+from headwise.specs import HOSTED_PREFIX
 
 
 def optimize(model: Any) -> Any:
-    """Let a loaded transformers model attend as headwise does; nothing is copied, and the model itself is returned.
+    """Let a loaded transformers model run as headwise does; nothing is copied, and the model itself is returned.
 
-    DeepSeek's attention then never decodes keys and values from the cached latents when that takes more work than
-    attending to the latents themselves. Outputs are the same to rounding, and parameters, their names and hooks are
-    the same objects. A model that is optimised already, or that headwise converted, is left as it is.
+    - Attention is `headwise.kernels.attend`, as with ``attn_implementation="headwise"``. DeepSeek's modules, which
+      decode keys and values from the cached latents before they ask for that, are made headwise's own.
+    - ``generate`` keeps what it remembers in a `HeadwiseCache`, unless it is given another or told which.
+    - Linear layers read their weights at the speed of memory where tokens are few (on a CPU, without gradients).
+
+    Outputs are the same to rounding; parameters, their names and hooks are the same objects, and what is saved is a
+    stock folder. A second time changes nothing.
 
     Args:
-        model: of family ``deepseek_v2`` or ``deepseek_v3``, with or without a head.
+        model: any transformers model whose attention can be set, with or without a head; converted ones too.
 
     Raises:
-        SpecError: it is of another family, or has no attention modules of that family's own class.
-        ArgumentError: a module cannot be taken over: its weights are not plain, its forward was replaced, or its
-            masks are made for flash or flex attention.
+        ArgumentError: it is no transformers model, or a module of it cannot be taken over. Nothing is changed then.
+        SpecError: its attention cannot be set, or wants something that `attend` does not know.
     """
-    family = getattr(getattr(model, "config", None), "model_type", None)
-    if str(family).startswith(HOSTED_PREFIX):
-        return model
-    if family not in FAMILIES:
-        raise SpecError("model_type", family, f"cannot be optimised yet; can: {', '.join(FAMILIES)}")
-    if (masks := model.config._attn_implementation) not in ("sdpa", "eager"):
-        rule = "does not say in tensors who attends to whom; load the model with sdpa or eager"
-        raise ArgumentError("attn_implementation", masks, rule)
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).__name__ == FAMILIES[family] or isinstance(module, OptimizedLatentAttention)
-    }
-    if not modules:
-        raise SpecError("model", type(model).__name__, f"has no {FAMILIES[family]}")
-    stock = {name: m for name, m in modules.items() if not isinstance(m, OptimizedLatentAttention)}
-    for name, module in stock.items():  # all of them, before the first is changed
-        _check(name, module)
-    for module in stock.values():
-        _take_over(module)
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError("model", type(model).__name__, "must be a loaded transformers model")
+    family = str(model.config.model_type)
+    if family in FAMILIES:
+        take_over_attention(model)
+    elif not family.startswith(HOSTED_PREFIX):
+        _check(model, family)
+        model.set_attn_implementation(NAME)
+    take_over_linears(model)
+    if model.can_generate():
+        own: Any = model
+        own._prepare_cache_for_generation = partial(_prepare_cache, model)
     return model
 
 
-class OptimizedLatentAttention(HostedLatentAttention):
-    """DeepSeek's attention module after `optimize`, which changes a module's class and never makes one."""
-
-    def _rotation(self, tables: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-        if isinstance(tables, Tensor):  # V2: cos + i·sin
-            return tables.real, tables.imag
-        cos, sin = tables  # V3: each pair's angle twice, in halves
-        half = self.spec.qk_rope_head_dim // 2
-        return cos[..., :half], sin[..., :half]
-
-
-def _check(name: str, module: Any) -> None:
-    """Refuse what headwise's forward would compute otherwise, or not at all."""
-    if "forward" in vars(module):  # such as accelerate's hooks, which call the old one
-        raise ArgumentError(name, type(module).__name__, "has a forward of its own, which optimize would not replace")
-    # The other projections are called; this one's weight is read, and a quantised or adapted one's is not all of it.
-    decoder = module.kv_b_proj
-    rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
-    if type(decoder) is not nn.Linear or tuple(decoder.weight.shape) != (rows, module.kv_lora_rank):
-        raise ArgumentError(f"{name}.kv_b_proj", type(decoder).__name__, "must be a whole, plain linear layer")
+def _check(model: Any, family: str) -> None:
+    """Refuse a model whose attention would not ask ours, or ask what ours does not know."""
+    if not model._can_set_attn_implementation():
+        raise SpecError("model_type", family, "cannot be optimised: transformers cannot set its attention")
+    config = model.config.get_text_config(decoder=True)
+    wants = {
+        "caps its scores": getattr(config, "attn_logit_softcapping", None) is not None,
+        "adds a learned bias to its scores": hasattr(config, "relative_attention_num_buckets"),
+        "has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
+    }
+    for what, is_wanted in wants.items():
+        if is_wanted:
+            raise SpecError("model_type", family, f"cannot be optimised: it {what}")
 
 
-def _take_over(module: Any) -> None:
-    """Make a module headwise's in place, as torch's own parametrizations do: hooks and parameters stay."""
-    config = module.config
-    module.spec = LatentSpec(
-        hidden_size=module.hidden_size,
-        num_heads=module.num_heads,
-        kv_lora_rank=module.kv_lora_rank,
-        qk_nope_head_dim=module.qk_nope_head_dim,
-        qk_rope_head_dim=module.qk_rope_head_dim,
-        v_head_dim=module.v_head_dim,
-        q_lora_rank=module.q_lora_rank,
-        bias=tuple(name for name in _PROJECTIONS if getattr(getattr(module, name), "bias", None) is not None),
-        softmax_scale=module.scaling,
-    )
-    for name in ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj"):
-        if getattr(module, name, None) is None:
-            setattr(module, name, None)
-    # cos and sin come from the model; V2 always rotates neighbours.
-    module.rope = RotaryEmbedding(
-        RopeSpec(dim=module.qk_rope_head_dim, interleaved=bool(getattr(config, "rope_interleave", True)))
-    )
-    module.dropout = float(module.attention_dropout or 0.0)
-    module.backend, module.impl = "auto", "auto"
-    module.window, module.output_dropout = None, 0.0
-    stock: Any = type(module)
-    module.__class__ = _optimized(stock)
-
-
-@cache
-def _optimized(stock: Any) -> type[Any]:
-    """The class of a family's modules; still one of its own, by which transformers knows whose weights to return."""
-    return type(f"Optimized{stock.__name__}", (OptimizedLatentAttention, stock), {"__module__": __name__})
-
-
-def __getattr__(name: str) -> Any:
-    """The made classes by name, which is how pickle asks for them, and so a spawned worker."""
-    for family, stock in FAMILIES.items():
-        if name == f"Optimized{stock}":
-            modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-            return _optimized(getattr(modeling, stock))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _prepare_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+    """transformers' own method, and a `HeadwiseCache` where it has made a `DynamicCache`."""
+    given = model_kwargs.get("past_key_values")
+    type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args)
+    made = model_kwargs.get("past_key_values")
+    if made is None or made is given:
+        return
+    inner = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
+    if type(inner) is not DynamicCache or inner.offloading:
+        return
+    cache = HeadwiseCache(model)
+    if args and isinstance(args[-1], int):  # max_cache_length, the last of the method's arguments
+        cache.expect(args[-1])
+    if generation_config.is_assistant:
+        cache.activate_past_recording()
+    if inner is made:
+        model_kwargs["past_key_values"] = cache
+    else:
+        made.self_attention_cache = cache

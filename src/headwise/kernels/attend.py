@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.kernels.fused import attend_fused, why_not_fused
 from headwise.kernels.mask import as_bool_mask, combine_masks
+from headwise.kernels.native import are_plain, attend_fused, why_not
 from headwise.kernels.packed import FEW_TOKENS, attend_packed
 from headwise.kernels.reference import attend_reference
 
@@ -139,6 +139,8 @@ def attend(
             dropout_p=dropout_p,
             return_weights=return_weights,
         ).backend
+        if backend == "fused" and not (are_plain(query, key, value, attn_mask) and _one_dtype(query, key, value)):
+            backend = "packed"  # torch says what it makes of them
     if scale is None:
         scale = D**-0.5
     if return_weights and backend in ("sdpa", "fused"):
@@ -146,8 +148,10 @@ def attend(
     if backend == "fused":
         if dropout_p:
             raise ArgumentError("backend", backend, "knows no dropout; use another, or auto")
-        if (reason := why_not_fused(query.dtype, query.device, needs_grad=needs_grad)) is not None:
+        if (reason := why_not(query.dtype, query.device, needs_grad=needs_grad)) is not None:
             raise ArgumentError("backend", backend, f"cannot serve: {reason}; use another, or auto")
+        if not _one_dtype(query, key, value) or not are_plain(query, key, value, attn_mask):
+            raise ArgumentError("backend", backend, "takes plain tensors on the CPU, of one dtype")
         mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
         return attend_fused(query, key, value, mask, is_causal, window, scale)
     if backend == "sdpa":
@@ -189,9 +193,13 @@ def choose_backend(
     few = f"few new tokens ({S}): reading {K} key–value heads once is the cost"
     if dropout_p:
         return Choice("packed", f"{few}; the fused kernel knows no dropout")
-    if (reason := why_not_fused(dtype, torch.device(device), needs_grad=needs_grad)) is not None:
+    if (reason := why_not(dtype, torch.device(device), needs_grad=needs_grad)) is not None:
         return Choice("packed", f"{few}; no fused kernel: {reason}")
     return Choice("fused", few)
+
+
+def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return query.dtype == key.dtype == value.dtype
 
 
 def _attend_sdpa(

@@ -1,6 +1,9 @@
 // f(thread) on so many threads: torch's own, by OpenMP, or fresh ones where a tool is to watch for races.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 #if defined(FRESH_THREADS)
 #include <thread>
 #include <vector>
@@ -9,6 +12,11 @@
 #endif
 
 namespace {
+
+// More threads than there is work for would be waiting for each other.
+inline int useful_threads(double microseconds, int64_t most) {
+  return int(std::max<int64_t>(1, std::min<int64_t>(most, int64_t(microseconds / 3) + 1)));
+}
 
 template <class F>
 void in_threads(int count, F f) {

@@ -1,7 +1,7 @@
-"""The kernel's library: compiled once a machine by its own compiler, and kept in the user's cache folder.
+"""The kernels' library: compiled once a machine by its own compiler, and kept in the user's cache folder.
 
-A wheel could only hold code for the least of all processors; what this kernel is for, the widest vectors and products
-of pairs that a processor has, is known where it runs.
+A wheel could only hold code for the least of all processors; what these kernels are for, the widest vectors and
+products of pairs that a processor has, is known where it runs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,26 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-_SOURCES = ("decode.cpp", "tiles.h", "threads.h", "vectors.h")
+_SOURCES = ("decode.cpp", "linear.cpp")
+_HEADERS = ("tiles.h", "threads.h", "vectors.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w"),
     # Sums may be contracted; nothing else of what numbers mean is given up.
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
 )
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What may be stored, and its number in the sources."""
+
 _PATIENCE = 300
 """Seconds that compiling may take; it takes a few."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """The compiled kernel, or why there is none.
+    """The compiled kernels, or why there are none.
 
     Attributes:
         library: None where it cannot be built or loaded.
@@ -48,12 +53,12 @@ class Build:
 
 @cache
 def built() -> Build:
-    """The kernel, compiled now if it was not before; never an error: without it the packed way serves."""
+    """The kernels, compiled now if they were not before; never an error: without them torch's own ways serve."""
     if (compiler := _compiler()) is None:
         return Build(None, None, f"no C++ compiler: neither $CXX nor {', '.join(_COMPILERS)}")
     command = [*compiler, *_FLAGS, _native()]
     try:
-        path = _folder() / f"decode-{_fingerprint(command)}.so"
+        path = _folder() / f"kernels-{_fingerprint(command)}.so"
         if not path.exists():
             _compile(command, path)
         library = _load(path)
@@ -62,6 +67,41 @@ def built() -> Build:
     except (OSError, subprocess.SubprocessError) as error:
         return Build(None, None, f"{compiler[0]}: {error}")
     return Build(library, path, f"compiled by {compiler[0]}")
+
+
+def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = False) -> str | None:
+    """Why the kernels cannot serve such tensors, or None where they can; compiles them if they are not there yet."""
+    if device.type != "cpu":
+        return f"it is for the CPU, not {device.type}"
+    if dtype not in TYPES:
+        return f"it knows {', '.join(str(known) for known in TYPES)}, not {dtype}"
+    if needs_grad:
+        return "it has no backward pass"
+    if _is_watched():
+        return "something watches torch's operations, or chooses their dtypes"
+    build = built()
+    return build.reason if build.library is None else None
+
+
+def _is_watched() -> bool:
+    """Whether something between the caller and the arithmetic watches, replaces or recasts torch's operations.
+
+    A compiler, a counter of FLOPs, fake tensors, functional transforms and autocast see torch's calls, not ours.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether all lie in the CPU's memory as torch's own tensors do; a subclass's numbers may be anywhere."""
+    return all(one is None or (type(one) in _PLAIN and one.device.type == "cpu") for one in tensors)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _compiler() -> list[str] | None:
@@ -90,7 +130,7 @@ def _folder() -> Path:
 def _fingerprint(command: list[str]) -> str:
     """Of all that decides what the library is: sources, command, compiler and processor."""
     told = hashlib.sha256()
-    for name in _SOURCES:
+    for name in (*_SOURCES, *_HEADERS):
         told.update(Path(__file__).with_name(name).read_bytes())
     compiler = Path(command[0]).resolve()
     told.update(f"{command} {compiler} {compiler.stat().st_mtime_ns} {_processor()} {torch.__version__}".encode())
@@ -113,8 +153,10 @@ def _compile(command: list[str], path: Path) -> None:
     handle, made = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
-        source = str(Path(__file__).with_name("decode.cpp"))
-        subprocess.run([*command, source, "-o", made], check=True, capture_output=True, text=True, timeout=_PATIENCE)
+        sources = (str(Path(__file__).with_name(name)) for name in _SOURCES)
+        subprocess.run(
+            [*command, *sources, "-o", made], check=True, capture_output=True, text=True, timeout=_PATIENCE
+        )
         os.replace(made, path)
     finally:
         Path(made).unlink(missing_ok=True)
@@ -122,8 +164,9 @@ def _compile(command: list[str], path: Path) -> None:
 
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    library.headwise_decode.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    library.headwise_decode.restype = ctypes.c_int
+    for function in (library.headwise_decode, library.headwise_linear):
+        function.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        function.restype = ctypes.c_int
     return library
 
 

@@ -80,7 +80,7 @@ class Decoding {
   void run() const {
     int64_t tokens = 0;
     for (int64_t b = 0; b < a_.B; b++) tokens += range(b).length() * a_.K;
-    const int threads = useful_threads(tokens);
+    const int threads = threads_for(tokens);
     // A thread's room: what it finds of a unit that is all its own, of its first and of its last, and what it works in.
     const int64_t part = Found::floats(rows_, V_) * sizeof(float), list = up(threads * sizeof(Found), 64);
     const int64_t each = up(3 * part + list + scratch(), 4096);
@@ -155,11 +155,9 @@ class Decoding {
     return all;
   }
 
-  // More threads than there is work for would be waiting for each other.
-  int useful_threads(int64_t tokens) const {
+  int threads_for(int64_t tokens) const {
     const double bytes = double(tokens) * (a_.D + a_.V) * sizeof(T), flops = 2.0 * tokens * rows_ * (a_.D + a_.V);
-    const double microseconds = bytes / 40e3 + flops / 100e3;
-    return int(std::max<int64_t>(1, std::min<int64_t>(a_.threads, int64_t(microseconds / 3) + 1)));
+    return useful_threads(bytes / 40e3 + flops / 100e3, a_.threads);
   }
 
   int64_t scratch() const {

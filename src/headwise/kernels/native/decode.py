@@ -10,25 +10,10 @@ import struct
 import torch
 from torch import Tensor
 
-from headwise.kernels.fused.build import built
+from headwise.kernels.native.build import TYPES, built
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # `Arguments` of decode.cpp: seven pointers, seven sizes, strides, the causal rule, threads, the scale.
 _ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d")
-
-
-def why_not_fused(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = False) -> str | None:
-    """Why the kernel cannot serve such tensors, or None where it can; compiles it if it is not there yet."""
-    if device.type != "cpu":
-        return f"it is for the CPU, not {device.type}"
-    if dtype not in _TYPES:
-        return f"it knows {', '.join(str(known) for known in _TYPES)}, not {dtype}"
-    if needs_grad:
-        return "it has no backward pass"
-    if torch.compiler.is_compiling():
-        return "it cannot be traced"
-    build = built()
-    return build.reason if build.library is None else None
 
 
 def attend_fused(
@@ -40,7 +25,7 @@ def attend_fused(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """As `headwise.kernels.reference.attend_reference`, of tensors that `why_not_fused` has nothing against.
+    """As `headwise.kernels.reference.attend_reference`, of tensors that `why_not` has nothing against.
 
     Args:
         query: ``[B, H, S, D]``, of any strides.
@@ -79,6 +64,6 @@ def attend_fused(
         *(is_causal, window or 0, torch.get_num_threads()),
         scale,
     )
-    if library.headwise_decode(arguments, _TYPES[query.dtype]):
+    if library.headwise_decode(arguments, TYPES[query.dtype]):
         raise MemoryError("no memory to attend in")
     return out

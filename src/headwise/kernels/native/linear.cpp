@@ -1,0 +1,132 @@
+// y = x Wᵀ + b for a few rows x: each weight is read once, in the order it lies in memory.
+//
+// Matrix libraries cut a product into tiles for the caches; with few rows nothing is used twice, and what counts is
+// that memory never waits.
+#include <new>
+#include <vector>
+
+#include "threads.h"
+#include "tiles.h"
+
+namespace {
+
+struct LinearArguments {
+  const void *x, *weight, *bias;  // [rows, in], [out, in] and [out] or null
+  void* y;                        // [rows, out]
+  int64_t rows, in, out;
+  int64_t x_stride, weight_stride;  // of rows, in numbers
+  int64_t threads;
+};
+
+constexpr int MOST_ROWS = 8;
+
+// Outputs that are summed up together: several weight rows share each load of x.
+constexpr int together(int rows) { return rows <= 4 ? (W == 16 ? 4 : 2) : 2; }
+
+template <class A, class T>
+class Product {
+  const LinearArguments& a_;
+  const typename A::Query* x_;
+  const int64_t whole_;  // of the inputs, those that fill vectors
+
+ public:
+  Product(const LinearArguments& a, const typename A::Query* x) : a_(a), x_(x), whole_(a.in / A::DIMS * A::DIMS) {}
+
+  void run() const {
+    const int threads = useful_threads(double(a_.in) * a_.out * sizeof(T) / 40e3, a_.threads);
+    in_threads(threads, [&](int thread) {
+      const int64_t from = a_.out * thread / threads, to = a_.out * (thread + 1) / threads;
+      switch (a_.rows) {
+        case 1: return outputs<1>(from, to);
+        case 2: return outputs<2>(from, to);
+        case 3: return outputs<3>(from, to);
+        case 4: return outputs<4>(from, to);
+        case 5: return outputs<5>(from, to);
+        case 6: return outputs<6>(from, to);
+        case 7: return outputs<7>(from, to);
+        case 8: return outputs<8>(from, to);
+      }
+    });
+  }
+
+ private:
+  template <int ROWS>
+  void outputs(int64_t from, int64_t to) const {
+    constexpr int MANY = together(ROWS);
+    int64_t o = from;
+    for (; o + MANY <= to; o += MANY) some<ROWS, MANY>(o);
+    for (; o < to; o++) some<ROWS, 1>(o);
+  }
+
+  template <int ROWS, int MANY>
+  void some(int64_t o) const {
+    const T* weight = (const T*)a_.weight + o * a_.weight_stride;
+    const int64_t stride = a_.weight_stride, ahead = MANY * stride * int64_t(sizeof(T));
+    // Sums whose turn comes round more slowly than an addition takes.
+    constexpr int CHAINS = ROWS * MANY >= 8 ? 1 : ROWS * MANY >= 4 ? 2 : 4;
+    Vector made[CHAINS][ROWS][MANY];
+    UNROLL for (int c = 0; c < CHAINS; c++)
+      UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int m = 0; m < MANY; m++) made[c][r][m] = Vector{};
+    const auto step = [&](int64_t i, int c) __attribute__((always_inline)) {
+      typename A::Operand w[MANY];
+      UNROLL for (int m = 0; m < MANY; m++) {
+        w[m] = A::load(weight + m * stride + i);
+        __builtin_prefetch((const char*)(weight + m * stride + i) + ahead, 0, 2);
+      }
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        typename A::Operand x = A::load(x_ + r * a_.x_stride + i);
+        if constexpr (MANY > 1) IN_REGISTER(x);
+        UNROLL for (int m = 0; m < MANY; m++) A::add(made[c][r][m], x, w[m]);
+      }
+    };
+    int64_t i = 0;
+    for (; i + CHAINS * A::DIMS <= whole_; i += CHAINS * A::DIMS)
+      UNROLL for (int c = 0; c < CHAINS; c++) step(i + c * A::DIMS, c);
+    for (; i < whole_; i += A::DIMS) step(i, 0);
+    for (int r = 0; r < ROWS; r++)
+      for (int m = 0; m < MANY; m++) {
+        Vector all_of = made[0][r][m];
+        UNROLL for (int c = 1; c < CHAINS; c++) all_of += made[c][r][m];
+        float y = sum(all_of);
+        for (int64_t rest = whole_; rest < a_.in; rest++)
+          y += number(x_[r * a_.x_stride + rest]) * number(weight[m * stride + rest]);
+        if (a_.bias) y += number(((const T*)a_.bias)[o + m]);
+        put((T*)a_.y + r * a_.out + o + m, y);
+      }
+  }
+};
+
+template <class T>
+void multiply(const LinearArguments& a) {
+#if HAS_PAIRS
+  if constexpr (std::is_same_v<T, bfloat16>) return Product<Paired, T>(a, (const T*)a.x).run();
+#endif
+  if constexpr (std::is_same_v<T, float>) {
+    Product<Single, T>(a, (const T*)a.x).run();
+  } else {
+    std::vector<float> x(a.rows * a.in);
+    for (int64_t r = 0; r < a.rows; r++)
+      for (int64_t i = 0; i < a.in; i++) x[r * a.in + i] = number(((const T*)a.x)[r * a.x_stride + i]);
+    LinearArguments widened = a;
+    widened.x_stride = a.in;
+    Product<Single, T>(widened, x.data()).run();
+  }
+}
+
+}  // namespace
+
+// As headwise_decode; 3: too many rows.
+extern "C" int headwise_linear(const LinearArguments* arguments, int type) try {
+  if (arguments->rows > MOST_ROWS) return 3;
+  switch (type) {
+    case 0: multiply<float>(*arguments); return 0;
+    case 1: multiply<bfloat16>(*arguments); return 0;
+#if defined(__FLT16_MAX__)
+    case 2: multiply<float16>(*arguments); return 0;
+#endif
+    default: return 2;
+  }
+} catch (const std::bad_alloc&) {
+  return 1;
+}

@@ -1,0 +1,61 @@
+"""Linear layers of a few tokens: weights are read once, at the speed of memory."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.kernels.native.build import TYPES, are_plain, built, why_not
+
+MOST_ROWS = 8
+"""Rows up to which reading the weights is the cost; benchmarks/results/linear.json."""
+
+# `LinearArguments` of linear.cpp: four pointers, three sizes, two strides, threads.
+_ARGUMENTS = struct.Struct("@4P3q2qq")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x Wᵀ + b`` as torch's `torch.nn.functional.linear`, which it is for more than a few rows or with gradients.
+
+    Args:
+        x: ``[..., in]``.
+        weight: ``[out, in]``.
+        bias: ``[out]`` or None.
+
+    Returns:
+        ``[..., out]``; sums are taken in float32 and in another order than torch's.
+    """
+    inputs = x.shape[-1]
+    rows = x.numel() // inputs if inputs else 0
+    if not 0 < rows <= MOST_ROWS or not _fits(x, weight, bias):
+        return F.linear(x, weight, bias)
+    library = built().library
+    assert library is not None
+    x = x if x.is_contiguous() else x.contiguous()
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    arguments = _ARGUMENTS.pack(
+        *(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()),
+        *(rows, inputs, weight.shape[0], inputs, weight.stride(0)),
+        torch.get_num_threads(),
+    )
+    if library.headwise_linear(arguments, TYPES[x.dtype]):
+        raise MemoryError("no memory to multiply in")
+    return out
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel serves; what torch would refuse is left to torch."""
+    given = (x, weight) if bias is None else (x, weight, bias)
+    return (
+        weight.dim() == 2
+        and weight.shape[1] == x.shape[-1]
+        and weight.stride(1) == 1
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.stride(0) == 1))
+        and are_plain(*given)
+        and all(one.dtype == x.dtype for one in given)
+        and why_not(x.dtype, x.device, needs_grad=torch.is_grad_enabled() and any(one.requires_grad for one in given))
+        is None
+    )
