@@ -49,12 +49,15 @@ class Room {
   size_t size_ = 0;
 };
 
+constexpr double LOG2E = 1.4426950408889634;
+
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What a thread found of a unit: a mixture of values, not yet divided by the sum of its weights e^(score − high).
+// What a thread found of a unit: a mixture of values, not yet divided by the sum of its weights 2^(score − high). Sums
+// are in W parts, and scores in powers of two.
 struct Found {
   float *mixture, *high, *sum;
-  static int64_t floats(int64_t rows, int64_t V) { return up(rows * V, 16) + 2 * up(rows, 16); }
+  static int64_t floats(int64_t rows, int64_t V) { return up(rows * V, 16) + up(rows, 16) + up(rows * W, 16); }
   Found(float* at, int64_t rows, int64_t V) : mixture(at), high(at + up(rows * V, 16)), sum(high + up(rows, 16)) {}
 };
 
@@ -62,10 +65,12 @@ struct Found {
 template <class A, class T, bool DIRECT>
 class Decoding {
   using Row = std::conditional_t<DIRECT, T, float>;
+  static constexpr bool WHOLE = std::is_same_v<typename A::Query, float>;
   const Arguments& a_;
   const int rows_;
   const int64_t D_, V_;  // padded
   const bool turned_, ahead_;
+  const int most_;  // tokens in a block
 
  public:
   explicit Decoding(const Arguments& a)
@@ -74,8 +79,9 @@ class Decoding {
         D_(up(a.D, A::DIMS)),
         V_(up(a.V, A::TOKENS * W)),
         // Turning costs as much whatever the rows, adding lanes up as much whatever the dims.
-        turned_(A::TOKENS == 2 && rows_ >= 8 && rows_ * 5 >= D_),
-        ahead_(a.B * a.K * a.T * (a.D + a.V) * int64_t(sizeof(T)) > (1 << 20)) {}
+        turned_(A::TOKENS == 2 && rows_ >= 8 && rows_ * 8 >= D_),
+        ahead_(a.B * a.K * a.T * (a.D + a.V) * int64_t(sizeof(T)) > (1 << 20)),
+        most_(tokens_in_a_block()) {}
 
   void run() const {
     int64_t tokens = 0;
@@ -160,6 +166,13 @@ class Decoding {
     return useful_threads(bytes / 40e3 + flops / 100e3, a_.threads);
   }
 
+  // Few rows are done with a block at once: it is small enough to lie in the first cache while the next one arrives.
+  int tokens_in_a_block() const {
+    if (rows_ >= 8) return BLOCK;
+    const int64_t fitting = 16384 / (std::max(a_.D, a_.V) * int64_t(sizeof(T)));
+    return int(std::clamp<int64_t>(fitting, 16, BLOCK)) / 16 * 16;
+  }
+
   int64_t scratch() const {
     return up(rows_ * D_ * sizeof(typename A::Query), 64) + rows_ * BLOCK * (sizeof(float) + 2) + up(rows_ * 4, 64) +
            (turned_ ? BLOCK * D_ * 2 : 0) + (DIRECT ? 0 : BLOCK * (D_ + V_) * sizeof(float));
@@ -176,7 +189,7 @@ class Decoding {
     (void)rounded, (void)panel;
     read_query(b, k, query);
     std::fill_n(found.high, rows_, NOTHING);
-    std::fill_n(found.sum, rows_, 0.0f);
+    std::fill_n(found.sum, rows_ * W, 0.0f);
     std::fill_n(found.mixture, rows_ * V_, 0.0f);
 
     const T* keys = (const T*)a_.key + b * a_.key_stride[0] + k * a_.key_stride[1];
@@ -202,42 +215,49 @@ class Decoding {
       }
       value[count] = value[count - 1];  // a pair's other half, of weight 0
 
+      // The values arrive while scores are made, and weights of them.
       const int64_t bytes = ahead_ && DIRECT && apart ? a_.V * int64_t(sizeof(T)) : 0;
-#if HAS_PAIRS
-      if constexpr (std::is_same_v<A, Paired>) {
-        if (turned_) {
-          Ahead ahead(values_soon, count, bytes, steps_of_panel(rows_, D_));
-          score_turned(query, rows_, key, count, D_, scores, panel, ahead);
-        }
+      Ahead ahead(values_soon, count, bytes,
+                  rows_ + (turned_ ? steps_of_panel(rows_, D_) : steps_of_scores(rows_, count)));
+      score_block(query, key, count, scores, panel, ahead);
+      for (int row = 0; row < rows_; row++) {
+        ahead.step();
+        weigh(b, k, row, token, count, scores, rounded, found, keep);
       }
-#endif
-      if (!turned_) {
-        Ahead ahead(values_soon, count, bytes, steps_of_scores(rows_, count));
-        score<A>(query, rows_, key, count, D_, scores, ahead);
-      }
-      for (int row = 0; row < rows_; row++) weigh(b, k, row, token, count, scores, rounded, found, keep);
 
       // Where the next block's keys probably are: what a mask leaves out is not looked up yet.
-      const int following = int(std::min<int64_t>(BLOCK, tokens.to - next));
+      const int following = int(std::min<int64_t>(most_, tokens.to - next));
       for (int t = 0; t < following; t++) soon[t] = keys + (next + t) * a_.key_stride[2];
-      Ahead ahead(soon, following, ahead_ && DIRECT ? a_.D * int64_t(sizeof(T)) : 0,
-                  steps_of_mixture<A>(rows_, count, V_));
+      Ahead keys_ahead(soon, following, ahead_ && DIRECT ? a_.D * int64_t(sizeof(T)) : 0,
+                       steps_of_mixture<A>(rows_, count, V_));
       if constexpr (A::TOKENS == 2)
-        mix<A>(found.mixture, rows_, rounded, keep, value, count, V_, ahead);
+        mix<A>(found.mixture, rows_, rounded, keep, value, count, V_, keys_ahead);
       else
-        mix<A>(found.mixture, rows_, scores, keep, value, count, V_, ahead);
+        mix<A>(found.mixture, rows_, scores, keep, value, count, V_, keys_ahead);
     }
   }
 
-  // Up to BLOCK tokens from `next` on that some row sees; `next` moves behind them.
+  void score_block(const typename A::Query* query, const Row** key, int count, float* scores, uint32_t* panel,
+                   Ahead& ahead) const {
+    if constexpr (A::TOKENS == 2)
+      if (turned_) return score_turned(query, rows_, key, count, D_, scores, panel, ahead);
+    score<A>(query, rows_, key, count, D_, scores, ahead);
+  }
+
+  // A block of tokens from `next` on that some row sees; `next` moves behind them.
   int gather(int64_t b, int64_t k, int64_t to, int64_t& next, int32_t* token) const {
     int count = 0;
-    for (; count < BLOCK && next < to; next++)
+    if (!a_.mask) {
+      count = int(std::min<int64_t>(most_, to - next));
+      for (int t = 0; t < count; t++) token[t] = int32_t(next + t);
+      next += count;
+      return count;
+    }
+    for (; count < most_ && next < to; next++)
       if (is_seen(b, k, next)) token[count++] = int32_t(next);
     return count;
   }
   bool is_seen(int64_t b, int64_t k, int64_t t) const {
-    if (!a_.mask) return true;
     const int64_t* stride = a_.mask_stride;
     const uint8_t* mask = a_.mask + b * stride[0] + t * stride[3];
     if (shares_mask()) return *mask;
@@ -255,8 +275,8 @@ class Decoding {
       const T* from = (const T*)a_.query + b * a_.query_stride[0] + (k * a_.G + row / a_.S) * a_.query_stride[1] +
                       row % a_.S * a_.query_stride[2];
       for (int64_t d = 0; d < D_; d++) {
-        if constexpr (std::is_same_v<typename A::Query, float>)
-          query[row * D_ + d] = d < a_.D ? number(from[d]) * float(a_.scale) : 0.0f;
+        if constexpr (WHOLE)
+          query[row * D_ + d] = d < a_.D ? number(from[d]) * float(a_.scale * LOG2E) : 0.0f;
         else
           query[row * D_ + d] = from[d];
       }
@@ -287,26 +307,33 @@ class Decoding {
       for (int t = 0; t < count; t++)
         if (!mask[token[t] * a_.mask_stride[3]]) own[t] = NOTHING;
     }
-    std::fill(own + count, own + BLOCK, NOTHING);
+    std::fill(own + count, own + most_, NOTHING);
 
-    const float scale = std::is_same_v<typename A::Query, float> ? 1.0f : float(a_.scale);
-    Vector top = load(own);
-    for (int t = W; t < BLOCK; t += W) top = larger(top, load(own + t));
     // Products by pairs are scaled afterwards, and by a negative number the largest would be the smallest.
-    const float high = std::max(found.high[row], largest(top) * scale);
-    const float base = high == NOTHING ? 0.0f : high;  // nothing seen yet: all weights are 0
-    Vector sums_of = {};
-    for (int t = 0; t < BLOCK; t += W) {
-      const Vector weights = exponential(load(own + t) * scale - base);
-      sums_of += weights;
-      store(own + t, weights);
-#if HAS_PAIRS
-      if constexpr (A::TOKENS == 2) *(__m256bh*)(rounded + row * BLOCK + t) = _mm512_cvtneps_pbh((__m512)weights);
-#endif
+    const float scale = WHOLE ? 1.0f : float(a_.scale * LOG2E);
+    Vector top = load(own);
+    for (int t = W; t < most_; t += W) top = larger(top, load(own + t));
+    top *= scale;
+    keep[row] = 1;
+    if (exceeds(top, found.high[row])) {
+      const float high = largest(top);
+      keep[row] = std::exp2(found.high[row] - high);
+      found.high[row] = high;
     }
-    keep[row] = found.high[row] == NOTHING ? 0.0f : std::exp(found.high[row] - high);
-    found.high[row] = high;
-    found.sum[row] = found.sum[row] * keep[row] + sum(sums_of);
+    const float base = found.high[row] == NOTHING ? 0.0f : found.high[row];  // nothing seen yet: all weights are 0
+    Vector sums_of = load(found.sum + row * W) * keep[row];
+    for (int t = 0; t < most_; t += W) {
+      const Vector weights = power_of_two<!WHOLE>(load(own + t) * scale - base);
+      sums_of += weights;
+#if HAS_PAIRS
+      if constexpr (A::TOKENS == 2) {
+        *(__m256bh*)(rounded + row * BLOCK + t) = _mm512_cvtneps_pbh((__m512)weights);
+        continue;
+      }
+#endif
+      store(own + t, weights);
+    }
+    store(found.sum + row * W, sums_of);
     if (a_.value_scale) {
       const float* scales = a_.value_scale + b * a_.value_scale_stride[0] + k * a_.value_scale_stride[1];
       for (int t = 0; t < count; t++) own[t] *= scales[token[t] * a_.value_scale_stride[2]];
@@ -318,9 +345,9 @@ class Decoding {
     float high = NOTHING, sum = 0;
     for (int i = 0; i < count; i++) high = std::max(high, found[i].high[row]);
     const auto share = [&](int i) {
-      return found[i].high[row] == NOTHING ? 0.0f : std::exp(found[i].high[row] - high);
+      return found[i].high[row] == NOTHING ? 0.0f : std::exp2(found[i].high[row] - high);
     };
-    for (int i = 0; i < count; i++) sum += share(i) * found[i].sum[row];
+    for (int i = 0; i < count; i++) sum += share(i) * ::sum(load(found[i].sum + row * W));
     T* out = (T*)a_.out + b * a_.out_stride[0] + (k * a_.G + row / a_.S) * a_.out_stride[1] +
              row % a_.S * a_.out_stride[2];
     float* made = found[0].mixture + row * V_;

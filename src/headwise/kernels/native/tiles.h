@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int BLOCK = 64;  // tokens at a time
+constexpr int BLOCK = 64;  // tokens at a time, at most
 
 // How many accumulators, rows and vectors of columns fit into the registers.
 constexpr int SUMS = W == 16 ? 16 : 8;
@@ -26,9 +26,9 @@ constexpr int MIX_COLUMNS = W == 16 ? 4 : 3;
 // Memory that is soon read, asked for a few cache lines at a time between products.
 class Ahead {
  public:
-  // Rows of so many bytes, in so many steps.
+  // Rows of so many bytes, in so many steps; into the first cache where they are few enough, else into the second.
   Ahead(const void* const* rows, int count, int64_t bytes, int64_t steps)
-      : row_((const char* const*)rows), end_(row_ + (bytes ? count : 0)), bytes_(bytes) {
+      : row_((const char* const*)rows), end_(row_ + (bytes ? count : 0)), bytes_(bytes), near_(count * bytes <= 16384) {
     const int64_t lines = count * ((bytes + 63) / 64);
     each_ = steps > 0 ? (lines + steps - 1) / steps : 0;
   }
@@ -36,7 +36,10 @@ class Ahead {
     for (int64_t left = row_ < end_ ? each_ : 0; left > 0;) {
       const char* line = *row_ + at_;
       const int64_t run = std::min(left, (bytes_ - at_ + 63) / 64);
-      for (int64_t i = 0; i < run; i++) __builtin_prefetch(line + 64 * i, 0, 2);
+      if (near_)
+        for (int64_t i = 0; i < run; i++) __builtin_prefetch(line + 64 * i, 0, 3);
+      else
+        for (int64_t i = 0; i < run; i++) __builtin_prefetch(line + 64 * i, 0, 2);
       left -= run;
       at_ += 64 * run;
       if (at_ >= bytes_) {
@@ -50,6 +53,7 @@ class Ahead {
   const char* const* row_;
   const char* const* end_;
   int64_t bytes_, at_ = 0, each_;
+  bool near_;
 };
 
 // f(first row, how many) over blocks of nearly one size, at most MOST; the size is known when compiled.
@@ -174,6 +178,10 @@ void score(const typename A::Query* query, int rows, const T* const* key, int co
     });
 }
 
+constexpr int64_t PANEL_DIMS_A_STEP = 8;
+
+INLINE int64_t steps_of_panel(int rows, int64_t D) { return (rows + 5) / 6 * (D / PANEL_DIMS_A_STEP); }
+
 #if HAS_PAIRS
 // 16 rows of 16 words as 16 columns, each BLOCK words after the last.
 INLINE void turn(const bfloat16* const* rows, int64_t d, uint32_t* made) {
@@ -199,10 +207,6 @@ INLINE void turn(const bfloat16* const* rows, int64_t d, uint32_t* made) {
     _mm512_storeu_ps(made + (12 + j) * BLOCK, _mm512_shuffle_f32x4(odd, odd_last, 0xdd));
   }
 }
-
-constexpr int64_t PANEL_DIMS_A_STEP = 8;
-
-INLINE int64_t steps_of_panel(int rows, int64_t D) { return (rows + 5) / 6 * (D / PANEL_DIMS_A_STEP); }
 
 // As `score`: for many rows it pays to turn the keys, so that sums come out side by side.
 void score_turned(const bfloat16* query, int rows, const bfloat16** key, int count, int64_t D, float* scores,

@@ -157,22 +157,47 @@ INLINE float largest(Vector x) {
 #endif
 }
 
-// exp(x) for x ≤ 0, within 2 units in the last place; 0 below -87.3.
-INLINE Vector exponential(Vector x) {
-  x *= 1.44269504088896341f;
+// Whether any lane is more than x; what is not a number is not.
+INLINE bool exceeds(Vector lanes, float x) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(x), _CMP_GT_OQ) != 0;
+#else
+  bool is_more = false;
+  for (int i = 0; i < W; i++) is_more |= lanes[i] > x;
+  return is_more;
+#endif
+}
+
+// 2^x for x ≤ 0, 0 below -126: to rounding, or within 8e-5 where what comes of it is rounded to bfloat16.
+// The polynomials have the least largest relative error on [-1/2, 1/2] of their degree.
+template <bool ROUGH>
+INLINE Vector power_of_two(Vector x) {
+#if !defined(__AVX512F__)
   const Whole tiny = x < -126.0f;
+#endif
+  x = larger(all(-200.0f), x);  // in this order: what is not a number stays none
   const Vector shift = all(12582912.0f);  // 1.5 · 2²³: what is added to it is rounded to a whole number
   const Vector shifted = x + shift;
   const Vector rest = x - (shifted - shift);
-  Vector power = all(1.53533619e-4f);
-  power = power * rest + 1.33988744e-3f;
-  power = power * rest + 9.61843e-3f;
-  power = power * rest + 5.5503324e-2f;
-  power = power * rest + 2.402264791e-1f;
-  power = power * rest + 6.931472028e-1f;
-  power = power * rest + 1.0f;
-  const Whole made = (Whole)power + (((Whole)shifted - (Whole)shift) << 23);
-  return (Vector)(made & ~tiny);
+  Vector power;
+  if constexpr (ROUGH) {
+    power = all(5.51716685e-2f);
+    power = power * rest + 2.42611125e-1f;
+    power = power * rest + 6.93260968e-1f;
+    power = power * rest + 9.99928057e-1f;
+  } else {
+    power = all(1.32764713e-3f);
+    power = power * rest + 9.67554096e-3f;
+    power = power * rest + 5.55071309e-2f;
+    power = power * rest + 2.40221202e-1f;
+    power = power * rest + 6.93146944e-1f;
+    power = power * rest + 1.0f;
+  }
+#if defined(__AVX512F__)
+  return (Vector)_mm512_scalef_ps((__m512)power, (__m512)(shifted - shift));
+#else
+  return (Vector)(((Whole)power + (((Whole)shifted - (Whole)shift) << 23)) & ~tiny);
+#endif
 }
 
 }  // namespace
