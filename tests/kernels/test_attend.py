@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import random
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.backends import EXACT
 from tests.by_hand import attend_by_rows, may_attend
 from tests.closeness import assert_close
 
+PREFILL = "fused" if built().library is not None else "sdpa"
 DECODE = "packed" if built().library is None else "fused"
 HOLDING_WEIGHTS: tuple[Backend, ...] = ("auto", "reference", "packed")
 
@@ -258,9 +261,9 @@ def test_returned_weights_are_those_after_dropout(backend: Backend) -> None:
             DECODE,
             "few new tokens (1): reading 1 key–value heads once is the cost",
         ),
-        ((128, 1, 64, 4096, 576), False, "sdpa", "64 new tokens: blocked softmax"),
-        ((8, 8, 512, 512, 64), False, "sdpa", "512 new tokens: blocked softmax, no 512 × 512 scores held"),
-        ((8, 8, 512, 512, 64), True, "packed", "the weights are asked for, and SDPA never holds them"),
+        ((128, 1, 64, 4096, 576), False, PREFILL, "64 new tokens: blocked softmax"),
+        ((8, 8, 512, 512, 64), False, PREFILL, "512 new tokens: blocked softmax, no 512 × 512 scores held"),
+        ((8, 8, 512, 512, 64), True, "packed", "the weights are asked for, and no other way holds them"),
     ],
 )
 def test_auto_says_what_it_chose(shape: tuple[int, ...], weights: bool, backend: str, reason: str) -> None:
@@ -374,3 +377,27 @@ def test_sdpa_has_no_weights_to_return() -> None:
     message = "backend = 'sdpa': never holds the weights; use reference, packed or auto"
     with pytest.raises(ArgumentError, match=message):
         attend(x, x, x, backend="sdpa", return_weights=True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sdpa_by_parts_is_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["headwise.kernels.attend"], "_QUERIES", 7)
+    pick, noise = random.Random(seed), torch.Generator().manual_seed(seed)
+    B, K, S, T = 2, 2, pick.randint(1, 30), pick.randint(1, 40)
+    H = K * pick.choice([1, 3])
+    query, key, value = (
+        torch.randn(B, h, n, 8, generator=noise, dtype=torch.float64) for h, n in ((H, S), (K, T), (K, T))
+    )
+    for tensor in (query, key, value):
+        tensor.requires_grad_()
+    shapes = [None, (B, T), (B, 1, 1, T), (1, H, S, 1), (B, 1, S, T)]
+    shape = pick.choice(shapes)
+    mask = None if shape is None else torch.rand(shape, generator=noise) < 0.7
+    is_causal = pick.random() < 0.7
+    window = pick.choice([None, 1, 4, 20]) if is_causal else None
+    grads = []
+    for backend in ("sdpa", "reference"):
+        out = attend(query, key, value, mask, is_causal=is_causal, window=window, backend=backend)
+        grads.append((out, *torch.autograd.grad(out.square().sum(), (query, key, value))))
+    for ours, exact in zip(*grads, strict=True):
+        assert (ours - exact).abs().max() < 1e-12

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.kernels.mask import as_bool_mask, combine_masks
-from headwise.kernels.native import are_plain, attend_fused, why_not
+from headwise.kernels.native import are_plain, attend_fused, built, why_not
 from headwise.kernels.packed import FEW_TOKENS, attend_packed
 from headwise.kernels.reference import attend_reference
 
@@ -140,7 +140,7 @@ def attend(
             return_weights=return_weights,
         ).backend
         if backend == "fused" and not (are_plain(query, key, value, attn_mask) and _one_dtype(query, key, value)):
-            backend = "packed"  # torch says what it makes of them
+            backend = "packed" if S <= FEW_TOKENS else "sdpa"  # torch says what it makes of them
     if scale is None:
         scale = D**-0.5
     if return_weights and backend in ("sdpa", "fused"):
@@ -182,20 +182,24 @@ def choose_backend(
 ) -> Choice:
     """What ``backend="auto"`` would use for such tensors, and why.
 
-    >>> choose_backend((1, 32, 64, 128), (1, 8, 8192, 128)).backend
+    >>> choose_backend((1, 32, 64, 128), (1, 8, 8192, 128), needs_grad=True).backend
     'sdpa'
     """
     S, K, T = query[2], key[1], key[2]
     if return_weights:
-        return Choice("packed", "the weights are asked for, and SDPA never holds them")
-    if S > FEW_TOKENS:
-        return Choice("sdpa", f"{S} new tokens: blocked softmax, no {S} × {T} scores held")
-    few = f"few new tokens ({S}): reading {K} key–value heads once is the cost"
+        return Choice("packed", "the weights are asked for, and no other way holds them")
+    is_few = S <= FEW_TOKENS
+    why = f"few new tokens ({S}): reading {K} key–value heads once is the cost"
+    if not is_few:
+        why = f"{S} new tokens: blocked softmax, no {S} × {T} scores held"
+    reason = why_not(dtype, torch.device(device), needs_grad=needs_grad)
     if dropout_p:
-        return Choice("packed", f"{few}; the fused kernel knows no dropout")
-    if (reason := why_not(dtype, torch.device(device), needs_grad=needs_grad)) is not None:
-        return Choice("packed", f"{few}; no fused kernel: {reason}")
-    return Choice("fused", few)
+        reason = "it knows no dropout"
+    elif reason is None and not is_few and dtype.itemsize < 4 and not (dtype == torch.bfloat16 and built().has_pairs):
+        reason = f"it would widen {dtype} first"
+    if reason is None:
+        return Choice("fused", why)
+    return Choice("packed" if is_few else "sdpa", f"{why}; not the fused kernel: {reason}")
 
 
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -214,18 +218,50 @@ def _attend_sdpa(
 ) -> Tensor:
     B, H, S, _ = query.shape
     T = key.shape[2]
-    # torch's own flag is top-left, which agrees with ours only for S = T; it skips the masked half.
-    flag = is_causal and attn_mask is None and S == T and window is None
-    mask = None if flag else combine_masks(attn_mask, is_causal, (B, H, S, T), query.device, window)
     # The CPU's blocked kernels know no dropout and want one width: columns of zeros change nothing and take a third
-    # to half the time of the path that holds scores (prefill_of_unequal_widths in benchmarks/results/attend.json).
+    # to half the time of the path that holds scores.
     V = value.shape[3]
     width = max(query.shape[3], V) if query.device.type == "cpu" and not dropout_p else 0
     query, key, value = (x if x.shape[3] >= width else F.pad(x, (0, width - x.shape[3])) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, flag, scale=scale, enable_gqa=bool(key.shape[1] != H)
-    )
-    return out[..., :V]
+    grouped = key.shape[1] != H
+    # torch's own flag is top-left, which agrees with ours only for S = T; it skips the masked half.
+    flag = is_causal and attn_mask is None and S == T and window is None
+    sees_all = attn_mask is None and (not is_causal or (S == 1 and window is None))
+    if flag or sees_all:
+        out = F.scaled_dot_product_attention(
+            query, key, value, None, dropout_p, flag, scale=scale, enable_gqa=grouped
+        )
+        return out[..., :V]
+    mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
+    # Some queries at a time: a mask of all would be as large as their scores, and half of a causal one is empty.
+    parts = []
+    for start in range(0, S, _QUERIES):
+        rows = range(start, min(start + _QUERIES, S))
+        seen, tokens = _seen_by(rows, mask, is_causal, window, S, T, query.device)
+        some = query[:, :, rows.start : rows.stop], key[:, :, tokens], value[:, :, tokens]
+        parts.append(F.scaled_dot_product_attention(*some, seen, dropout_p, scale=scale, enable_gqa=grouped))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[..., :V]
+
+
+def _seen_by(
+    rows: range, mask: Tensor | None, is_causal: bool, window: int | None, S: int, T: int, device: torch.device
+) -> tuple[Tensor | None, slice]:
+    """A mask of some of the queries, and the tokens that it is over: those that any of them may see, or one."""
+    if mask is not None:
+        mask = mask.expand(-1, -1, -1, T)
+        mask = mask[:, :, rows.start : rows.stop] if mask.shape[2] > 1 else mask
+    if not is_causal:
+        return mask, slice(0, T)
+    last = min(T, max(1, T - S + rows.stop))
+    first = 0 if window is None else min(last - 1, max(0, T - S + rows.start - window + 1))
+    at = torch.arange(T - S + rows.start, T - S + rows.stop, device=device)[:, None]
+    token = torch.arange(first, last, device=device)
+    seen = token <= at if window is None else (token <= at) & (token > at - window)
+    return seen[None, None] if mask is None else mask[..., first:last] & seen, slice(first, last)
+
+
+_QUERIES = 512
+"""Queries that share a mask."""
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dropout_p: float) -> None:

@@ -44,11 +44,13 @@ class Build:
         library: None where it cannot be built or loaded.
         path: of the library's file.
         reason: one line: how it was built, or why it was not.
+        has_pairs: whether the processor multiplies bfloat16 by pairs; without that it gains nothing but bytes.
     """
 
     library: ctypes.CDLL | None
     path: Path | None
     reason: str
+    has_pairs: bool = False
 
 
 @cache
@@ -66,7 +68,7 @@ def built() -> Build:
         return Build(None, None, f"{compiler[0]} failed: {_first_error(error.stderr)}")
     except (OSError, subprocess.SubprocessError) as error:
         return Build(None, None, f"{compiler[0]}: {error}")
-    return Build(library, path, f"compiled by {compiler[0]}")
+    return Build(library, path, f"compiled by {compiler[0]}", bool(library.headwise_has_pairs()))
 
 
 def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = False) -> str | None:

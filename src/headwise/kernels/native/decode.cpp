@@ -304,8 +304,13 @@ class Decoding {
     if (a_.mask && !shares_mask()) {
       const uint8_t* mask = a_.mask + b * a_.mask_stride[0] + (k * a_.G + row / a_.S) * a_.mask_stride[1] +
                             s * a_.mask_stride[2];
-      for (int t = 0; t < count; t++)
-        if (!mask[token[t] * a_.mask_stride[3]]) own[t] = NOTHING;
+      if (a_.mask_stride[3] == 1 && token[count - 1] - token[0] == count - 1) {
+        mask += token[0];
+        for (int t = 0; t < count; t++) own[t] = mask[t] ? own[t] : NOTHING;
+      } else {
+        for (int t = 0; t < count; t++)
+          if (!mask[token[t] * a_.mask_stride[3]]) own[t] = NOTHING;
+      }
     }
     std::fill(own + count, own + most_, NOTHING);
 
@@ -371,18 +376,38 @@ void decode(const Arguments& a) {
   Decoding<Single, T, false>(a).run();
 }
 
+// Many new tokens are taken some at a time: as many as leave what is found of them in the second cache.
+constexpr int64_t MOST_ROWS = 128;
+
+template <class T>
+void in_parts(const Arguments& a) {
+  const int64_t most = std::max<int64_t>(1, MOST_ROWS / a.G);
+  for (int64_t from = 0; from < a.S; from += most) {
+    Arguments part = a;
+    part.S = std::min(most, a.S - from);
+    part.query = (const T*)a.query + from * a.query_stride[2];
+    part.out = (T*)a.out + from * a.out_stride[2];
+    if (a.mask) part.mask = a.mask + from * a.mask_stride[2];
+    if (a.causal) part.T = a.T - (a.S - from - part.S);  // those behind the last of them are not looked at
+    decode<T>(part);
+  }
+}
+
 }  // namespace
 
 // 0, or why not: 1 no memory, 2 a type that this compiler has not. Types: 0 float32, 1 bfloat16, 2 float16.
 extern "C" int headwise_decode(const Arguments* arguments, int type) try {
   switch (type) {
-    case 0: decode<float>(*arguments); return 0;
-    case 1: decode<bfloat16>(*arguments); return 0;
+    case 0: in_parts<float>(*arguments); return 0;
+    case 1: in_parts<bfloat16>(*arguments); return 0;
 #if defined(__FLT16_MAX__)
-    case 2: decode<float16>(*arguments); return 0;
+    case 2: in_parts<float16>(*arguments); return 0;
 #endif
     default: return 2;
   }
 } catch (const std::bad_alloc&) {
   return 1;
 }
+
+// Whether there is arithmetic on pairs of bfloat16: without it halves are widened first, and gain nothing but bytes.
+extern "C" int headwise_has_pairs() { return HAS_PAIRS; }
