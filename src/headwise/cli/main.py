@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
     import typer
 
     from headwise.cli import (  # noqa: F401  (they register)
+        bench,
         calibrate,
         compare,
         complexity,

@@ -141,17 +141,18 @@ def attend(
         ).backend
         if backend == "fused" and not (are_plain(query, key, value, attn_mask) and _one_dtype(query, key, value)):
             backend = "packed" if S <= FEW_TOKENS else "sdpa"  # torch says what it makes of them
-    if scale is None:
-        scale = D**-0.5
-    if return_weights and backend in ("sdpa", "fused"):
-        raise ArgumentError("backend", backend, "never holds the weights; use reference, packed or auto")
-    if backend == "fused":
+    elif backend == "fused":
         if dropout_p:
             raise ArgumentError("backend", backend, "knows no dropout; use another, or auto")
         if (reason := why_not(query.dtype, query.device, needs_grad=needs_grad)) is not None:
             raise ArgumentError("backend", backend, f"cannot serve: {reason}; use another, or auto")
         if not _one_dtype(query, key, value) or not are_plain(query, key, value, attn_mask):
             raise ArgumentError("backend", backend, "takes plain tensors on the CPU, of one dtype")
+    if scale is None:
+        scale = D**-0.5
+    if return_weights and backend in ("sdpa", "fused"):
+        raise ArgumentError("backend", backend, "never holds the weights; use reference, packed or auto")
+    if backend == "fused":
         mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
         return attend_fused(query, key, value, mask, is_causal, window, scale)
     if backend == "sdpa":

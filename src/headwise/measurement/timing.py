@@ -5,10 +5,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from headwise.progress import Progress, silent
+
+_ENOUGH = 1e-3
+"""Seconds a sample should take, so that the clock and the call around it do not count."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds of one call: the median, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
 
 
 def time_interleaved(
@@ -36,13 +50,59 @@ def time_interleaved(
     for index in range(repeats):
         progress(stage, warmup + index, warmup + repeats)
         for name, call in calls.items():
-            _synchronise()
-            start = time.perf_counter()
-            call()
-            _synchronise()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(seconds(call))
     progress(stage, warmup + repeats, warmup + repeats)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def spread_interleaved(
+    calls: Mapping[str, Callable[[], object]], *, budget: float = 2.0, least: int = 5, most: int = 25
+) -> dict[str, Spread]:
+    """Median and quartiles of each call, taken in turn for about as long as told.
+
+    A call far shorter than a clock can tell is repeated within each sample. One that takes more than its share of the
+    budget stops when it has ``least`` samples, and the others go on.
+
+    Args:
+        calls: what to time, by name.
+        budget: seconds for all of them together.
+        least: samples of each, whatever they take.
+        most: samples of each at most.
+    """
+    within = {name: _warmed(call) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    spent, share = dict.fromkeys(calls, 0.0), budget / max(1, len(calls))
+    names = list(calls)
+    for index in range(most):
+        first = index % max(1, len(names))  # nobody always follows the same one, which leaves caches as it does
+        for name in names[first:] + names[:first]:
+            call = calls[name]
+            if index < least or spent[name] < share:
+                taken = seconds(call, within[name])
+                spent[name] += taken * within[name]
+                times[name].append(taken)
+    return {name: _spread(values) for name, values in times.items()}
+
+
+def _warmed(call: Callable[[], object]) -> int:
+    """How often to call within a sample; found by calling it, which warms it up."""
+    call()
+    return max(1, min(200, round(_ENOUGH / max(seconds(call), 1e-7))))
+
+
+def _spread(values: list[float]) -> Spread:
+    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return Spread(median, low, high, len(values))
+
+
+def seconds(call: Callable[[], object], times: int = 1) -> float:
+    """What one call takes, of so many in a row."""
+    _synchronise()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    _synchronise()
+    return (time.perf_counter() - start) / times
 
 
 def matmul_flops_per_second(dtype: torch.dtype = torch.float32, size: int = 1024) -> float:

@@ -88,10 +88,11 @@ def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = Fals
 def _is_watched() -> bool:
     """Whether something between the caller and the arithmetic watches, replaces or recasts torch's operations.
 
-    A compiler, a counter of FLOPs, fake tensors, functional transforms and autocast see torch's calls, not ours.
+    A compiler, a tracer, a counter of FLOPs, fake tensors, functional transforms and autocast see torch's calls only.
     """
     return (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch.is_autocast_enabled("cpu")
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None

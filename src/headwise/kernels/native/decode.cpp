@@ -3,6 +3,8 @@
 // A unit is one batch row's key–value head; its rows are the new tokens of all query heads that read it. All units'
 // tokens, laid end to end, are cut into equal parts, one a thread, so that one long row uses every core and a batch
 // of unequal lengths costs the sum of its lengths. A unit that several threads share is put together at the end.
+// A prompt has units enough for threads to take them whole.
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <new>
@@ -82,6 +84,15 @@ class Decoding {
         turned_(A::TOKENS == 2 && rows_ >= 8 && rows_ * 8 >= D_),
         ahead_(a.B * a.K * a.T * (a.D + a.V) * int64_t(sizeof(T)) > (1 << 20)),
         most_(tokens_in_a_block()) {}
+
+  // One row's head, all of it by this thread.
+  void whole(int64_t b, int64_t k) const {
+    static thread_local Room kept;
+    char* room = kept.of(up(Found::floats(rows_, V_) * sizeof(float), 64) + scratch());
+    const Found found((float*)room, rows_, V_);
+    attend(b, k, range(b), found, room + up(Found::floats(rows_, V_) * sizeof(float), 64));
+    for (int row = 0; row < rows_; row++) finish(b, k, row, &found, 1);
+  }
 
   void run() const {
     int64_t tokens = 0;
@@ -366,31 +377,51 @@ class Decoding {
   }
 };
 
-template <class T>
-void decode(const Arguments& a) {
+// f(a Decoding of a) with the arithmetic that suits it.
+template <class T, class F>
+void with_decoding(const Arguments& a, F f) {
 #if HAS_PAIRS
   if constexpr (std::is_same_v<T, bfloat16>)
-    if (a.D % 32 == 0 && a.V % 32 == 0 && a.scale > 0) return Decoding<Paired, T, true>(a).run();
+    if (a.D % 32 == 0 && a.V % 32 == 0 && a.scale > 0) return f(Decoding<Paired, T, true>(a));
 #endif
-  if (a.D % W == 0 && a.V % W == 0) return Decoding<Single, T, true>(a).run();
-  Decoding<Single, T, false>(a).run();
+  if (a.D % W == 0 && a.V % W == 0) return f(Decoding<Single, T, true>(a));
+  f(Decoding<Single, T, false>(a));
 }
 
 // Many new tokens are taken some at a time: as many as leave what is found of them in the second cache.
 constexpr int64_t MOST_ROWS = 128;
 
 template <class T>
-void in_parts(const Arguments& a) {
-  const int64_t most = std::max<int64_t>(1, MOST_ROWS / a.G);
-  for (int64_t from = 0; from < a.S; from += most) {
+void decode(const Arguments& a) {
+  const int64_t most = std::max<int64_t>(1, MOST_ROWS / a.G), parts = (a.S + most - 1) / most, heads = a.B * a.K;
+  const auto part_of = [&](int64_t number) {
+    const int64_t from = number * most;
     Arguments part = a;
     part.S = std::min(most, a.S - from);
     part.query = (const T*)a.query + from * a.query_stride[2];
     part.out = (T*)a.out + from * a.out_stride[2];
     if (a.mask) part.mask = a.mask + from * a.mask_stride[2];
     if (a.causal) part.T = a.T - (a.S - from - part.S);  // those behind the last of them are not looked at
-    decode<T>(part);
+    return part;
+  };
+  if (parts == 1 || parts * heads < 4 * a.threads) {
+    for (int64_t number = 0; number < parts; number++)
+      with_decoding<T>(part_of(number), [](const auto& decoding) { decoding.run(); });
+    return;
   }
+  // Enough for every thread to take one after another, the longest first, and to wait for nobody before the end.
+  std::atomic<int64_t> next(0);
+  std::atomic<bool> failed(false);
+  in_threads(int(a.threads), [&](int) {
+    for (int64_t unit; (unit = next++) < parts * heads && !failed;) try {
+        const Arguments part = part_of(parts - 1 - unit / heads);
+        const int64_t head = unit % heads;
+        with_decoding<T>(part, [&](const auto& decoding) { decoding.whole(head / a.K, head % a.K); });
+      } catch (const std::bad_alloc&) {
+        failed = true;
+      }
+  });
+  if (failed) throw std::bad_alloc();
 }
 
 }  // namespace
@@ -398,10 +429,10 @@ void in_parts(const Arguments& a) {
 // 0, or why not: 1 no memory, 2 a type that this compiler has not. Types: 0 float32, 1 bfloat16, 2 float16.
 extern "C" int headwise_decode(const Arguments* arguments, int type) try {
   switch (type) {
-    case 0: in_parts<float>(*arguments); return 0;
-    case 1: in_parts<bfloat16>(*arguments); return 0;
+    case 0: decode<float>(*arguments); return 0;
+    case 1: decode<bfloat16>(*arguments); return 0;
 #if defined(__FLT16_MAX__)
-    case 2: in_parts<float16>(*arguments); return 0;
+    case 2: decode<float16>(*arguments); return 0;
 #endif
     default: return 2;
   }

@@ -1,0 +1,234 @@
+"""One new token, or a few, against a cache: the ways to compute it, and the bandwidth that is their limit.
+
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T tokens in the cache, D head dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.bench.report import OURS, Bench, UnableError, Way, run_case
+from headwise.errors import ArgumentError
+from headwise.kernels import attend, choose_backend
+from headwise.measurement.limits import Probes
+from headwise.progress import Progress, silent
+
+LENGTHS = (512, 2048, 8192, 32768)
+BATCHES = (1, 4)
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is attended with: ``9/3/64`` is heads, key–value heads, head dim; ``16/512+64`` absorbed MLA's."""
+
+    H: int
+    K: int
+    D: int
+    V: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Read one.
+
+        Raises:
+            ArgumentError: it is neither of the two forms.
+        """
+        rule = "must be HEADS/KV_HEADS/HEAD_DIM or, for absorbed MLA, HEADS/RANK+ROPE, such as 32/8/128 or 16/512+64"
+        parts = text.split("/")
+        try:
+            if len(parts) == 2:
+                rank, rope = (int(part) for part in parts[1].split("+"))
+                shape = cls(int(parts[0]), 1, rank + rope, rank)
+            else:
+                H, K, D = (int(part) for part in parts)
+                shape = cls(H, K, D, D)
+        except ValueError:
+            raise ArgumentError("shape", text, rule) from None
+        if min(shape.H, shape.K, shape.V) < 1 or shape.D < shape.V or shape.H % shape.K:
+            raise ArgumentError("shape", text, f"{rule}; heads a multiple of KV heads")
+        return shape
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are the keys' first columns."""
+        return self.V != self.D
+
+    def __str__(self) -> str:
+        return f"{self.H}/{self.V}+{self.D - self.V}" if self.is_latent else f"{self.H}/{self.K}/{self.D}"
+
+    def nbytes(self, batch: int, length: int, itemsize: int) -> int:
+        """Of a cache."""
+        width = self.D if self.is_latent else self.D + self.V
+        return batch * self.K * length * width * itemsize
+
+    def flops(self, batch: int, length: int, tokens: int = 1) -> int:
+        """Of scores and mixtures, all of them seen."""
+        return 2 * batch * self.H * tokens * length * (self.D + self.V)
+
+
+SHAPES = tuple(Shape.parse(text) for text in ("9/3/64", "32/32/128", "32/8/128", "32/1/128", "16/512+64"))
+QUICK = tuple(Shape.parse(text) for text in ("9/3/64", "32/8/128", "16/512+64"))
+
+
+@torch.inference_mode()
+def bench_decode(
+    *,
+    shapes: Sequence[Shape] | None = None,
+    lengths: Sequence[int] | None = None,
+    batches: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
+    tokens: int = 1,
+    device: str = "cpu",
+    quick: bool = False,
+    progress: Progress = silent,
+) -> Bench:
+    """Time one decoding step of attention alone, over a grid.
+
+    Args:
+        shapes: heads and widths; the grid's own when None.
+        lengths: tokens in the cache.
+        batches: sequences.
+        dtypes: of queries and cache.
+        tokens: new ones, S.
+        device: ``cpu`` or ``cuda``.
+        quick: a smaller grid, in less than a minute, without what has to be compiled.
+        progress: told of each case.
+
+    Raises:
+        ArgumentError: a size is not positive, a dtype is not known, or there is no such device.
+    """
+    shapes = shapes or (QUICK if quick else SHAPES)
+    lengths = lengths or ((512, 4096) if quick else LENGTHS)
+    batches = batches or ((1,) if quick else BATCHES)
+    kinds = [read_dtype(text) for text in dtypes or DTYPES]
+    check_sizes(length=lengths, batch=batches, tokens=(tokens,))
+    check_device(device)
+    grid = list(itertools.product(kinds, shapes, batches, lengths))
+    cases, probes = [], {dtype: Probes(dtype, device) for dtype in kinds}
+    for index, (dtype, shape, B, T) in enumerate(grid):
+        progress("decoding", index, len(grid))
+        query = torch.randn(B, shape.H, tokens, shape.D, device=device).to(dtype)
+        key = torch.randn(B, shape.K, T, shape.D, device=device).to(dtype)
+        value = key[..., : shape.V] if shape.is_latent else torch.randn_like(key)
+        ways = ways_to_attend(query, key, value, with_compiled=not quick, is_causal=tokens > 1)
+        chosen = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
+        cases.append(
+            run_case(
+                f"{shape} × {T:,}" + (f" × {B}" if B > 1 else "") + f", {dtype_name(dtype)}",
+                {"shape": str(shape), "length": T, "batch": B, "dtype": dtype_name(dtype), "tokens": tokens},
+                ways,
+                nbytes=shape.nbytes(B, T, dtype.itemsize),
+                flops=shape.flops(B, T, tokens),
+                probes=probes[dtype],
+                budget=1.0 if quick else 3.0,
+                notes={OURS: chosen.backend},
+            )
+        )
+        torch._dynamo.reset()
+    progress("decoding", len(grid), len(grid))
+    return Bench("decode", cases, device)
+
+
+def ways_to_attend(
+    query: Tensor, key: Tensor, value: Tensor, *, with_compiled: bool, is_causal: bool
+) -> dict[str, Callable[[], Way]]:
+    """All there is to set beside ours, by name; each makes the call when asked."""
+    ways: dict[str, Callable[[], Way]] = {
+        OURS: lambda: partial(attend, query, key, value, is_causal=is_causal),
+        "packed": lambda: partial(attend, query, key, value, is_causal=is_causal, backend="packed"),
+        "SDPA": lambda: _sdpa(query, key, value, is_causal),
+        "FlexAttention": lambda: _flex(query, key, value, is_causal),
+        "expanded": lambda: partial(expanded, query, key, value, is_causal),
+    }
+    if not with_compiled:
+        del ways["FlexAttention"]
+    return ways
+
+
+def expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+    """The way of most guides: keys and values copied for every query head, all scores held, one softmax."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    if is_causal:
+        S, T = scores.shape[-2:]
+        unseen = torch.ones(S, T, dtype=torch.bool, device=query.device).triu(T - S + 1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    mixed: Tensor = scores.softmax(-1) @ value
+    return mixed
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
+    """torch's own, told that heads are grouped."""
+    S, T = query.shape[2], key.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    if is_causal and S != T:  # torch's flag is for the upper left
+        mask = torch.ones(S, T, dtype=torch.bool, device=query.device).tril(T - S)
+        return partial(F.scaled_dot_product_attention, query, key, value, mask, enable_gqa=grouped)
+    return partial(F.scaled_dot_product_attention, query, key, value, is_causal=is_causal, enable_gqa=grouped)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
+    """torch's FlexAttention, compiled for this shape."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if query.device.type == "cpu" and query.shape[-1] != value.shape[-1]:
+        raise UnableError("takes one width on the CPU")
+    S, T = query.shape[2], key.shape[2]
+    block_mask = None
+    if is_causal:
+
+        def seen(_b: Any, _h: Any, q: Tensor, k: Tensor) -> Tensor:
+            return q + (T - S) >= k
+
+        block_mask = create_block_mask(seen, None, None, S, T, device=str(query.device))
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    grouped = query.shape[1] != key.shape[1]
+    try:
+        compiled(query, key, value, block_mask=block_mask, enable_gqa=grouped)
+    except Exception as error:  # a compiler's errors are of any kind
+        raise UnableError(str(error).strip().splitlines()[0][:200]) from None
+    return partial(compiled, query, key, value, block_mask=block_mask, enable_gqa=grouped)
+
+
+def read_dtype(text: str) -> torch.dtype:
+    """A dtype by its name.
+
+    Raises:
+        ArgumentError: it is none of those that models are run in.
+    """
+    known = ("float32", "bfloat16", "float16", "float64")
+    if text not in known:
+        raise ArgumentError("dtype", text, f"must be one of {', '.join(known)}")
+    dtype: torch.dtype = getattr(torch, text)
+    return dtype
+
+
+def check_sizes(**sizes: Sequence[int]) -> None:
+    """Refuse what is not positive, by its name."""
+    for name, values in sizes.items():
+        for value in values:
+            if value < 1:
+                raise ArgumentError(name, value, "must be at least 1")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there."""
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError("device", device, "must be cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device", device, "is not there: torch sees no CUDA GPU")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As it is given."""
+    return str(dtype).removeprefix("torch.")

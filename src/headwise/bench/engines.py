@@ -1,0 +1,193 @@
+"""Other engines on the same weights: llama.cpp through llama-cpp-python, and CTranslate2."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from headwise.bench.report import UnableError
+from headwise.checkpoints import load_tokenizer, model_path
+
+PEERS_PIP = "pip install 'headwise[peers]'"
+
+
+class Engine(Protocol):
+    """A model that has read a prompt, and can be asked for one more token again and again."""
+
+    note: str
+
+    def read(self, ids: list[int]) -> None:
+        """Read a prompt, forgetting any before it."""
+
+    def step(self, token: int) -> None:
+        """Make one more token."""
+
+    def back(self) -> None:
+        """Forget that one, where the engine can."""
+
+
+def llama_cpp(source: str | Path, model: Any, dtype: str, room: int) -> Engine:
+    """llama.cpp on the source's own ``.gguf``, widened to float32."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise UnableError(f"is not installed: {PEERS_PIP}")
+    path = model_path(source)
+    if path.suffix != ".gguf":
+        raise UnableError("reads .gguf files only")
+    if dtype != "float32":
+        raise UnableError("is asked in float32 only")
+    return _LlamaCpp(path, room)
+
+
+def ctranslate2(source: str | Path, model: Any, dtype: str, room: int) -> Engine:
+    """CTranslate2 on the same weights, converted by its own converter."""
+    if importlib.util.find_spec("ctranslate2") is None:
+        raise UnableError(f"is not installed: {PEERS_PIP}")
+    if dtype != "float32":
+        raise UnableError("is asked in float32 only")
+    return _CTranslate2(source, model)
+
+
+ENGINES: dict[str, Callable[[str | Path, Any, str, int], Engine]] = {
+    "llama.cpp": llama_cpp,
+    "CTranslate2": ctranslate2,
+}
+
+
+class _LlamaCpp:
+    note = "float32 weights and cache"
+
+    def __init__(self, path: Path, room: int) -> None:
+        self._api = api = importlib.import_module("llama_cpp")
+        self._folder = tempfile.TemporaryDirectory(prefix="headwise-bench-")
+        wide = Path(self._folder.name) / "float32.gguf"
+        widen(path, wide)
+        api.llama_log_set(_SILENT(api), None)
+        api.llama_backend_init()
+        self._model = api.llama_model_load_from_file(str(wide).encode(), api.llama_model_default_params())
+        options = api.llama_context_default_params()
+        options.n_ctx = room
+        options.n_batch = options.n_ubatch = 512
+        options.n_threads = options.n_threads_batch = torch.get_num_threads()
+        options.type_k = options.type_v = api.GGML_TYPE_F32
+        self._context = api.llama_init_from_model(self._model, options) if self._model else None
+        if not self._context:
+            raise UnableError("could not open the model")
+        self._memory = api.llama_get_memory(self._context)
+        self._held = 0
+
+    def read(self, ids: list[int]) -> None:
+        self._api.llama_memory_clear(self._memory, True)
+        self._held = 0
+        for start in range(0, len(ids), 512):
+            self._decode(ids[start : start + 512])
+
+    def step(self, token: int) -> None:
+        self._decode([token])
+
+    def back(self) -> None:
+        self._held -= 1
+        self._api.llama_memory_seq_rm(self._memory, 0, self._held, -1)
+
+    def _decode(self, ids: list[int]) -> None:
+        tokens = (self._api.llama_token * len(ids))(*ids)
+        if self._api.llama_decode(self._context, self._api.llama_batch_get_one(tokens, len(ids))):
+            raise RuntimeError("llama.cpp could not decode")
+        self._held += len(ids)
+
+
+def _SILENT(api: Any) -> Any:  # noqa: N802  # it stands for a constant that needs the module
+    global _callback  # noqa: PLW0603  # llama.cpp keeps the pointer
+    _callback = api.llama_log_callback(lambda *_: None)
+    return _callback
+
+
+_callback: Any = None
+
+
+def widen(source: Path, output: Path) -> None:
+    """Write a ``.gguf`` again with every tensor in float32."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"]
+    writer = gguf.GGUFWriter(output, str(architecture.contents()))
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+    for tensor in reader.tensors:
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        writer.add_tensor(tensor.name, np.ascontiguousarray(numbers))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class _CTranslate2:
+    """It cannot take a token back: contexts grow by one with every step."""
+
+    note = "float32; its context grows by a token each time"
+
+    def __init__(self, source: str | Path, model: Any) -> None:
+        api = importlib.import_module("ctranslate2")
+        with tempfile.TemporaryDirectory(prefix="headwise-bench-") as folder:
+            stock, made = Path(folder) / "stock", Path(folder) / "made"
+            tokenizer = load_tokenizer(model_path(source))
+            model.save_pretrained(stock)
+            tokenizer.save_pretrained(stock)
+            try:
+                api.converters.TransformersConverter(str(stock)).convert(str(made), quantization="float32")
+                self._generator = api.Generator(
+                    str(made), device="cpu", compute_type="float32", intra_threads=torch.get_num_threads()
+                )
+            except Exception as error:  # its converter fails in many ways
+                raise UnableError(f"cannot convert the model: {str(error).strip().splitlines()[0][:160]}") from None
+        self._tokens = tokenizer.convert_ids_to_tokens
+        self._thread: threading.Thread | None = None
+        self._go, self._done, self._stop = threading.Semaphore(0), threading.Semaphore(0), False
+
+    def read(self, ids: list[int]) -> None:
+        self._end()
+        self._go, self._done, self._stop = threading.Semaphore(0), threading.Semaphore(0), False
+        prompt = [self._tokens(ids)]
+
+        def run() -> None:
+            self._generator.generate_batch(
+                prompt, max_length=10_000, min_length=10_000, include_prompt_in_result=False, callback=self._made
+            )
+            self._done.release()
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+        self._done.acquire()
+
+    def _made(self, _: Any) -> bool:
+        """Told of each token; holds the engine until the next is asked for."""
+        self._done.release()
+        self._go.acquire()
+        return self._stop
+
+    def step(self, token: int) -> None:
+        self._go.release()
+        self._done.acquire()
+
+    def back(self) -> None:
+        pass
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self._stop = True
+            self._go.release()
+            self._thread.join()
+            self._thread = None

@@ -1,0 +1,222 @@
+"""A whole model, one token after another: milliseconds a token as its context grows, and where they go."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from headwise.bench.engines import ENGINES, Engine
+from headwise.bench.report import OURS, Bench, Case, Timing, UnableError, case_of
+from headwise.errors import ArgumentError
+from headwise.hf import HeadwiseCache, load, optimize
+from headwise.measurement import cache_nbytes
+from headwise.measurement.limits import Probes
+from headwise.measurement.timing import seconds
+from headwise.progress import Progress, silent
+
+CONTEXTS = (64, 2048, 8000)
+_CHUNK = 1024
+"""Tokens of a prompt at a time."""
+
+
+@torch.inference_mode()
+def bench_generate(
+    source: str | Path,
+    *,
+    beside: Sequence[str | Path] = (),
+    contexts: Sequence[int] | None = None,
+    dtype: str = "float32",
+    quick: bool = False,
+    engines: bool = True,
+    repeats: int | None = None,
+    progress: Progress = silent,
+) -> Bench:
+    """Time one more token of a model at several contexts, stock and optimised in turn.
+
+    Ways are the model as transformers runs it (``sdpa`` and ``eager``), the same after `headwise.optimize`, other
+    folders optimised (a conversion beside its source), and, where they are installed and the source is a ``.gguf`` or
+    the bundled model, llama.cpp and CTranslate2 on the same weights in float32.
+
+    Args:
+        source: a model folder, ``.gguf`` or other source with weights.
+        beside: other models, optimised; each is a way by its folder's name.
+        contexts: tokens in the cache.
+        dtype: to run in.
+        quick: shorter contexts, fewer rounds, no other engines.
+        engines: also ask llama.cpp and CTranslate2.
+        repeats: timed tokens of each.
+        progress: told of each round.
+
+    Raises:
+        ArgumentError: a context is not positive or longer than the model's positions.
+        CheckpointError: a model could not be read.
+    """
+    contexts = tuple(contexts or ((64, 512) if quick else CONTEXTS))
+    repeats = repeats or (7 if quick else 25)
+    stock = load(source, dtype=dtype).eval()
+    _check(contexts, stock)
+    ways: dict[str, _Way] = {
+        OURS: _Model(optimize(_shared(stock)), HeadwiseCache),
+        "transformers, sdpa": _Model(_set(stock, "sdpa"), _dynamic),
+        "transformers, eager": _Model(_set(_shared(stock), "eager"), _dynamic),
+    }
+    for other in beside:
+        ways[f"{OURS}, {Path(other).name}"] = _Model(optimize(load(other, dtype=dtype).eval()), HeadwiseCache)
+    errors: dict[str, str] = {}
+    if engines and not quick:
+        for name, make in ENGINES.items():
+            try:
+                ways[name] = _Foreign(make(source, stock, dtype, max(contexts) + repeats + 2))
+            except UnableError as error:
+                errors[name] = str(error)
+    probes = Probes(stock.dtype)
+    ids = torch.randint(5, stock.get_input_embeddings().weight.shape[0] - 1, (1, max(contexts)))
+    cases = []
+    for context in contexts:
+        cases.append(_case(context, ways, errors, ids[:, :context], probes, stock, repeats, progress))
+    return Bench("generate", cases, notes=_growth(cases))
+
+
+def _case(
+    context: int,
+    ways: dict[str, _Way],
+    errors: dict[str, str],
+    ids: Tensor,
+    probes: Probes,
+    stock: Any,
+    repeats: int,
+    progress: Progress,
+) -> Case:
+    stage = f"context {context:,}"
+    rounds = repeats + 3
+    for index, way in enumerate(ways.values()):
+        progress(f"{stage}, prompts", index, len(ways))
+        way.read(ids)
+    progress(f"{stage}, prompts", len(ways), len(ways))
+    times: dict[str, list[float]] = {name: [] for name in (*ways, *probes.calls())}
+    for index in range(rounds):
+        progress(stage, index, rounds)
+        token = int(ids[0, index % ids.shape[1]])
+        for name, way in ways.items():
+            times[name].append(seconds(partial(way.step, token)))
+            way.back()
+        for name, call in probes.calls().items():
+            times[name].append(seconds(call))
+    progress(stage, rounds, rounds)
+    median = {name: statistics.median(values[3:]) for name, values in times.items()}
+    limits = probes.limits(median["read"], median["product"])
+    weights = sum(parameter.nbytes for parameter in stock.parameters())
+    first = ways[OURS]
+    assert isinstance(first, _Model)
+    cached = cache_nbytes(first.cache)
+    timings = {name: _timing(times[name][3:], ways[name].note) for name in ways}
+    timings |= {name: Timing(error=error) for name, error in errors.items()}
+    values = {"context": context, "weights_bytes": weights, "cache_bytes": cached}
+    return case_of(
+        f"{context:,} tokens", values, timings, nbytes=weights + cached, flops=2 * weights // 4, limits=limits
+    )
+
+
+class _Way:
+    """A model that has read a prompt, and can be asked for one more token again and again."""
+
+    note: str | None = None
+
+    def read(self, ids: Tensor) -> None:
+        raise NotImplementedError
+
+    def step(self, token: int) -> None:
+        raise NotImplementedError
+
+    def back(self) -> None:
+        """Forget the last token."""
+
+
+class _Model(_Way):
+    """A transformers model with a cache of some kind."""
+
+    def __init__(self, model: Any, new_cache: Callable[[Any], Any]) -> None:
+        self.model, self.new_cache = model, new_cache
+        self.cache: Any = None
+
+    def read(self, ids: Tensor) -> None:
+        self.cache = self.new_cache(self.model)
+        self.cache.activate_past_recording()
+        for start in range(0, ids.shape[1], _CHUNK):
+            self.model(ids[:, start : start + _CHUNK], past_key_values=self.cache, logits_to_keep=1)
+
+    def step(self, token: int) -> None:
+        self.model(torch.tensor([[token]]), past_key_values=self.cache, use_cache=True)
+
+    def back(self) -> None:
+        self.cache.crop(-1)
+
+
+class _Foreign(_Way):
+    """Another engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.note = engine, engine.note
+
+    def read(self, ids: Tensor) -> None:
+        self.engine.read(ids[0].tolist())
+
+    def step(self, token: int) -> None:
+        self.engine.step(token)
+
+    def back(self) -> None:
+        self.engine.back()
+
+
+def _dynamic(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+def _shared(model: Any) -> Any:
+    """A second model with the same parameters: modules are copied, tensors are not."""
+    kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, kept)
+
+
+def _set(model: Any, implementation: str) -> Any:
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def _check(contexts: Sequence[int], model: nn.Module) -> None:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    for context in contexts:
+        if context < 1 or (isinstance(positions, int) and context >= positions):
+            raise ArgumentError(
+                "context", context, f"must be at least 1, and below the model's {positions} positions"
+            )
+
+
+def _growth(cases: Sequence[Case]) -> list[str]:
+    """How each way's time grows from the first context to the last, beside stock's."""
+    notes = []
+    stock = "transformers, sdpa"
+    if len(cases) > 1:
+        first, last = cases[0].ways, cases[-1].ways
+        grown = {
+            name: last[name].ms - first[name].ms  # type: ignore[operator]
+            for name in first
+            if first[name].ms is not None and last[name].ms is not None
+        }
+        for name, ms in grown.items():
+            share = f", {ms / grown[stock]:.2f} of {stock}'s" if name != stock and grown.get(stock, 0) > 0 else ""
+            notes.append(f"{name}: {ms:+.1f} ms from {cases[0].name} to {cases[-1].name}{share}")
+    return notes
+
+
+def _timing(values: list[float], note: str | None) -> Timing:
+    low, median, high = statistics.quantiles(values, n=4)
+    return Timing(median * 1e3, low * 1e3, high * 1e3, note=note)

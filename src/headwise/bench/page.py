@@ -1,0 +1,71 @@
+"""A benchmark as one self-contained page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from headwise.bench.report import OURS, Bench, Case, machine, versions
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2.5rem auto; padding: 0 1.25rem; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
+p, li { color: color-mix(in srgb, CanvasText 78%, Canvas); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; }
+th { font-weight: 600; border-bottom: 2px solid color-mix(in srgb, CanvasText 35%, Canvas); }
+td { border-bottom: 1px solid color-mix(in srgb, CanvasText 12%, Canvas); }
+th:first-child, td:first-child { text-align: left; }
+td.best { font-weight: 600; }
+td.ours { background: color-mix(in srgb, Highlight 14%, Canvas); }
+td .of { color: color-mix(in srgb, CanvasText 55%, Canvas); font-size: .85em; }
+td .none { color: color-mix(in srgb, CanvasText 45%, Canvas); }
+"""
+
+
+def page(bench: Bench, command: str) -> str:
+    """HTML with a row a case: each way's time, and how many times the machine's limit that is."""
+    ways = bench.ways()
+    head = "".join(f"<th>{escape(text)}</th>" for text in ("", "limit ms", *ways))
+    rows = "".join(f"<tr>{''.join(_cells(case, ways))}</tr>" for case in bench.cases)
+    facts = ", ".join(
+        f"{escape(str(k))} {escape(str(v))}" for k, v in {**machine(bench.device), **versions()}.items()
+    )
+    notes = [
+        *(f"{way}: {ratio:.1f} × the time of {OURS}, in the median" for way, ratio in bench.speedups().items()),
+        *bench.notes,
+    ]
+    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>headwise bench {escape(bench.kind)}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>headwise bench {escape(bench.kind)}</h1>"
+        f"<p>Milliseconds, medians of interleaved runs, and how many times the machine's limit that is: the larger "
+        f"of bytes over the read bandwidth and FLOPs over 0.7 of the matmul peak, both measured beside each case.</p>"
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f"<ul>{listed}</ul><p>{facts}</p><p><code>{escape(command)}</code></p></body></html>\n"
+    )
+
+
+def _cells(case: Case, ways: Sequence[str]) -> list[str]:
+    times = [timing.ms for timing in case.ways.values() if timing.ms is not None]
+    best = min(times) if times else None
+    rate = f"{case.read_bytes_per_second / 1e9:.1f} GB/s, {case.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
+    cells = [f"<td>{escape(case.name)}</td>", f'<td title="{rate}">{case.limit_ms:.3g}</td>']
+    for way in ways:
+        timing = case.ways.get(way)
+        if timing is None or timing.ms is None:
+            why = escape((timing.error if timing else None) or "not asked")
+            cells.append(f'<td><span class="none" title="{why}">–</span></td>')
+            continue
+        names = " ".join(name for name, holds in (("ours", way == OURS), ("best", timing.ms == best)) if holds)
+        told = f"quartiles {timing.low_ms:.3g} – {timing.high_ms:.3g} ms" + (
+            f"; {timing.note}" if timing.note else ""
+        )
+        ratio = timing.ms / case.limit_ms
+        cells.append(
+            f'<td class="{names}" title="{escape(told)}">{timing.ms:.3g} <span class="of">{ratio:.2f} ×</span></td>'
+        )
+    return cells

@@ -1,0 +1,113 @@
+"""A prompt through attention: the ways to compute it, their memory, and the matrix product that is their limit.
+
+Shapes: B batch, H query heads, K key–value heads, S = T tokens of the prompt, D head dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from headwise.bench.decode import (
+    DTYPES,
+    Shape,
+    check_device,
+    check_sizes,
+    dtype_name,
+    expanded,
+    read_dtype,
+    ways_to_attend,
+)
+from headwise.bench.report import OURS, Bench, UnableError, Way, run_case
+from headwise.errors import ArgumentError
+from headwise.kernels import choose_backend
+from headwise.measurement.limits import Probes
+from headwise.progress import Progress, silent
+
+LENGTHS = (512, 2048, 8192)
+SHAPES = tuple(Shape.parse(text) for text in ("9/3/64", "32/32/128", "32/8/128", "32/1/128"))
+MOST_SCORES = 2**31
+"""Bytes of scores up to which a way that holds all of them is asked."""
+
+
+@torch.inference_mode()
+def bench_prefill(
+    *,
+    shapes: Sequence[Shape] | None = None,
+    lengths: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
+    device: str = "cpu",
+    quick: bool = False,
+    progress: Progress = silent,
+) -> Bench:
+    """Time causal attention over a whole prompt, over a grid.
+
+    Args:
+        shapes: heads and widths; the grid's own when None.
+        lengths: tokens of the prompt.
+        dtypes: of queries, keys and values.
+        device: ``cpu`` or ``cuda``.
+        quick: a smaller grid, without what has to be compiled.
+        progress: told of each case.
+
+    Raises:
+        ArgumentError: a size is not positive, a dtype is not known, there is no such device, or a shape is absorbed
+            MLA's, which no prompt is read by.
+    """
+    shapes = shapes or (SHAPES[::2] if quick else SHAPES)
+    lengths = lengths or ((512, 1024) if quick else LENGTHS)
+    kinds = [read_dtype(text) for text in dtypes or DTYPES]
+    check_sizes(length=lengths)
+    check_device(device)
+    for shape in shapes:
+        if shape.is_latent:
+            raise ArgumentError("shape", str(shape), "must be HEADS/KV_HEADS/HEAD_DIM: prompts are read expanded")
+    grid = list(itertools.product(kinds, shapes, lengths))
+    cases, probes = [], {dtype: Probes(dtype, device) for dtype in kinds}
+    for index, (dtype, shape, T) in enumerate(grid):
+        progress("prefilling", index, len(grid))
+        query, key, value = (
+            torch.randn(1, heads, T, shape.D, device=device).to(dtype) for heads in (shape.H, shape.K, shape.K)
+        )
+        ways = ways_to_attend(query, key, value, with_compiled=not quick, is_causal=True)
+        if shape.H != shape.K:
+            ways["SDPA, expanded"] = partial(_sdpa_of_copies, query, key, value)
+        ways["expanded"] = partial(_within_memory, shape.H * T * T * 4, partial(expanded, query, key, value, True))
+        del ways["packed"]  # for few tokens: it holds all scores
+        chosen = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
+        cases.append(
+            run_case(
+                f"{shape} × {T:,}, {dtype_name(dtype)}",
+                {"shape": str(shape), "length": T, "batch": 1, "dtype": dtype_name(dtype)},
+                ways,
+                nbytes=2 * query.nbytes + key.nbytes + value.nbytes,
+                flops=shape.flops(1, T, T) // 2,
+                probes=probes[dtype],
+                budget=1.5 if quick else 6.0,
+                notes={OURS: chosen.backend},
+            )
+        )
+        torch._dynamo.reset()
+    progress("prefilling", len(grid), len(grid))
+    return Bench("prefill", cases, device)
+
+
+def _sdpa_of_copies(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Way:
+    """torch's own, of keys and values copied for every query head, as transformers does with a mask."""
+    group = query.shape[1] // key.shape[1]
+
+    def call() -> torch.Tensor:
+        keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=True)
+
+    return call
+
+
+def _within_memory(scores: int, call: Callable[[], object]) -> Way:
+    if scores > MOST_SCORES:
+        raise UnableError(f"would hold {scores / 2**30:.0f} GiB of scores")
+    return call

@@ -1,0 +1,231 @@
+"""What a benchmark found: cases, each with its limit and the ways that were timed on it."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from headwise.measurement.limits import Limits, Probes
+from headwise.measurement.timing import Spread, seconds, spread_interleaved
+
+OURS = "headwise"
+"""The way that the others are compared with."""
+
+_PATIENCE = 10.0
+"""Seconds of one call beyond which it is not repeated."""
+
+_MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One way's time for a case.
+
+    Attributes:
+        ms: the median; None where it could not be run.
+        low_ms: the lower quartile.
+        high_ms: the upper one.
+        error: why it could not be run.
+        note: what it chose or left out.
+    """
+
+    ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    error: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape, and what it took.
+
+    Attributes:
+        name: what a reader calls it.
+        values: its sizes, by name.
+        nbytes: that have to be read.
+        flops: that have to be done.
+        read_bytes_per_second: measured beside it.
+        matmul_flops_per_second: measured beside it, of its dtype.
+        limit_ms: the least time by those: the larger of bytes over bandwidth and FLOPs over 0.7 of the peak.
+        ways: by name.
+    """
+
+    name: str
+    values: dict[str, Any]
+    nbytes: int
+    flops: int
+    read_bytes_per_second: float
+    matmul_flops_per_second: float
+    limit_ms: float
+    ways: dict[str, Timing]
+
+    def ratio(self, way: str) -> float | None:
+        """A way's time over the limit."""
+        ms = self.ways[way].ms if way in self.ways else None
+        return None if ms is None else ms / self.limit_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-able values, with rates beside the times."""
+        ways = {
+            name: {key: value for key, value in asdict(timing).items() if value is not None}
+            | (
+                {}
+                if timing.ms is None
+                else {
+                    "gb_per_s": self.nbytes / timing.ms / 1e6,
+                    "gflop_per_s": self.flops / timing.ms / 1e6,
+                    "of_limit": timing.ms / self.limit_ms,
+                }
+            )
+            for name, timing in self.ways.items()
+        }
+        return {**{key: value for key, value in vars(self).items() if key != "ways"}, "ways": ways}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All cases of a run, and what it ran on."""
+
+    kind: str
+    cases: Sequence[Case]
+    device: str = "cpu"
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def ways(self) -> list[str]:
+        """All ways of all cases, in the order they came."""
+        return list(dict.fromkeys(way for case in self.cases for way in case.ways))
+
+    def speedups(self) -> dict[str, float]:
+        """Each other way's time over ours: the median of the cases that both ran."""
+        found = {}
+        for way in self.ways():
+            pairs = ((case.ways.get(way, Timing()).ms, case.ways.get(OURS, Timing()).ms) for case in self.cases)
+            ratios = [theirs / ours for theirs, ours in pairs if theirs is not None and ours is not None]
+            if way != OURS and ratios:
+                found[way] = statistics.median(ratios)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-able values."""
+        return {
+            "kind": self.kind,
+            "machine": machine(self.device),
+            "versions": versions(),
+            "speedups": self.speedups(),
+            "notes": list(self.notes),
+            "cases": [case.to_dict() for case in self.cases],
+        }
+
+
+Way = Callable[[], object]
+"""What is timed; it raises what says why it cannot be."""
+
+
+class UnableError(Exception):
+    """A way cannot serve a case; the message says why."""
+
+
+def run_case(
+    name: str,
+    values: dict[str, Any],
+    ways: Mapping[str, Callable[[], Way]],
+    *,
+    nbytes: int,
+    flops: int,
+    probes: Probes,
+    budget: float,
+    notes: Mapping[str, str] | None = None,
+) -> Case:
+    """Time the ways of one case in turn, the limits among them.
+
+    Args:
+        name: of the case.
+        values: its sizes.
+        ways: by name, what makes the call to be timed; `UnableError` from either says why there is none.
+        nbytes: that have to be read.
+        flops: that have to be done.
+        probes: for the limits.
+        budget: seconds for all together.
+        notes: what a way chose, by its name.
+    """
+    calls: dict[str, Way] = {}
+    errors: dict[str, str] = {}
+    slow: dict[str, Timing] = {}
+    for way, make in ways.items():
+        try:
+            call = make()
+            first = seconds(call)
+            if first > _PATIENCE:
+                slow[way] = Timing(first * 1e3, note="one call: too slow to repeat")
+            else:
+                calls[way] = call
+        except UnableError as error:
+            errors[way] = str(error)
+        except _MEMORY_ERRORS:
+            errors[way] = "not enough memory"
+        except RuntimeError as error:
+            errors[way] = str(error).strip().splitlines()[0][:200]
+    timed = spread_interleaved({**probes.calls(), **calls}, budget=budget)
+    limits = probes.limits(timed["read"].median, timed["product"].median)
+    failed = {way: Timing(error=error) for way, error in errors.items()}
+    told = {way: _timing(timed[way], (notes or {}).get(way)) for way in calls}
+    timings = {way: (slow | failed | told)[way] for way in ways}
+    return case_of(name, values, timings, nbytes=nbytes, flops=flops, limits=limits)
+
+
+def case_of(
+    name: str, values: dict[str, Any], ways: dict[str, Timing], *, nbytes: int, flops: int, limits: Limits
+) -> Case:
+    """A case and its limit."""
+    return Case(
+        name=name,
+        values=values,
+        nbytes=nbytes,
+        flops=flops,
+        read_bytes_per_second=limits.bytes_per_second,
+        matmul_flops_per_second=limits.flops_per_second,
+        limit_ms=limits.seconds(nbytes, flops) * 1e3,
+        ways=ways,
+    )
+
+
+def _timing(spread: Spread, note: str | None) -> Timing:
+    return Timing(spread.median * 1e3, spread.low * 1e3, spread.high * 1e3, note=note)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What a number was measured on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found: dict[str, Any] = {"cpu": _processor(), "cores": cores, "threads": torch.get_num_threads()}
+    if device != "cpu":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Of what was timed."""
+    import headwise
+
+    return {"headwise": headwise.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of ratios."""
+    return math.exp(statistics.fmean(math.log(value) for value in values))
