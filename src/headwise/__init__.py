@@ -52,6 +52,7 @@ _PUBLIC = {
     "convert": "headwise.conversion",
     "count": "headwise.measurement",
     "count_layer": "headwise.measurement",
+    "doctor": "headwise.measurement",
     "evaluate": "headwise.evaluation",
     "evaluate_choices": "headwise.evaluation",
     "evaluate_planted": "headwise.evaluation",
@@ -90,7 +91,7 @@ if TYPE_CHECKING:
     )
     from headwise.hf import Generation, generate, load, optimize
     from headwise.kernels import attend, choose_backend
-    from headwise.measurement import Count, LayerCounts, count, count_layer
+    from headwise.measurement import Count, LayerCounts, count, count_layer, doctor
     from headwise.specs import (
         ExpertLatentSpec,
         GroupedSpec,
@@ -142,6 +143,7 @@ __all__ = [
     "convert",
     "count",
     "count_layer",
+    "doctor",
     "evaluate",
     "evaluate_choices",
     "evaluate_planted",

@@ -123,7 +123,7 @@ def bench_decode(
         chosen = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
         cases.append(
             run_case(
-                f"{shape} × {T:,}" + (f" × {B}" if B > 1 else "") + f", {dtype_name(dtype)}",
+                f"{shape} × {T:,}" + (f" × {B}" if B > 1 else "") + f" {short_name(dtype)}",
                 {"shape": str(shape), "length": T, "batch": B, "dtype": dtype_name(dtype), "tokens": tokens},
                 ways,
                 nbytes=shape.nbytes(B, T, dtype.itemsize),
@@ -146,11 +146,11 @@ def ways_to_attend(
         OURS: lambda: partial(attend, query, key, value, is_causal=is_causal),
         "packed": lambda: partial(attend, query, key, value, is_causal=is_causal, backend="packed"),
         "SDPA": lambda: _sdpa(query, key, value, is_causal),
-        "FlexAttention": lambda: _flex(query, key, value, is_causal),
+        "Flex": lambda: _flex(query, key, value, is_causal),
         "expanded": lambda: partial(expanded, query, key, value, is_causal),
     }
     if not with_compiled:
-        del ways["FlexAttention"]
+        del ways["Flex"]
     return ways
 
 
@@ -227,6 +227,11 @@ def check_device(device: str) -> None:
         raise ArgumentError("device", device, "must be cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device", device, "is not there: torch sees no CUDA GPU")
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """For a table."""
+    return {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}[dtype_name(dtype)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headwise import cost
 from headwise.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from headwise.attention.base import AttentionLayer, merge_heads, split_heads
-from headwise.bench.decode import DTYPES, check_sizes, dtype_name, expanded, read_dtype
+from headwise.bench.decode import DTYPES, check_sizes, dtype_name, expanded, read_dtype, short_name
 from headwise.bench.report import OURS, Bench, Case, UnableError, Way, run_case
 from headwise.errors import ArgumentError
 from headwise.hf.linear import take_over_linears
@@ -77,7 +77,7 @@ def bench_module(
             cached = cost.cache_bytes(layer.spec, T, dtype=dtype_name(dtype)) if tokens else 0
             cases.append(
                 run_case(
-                    f"{kind}, {'one token after' if tokens else 'prompt of'} {T:,}, {dtype_name(dtype)}",
+                    f"{kind}, {'one token after' if tokens else 'prompt of'} {T:,} {short_name(dtype)}",
                     {"kind": kind, "tokens": new, "length": T, "dtype": dtype_name(dtype)},
                     ways,
                     nbytes=cost.parameters(layer.spec) * dtype.itemsize + cached,

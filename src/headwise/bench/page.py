@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from headwise.bench.report import OURS, Bench, Case, machine, versions
+from headwise.bench.report import OURS, Bench, Case
+from headwise.measurement.machine import machine, versions
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -61,9 +62,8 @@ def _cells(case: Case, ways: Sequence[str]) -> list[str]:
             cells.append(f'<td><span class="none" title="{why}">–</span></td>')
             continue
         names = " ".join(name for name, holds in (("ours", way == OURS), ("best", timing.ms == best)) if holds)
-        told = f"quartiles {timing.low_ms:.3g} – {timing.high_ms:.3g} ms" + (
-            f"; {timing.note}" if timing.note else ""
-        )
+        spread = None if timing.low_ms is None else f"quartiles {timing.low_ms:.3g} – {timing.high_ms:.3g} ms"
+        told = "; ".join(part for part in (spread, timing.note) if part)
         ratio = timing.ms / case.limit_ms
         cells.append(
             f'<td class="{names}" title="{escape(told)}">{timing.ms:.3g} <span class="of">{ratio:.2f} ×</span></td>'

@@ -20,6 +20,7 @@ from headwise.bench.decode import (
     dtype_name,
     expanded,
     read_dtype,
+    short_name,
     ways_to_attend,
 )
 from headwise.bench.report import OURS, Bench, UnableError, Way, run_case
@@ -75,13 +76,13 @@ def bench_prefill(
         )
         ways = ways_to_attend(query, key, value, with_compiled=not quick, is_causal=True)
         if shape.H != shape.K:
-            ways["SDPA, expanded"] = partial(_sdpa_of_copies, query, key, value)
+            ways["SDPA, copies"] = partial(_sdpa_of_copies, query, key, value)
         ways["expanded"] = partial(_within_memory, shape.H * T * T * 4, partial(expanded, query, key, value, True))
         del ways["packed"]  # for few tokens: it holds all scores
         chosen = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
         cases.append(
             run_case(
-                f"{shape} × {T:,}, {dtype_name(dtype)}",
+                f"{shape} × {T:,} {short_name(dtype)}",
                 {"shape": str(shape), "length": T, "batch": 1, "dtype": dtype_name(dtype)},
                 ways,
                 nbytes=2 * query.nbytes + key.nbytes + value.nbytes,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +10,7 @@ from typing import Any
 import torch
 
 from headwise.measurement.limits import Limits, Probes
+from headwise.measurement.machine import machine, versions
 from headwise.measurement.timing import Spread, seconds, spread_interleaved
 
 OURS = "headwise"
@@ -199,33 +197,3 @@ def case_of(
 
 def _timing(spread: Spread, note: str | None) -> Timing:
     return Timing(spread.median * 1e3, spread.low * 1e3, spread.high * 1e3, note=note)
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What a number was measured on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: dict[str, Any] = {"cpu": _processor(), "cores": cores, "threads": torch.get_num_threads()}
-    if device != "cpu":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Of what was timed."""
-    import headwise
-
-    return {"headwise": headwise.__version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Of ratios."""
-    return math.exp(statistics.fmean(math.log(value) for value in values))

@@ -172,8 +172,9 @@ def _show(found: Bench, html: Path | None, *, as_json: bool) -> None:
         emit({**found.to_dict(), "command": command})
         return
     out.print(_wide(found) if len(found.ways()) <= _SIDE_BY_SIDE else _long(found))
-    out.print("medians of interleaved runs; the limit is the larger of bytes over the read bandwidth")
-    out.print("and FLOPs over 0.7 of the matmul peak, both measured beside each case")
+    out.print("ms: medians of interleaved runs. limit: the larger of bytes over the read")
+    out.print("bandwidth and FLOPs over 0.7 of the matmul peak, both measured beside each case;")
+    out.print("×: how many times that")
     for way, ratio in found.speedups().items():
         out.print(f"{escape(way)}: {ratio:.1f} × the time of headwise, in the median")
     for note in (*found.notes, *_errors(found)):
@@ -182,14 +183,14 @@ def _show(found: Bench, html: Path | None, *, as_json: bool) -> None:
         out.print(f"wrote {escape(str(html))}")
 
 
-_SIDE_BY_SIDE = 5
+_SIDE_BY_SIDE = 6
 """Ways that fit beside each other in a terminal."""
 
 
 def _wide(found: Bench) -> Table:
     """A row a case, a column a way."""
     others = [way for way in found.ways() if way != OURS]
-    table = numbers_table("milliseconds", "limit", OURS, "× limit", *others)
+    table = numbers_table("ms", "limit", OURS, "×", *(way.replace(", ", ",\n") for way in others))
     for case in found.cases:
         cells = [_ms(case, way) for way in others]
         table.add_row(escape(case.name), f"{case.limit_ms:.3g}", _ms(case, OURS), _times(case, OURS), *cells)
@@ -198,7 +199,7 @@ def _wide(found: Bench) -> Table:
 
 def _long(found: Bench) -> Table:
     """A row a way, under its case."""
-    table = numbers_table("", "ms", "× limit", "GB/s", "GFLOP/s")
+    table = numbers_table("", "ms", "×", "GB/s", "GFLOP/s")
     for case in found.cases:
         table.add_row(f"[bold]{escape(case.name)}[/bold], limit", f"{case.limit_ms:.3g}", "1.00", "", "")
         for way, timing in case.ways.items():

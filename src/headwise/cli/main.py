@@ -24,6 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
         convert,
         count,
         demo,
+        doctor,
         evaluate,
         frontier,
         generate,
