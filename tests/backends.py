@@ -1,8 +1,11 @@
-"""Backends by what they can: the fused kernel computes in float32, and forward only."""
+"""Backends by what they can: headwise's own kernels compute in float32, forward only, and one of them on a GPU."""
 
 from __future__ import annotations
 
 from headwise.kernels import BACKENDS, Backend
 
-EXACT: tuple[Backend, ...] = tuple(backend for backend in BACKENDS if backend != "fused")
+SERVING: tuple[Backend, ...] = tuple(backend for backend in BACKENDS if backend != "split")
+"""Those that run on a CPU."""
+
+EXACT: tuple[Backend, ...] = tuple(backend for backend in SERVING if backend != "fused")
 """Those that float64 and gradients go through."""

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.kernels import BACKENDS, Backend, attend, choose_backend
+from headwise.kernels import Backend, attend, choose_backend
 from headwise.kernels.native import built
-from tests.backends import EXACT
+from tests.backends import EXACT, SERVING
 from tests.by_hand import attend_by_rows, may_attend
 from tests.closeness import assert_close
 
@@ -151,13 +151,13 @@ def test_rows_with_nothing_to_attend_to(backend: Backend, dtype: torch.dtype, is
     assert (problem.query.grad[0, :, 3:40] == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SERVING)
 def test_nothing_at_all_to_attend_to(backend: Backend) -> None:
     problem = random_problem(3, torch.float32, T=9, mask=torch.zeros(2, 9, dtype=torch.bool))
     assert (problem.attend(backend) == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SERVING)
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
@@ -176,7 +176,7 @@ def test_rounding_of_narrow_dtypes(
     assert_close(out, problem.by_hand(), relative)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SERVING)
 @pytest.mark.parametrize("S", [1, 70])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_strided_inputs(backend: Backend, S: int, is_causal: bool) -> None:
@@ -291,7 +291,7 @@ def zeros(*size: int) -> Tensor:
     return torch.zeros(size)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SERVING)
 @pytest.mark.parametrize(
     ("query", "key", "value", "kwargs", "message"),
     [

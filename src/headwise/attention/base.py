@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headwise.attention.cache import AttentionCache
 from headwise.attention.rope import RotaryEmbedding, rotate
 from headwise.errors import ArgumentError, SpecError
-from headwise.kernels import BACKENDS, Backend, as_bool_mask, attend
+from headwise.kernels import BACKENDS, WITHOUT_WEIGHTS, Backend, as_bool_mask, attend
 from headwise.specs.base import AttentionSpec, RopeSpec, positive
 
 Rope = RopeSpec | RotaryEmbedding
@@ -130,7 +130,7 @@ class AttentionLayer(nn.Module):
             # Before anything is remembered; how long a foreign cache is, it alone knows.
             keys = total if key_value_states is None else key_value_states.shape[1]
             attention_mask = self._as_mask(attention_mask, hidden_states, keys)
-        if return_weights and self.backend in ("sdpa", "fused"):
+        if return_weights and self.backend in WITHOUT_WEIGHTS:
             raise ArgumentError("backend", self.backend, "never holds the weights; use reference, packed or auto")
         call = Call(attention_mask, is_causal, is_cross, return_weights, ids, rotation, total)
         self._refuse(call, position_ids, position_embeddings, cache)

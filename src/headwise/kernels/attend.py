@@ -14,14 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import ArgumentError
+from headwise.kernels.gpu import attend_split, why_not_split
 from headwise.kernels.mask import as_bool_mask, combine_masks
 from headwise.kernels.native import are_plain, attend_fused, built, why_not
 from headwise.kernels.packed import FEW_TOKENS, attend_packed
 from headwise.kernels.reference import attend_reference
 
 Shape = Sequence[int]
-Backend = Literal["auto", "reference", "sdpa", "packed", "fused"]
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed", "fused")
+Backend = Literal["auto", "reference", "sdpa", "packed", "fused", "split"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed", "fused", "split")
+WITHOUT_WEIGHTS: tuple[Backend, ...] = ("sdpa", "fused", "split")
+"""Those that never hold all weights, and so cannot return them."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def attend(
         enable_gqa: False demands K = H, as torch does.
         window: with ``is_causal``, how many of the latest keys a query sees; all when None.
         backend: ``auto`` picks by shape (`choose_backend` tells what); the result is the same beyond rounding.
-        return_weights: also return the weights ``[B, H, S, T]``; not with ``sdpa`` or ``fused``, which have none.
+        return_weights: also return the weights ``[B, H, S, T]``; some backends hold none (`WITHOUT_WEIGHTS`).
 
     Returns:
         ``[B, H, S, V]``, or that and the weights.
@@ -141,20 +144,16 @@ def attend(
         ).backend
         if backend == "fused" and not (are_plain(query, key, value, attn_mask) and _one_dtype(query, key, value)):
             backend = "packed" if S <= FEW_TOKENS else "sdpa"  # torch says what it makes of them
-    elif backend == "fused":
-        if dropout_p:
-            raise ArgumentError("backend", backend, "knows no dropout; use another, or auto")
-        if (reason := why_not(query.dtype, query.device, needs_grad=needs_grad)) is not None:
-            raise ArgumentError("backend", backend, f"cannot serve: {reason}; use another, or auto")
-        if not _one_dtype(query, key, value) or not are_plain(query, key, value, attn_mask):
-            raise ArgumentError("backend", backend, "takes plain tensors on the CPU, of one dtype")
+    elif backend in ("fused", "split"):
+        _refuse(backend, query, key, value, attn_mask, needs_grad=needs_grad, dropout_p=dropout_p)
     if scale is None:
         scale = D**-0.5
-    if return_weights and backend in ("sdpa", "fused"):
+    if return_weights and backend in WITHOUT_WEIGHTS:
         raise ArgumentError("backend", backend, "never holds the weights; use reference, packed or auto")
-    if backend == "fused":
+    if backend in ("fused", "split"):
         mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
-        return attend_fused(query, key, value, mask, is_causal, window, scale)
+        kernel = attend_fused if backend == "fused" else attend_split
+        return kernel(query, key, value, mask, is_causal, window, scale)
     if backend == "sdpa":
         return _attend_sdpa(query, key, value, attn_mask, is_causal, window, scale, dropout_p)
     mask = combine_masks(attn_mask, is_causal, (B, H, S, T), query.device, window)
@@ -193,6 +192,11 @@ def choose_backend(
     why = f"few new tokens ({S}): reading {K} key–value heads once is the cost"
     if not is_few:
         why = f"{S} new tokens: blocked softmax, no {S} × {T} scores held"
+    if torch.device(device).type == "cuda":
+        reason = why_not_split(dtype, torch.device(device), query[3], needs_grad=needs_grad)
+        if is_few and reason is None and not dropout_p:
+            return Choice("split", f"{why}, its parts at once")
+        return Choice("packed" if is_few else "sdpa", why)
     reason = why_not(dtype, torch.device(device), needs_grad=needs_grad)
     if dropout_p:
         reason = "it knows no dropout"
@@ -201,6 +205,34 @@ def choose_backend(
     if reason is None:
         return Choice("fused", why)
     return Choice("packed" if is_few else "sdpa", f"{why}; not the fused kernel: {reason}")
+
+
+def _refuse(
+    backend: Backend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    needs_grad: bool,
+    dropout_p: float,
+) -> None:
+    """Refuse what one of headwise's own kernels was asked for and cannot serve."""
+    if dropout_p:
+        raise ArgumentError("backend", backend, "knows no dropout; use another, or auto")
+    if backend == "fused":
+        reason = why_not(query.dtype, query.device, needs_grad=needs_grad)
+    else:
+        reason = why_not_split(query.dtype, query.device, query.shape[3], needs_grad=needs_grad)
+    if reason is not None:
+        raise ArgumentError("backend", backend, f"cannot serve: {reason}; use another, or auto")
+    are_alike = all(x is None or x.device == query.device for x in (key, value, mask))
+    if (
+        not are_alike
+        or not _one_dtype(query, key, value)
+        or (backend == "fused" and not are_plain(query, key, value, mask))
+    ):
+        raise ArgumentError("backend", backend, "takes plain tensors on one device, of one dtype")
 
 
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -1,0 +1,5 @@
+"""Decoding on a GPU: one pass over keys and values, split over the sequence, in Triton."""
+
+from headwise.kernels.gpu.split import attend_split, why_not_split
+
+__all__ = ["attend_split", "why_not_split"]

@@ -1,0 +1,166 @@
+"""The Triton kernels: a part of a sequence for sixteen rows at once, and the parts put together.
+
+Rows are the new tokens of all query heads of one key–value head, so that they share each load of a key or value.
+"""
+
+# Triton reads these functions' text, so that types and long names are not theirs.
+# mypy: ignore-errors
+# ruff: noqa: PLR0915
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_part(
+    query,
+    key,
+    value,
+    mask,
+    found,
+    weights,
+    scale,
+    K,
+    G,
+    S,
+    T,
+    D,
+    V,
+    each,
+    tiles,
+    query_batch,
+    query_head,
+    query_token,
+    key_batch,
+    key_head,
+    key_token,
+    value_batch,
+    value_head,
+    value_token,
+    mask_batch,
+    mask_head,
+    mask_new,
+    mask_token,
+    found_part,
+    found_batch,
+    weights_part,
+    weights_batch,
+    weights_kind,
+    window,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One part's mixture of values, not yet divided by the sum of its weights 2^(score − highest)."""
+    unit, part = tl.program_id(0), tl.program_id(1)
+    head, tile = unit // tiles, unit % tiles
+    b, k = (head // K).to(tl.int64), head % K
+    row = tile * ROWS + tl.arange(0, ROWS)
+    is_row = row < G * S
+    g, s = k * G + row // S, row % S
+    main, rest, width = tl.arange(0, MAIN), MAIN + tl.arange(0, max(REST, 1)), tl.arange(0, WIDTH)
+    at = query + b * query_batch + g[:, None] * query_head + s[:, None] * query_token
+    q = tl.load(at + main[None, :], mask=is_row[:, None], other=0.0)
+    if REST:
+        q_rest = tl.load(at + rest[None, :], mask=is_row[:, None] & (rest < D)[None, :], other=0.0)
+    if WIDEN:  # Triton's interpreter multiplies the bits of bfloat16
+        q = q.to(tl.float32)
+        if REST:
+            q_rest = q_rest.to(tl.float32)
+    high = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixture = tl.zeros([ROWS, WIDTH], tl.float32)
+    last = T - S + s  # the last token that a row may see, by the causal rule
+    begin, end = part * each, tl.minimum(part * each + each, T)
+    if CAUSAL and window > 0:
+        begin = tl.maximum(begin, (T - S - window + 1) // TOKENS * TOKENS)
+        begin = tl.maximum(begin, 0)
+    for start in range(begin, end, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        seen = is_row[:, None] & (token < end)[None, :]
+        if CAUSAL:
+            seen = seen & (token[None, :] <= last[:, None])
+            if window > 0:
+                seen = seen & (token[None, :] > last[:, None] - window)
+        if HAS_MASK:
+            place = (
+                mask + b * mask_batch + g[:, None] * mask_head + s[:, None] * mask_new + token[None, :] * mask_token
+            )
+            seen = seen & (tl.load(place, mask=seen, other=0) != 0)
+        # What nobody sees is not read: it may hold anything.
+        any_sees = tl.max(seen.to(tl.int32), axis=0) > 0
+        token = token.to(tl.int64)
+        keys = key + b * key_batch + k * key_head + token[:, None] * key_token
+        x = tl.load(keys + main[None, :], mask=any_sees[:, None], other=0.0)
+        x = x.to(q.dtype)
+        scores = tl.dot(q, tl.trans(x), input_precision="ieee")
+        if REST:
+            x_rest = tl.load(keys + rest[None, :], mask=any_sees[:, None] & (rest < D)[None, :], other=0.0)
+            x_rest = x_rest.to(q.dtype)
+            scores += tl.dot(q_rest, tl.trans(x_rest), input_precision="ieee")
+        scores = tl.where(seen, scores * scale, -float("inf"))
+        higher = tl.maximum(high, tl.max(scores, axis=1))
+        base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: all weights are 0
+        shares = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(high - base)
+        total = total * kept + tl.sum(shares, axis=1)
+        if SHARED:
+            y = x
+        else:
+            values = value + b * value_batch + k * value_head + token[:, None] * value_token
+            y = tl.load(values + width[None, :], mask=any_sees[:, None] & (width < V)[None, :], other=0.0)
+            y = y.to(q.dtype)
+        mixture = mixture * kept[:, None] + tl.dot(shares.to(y.dtype), y, input_precision="ieee")
+        high = higher
+    row_of_all = g * S + s
+    at = found + part * found_part + b * found_batch + row_of_all[:, None] * V + width[None, :]
+    tl.store(at, mixture, mask=is_row[:, None] & (width < V)[None, :])
+    at = weights + part * weights_part + b * weights_batch + row_of_all
+    tl.store(at, high, mask=is_row)
+    tl.store(at + weights_kind, total, mask=is_row)
+
+
+@triton.jit
+def join_parts(
+    found,
+    weights,
+    out,
+    H,
+    S,
+    V,
+    parts,
+    found_part,
+    found_batch,
+    weights_part,
+    weights_batch,
+    weights_kind,
+    out_batch,
+    out_head,
+    out_token,
+    WIDTH: tl.constexpr,
+):
+    """One row of the output from what its parts found; nothing seen gives zeros."""
+    row = tl.program_id(0)
+    b, of_all = (row // (H * S)).to(tl.int64), row % (H * S)
+    width = tl.arange(0, WIDTH)
+    high = tl.full([], -float("inf"), tl.float32)
+    at = weights + b * weights_batch + of_all
+    for part in range(parts):
+        high = tl.maximum(high, tl.load(at + part * weights_part))
+    base = tl.where(high == -float("inf"), 0.0, high)
+    total = tl.zeros([], tl.float32)
+    mixture = tl.zeros([WIDTH], tl.float32)
+    for part in range(parts):
+        share = tl.exp2(tl.load(at + part * weights_part) - base)
+        total += share * tl.load(at + part * weights_part + weights_kind)
+        piece = found + part * found_part + b * found_batch + of_all * V
+        mixture += share * tl.load(piece + width, mask=width < V, other=0.0)
+    mixture = tl.where(total == 0.0, 0.0, mixture / tl.where(total == 0.0, 1.0, total))
+    place = out + b * out_batch + of_all // S * out_head + of_all % S * out_token + width
+    tl.store(place, mixture.to(out.dtype.element_ty), mask=width < V)

@@ -1,0 +1,119 @@
+"""The GPU's decoding kernel, run step by step on the CPU by Triton's interpreter, against the float64 definition."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+
+import pytest
+import torch
+
+from headwise.errors import ArgumentError
+from headwise.kernels import as_bool_mask, attend, choose_backend
+from headwise.kernels.gpu import attend_split, why_not_split
+from headwise.kernels.gpu.split import _parts
+from tests.kernels.test_fused import CLOSE, Case, draw
+
+with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def small(seed: int) -> Case | None:
+    """A problem that an interpreter gets through."""
+    case = draw(seed)
+    B, H, S, D = case.query.shape
+    fits = D <= 576 and B * H * S * case.key.shape[2] <= 6000 and B * H * S <= 400
+    return case if fits else None
+
+
+@with_triton
+@pytest.mark.parametrize("part", range(6))
+def test_it_is_the_definition(part: int) -> None:
+    cases = 0
+    for seed in range(200 * part, 200 * (part + 1)):
+        if (case := small(seed)) is None:
+            continue
+        B, H, S, D = case.query.shape
+        T = case.key.shape[2]
+        mask = None if case.mask is None else as_bool_mask(case.mask, (B, H, S, T))
+        window = case.window if case.window is not None and case.window < T else None
+        scale = D**-0.5 if case.scale is None else case.scale
+        parts = random.Random(seed).choice([1, 2, 3, 7])
+        out = attend_split(case.query, case.key, case.value, mask, case.is_causal, window, scale, parts=parts)
+        expected = case.expected()
+        largest = max(expected.abs().max().item(), case.value.nan_to_num(0).abs().max().item() * 0.05)
+        assert out.dtype == case.query.dtype
+        assert (out.double() - expected).abs().max().item() <= CLOSE[out.dtype] * largest, seed
+        assert (out[~case.seen.any(-1)] == 0).all(), seed
+        if (cases := cases + 1) == 8:
+            break
+    assert cases >= 4
+
+
+@with_triton
+@pytest.mark.parametrize("dtype", list(CLOSE))
+def test_a_latent_is_read_once_and_gives_the_same(dtype: torch.dtype) -> None:
+    latent = torch.randn(1, 1, 70, 576).to(dtype)
+    query = torch.randn(1, 16, 1, 576).to(dtype)
+    shared = attend(query, latent, latent[..., :512], is_causal=True, backend="split")
+    apart = attend(query, latent, latent[..., :512].clone(), is_causal=True, backend="split")
+    exact = attend(query.double(), latent.double(), latent[..., :512].double(), backend="reference")
+    for made in (shared, apart):
+        assert (made.double() - exact).abs().max() <= CLOSE[dtype] * exact.abs().max()
+
+
+@with_triton
+def test_nothing_to_attend_to_gives_zeros_and_nobody_is_nothing() -> None:
+    x = torch.randn(2, 2, 3, 16)
+    seen = torch.zeros(2, 3, dtype=torch.bool)
+    assert (attend(x, x, x, seen, backend="split") == 0).all()
+    assert attend(x[:, :, :0], x, x, backend="split").shape == (2, 2, 0, 16)
+
+
+def test_parts_keep_the_gpu_busy_and_are_no_smaller_than_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _parts(8, 100_000, torch.device("cpu")) == 1
+    processors = type("Properties", (), {"multi_processor_count": 100})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
+    gpu = torch.device("cuda")
+    assert _parts(8, 100_000, gpu) == 50
+    assert _parts(8, 1000, gpu) == 3
+    assert _parts(8, 100, gpu) == 1
+    assert _parts(1000, 100_000, gpu) == 1
+
+
+def test_what_it_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 2, 3, 16)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(
+        ArgumentError, match=r"backend = 'split': cannot serve: (it is for CUDA GPUs|triton is not inst)"
+    ):
+        attend(x, x, x, backend="split")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("headwise.kernels.gpu.split.has_triton", lambda: True)
+    cpu = torch.device("cpu")
+    assert why_not_split(torch.float32, cpu, 64) is None
+    assert why_not_split(torch.float64, cpu, 64) is not None
+    assert why_not_split(torch.float32, cpu, 577) == "heads are 577 wide, and it takes 576 at most"
+    assert why_not_split(torch.float32, cpu, 64, needs_grad=True) == "it has no backward pass"
+    with pytest.raises(ArgumentError, match="knows no dropout"):
+        attend(x, x, x, dropout_p=0.1, backend="split")
+    with pytest.raises(ArgumentError, match="never holds the weights"):
+        attend(x, x, x, backend="split", return_weights=True)
+    with pytest.raises(ArgumentError, match="of one dtype"):
+        attend(x, x.bfloat16(), x, backend="split")
+
+
+def test_auto_takes_it_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.kernels.gpu.split.has_triton", lambda: True)
+    few, many, keys = (1, 32, 1, 128), (1, 32, 64, 128), (1, 8, 4096, 128)
+    choice = choose_backend(few, keys, dtype=torch.bfloat16, device="cuda")
+    assert choice.backend == "split"
+    assert "reading 8 key–value heads once is the cost, its parts at once" in choice.reason
+    assert choose_backend(many, keys, dtype=torch.bfloat16, device="cuda").backend == "sdpa"
+    assert choose_backend(few, keys, device="cuda", needs_grad=True).backend == "packed"
+    monkeypatch.setattr("headwise.kernels.gpu.split.has_triton", lambda: False)
+    assert choose_backend(few, keys, device="cuda").backend == "packed"
