@@ -194,3 +194,33 @@ def test_models_are_given_what_they_are_used_to(family: str) -> None:
     stock = attended(model, ids, DynamicCache(config=model.config))
     assert torch.equal(attended(model, ids, HeadwiseCache(model)), stock)
     assert torch.equal(attended(model, ids, HeadwiseCache(model, max_length=64)), stock)
+
+
+@torch.inference_mode()
+def test_int8_takes_a_quarter_and_differs_little() -> None:
+    model = headwise.optimize(tiny_family("llama", head_dim=64).float())
+    ids = torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(0))
+    exact, codes = HeadwiseCache(model, max_length=64), HeadwiseCache(model, max_length=64, quantize="int8")
+    expected, made = (attended(model, ids, cache) for cache in (exact, codes))
+    assert codes.nbytes * 64 * 4 == exact.nbytes * (64 + 4)
+    assert torch.equal(made[0], expected[0])  # a prompt attends to itself as it is
+    error = (made[1:] - expected[1:]).norm() / expected[1:].norm()
+    assert 1e-6 < error < 0.02
+    prompt = {"max_new_tokens": 5, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    for how in ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}):
+        rows = ids[:1] if "prompt_lookup_num_tokens" in how else ids
+        mask = torch.ones_like(rows)
+        cache = HeadwiseCache(model, quantize="int8")
+        out = model.generate(rows, **{**prompt, "attention_mask": mask}, **how, past_key_values=cache)
+        assert out.shape == (len(rows), 65)
+
+
+@torch.inference_mode()
+def test_int8_is_refused_where_nothing_would_read_it() -> None:
+    with pytest.raises(headwise.ArgumentError, match="quantize = 'int4': must be int8 or None"):
+        HeadwiseCache(config(), quantize="int4")  # type: ignore[arg-type]
+    ours = HeadwiseCache(config(), quantize="int8")
+    latent = torch.randn(2, 1, 4, 12)
+    with pytest.raises(headwise.ArgumentError, match="is for keys and values of heads, not for latents"):
+        ours.update(latent, latent[..., :0], 0)
+    assert ours.length == 0

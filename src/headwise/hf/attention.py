@@ -44,7 +44,11 @@ class LayerCache:
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Append ``[B, heads, S, width]`` to each tensor and return all that is held."""
         keys, values = new if self._tensors == 2 else (new[0], new[0][..., :0])
-        return self._held(self._past.update(keys, values, self._layer_idx))
+        held = self._past.update(keys, values, self._layer_idx)
+        if held[0].dtype == torch.int8:
+            rule = "is for models whose own attention is asked by name, not for converted layers"
+            raise ArgumentError("quantize", "int8", rule)
+        return self._held(held)
 
     def views(self) -> tuple[Tensor, ...]:
         """All that is held."""

@@ -6,7 +6,7 @@ Shapes: B batch, K key–value heads, S new tokens, T tokens held, D width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from headwise.errors import ArgumentError
+from headwise.kernels import pack
 
 _LEAST_ROOM = 256
 """Tokens a growing cache begins with room for."""
@@ -29,14 +30,18 @@ class HeadwiseCache(DynamicCache):
     Args:
         model: the model it is for, or its config.
         max_length: tokens to make room for at once; more are refused. When None, room is doubled when it runs out.
+        quantize: ``int8`` keeps a token's key and value of each head as 8-bit numbers and a scale; for models whose
+            attention is ``headwise`` (by name or `headwise.optimize`). Sliding windows stay as they are.
 
     Raises:
-        ArgumentError: ``max_length`` is not a whole number of at least 1.
+        ArgumentError: ``max_length`` is not a whole number of at least 1, or ``quantize`` is neither None nor int8.
 
     >>> model.generate(**inputs, past_key_values=HeadwiseCache(model))  # doctest: +SKIP
     """
 
-    def __init__(self, model: Any, max_length: int | None = None) -> None:
+    def __init__(self, model: Any, max_length: int | None = None, *, quantize: Literal["int8"] | None = None) -> None:
+        if quantize not in (None, "int8"):
+            raise ArgumentError("quantize", quantize, "must be int8 or None")
         if max_length is not None and (type(max_length) is not int or max_length < 1):
             raise ArgumentError("max_length", max_length, "must be a whole number of at least 1, or None")
         config = getattr(model, "config", model)
@@ -44,7 +49,7 @@ class HeadwiseCache(DynamicCache):
             raise ArgumentError("model", type(model).__name__, "must be a transformers model or config")
         super().__init__(config=config)
         self.max_length = max_length
-        self.layers: list[Any] = [_with_room(layer, max_length) for layer in self.layers]
+        self.layers: list[Any] = [_with_room(layer, max_length, quantize) for layer in self.layers]
 
     @property
     def length(self) -> int:
@@ -64,10 +69,10 @@ class HeadwiseCache(DynamicCache):
                 layer.expected = tokens
 
 
-def _with_room(layer: Any, max_length: int | None) -> Any:
+def _with_room(layer: Any, max_length: int | None, quantize: str | None) -> Any:
     """The layer that does what a stock one does, without copying."""
     if type(layer) is DynamicLayer:
-        return GrowingLayer(max_length)
+        return GrowingLayer(max_length) if quantize is None else QuantizedLayer(max_length)
     if type(layer) is DynamicSlidingWindowLayer:
         return SlidingLayer(layer.sliding_window)
     return layer
@@ -188,6 +193,21 @@ class GrowingLayer(DynamicLayer):
         if len(moved):
             for states in (self.keys, self.values):
                 states[moved] = states[beam_idx[moved]]
+
+
+class QuantizedLayer(GrowingLayer):
+    """Keys and values in int8, a token's codes and its scale side by side (`headwise.kernels.pack`).
+
+    The first tokens, a prompt's, attend to what they are; what comes after them to what is kept.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `GrowingLayer.update`; what is returned is packed, once something was held before."""
+        if value_states.shape[3] == 0:
+            raise ArgumentError("quantize", "int8", "is for keys and values of heads, not for latents")
+        is_first = self.get_seq_length() == 0
+        packed = super().update(pack(key_states), pack(value_states), *args, **kwargs)
+        return (key_states, value_states) if is_first else packed
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):

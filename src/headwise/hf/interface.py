@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from headwise.errors import ArgumentError
-from headwise.kernels import attend
+from headwise.kernels import attend, attend_quantized, unpack
 
 NAME = "headwise"
 """What ``attn_implementation`` is to be."""
@@ -62,11 +62,15 @@ def attention_forward(
     if causal and key.shape[2] > query.shape[2]:
         # A static cache's slots beyond the prompt: without a mask transformers means the first tokens.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    mask = None if attention_mask is None else as_bool(attention_mask)
+    if key.dtype == torch.int8:  # of a quantised cache
+        mixed = attend_quantized(query, unpack(key), unpack(value), mask, causal, scaling)
+        return mixed.transpose(1, 2).contiguous(), None
     attended = attend(
         query,
         key,
         value,
-        None if attention_mask is None else as_bool(attention_mask),
+        mask,
         dropout,
         causal,
         scaling,

@@ -2,6 +2,7 @@
 
 from headwise.kernels.attend import BACKENDS, WITHOUT_WEIGHTS, Backend, Choice, attend, choose_backend
 from headwise.kernels.mask import as_bool_mask, causal_mask, combine_masks
+from headwise.kernels.quantized import attend_quantized, dequantize, pack, quantize, unpack
 from headwise.kernels.reference import masked_softmax
 
 __all__ = [
@@ -11,8 +12,13 @@ __all__ = [
     "Choice",
     "as_bool_mask",
     "attend",
+    "attend_quantized",
     "causal_mask",
     "choose_backend",
     "combine_masks",
+    "dequantize",
     "masked_softmax",
+    "pack",
+    "quantize",
+    "unpack",
 ]

@@ -167,9 +167,8 @@ def _compile(command: list[str], path: Path) -> None:
 
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for function in (library.headwise_decode, library.headwise_linear):
-        function.argtypes = [ctypes.c_char_p, ctypes.c_int]
-        function.restype = ctypes.c_int
+    library.headwise_decode.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+    library.headwise_linear.argtypes = [ctypes.c_char_p, ctypes.c_int]
     return library
 
 

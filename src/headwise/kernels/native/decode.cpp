@@ -63,8 +63,9 @@ struct Found {
   Found(float* at, int64_t rows, int64_t V) : mixture(at), high(at + up(rows * V, 16)), sum(high + up(rows, 16)) {}
 };
 
-// A: arithmetic; T: as stored; DIRECT: rows are read where they are, else copied, widened and padded with zeros.
-template <class A, class T, bool DIRECT>
+// A: arithmetic; T: keys and values as stored; Q: queries and output; DIRECT: rows are read where they are, else copied,
+// widened and padded with zeros.
+template <class A, class T, class Q, bool DIRECT>
 class Decoding {
   using Row = std::conditional_t<DIRECT, T, float>;
   static constexpr bool WHOLE = std::is_same_v<typename A::Query, float>;
@@ -283,7 +284,7 @@ class Decoding {
 
   void read_query(int64_t b, int64_t k, typename A::Query* query) const {
     for (int row = 0; row < rows_; row++) {
-      const T* from = (const T*)a_.query + b * a_.query_stride[0] + (k * a_.G + row / a_.S) * a_.query_stride[1] +
+      const Q* from = (const Q*)a_.query + b * a_.query_stride[0] + (k * a_.G + row / a_.S) * a_.query_stride[1] +
                       row % a_.S * a_.query_stride[2];
       for (int64_t d = 0; d < D_; d++) {
         if constexpr (WHOLE)
@@ -364,7 +365,7 @@ class Decoding {
       return found[i].high[row] == NOTHING ? 0.0f : std::exp2(found[i].high[row] - high);
     };
     for (int i = 0; i < count; i++) sum += share(i) * ::sum(load(found[i].sum + row * W));
-    T* out = (T*)a_.out + b * a_.out_stride[0] + (k * a_.G + row / a_.S) * a_.out_stride[1] +
+    Q* out = (Q*)a_.out + b * a_.out_stride[0] + (k * a_.G + row / a_.S) * a_.out_stride[1] +
              row % a_.S * a_.out_stride[2];
     float* made = found[0].mixture + row * V_;
     const float first = sum == 0 ? 0.0f : share(0) / sum;
@@ -378,35 +379,35 @@ class Decoding {
 };
 
 // f(a Decoding of a) with the arithmetic that suits it.
-template <class T, class F>
+template <class T, class Q, class F>
 void with_decoding(const Arguments& a, F f) {
 #if HAS_PAIRS
-  if constexpr (std::is_same_v<T, bfloat16>)
-    if (a.D % 32 == 0 && a.V % 32 == 0 && a.scale > 0) return f(Decoding<Paired, T, true>(a));
+  if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<Q, bfloat16>)
+    if (a.D % 32 == 0 && a.V % 32 == 0 && a.scale > 0) return f(Decoding<Paired, T, Q, true>(a));
 #endif
-  if (a.D % W == 0 && a.V % W == 0) return f(Decoding<Single, T, true>(a));
-  f(Decoding<Single, T, false>(a));
+  if (a.D % W == 0 && a.V % W == 0) return f(Decoding<Single, T, Q, true>(a));
+  f(Decoding<Single, T, Q, false>(a));
 }
 
 // Many new tokens are taken some at a time: as many as leave what is found of them in the second cache.
 constexpr int64_t MOST_ROWS = 128;
 
-template <class T>
+template <class T, class Q>
 void decode(const Arguments& a) {
   const int64_t most = std::max<int64_t>(1, MOST_ROWS / a.G), parts = (a.S + most - 1) / most, heads = a.B * a.K;
   const auto part_of = [&](int64_t number) {
     const int64_t from = number * most;
     Arguments part = a;
     part.S = std::min(most, a.S - from);
-    part.query = (const T*)a.query + from * a.query_stride[2];
-    part.out = (T*)a.out + from * a.out_stride[2];
+    part.query = (const Q*)a.query + from * a.query_stride[2];
+    part.out = (Q*)a.out + from * a.out_stride[2];
     if (a.mask) part.mask = a.mask + from * a.mask_stride[2];
     if (a.causal) part.T = a.T - (a.S - from - part.S);  // those behind the last of them are not looked at
     return part;
   };
   if (parts == 1 || parts * heads < 4 * a.threads) {
     for (int64_t number = 0; number < parts; number++)
-      with_decoding<T>(part_of(number), [](const auto& decoding) { decoding.run(); });
+      with_decoding<T, Q>(part_of(number), [](const auto& decoding) { decoding.run(); });
     return;
   }
   // Enough for every thread to take one after another, the longest first, and to wait for nobody before the end.
@@ -416,7 +417,7 @@ void decode(const Arguments& a) {
     for (int64_t unit; (unit = next++) < parts * heads && !failed;) try {
         const Arguments part = part_of(parts - 1 - unit / heads);
         const int64_t head = unit % heads;
-        with_decoding<T>(part, [&](const auto& decoding) { decoding.whole(head / a.K, head % a.K); });
+        with_decoding<T, Q>(part, [&](const auto& decoding) { decoding.whole(head / a.K, head % a.K); });
       } catch (const std::bad_alloc&) {
         failed = true;
       }
@@ -424,15 +425,21 @@ void decode(const Arguments& a) {
   if (failed) throw std::bad_alloc();
 }
 
+template <class Q>
+void decode(const Arguments& a, bool is_int8) {
+  is_int8 ? decode<int8_t, Q>(a) : decode<Q, Q>(a);
+}
+
 }  // namespace
 
-// 0, or why not: 1 no memory, 2 a type that this compiler has not. Types: 0 float32, 1 bfloat16, 2 float16.
-extern "C" int headwise_decode(const Arguments* arguments, int type) try {
+// 0, or why not: 1 no memory, 2 a type that this compiler has not. Types of queries and output: 0 float32, 1 bfloat16,
+// 2 float16; keys and values are of that too, or int8.
+extern "C" int headwise_decode(const Arguments* arguments, int type, int is_int8) try {
   switch (type) {
-    case 0: decode<float>(*arguments); return 0;
-    case 1: decode<bfloat16>(*arguments); return 0;
+    case 0: decode<float>(*arguments, is_int8); return 0;
+    case 1: decode<bfloat16>(*arguments, is_int8); return 0;
 #if defined(__FLT16_MAX__)
-    case 2: decode<float16>(*arguments); return 0;
+    case 2: decode<float16>(*arguments, is_int8); return 0;
 #endif
     default: return 2;
   }

@@ -24,6 +24,9 @@ def attend_fused(
     is_causal: bool,
     window: int | None,
     scale: float,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """As `headwise.kernels.reference.attend_reference`, of tensors that `why_not` has nothing against.
 
@@ -35,6 +38,8 @@ def attend_fused(
         is_causal: bottom-right.
         window: how many of the latest keys a query sees.
         scale: multiplies the scores.
+        key_scale: float32 ``[B, K, T]``, what a token's int8 key is multiplied by.
+        value_scale: as that, of values; both or neither.
 
     Returns:
         ``[B, H, S, V]``, in memory ``[B, S, H, V]``, as the output projection reads it.
@@ -52,18 +57,23 @@ def attend_fused(
     if mask is not None:
         strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
         place = mask.data_ptr()
+    scales: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
+    scale_places = (0, 0)
+    if key_scale is not None and value_scale is not None:
+        scales = (*key_scale.stride(), *value_scale.stride())
+        scale_places = (key_scale.data_ptr(), value_scale.data_ptr())
     arguments = _ARGUMENTS.pack(
-        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), place, 0, 0),
+        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), place, *scale_places),
         *(B, K, H // K, S, T, D, V),
         *query.stride()[:3],
         *out.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
-        *(0, 0, 0, 0, 0, 0),
+        *scales,
         *strides,
         *(is_causal, window or 0, torch.get_num_threads()),
         scale,
     )
-    if library.headwise_decode(arguments, TYPES[query.dtype]):
+    if library.headwise_decode(arguments, TYPES[query.dtype], key_scale is not None):
         raise MemoryError("no memory to attend in")
     return out

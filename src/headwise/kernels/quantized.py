@@ -1,0 +1,88 @@
+"""Keys and values as int8 with a scale for each token and head: a quarter of float32's bytes, half of bfloat16's.
+
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ArgumentError
+from headwise.kernels.attend import attend
+from headwise.kernels.mask import as_bool_mask
+from headwise.kernels.native import are_plain, attend_fused, why_not
+
+_LEVELS = 127
+
+
+def quantize(states: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes ``[B, K, T, D]`` and float32 scales ``[B, K, T]``: a token's largest number is 127 scales.
+
+    What is not finite makes the token's scale so, and comes back as that.
+    """
+    wide = states.float()
+    scale = wide.abs().amax(-1) / _LEVELS
+    codes = (wide / scale[..., None]).round().nan_to_num(0.0)  # a token of zeros has scale 0
+    return codes.to(torch.int8), scale
+
+
+def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that codes stand for, within half a scale of those they were made of."""
+    return (codes.float() * scale[..., None]).to(dtype)
+
+
+def pack(states: Tensor) -> Tensor:
+    """Codes and scales side by side, ``[B, K, T, D + 4]`` int8: whatever moves tokens about moves both.
+
+    Raises:
+        ArgumentError: D is not a multiple of 4, and scales would lie between words.
+    """
+    if states.shape[-1] % 4:
+        raise ArgumentError("head_dim", states.shape[-1], "must be a multiple of 4 for an int8 cache")
+    codes, scale = quantize(states)
+    return torch.cat((codes, scale[..., None].view(torch.int8)), dim=-1)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes ``[B, K, T, D]`` and scales ``[B, K, T]`` of what `pack` made, as views."""
+    return packed[..., :-4], packed[..., -4:].view(torch.float32)[..., 0]
+
+
+def attend_quantized(
+    query: Tensor,
+    key: tuple[Tensor, Tensor],
+    value: tuple[Tensor, Tensor],
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """`headwise.attend` of quantised keys and values, which the fused kernel reads as they are.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: codes ``[B, K, T, D]`` and scales ``[B, K, T]``.
+        value: codes ``[B, K, T, V]`` and scales.
+        attn_mask: as `headwise.attend`.
+        is_causal: bottom-right.
+        scale: multiplies the scores; ``1/sqrt(D)`` when None.
+        window: with ``is_causal``, how many of the latest keys a query sees.
+
+    Returns:
+        ``[B, H, S, V]``.
+    """
+    needs_grad = torch.is_grad_enabled() and query.requires_grad
+    serves = why_not(query.dtype, query.device, needs_grad=needs_grad) is None
+    if not serves or not are_plain(query, *key, *value, attn_mask):
+        keys, values = (dequantize(*states, query.dtype) for states in (key, value))
+        return attend(query, keys, values, attn_mask, is_causal=is_causal, scale=scale, window=window)
+    B, H, S, D = query.shape
+    T = key[0].shape[2]
+    mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
+    return attend_fused(
+        *(query, key[0], value[0], mask, is_causal, window, D**-0.5 if scale is None else scale),
+        key_scale=key[1],
+        value_scale=value[1],
+    )
