@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from transformers import GenerationConfig
 
 from headwise.checkpoints import load_tokenizer, model_path, tokenize
-from headwise.errors import ArgumentError, CheckpointError
+from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.load import load, open_decoder
+from headwise.hf.optimize import optimize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,13 @@ class Generation:
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able values."""
         return asdict(self)
+
+
+def _optimized(model: Any) -> Any:
+    """As fast as it can be; a model that cannot be optimised runs as it is."""
+    with suppress(SpecError, ArgumentError):
+        return optimize(model)
+    return model
 
 
 @torch.inference_mode()
@@ -58,7 +67,7 @@ def generate(model: str | Path, prompt: str, *, max_new_tokens: int = 40, dtype:
     count = encoded["input_ids"].shape[1]
     if count == 0:
         raise ArgumentError("prompt", prompt, "must hold at least one token")
-    loaded = load(path, dtype=dtype)
+    loaded = _optimized(load(path, dtype=dtype))
     positions = getattr(loaded.config, "max_position_embeddings", None)
     if isinstance(positions, int) and count + max_new_tokens > positions:
         rule = f"and the prompt's {count} tokens must be at most {positions} together, the model's positions"

@@ -15,6 +15,10 @@ _ENOUGH = 1e-3
 """Seconds a sample should take, so that the clock and the call around it do not count."""
 
 
+_LONG = 0.5
+"""Seconds of a call that need no warming up, and three samples at least instead of five."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """Seconds of one call: the median, and the quartiles around it."""
@@ -61,7 +65,7 @@ def spread_interleaved(
     """Median and quartiles of each call, taken in turn for about as long as told.
 
     A call far shorter than a clock can tell is repeated within each sample. One that takes more than its share of the
-    budget stops when it has ``least`` samples, and the others go on.
+    budget stops when it has ``least`` samples (three, of calls longer than half a second), and the others go on.
 
     Args:
         calls: what to time, by name.
@@ -77,7 +81,8 @@ def spread_interleaved(
         first = index % max(1, len(names))  # nobody always follows the same one, which leaves caches as it does
         for name in names[first:] + names[:first]:
             call = calls[name]
-            if index < least or spent[name] < share:
+            needed = least if spent[name] < _LONG * index else min(least, 3)
+            if index < needed or spent[name] < share:
                 taken = seconds(call, within[name])
                 spent[name] += taken * within[name]
                 times[name].append(taken)
@@ -86,7 +91,8 @@ def spread_interleaved(
 
 def _warmed(call: Callable[[], object]) -> int:
     """How often to call within a sample; found by calling it, which warms it up."""
-    call()
+    if seconds(call) > _LONG:
+        return 1
     return max(1, min(200, round(_ENOUGH / max(seconds(call), 1e-7))))
 
 

@@ -181,7 +181,7 @@ class Decoding {
   // Few rows are done with a block at once: it is small enough to lie in the first cache while the next one arrives.
   int tokens_in_a_block() const {
     if (rows_ >= 8) return BLOCK;
-    const int64_t fitting = 16384 / (std::max(a_.D, a_.V) * int64_t(sizeof(T)));
+    const int64_t fitting = 8192 / (std::max(a_.D, a_.V) * int64_t(sizeof(T)));
     return int(std::clamp<int64_t>(fitting, 16, BLOCK)) / 16 * 16;
   }
 
