@@ -94,6 +94,13 @@ def test_decode_says_bytes_limits_and_ratios() -> None:
     assert set(bench.speedups()) == {"packed", "SDPA", "expanded"}
 
 
+def test_lengths_may_be_given_in_bytes() -> None:
+    shapes = [Shape.parse("4/2/16"), Shape.parse("4/32+8")]
+    bench = bench_decode(shapes=shapes, cache_mib=1, batches=[1, 2], quick=True)
+    assert len(bench.cases) == 2 * 2 * 2
+    assert all(2**20 - 1000 < case.nbytes <= 2**20 for case in bench.cases)
+
+
 def test_prefill_leaves_out_what_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwise.bench.prefill.MOST_SCORES", 4 * 100 * 100 * 4)
     bench = bench_prefill(shapes=[Shape.parse("4/2/16")], lengths=[100, 120], dtypes=["float32"], quick=True)

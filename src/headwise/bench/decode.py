@@ -84,6 +84,7 @@ def bench_decode(
     *,
     shapes: Sequence[Shape] | None = None,
     lengths: Sequence[int] | None = None,
+    cache_mib: int | None = None,
     batches: Sequence[int] | None = None,
     dtypes: Sequence[str] | None = None,
     tokens: int = 1,
@@ -96,6 +97,7 @@ def bench_decode(
     Args:
         shapes: heads and widths; the grid's own when None.
         lengths: tokens in the cache.
+        cache_mib: in the place of lengths, as many tokens as make a cache of so many MiB.
         batches: sequences.
         dtypes: of queries and cache.
         tokens: new ones, S.
@@ -110,9 +112,12 @@ def bench_decode(
     lengths = lengths or ((512, 4096) if quick else LENGTHS)
     batches = batches or ((1,) if quick else BATCHES)
     kinds = [read_dtype(text) for text in dtypes or DTYPES]
-    check_sizes(length=lengths, batch=batches, tokens=(tokens,))
+    check_sizes(length=lengths, batch=batches, tokens=(tokens,), cache_mib=() if cache_mib is None else (cache_mib,))
     check_device(device)
     grid = list(itertools.product(kinds, shapes, batches, lengths))
+    if cache_mib is not None:
+        few = itertools.product(kinds, shapes, batches)
+        grid = [(*case, max(1, (cache_mib << 20) // case[1].nbytes(case[2], 1, case[0].itemsize))) for case in few]
     cases, probes = [], {dtype: Probes(dtype, device) for dtype in kinds}
     for index, (dtype, shape, B, T) in enumerate(grid):
         progress("decoding", index, len(grid))

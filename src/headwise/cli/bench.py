@@ -38,6 +38,9 @@ Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also 
 def decode(
     shape: Shapes = None,
     length: Lengths = None,
+    cache_mib: Annotated[
+        int | None, typer.Option("--cache-mib", help="Instead of --length: tokens for a cache of so many MiB.")
+    ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
     dtype: Dtypes = None,
     tokens: Annotated[int, typer.Option(help="New tokens a step.")] = 1,
@@ -55,6 +58,7 @@ def decode(
         found = bench_decode(
             shapes=[Shape.parse(text) for text in shape or ()],
             lengths=length,
+            cache_mib=cache_mib,
             batches=batch,
             dtypes=dtype,
             tokens=tokens,

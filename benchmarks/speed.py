@@ -1,0 +1,185 @@
+"""What the bench commands do not ask: layers of large models, the memory of a prompt, and the very same tokens.
+
+    python -m benchmarks.speed --json benchmarks/results/speed.json
+
+Each row is kept as soon as it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from benchmarks.kept import Kept, say
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import headwise
+from headwise.hf import HeadwiseCache
+from headwise.hf.linear import FewTokensLinear
+from headwise.kernels import attend
+from headwise.measurement.limits import Probes
+from headwise.measurement.timing import seconds
+
+LAYERS = 4
+MODELS = {
+    "llama-2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32},
+    "llama-3-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8},
+}
+
+
+@torch.inference_mode()
+def layers(name: str, context: int, rounds: int) -> dict[str, Any]:
+    """A token through four layers of a large model's shape in bfloat16, its attention and its linear layers apart."""
+    config = LlamaConfig(
+        **MODELS[name], num_attention_heads=32, num_hidden_layers=LAYERS, vocab_size=64, max_position_embeddings=32768
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = headwise.optimize(model.to_empty(device="cpu").eval())
+    for parameter in model.parameters():
+        parameter.normal_(std=0.02)
+    cache = HeadwiseCache(model, max_length=context + 8)
+    K, D = config.num_key_value_heads, config.head_dim
+    model.model.rotary_emb.inv_freq.copy_(1e4 ** (-torch.arange(0, D, 2) / D))
+    for layer in range(LAYERS):
+        cache.update(*(torch.randn(1, K, context, D, dtype=torch.bfloat16) for _ in range(2)), layer)
+    linears = [module for module in model.model.modules() if isinstance(module, FewTokensLinear)]
+    inputs = [torch.randn(1, 1, module.in_features, dtype=torch.bfloat16) for module in linears]
+    query = torch.randn(1, 32, 1, D, dtype=torch.bfloat16)
+    probes = Probes(torch.bfloat16)
+
+    def step() -> None:
+        model(torch.tensor([[5]]), past_key_values=cache)
+
+    def attention() -> None:
+        for layer in cache.layers:
+            attend(query, layer.keys, layer.values)
+
+    def products() -> None:
+        for module, x in zip(linears, inputs, strict=True):
+            module(x)
+
+    calls: dict[str, Callable[[], object]] = {
+        "token": step,
+        "attention": attention,
+        "linear": products,
+        **probes.calls(),
+    }
+    times: dict[str, list[float]] = {call: [] for call in calls}
+    for _ in range(rounds + 3):
+        for call, function in calls.items():
+            times[call].append(seconds(function))
+        cache.crop(-1)
+    median = {call: statistics.median(values[3:]) for call, values in times.items()}
+    bandwidth = probes.limits(median["read"], median["product"]).bytes_per_second
+    weights = sum(module.weight.nbytes for module in linears)
+    cached = 2 * LAYERS * K * D * context * 2
+    return {
+        "context": context,
+        "layers": LAYERS,
+        "read_bytes_per_second": bandwidth,
+        "weights_bytes": weights,
+        "cache_bytes": cached,
+        **{f"{call}_ms": median[call] * 1e3 for call in ("token", "attention", "linear")},
+        "token_of_limit": median["token"] * bandwidth / (weights + cached),
+        "attention_of_limit": median["attention"] * bandwidth / cached,
+        "linear_of_limit": median["linear"] * bandwidth / weights,
+    }
+
+
+def memory(way: str, tokens: int, kv_heads: int, dtype: str) -> dict[str, Any]:
+    """Seconds and peak memory of a prompt through attention, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_memory, (way, tokens, kv_heads, dtype))
+
+
+def _memory(way: str, tokens: int, kv_heads: int, dtype: str) -> dict[str, Any]:
+    kind = getattr(torch, dtype)
+    query, key, value = (torch.randn(1, heads, tokens, 128, dtype=kind) for heads in (32, kv_heads, kv_heads))
+    grouped = kv_heads != 32
+    calls = {
+        "headwise": partial(attend, query, key, value, is_causal=True),
+        "headwise, left padding": partial(
+            attend, query, key, value, (torch.arange(tokens) >= 100)[None], is_causal=True
+        ),
+        "SDPA": partial(F.scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=grouped),
+    }
+    few = slice(0, 64)
+    attend(query[:, :, few], key[:, :, few], value[:, :, few], is_causal=True)  # the kernel is there
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = _status("VmRSS")
+    with torch.inference_mode():
+        taken = seconds(calls[way])
+    extra = _status("VmHWM") - before
+    return {
+        "tokens": tokens,
+        "kv_heads": kv_heads,
+        "dtype": dtype,
+        "seconds": taken,
+        "peak_bytes_beyond_inputs": extra,
+        "peak_bytes_beyond_inputs_and_output": extra - query.nbytes,
+    }
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+@torch.inference_mode()
+def greedy(context: int, new: int) -> dict[str, Any]:
+    """Whether an optimised model says what the stock one does, token by token, after a prompt of real text."""
+    from headwise.checkpoints import load_tokenizer, model_path, tokenize
+
+    stock = headwise.load("smollm2-135m", dtype="float32").eval()
+    ours = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
+    text = Path(torch.__file__).with_name("functional.py").read_text(encoding="utf-8")
+    ids = tokenize(load_tokenizer(model_path("smollm2-135m")), text, return_tensors="pt")["input_ids"][:, :context]
+    kept = [DynamicCache(config=stock.config), HeadwiseCache(ours)]
+    logits = [
+        m(ids, past_key_values=c, logits_to_keep=1).logits[0, -1] for m, c in zip((stock, ours), kept, strict=True)
+    ]
+    for index in range(new):
+        own, theirs = (int(row.argmax()) for row in logits)
+        top = logits[0].float().topk(2).values
+        if own != theirs:
+            return {"context": context, "same_tokens": index, "gap_at_first_difference": float(top[0] - top[1])}
+        token = torch.tensor([[own]])
+        logits = [m(token, past_key_values=c).logits[0, -1] for m, c in zip((stock, ours), kept, strict=True)]
+    return {"context": context, "same_tokens": new}
+
+
+def main() -> None:
+    """Measure what is not kept yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--context", type=int, default=16384)
+    options = parser.parse_args()
+    kept = Kept(options.json, {"rounds": options.rounds, "context": options.context})
+    rows: dict[str, Callable[[], dict[str, Any]]] = {
+        f"layers: {name}": partial(layers, name, options.context, options.rounds) for name in MODELS
+    }
+    for kv_heads in (32, 8):
+        for dtype in ("float32", "bfloat16"):
+            for way in ("headwise", "headwise, left padding", "SDPA"):
+                row = partial(memory, way, options.context, kv_heads, dtype)
+                rows[f"prompt: {way}, 32/{kv_heads}/128, {dtype}"] = row
+    rows["greedy: 256 tokens after 64"] = partial(greedy, 64, 256)
+    rows["greedy: 256 tokens after 2000"] = partial(greedy, 2000, 256)
+    for name, measure in rows.items():
+        if name not in kept.rows:
+            kept.add(name, measure())
+            say(name, {key: value for key, value in kept.rows[name].items() if key != "run"})
+
+
+if __name__ == "__main__":
+    main()
