@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,11 @@ from hypothesis import settings
 # A busy machine is slow, not wrong.
 settings.register_profile("headwise", deadline=None)
 settings.load_profile("headwise")
+
+# Triton decides when it is imported whether its kernels are run step by step, which is how they are tested where
+# there is no GPU; torch's compiler, which other tests use, imports it too.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Files of a toy mechanism, for `test_adding_a_mechanism.py` to lay over a copy of the package.
 collect_ignore = ["adding_a_mechanism"]

@@ -368,8 +368,8 @@ def test_refusals(
 
 def test_an_unknown_backend_is_refused() -> None:
     x = zeros(1, 1, 2, 4)
-    with pytest.raises(ArgumentError, match="backend = 'flash': must be one of auto, reference, sdpa, packed"):
-        attend(x, x, x, backend="flash")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match="backend = 'fast': must be one of auto, reference, sdpa, packed"):
+        attend(x, x, x, backend="fast")  # type: ignore[call-overload]
 
 
 def test_sdpa_has_no_weights_to_return() -> None:

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.kernels.gpu import attend_split, why_not_split
+from headwise.kernels.libraries import attend_flash, attend_flex, why_not_flash
 from headwise.kernels.mask import as_bool_mask, combine_masks
 from headwise.kernels.native import are_plain, attend_fused, built, why_not
 from headwise.kernels.packed import FEW_TOKENS, attend_packed
 from headwise.kernels.reference import attend_reference
 
 Shape = Sequence[int]
-Backend = Literal["auto", "reference", "sdpa", "packed", "fused", "split"]
-BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed", "fused", "split")
-WITHOUT_WEIGHTS: tuple[Backend, ...] = ("sdpa", "fused", "split")
+Backend = Literal["auto", "reference", "sdpa", "packed", "fused", "split", "flex", "flash"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed", "fused", "split", "flex", "flash")
+WITHOUT_WEIGHTS: tuple[Backend, ...] = ("sdpa", "fused", "split", "flex", "flash")
 """Those that never hold all weights, and so cannot return them."""
 
 
@@ -141,10 +142,12 @@ def attend(
             needs_grad=needs_grad,
             dropout_p=dropout_p,
             return_weights=return_weights,
+            value_dim=value.shape[3],
+            has_mask=attn_mask is not None,
         ).backend
         if backend == "fused" and not (are_plain(query, key, value, attn_mask) and _one_dtype(query, key, value)):
             backend = "packed" if S <= FEW_TOKENS else "sdpa"  # torch says what it makes of them
-    elif backend in ("fused", "split"):
+    elif backend in ("fused", "split", "flex", "flash"):
         _refuse(backend, query, key, value, attn_mask, needs_grad=needs_grad, dropout_p=dropout_p)
     if scale is None:
         scale = D**-0.5
@@ -154,6 +157,11 @@ def attend(
         mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
         kernel = attend_fused if backend == "fused" else attend_split
         return kernel(query, key, value, mask, is_causal, window, scale)
+    if backend == "flex":
+        mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
+        return attend_flex(query, key, value, mask, is_causal, window, scale)
+    if backend == "flash":
+        return attend_flash(query, key, value, is_causal, window, scale, dropout_p)
     if backend == "sdpa":
         return _attend_sdpa(query, key, value, attn_mask, is_causal, window, scale, dropout_p)
     mask = combine_masks(attn_mask, is_causal, (B, H, S, T), query.device, window)
@@ -179,8 +187,12 @@ def choose_backend(
     needs_grad: bool = False,
     dropout_p: float = 0.0,
     return_weights: bool = False,
+    value_dim: int | None = None,
+    has_mask: bool = False,
 ) -> Choice:
     """What ``backend="auto"`` would use for such tensors, and why.
+
+    ``query`` and ``key`` are their shapes; ``value_dim`` is V, the head dim when None.
 
     >>> choose_backend((1, 32, 64, 128), (1, 8, 8192, 128), needs_grad=True).backend
     'sdpa'
@@ -196,7 +208,12 @@ def choose_backend(
         reason = why_not_split(dtype, torch.device(device), query[3], needs_grad=needs_grad)
         if is_few and reason is None and not dropout_p:
             return Choice("split", f"{why}, its parts at once")
-        return Choice("packed" if is_few else "sdpa", why)
+        if is_few:
+            return Choice("packed", why)
+        width = query[3] if value_dim is None else value_dim
+        if why_not_flash(dtype, torch.device(device), query[3], width, has_mask=has_mask) is None:
+            return Choice("flash", f"{why}; grouped heads, windows and old tokens taken as they are")
+        return Choice("sdpa", why)
     reason = why_not(dtype, torch.device(device), needs_grad=needs_grad)
     if dropout_p:
         reason = "it knows no dropout"
@@ -217,12 +234,16 @@ def _refuse(
     needs_grad: bool,
     dropout_p: float,
 ) -> None:
-    """Refuse what one of headwise's own kernels was asked for and cannot serve."""
-    if dropout_p:
+    """Refuse what a kernel was asked for and cannot serve."""
+    if dropout_p and backend != "flash":
         raise ArgumentError("backend", backend, "knows no dropout; use another, or auto")
+    reason = None
     if backend == "fused":
         reason = why_not(query.dtype, query.device, needs_grad=needs_grad)
-    else:
+    elif backend == "flash":
+        widths = query.shape[3], value.shape[3]
+        reason = why_not_flash(query.dtype, query.device, *widths, has_mask=mask is not None)
+    elif backend == "split":
         reason = why_not_split(query.dtype, query.device, query.shape[3], needs_grad=needs_grad)
     if reason is not None:
         raise ArgumentError("backend", backend, f"cannot serve: {reason}; use another, or auto")

@@ -1,0 +1,130 @@
+"""Other people's kernels behind `attend`: torch's FlexAttention, and flash-attn where it is installed.
+
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FLASH_WIDEST = 256
+
+
+def why_not_flash(
+    dtype: torch.dtype, device: torch.device, width: int, value_width: int, *, has_mask: bool = False
+) -> str | None:
+    """Why flash-attn cannot serve such tensors, or None where it can."""
+    if not has_flash():
+        return "flash-attn is not installed"
+    if device.type != "cuda":
+        return f"it is for CUDA GPUs, not {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it knows float16 and bfloat16, not {dtype}"
+    if width > _FLASH_WIDEST or width != value_width:
+        return f"heads are {width} and {value_width} wide, and it takes one width to {_FLASH_WIDEST}"
+    return "it knows no masks" if has_mask else None
+
+
+@cache
+def has_flash() -> bool:
+    """Whether flash-attn can be imported."""
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def attend_flash(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, window: int | None, scale: float, dropout_p: float
+) -> Tensor:
+    """flash-attn's own function, of tensors that `why_not_flash` has nothing against; its causal is bottom-right too.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``.
+        value: ``[B, K, T, D]``.
+        is_causal: bottom-right.
+        window: how many of the latest keys a query sees.
+        scale: multiplies the scores.
+        dropout_p: probability of dropping an attention weight.
+
+    Returns:
+        ``[B, H, S, D]``.
+    """
+    function: Any = importlib.import_module("flash_attn").flash_attn_func
+    out: Tensor = function(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        causal=is_causal,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+    )
+    return out.transpose(1, 2)
+
+
+def attend_flex(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, window: int | None, scale: float
+) -> Tensor:
+    """torch's FlexAttention: what nobody sees is skipped block by block; compiled on a GPU.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``.
+        value: ``[B, K, T, V]``.
+        mask: bool, broadcastable to ``[B, H, S, T]``.
+        is_causal: bottom-right.
+        window: how many of the latest keys a query sees.
+        scale: multiplies the scores.
+
+    Returns:
+        ``[B, H, S, V]``.
+    """
+    from torch.nn.attention.flex_attention import flex_attention  # brings torch's compiler, which takes seconds
+
+    S, T = query.shape[2], key.shape[2]
+    block_mask = None
+    if mask is not None:
+        block_mask = _block_mask(S, T, is_causal, window, query.device, mask)
+    elif is_causal and (S > 1 or window is not None):
+        block_mask = _kept_block_mask(S, T, window, query.device)
+    function: Any = _compiled() if query.device.type == "cuda" else flex_attention
+    out: Tensor = function(
+        query, key, value, block_mask=block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out
+
+
+@cache
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+@lru_cache(maxsize=64)
+def _kept_block_mask(S: int, T: int, window: int | None, device: torch.device) -> Any:
+    """All layers of a model ask for the same."""
+    return _block_mask(S, T, True, window, device, None)
+
+
+def _block_mask(
+    S: int, T: int, is_causal: bool, window: int | None, device: torch.device, mask: Tensor | None
+) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, heads = (None, None) if mask is None else (n if n > 1 else None for n in mask.shape[:2])
+    given = None if mask is None else mask.expand(-1, -1, S, T)
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        at = q + (T - S)
+        seen = k <= at if is_causal else k >= 0
+        if window is not None:
+            seen = seen & (k > at - window)
+        if given is not None:
+            seen = seen & given[b if batch else 0, h if heads else 0, q, k]
+        return seen
+
+    return create_block_mask(sees, batch, heads, S, T, device=str(device))
