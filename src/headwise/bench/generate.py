@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from headwise.measurement.timing import seconds
 from headwise.progress import Progress, silent
 
 CONTEXTS = (64, 2048, 8000)
+_REST = 0.25
+"""Seconds before a step where there are other engines, whose threads go on spinning for a while after theirs."""
 _CHUNK = 1024
 """Tokens of a prompt at a time."""
 
@@ -97,6 +100,7 @@ def _case(
 ) -> Case:
     stage = f"context {context:,}"
     rounds = repeats + 3
+    has_engines = any(isinstance(way, _Foreign) for way in ways.values())
     for index, way in enumerate(ways.values()):
         progress(f"{stage}, prompts", index, len(ways))
         way.read(ids)
@@ -105,9 +109,12 @@ def _case(
     for index in range(rounds):
         progress(stage, index, rounds)
         token = int(ids[0, index % ids.shape[1]])
-        for name, way in ways.items():
-            times[name].append(seconds(partial(way.step, token)))
-            way.back()
+        turn = index % len(ways)
+        for name in [*ways, *ways][turn : turn + len(ways)]:
+            if has_engines:
+                time.sleep(_REST)
+            times[name].append(seconds(partial(ways[name].step, token)))
+            ways[name].back()
         for name, call in probes.calls().items():
             times[name].append(seconds(call))
     progress(stage, rounds, rounds)
