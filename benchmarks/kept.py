@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import transformers
 
 import headwise
 from headwise.checkpoints.disk import write_whole
+from headwise.measurement.machine import machine
 
 
 class OtherSettingsError(ValueError):
@@ -59,11 +59,7 @@ def run() -> dict[str, Any]:
     return {
         "commit": _commit(),
         "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "threads": torch.get_num_threads(),
-        },
+        "machine": machine(),
         "versions": {
             "headwise": headwise.__version__,
             "torch": torch.__version__,

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.bench.report import OURS, Bench, UnableError, Way, run_case
+from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
-from headwise.kernels import attend, choose_backend
+from headwise.kernels import attend, causal_mask, choose_backend
+from headwise.kernels.libraries import causal_block_mask
 from headwise.measurement.limits import Probes
 from headwise.progress import Progress, silent
 
@@ -166,8 +168,7 @@ def expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False)
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     if is_causal:
         S, T = scores.shape[-2:]
-        unseen = torch.ones(S, T, dtype=torch.bool, device=query.device).triu(T - S + 1)
-        scores = scores.masked_fill(unseen, -torch.inf)
+        scores = scores.masked_fill(~causal_mask(S, T, query.device), -torch.inf)
     mixed: Tensor = scores.softmax(-1) @ value
     return mixed
 
@@ -177,25 +178,19 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
     S, T = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
     if is_causal and S != T:  # torch's flag is for the upper left
-        mask = torch.ones(S, T, dtype=torch.bool, device=query.device).tril(T - S)
+        mask = causal_mask(S, T, query.device)
         return partial(F.scaled_dot_product_attention, query, key, value, mask, enable_gqa=grouped)
     return partial(F.scaled_dot_product_attention, query, key, value, is_causal=is_causal, enable_gqa=grouped)
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
     """torch's FlexAttention, compiled for this shape."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
     if query.device.type == "cpu" and query.shape[-1] != value.shape[-1]:
         raise UnableError("takes one width on the CPU")
     S, T = query.shape[2], key.shape[2]
-    block_mask = None
-    if is_causal:
-
-        def seen(_b: Any, _h: Any, q: Tensor, k: Tensor) -> Tensor:
-            return q + (T - S) >= k
-
-        block_mask = create_block_mask(seen, None, None, S, T, device=str(query.device))
+    block_mask = causal_block_mask(S, T, None, query.device) if is_causal else None
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     grouped = query.shape[1] != key.shape[1]
     try:
@@ -237,8 +232,3 @@ def check_device(device: str) -> None:
 def short_name(dtype: torch.dtype) -> str:
     """For a table."""
     return {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}[dtype_name(dtype)]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As it is given."""
-    return str(dtype).removeprefix("torch.")

@@ -7,6 +7,7 @@ import importlib.util
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,7 +70,7 @@ class _LlamaCpp:
         self._folder = tempfile.TemporaryDirectory(prefix="headwise-bench-")
         wide = Path(self._folder.name) / "float32.gguf"
         widen(path, wide)
-        api.llama_log_set(_SILENT(api), None)
+        _silence(api)
         api.llama_backend_init()
         self._model = api.llama_model_load_from_file(str(wide).encode(), api.llama_model_default_params())
         options = api.llama_context_default_params()
@@ -103,13 +104,12 @@ class _LlamaCpp:
         self._held += len(ids)
 
 
-def _SILENT(api: Any) -> Any:  # noqa: N802  # it stands for a constant that needs the module
-    global _callback  # noqa: PLW0603  # llama.cpp keeps the pointer
-    _callback = api.llama_log_callback(lambda *_: None)
-    return _callback
-
-
-_callback: Any = None
+@cache
+def _silence(api: Any) -> Any:
+    """What llama.cpp is to say goes nowhere; kept as long as the process, because llama.cpp keeps the pointer."""
+    callback = api.llama_log_callback(lambda *_: None)
+    api.llama_log_set(callback, None)
+    return callback
 
 
 def widen(source: Path, output: Path) -> None:

@@ -128,7 +128,12 @@ def _case(
     timings |= {name: Timing(error=error) for name, error in errors.items()}
     values = {"context": context, "weights_bytes": weights, "cache_bytes": cached}
     return case_of(
-        f"{context:,} tokens", values, timings, nbytes=weights + cached, flops=2 * weights // 4, limits=limits
+        f"{context:,} tokens",
+        values,
+        timings,
+        nbytes=weights + cached,
+        flops=2 * sum(parameter.numel() for parameter in stock.parameters()),
+        limits=limits,
     )
 
 

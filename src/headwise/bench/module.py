@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from headwise import cost
 from headwise.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from headwise.attention.base import AttentionLayer, merge_heads, split_heads
-from headwise.bench.decode import DTYPES, check_sizes, dtype_name, expanded, read_dtype, short_name
+from headwise.bench.decode import DTYPES, check_sizes, expanded, read_dtype, short_name
 from headwise.bench.report import OURS, Bench, Case, UnableError, Way, run_case
+from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
 from headwise.hf.linear import take_over_linears
 from headwise.measurement.limits import Probes

@@ -17,13 +17,13 @@ from headwise.bench.decode import (
     Shape,
     check_device,
     check_sizes,
-    dtype_name,
     expanded,
     read_dtype,
     short_name,
     ways_to_attend,
 )
 from headwise.bench.report import OURS, Bench, UnableError, Way, run_case
+from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
 from headwise.kernels import choose_backend
 from headwise.measurement.limits import Probes

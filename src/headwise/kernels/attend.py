@@ -26,6 +26,8 @@ Backend = Literal["auto", "reference", "sdpa", "packed", "fused", "split", "flex
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed", "fused", "split", "flex", "flash")
 WITHOUT_WEIGHTS: tuple[Backend, ...] = ("sdpa", "fused", "split", "flex", "flash")
 """Those that never hold all weights, and so cannot return them."""
+PARTICULAR: tuple[Backend, ...] = ("fused", "split", "flex", "flash")
+"""Those that torch does not prepare tensors for: they are refused, or passed over, where these do not fit."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,9 @@ def attend(
             value_dim=value.shape[3],
             has_mask=attn_mask is not None,
         ).backend
-        if backend == "fused" and not (are_plain(query, key, value, attn_mask) and _one_dtype(query, key, value)):
+        if backend in PARTICULAR and not _fit(backend, query, key, value, attn_mask):
             backend = "packed" if S <= FEW_TOKENS else "sdpa"  # torch says what it makes of them
-    elif backend in ("fused", "split", "flex", "flash"):
+    elif backend in PARTICULAR:
         _refuse(backend, query, key, value, attn_mask, needs_grad=needs_grad, dropout_p=dropout_p)
     if scale is None:
         scale = D**-0.5
@@ -247,17 +249,17 @@ def _refuse(
         reason = why_not_split(query.dtype, query.device, query.shape[3], needs_grad=needs_grad)
     if reason is not None:
         raise ArgumentError("backend", backend, f"cannot serve: {reason}; use another, or auto")
-    are_alike = all(x is None or x.device == query.device for x in (key, value, mask))
-    if (
-        not are_alike
-        or not _one_dtype(query, key, value)
-        or (backend == "fused" and not are_plain(query, key, value, mask))
-    ):
+    if not _fit(backend, query, key, value, mask):
         raise ArgumentError("backend", backend, "takes plain tensors on one device, of one dtype")
 
 
-def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return query.dtype == key.dtype == value.dtype
+def _fit(backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether tensors go together as a kernel takes them: one dtype, one device, and for the CPU's no subclasses."""
+    if not query.dtype == key.dtype == value.dtype:
+        return False
+    if backend == "fused":
+        return are_plain(query, key, value, mask)
+    return all(x is None or x.device == query.device for x in (key, value, mask))
 
 
 def _attend_sdpa(

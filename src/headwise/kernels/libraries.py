@@ -89,7 +89,7 @@ def attend_flex(
     if mask is not None:
         block_mask = _block_mask(S, T, is_causal, window, query.device, mask)
     elif is_causal and (S > 1 or window is not None):
-        block_mask = _kept_block_mask(S, T, window, query.device)
+        block_mask = causal_block_mask(S, T, window, query.device)
     function: Any = _compiled() if query.device.type == "cuda" else flex_attention
     out: Tensor = function(
         query, key, value, block_mask=block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -105,8 +105,8 @@ def _compiled() -> Any:
 
 
 @lru_cache(maxsize=64)
-def _kept_block_mask(S: int, T: int, window: int | None, device: torch.device) -> Any:
-    """All layers of a model ask for the same."""
+def causal_block_mask(S: int, T: int, window: int | None, device: torch.device) -> Any:
+    """Bottom-right causal, and a window's; kept, because all layers of a model ask for the same."""
     return _block_mask(S, T, True, window, device, None)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from headwise.checkpoints import dtype_name
 from headwise.kernels.native import built
 from headwise.measurement.limits import Probes
 from headwise.measurement.timing import spread_interleaved
@@ -73,7 +74,7 @@ def doctor(*, progress: Progress = silent) -> Health:
             "has_pairs": build.has_pairs,
         },
         read_bytes_per_second=max(limit.bytes_per_second for limit in limits.values()),
-        matmul_flops_per_second={str(dtype)[6:]: limit.flops_per_second for dtype, limit in limits.items()},
+        matmul_flops_per_second={dtype_name(dtype): limit.flops_per_second for dtype, limit in limits.items()},
         advice=tuple(_advice(has_kernels=build.library is not None, reason=build.reason)),
     )
 

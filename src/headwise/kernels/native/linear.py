@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.kernels.native.build import TYPES, are_plain, built, why_not
 
 MOST_ROWS = 8
-"""Rows up to which reading the weights is the cost; benchmarks/results/linear.json."""
+"""Rows that linear.cpp is compiled for: up to about so many, reading the weights is the cost."""
 
 # `LinearArguments` of linear.cpp: four pointers, three sizes, two strides, threads.
 _ARGUMENTS = struct.Struct("@4P3q2qq")
