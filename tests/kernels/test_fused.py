@@ -98,7 +98,8 @@ def draw(seed: int) -> Case:
         "holes": lambda: torch.rand(B, 1, 1, T, generator=noise) < 0.5,
         "heads": lambda: torch.rand(1, H, 1, T, generator=noise) < 0.5,
         "every": lambda: torch.rand(B, H, S, T, generator=noise) < 0.3,
-    }[pick.choice(["none", "none", "padding", "holes", "heads", "every"])]()
+        "turned": lambda: torch.rand(B, 1, T, S, generator=noise).mT < 0.5,
+    }[pick.choice(["none", "none", "padding", "holes", "heads", "every", "turned"])]()
     is_causal = pick.random() < 0.5
     window = pick.choice([None, None, 1, 3, 60]) if is_causal else None
     case = Case(query.to(dtype), key, value, mask, is_causal, window, pick.choice([None, None, 0.3, -0.5, 0.0]))
@@ -262,7 +263,7 @@ def test_sanitizers_find_nothing(sanitizer: str, tmp_path: Path) -> None:
         pytest.skip("no compiler with sanitizers")
     program = tmp_path / "watched"
     flags = [
-        "-O1",
+        "-O0",
         "-g",
         "-std=c++17",
         "-w",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 _SOURCES = ("decode.cpp", "linear.cpp")
-_HEADERS = ("tiles.h", "threads.h", "vectors.h")
+_HEADERS = ("lanes.h", "tiles.h", "threads.h", "vectors.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w"),

@@ -9,8 +9,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "lanes.h"
 #include "threads.h"
-#include "tiles.h"
 
 namespace {
 
@@ -63,16 +63,14 @@ struct Found {
   Found(float* at, int64_t rows, int64_t V) : mixture(at), high(at + up(rows * V, 16)), sum(high + up(rows, 16)) {}
 };
 
-// A: arithmetic; T: keys and values as stored; Q: queries and output; DIRECT: rows are read where they are, else copied,
-// widened and padded with zeros.
-template <class A, class T, class Q, bool DIRECT>
+// A: arithmetic; T: keys and values as stored; Q: queries and output.
+template <class A, class T, class Q>
 class Decoding {
-  using Row = std::conditional_t<DIRECT, T, float>;
   static constexpr bool WHOLE = std::is_same_v<typename A::Query, float>;
   const Arguments& a_;
   const int rows_;
   const int64_t D_, V_;  // padded
-  const bool turned_, ahead_;
+  const bool side_by_side_, ahead_;
   const int most_;  // tokens in a block
 
  public:
@@ -81,8 +79,7 @@ class Decoding {
         rows_(int(a.G * a.S)),
         D_(up(a.D, A::DIMS)),
         V_(up(a.V, A::TOKENS * W)),
-        // Turning costs as much whatever the rows, adding lanes up as much whatever the dims.
-        turned_(A::TOKENS == 2 && rows_ >= 8 && rows_ * 8 >= D_),
+        side_by_side_(A::TOKENS == 2 && rows_ > 4 && a.D % 4 == 0),
         ahead_(a.B * a.K * a.T * (a.D + a.V) * int64_t(sizeof(T)) > (1 << 20)),
         most_(tokens_in_a_block()) {}
 
@@ -180,80 +177,92 @@ class Decoding {
 
   // Few rows are done with a block at once: it is small enough to lie in the first cache while the next one arrives.
   int tokens_in_a_block() const {
-    if (rows_ >= 8) return BLOCK;
+    if (side_by_side_ || rows_ >= 8) return BLOCK;
     const int64_t fitting = 8192 / (std::max(a_.D, a_.V) * int64_t(sizeof(T)));
     return int(std::clamp<int64_t>(fitting, 16, BLOCK)) / 16 * 16;
   }
 
   int64_t scratch() const {
-    return up(rows_ * D_ * sizeof(typename A::Query), 64) + rows_ * BLOCK * (sizeof(float) + 2) + up(rows_ * 4, 64) +
-           (turned_ ? BLOCK * D_ * 2 : 0) + (DIRECT ? 0 : BLOCK * (D_ + V_) * sizeof(float));
+    const int64_t rows = up(rows_, 8);
+    return up(rows * D_ * sizeof(typename A::Query), 64) + rows * BLOCK * (sizeof(float) + 2) + up(rows * 4, 64) +
+           2 * rows * 2 * sizeof(float);
   }
 
   void attend(int64_t b, int64_t k, Range tokens, const Found& found, char* room) const {
     const auto take = [&](int64_t bytes) { return (room += up(bytes, 64)) - up(bytes, 64); };
-    auto* query = (typename A::Query*)take(rows_ * D_ * sizeof(typename A::Query));
-    float* scores = (float*)take(rows_ * BLOCK * sizeof(float));
-    bfloat16* rounded = (bfloat16*)take(rows_ * BLOCK * sizeof(bfloat16));
-    float* keep = (float*)take(rows_ * sizeof(float));
-    uint32_t* panel = turned_ ? (uint32_t*)take(BLOCK * D_ * 2) : nullptr;
-    float* copies = DIRECT ? nullptr : (float*)take(BLOCK * (D_ + V_) * sizeof(float));
-    (void)rounded, (void)panel;
-    read_query(b, k, query);
+    const int64_t rows = up(rows_, 8);
+    auto* query = (typename A::Query*)take(rows * D_ * sizeof(typename A::Query));
+    float* scores = (float*)take(rows * BLOCK * sizeof(float));
+    bfloat16* rounded = (bfloat16*)take(rows * BLOCK * sizeof(bfloat16));
+    float* keep = (float*)take(rows * sizeof(float));
+    float* highs = (float*)take(rows * 2 * sizeof(float));
+    float* sums = (float*)take(rows * 2 * sizeof(float));
+    (void)rounded, (void)highs, (void)sums;
     std::fill_n(found.high, rows_, NOTHING);
     std::fill_n(found.sum, rows_ * W, 0.0f);
     std::fill_n(found.mixture, rows_ * V_, 0.0f);
+    read_query(b, k, query);
+#if HAS_PAIRS
+    if (side_by_side_) {
+      std::fill_n(highs, rows * 2, NOTHING);
+      std::fill_n(sums, rows * 2, 0.0f);
+    }
+#endif
 
     const T* keys = (const T*)a_.key + b * a_.key_stride[0] + k * a_.key_stride[1];
     const T* values = (const T*)a_.value + b * a_.value_stride[0] + k * a_.value_stride[1];
     const bool apart = (const void*)values != (const void*)keys;  // else values are the keys' first columns
-    int32_t token[BLOCK];
-    const void *soon[BLOCK], *values_soon[BLOCK];
-    const Row *key[BLOCK + 16], *value[BLOCK + 1];
+    int32_t token[BLOCK + 1];
+    const T *key[BLOCK], *value[BLOCK + 1];
     for (int64_t next = tokens.from;;) {
       const int count = gather(b, k, tokens.to, next, token);
-      if (!count) return;
-      for (int t = 0; t < count; t++) {
-        values_soon[t] = values + token[t] * a_.value_stride[2];
-        if constexpr (DIRECT) {
-          key[t] = keys + token[t] * a_.key_stride[2];
-          value[t] = values + token[t] * a_.value_stride[2];
-        } else {
-          float *key_copy = copies + t * D_, *value_copy = copies + BLOCK * D_ + t * V_;
-          copy(keys + token[t] * a_.key_stride[2], a_.D, D_, key_copy);
-          copy(values + token[t] * a_.value_stride[2], a_.V, V_, value_copy);
-          key[t] = key_copy, value[t] = value_copy;
-        }
-      }
+      if (!count) break;
+      find(keys, a_.key_stride[2], token, count, key);
+      find(values, a_.value_stride[2], token, count, value);
       value[count] = value[count - 1];  // a pair's other half, of weight 0
+      token[count] = token[count - 1];
 
-      // The values arrive while scores are made, and weights of them.
-      const int64_t bytes = ahead_ && DIRECT && apart ? a_.V * int64_t(sizeof(T)) : 0;
-      Ahead ahead(values_soon, count, bytes,
-                  rows_ + (turned_ ? steps_of_panel(rows_, D_) : steps_of_scores(rows_, count)));
-      score_block(query, key, count, scores, panel, ahead);
+      // The values arrive while scores are made, and weights of them; and meanwhile of those, the next keys. Where a mask
+      // leaves tokens out, that is a guess.
+      const auto values_ahead = [&](int64_t steps) {
+        return Ahead(value[0], a_.value_stride[2] * sizeof(T), count, ahead_ && apart ? a_.V * sizeof(T) : 0, steps);
+      };
+      Ahead keys_ahead(keys + next * a_.key_stride[2], a_.key_stride[2] * sizeof(T),
+                       int(std::min<int64_t>(most_, tokens.to - next)), ahead_ ? a_.D * sizeof(T) : 0,
+                       steps_of_mixture<A>(rows_, count, a_.V));
+#if HAS_PAIRS
+      if constexpr (A::TOKENS == 2)
+        if (side_by_side_) {
+          const int groups = int(rows / SIDE);
+          Ahead ahead = values_ahead(groups + steps_of_groups(groups, count, a_.D));
+          score_side_by_side(query, groups, key, count, a_.D, scores, ahead);
+          for (int group = 0; group < groups; group++) {
+            ahead.step();
+            float* own = scores + group * SIDE * BLOCK;
+            hide(b, k, group, token, count, own);
+            weigh_group(own, count, float(a_.scale * LOG2E), {highs + group * W, sums + group * W},
+                        rounded + group * SIDE * 2, rows * 2, keep + group * SIDE);
+          }
+          mix<A>(found.mixture, rows_, {rounded, 2, rows}, keep, value, count, a_.V, keys_ahead);
+          continue;
+        }
+#endif
+      Ahead ahead = values_ahead(rows_ + steps_of_scores(rows_, count));
+      score<A>(query, rows_, key, count, a_.D, scores, ahead);
       for (int row = 0; row < rows_; row++) {
         ahead.step();
         weigh(b, k, row, token, count, scores, rounded, found, keep);
       }
-
-      // Where the next block's keys probably are: what a mask leaves out is not looked up yet.
-      const int following = int(std::min<int64_t>(most_, tokens.to - next));
-      for (int t = 0; t < following; t++) soon[t] = keys + (next + t) * a_.key_stride[2];
-      Ahead keys_ahead(soon, following, ahead_ && DIRECT ? a_.D * int64_t(sizeof(T)) : 0,
-                       steps_of_mixture<A>(rows_, count, V_));
       if constexpr (A::TOKENS == 2)
-        mix<A>(found.mixture, rows_, rounded, keep, value, count, V_, keys_ahead);
+        mix<A>(found.mixture, rows_, {rounded, BLOCK, 1}, keep, value, count, a_.V, keys_ahead);
       else
-        mix<A>(found.mixture, rows_, scores, keep, value, count, V_, keys_ahead);
+        mix<A>(found.mixture, rows_, {scores, BLOCK, 1}, keep, value, count, a_.V, keys_ahead);
     }
-  }
-
-  void score_block(const typename A::Query* query, const Row** key, int count, float* scores, uint32_t* panel,
-                   Ahead& ahead) const {
-    if constexpr (A::TOKENS == 2)
-      if (turned_) return score_turned(query, rows_, key, count, D_, scores, panel, ahead);
-    score<A>(query, rows_, key, count, D_, scores, ahead);
+    if (side_by_side_)
+      for (int row = 0; row < rows_; row++) {
+        found.high[row] = highs[2 * row];
+        found.sum[row * W] = sums[2 * row] + sums[2 * row + 1];
+      }
   }
 
   // A block of tokens from `next` on that some row sees; `next` moves behind them.
@@ -282,23 +291,85 @@ class Decoding {
     return false;
   }
 
+  // Where the block's tokens are.
+  static void find(const T* first, int64_t stride, const int32_t* token, int count, const T** made) {
+    if (token[count - 1] - token[0] == count - 1) {
+      first += token[0] * stride;
+      for (int t = 0; t < count; t++, first += stride) made[t] = first;
+    } else {
+      for (int t = 0; t < count; t++) made[t] = first + token[t] * stride;
+    }
+  }
+
+  const Q* query_row(int64_t b, int64_t k, int row) const {
+    return (const Q*)a_.query + b * a_.query_stride[0] + (k * a_.G + row / a_.S) * a_.query_stride[1] +
+           row % a_.S * a_.query_stride[2];
+  }
   void read_query(int64_t b, int64_t k, typename A::Query* query) const {
+#if HAS_PAIRS
+    if constexpr (!WHOLE)
+      if (side_by_side_)
+        return set_side_by_side(rows_, a_.D, [&](int row) { return query_row(b, k, row); }, query);
+#endif
     for (int row = 0; row < rows_; row++) {
-      const Q* from = (const Q*)a_.query + b * a_.query_stride[0] + (k * a_.G + row / a_.S) * a_.query_stride[1] +
-                      row % a_.S * a_.query_stride[2];
+      const Q* from = query_row(b, k, row);
       for (int64_t d = 0; d < D_; d++) {
         if constexpr (WHOLE)
           query[row * D_ + d] = d < a_.D ? number(from[d]) * float(a_.scale * LOG2E) : 0.0f;
         else
-          query[row * D_ + d] = from[d];
+          query[row * D_ + d] = d < a_.D ? from[d] : Q{0};
       }
     }
   }
 
-  static void copy(const T* from, int64_t length, int64_t padded, float* to) {
-    for (int64_t d = 0; d < length; d++) to[d] = number(from[d]);
-    std::fill(to + length, to + padded, 0.0f);
+#if HAS_PAIRS
+  // Scores of a group's rows with tokens that they do not see become nothing.
+  void hide(int64_t b, int64_t k, int group, const int32_t* token, int count, float* scores) const {
+    const auto leave = [&](int pair, __mmask16 seen) {
+      store(scores + pair * W, chosen(seen, all(NOTHING), load(scores + pair * W)));
+    };
+    const int pairs = (count + 1) / 2;
+    if (token[0] < seen(a_.S - 1).from || token[count - 1] >= seen(0).to) {
+      alignas(64) int32_t from[W], to[W];
+      for (int lane = 0; lane < W; lane++) {
+        const Range sees = seen((group * SIDE + lane / 2) % a_.S);
+        from[lane] = int32_t(sees.from), to[lane] = int32_t(sees.to);
+      }
+      for (int p = 0; p < pairs; p++) {
+        int64_t both;
+        memcpy(&both, token + 2 * p, 8);
+        const __m512i tokens = _mm512_set1_epi64(both);
+        leave(p, _mm512_cmpge_epi32_mask(tokens, _mm512_load_si512(from)) &
+                     _mm512_cmplt_epi32_mask(tokens, _mm512_load_si512(to)));
+      }
+    }
+    if (a_.mask && !shares_mask()) {
+      alignas(64) uint64_t sees[SIDE];  // a bit for each of the block's tokens
+      for (int r = 0; r < SIDE; r++) sees[r] = bits_of_mask(b, k, group * SIDE + r, token, count);
+      const __m512i rows = _mm512_load_si512(sees);
+      const __m512i first = _mm512_shuffle_epi32(rows, _MM_PERM_CCAA), last = _mm512_shuffle_epi32(rows, _MM_PERM_DDBB);
+      for (int p = 0; p < pairs; p++) {
+        const __m512i bit = _mm512_set1_epi64(int64_t((1ull | 2ull << 32) << (2 * p % 32)));
+        leave(p, _mm512_test_epi32_mask(p < 16 ? first : last, bit));
+      }
+    }
+    if (count % 2) leave(count / 2, 0x5555);
   }
+
+  // Which of the block's tokens a row's mask shows.
+  uint64_t bits_of_mask(int64_t b, int64_t k, int row, const int32_t* token, int count) const {
+    if (row >= rows_) return 0;
+    const int64_t* stride = a_.mask_stride;
+    const uint8_t* mask = a_.mask + b * stride[0] + (k * a_.G + row / a_.S) * stride[1] + row % a_.S * stride[2];
+    if (stride[3] == 1 && token[count - 1] - token[0] == count - 1) {
+      const __m512i bytes = _mm512_maskz_loadu_epi8(~0ull >> (64 - count), mask + token[0]);
+      return _mm512_test_epi8_mask(bytes, bytes);
+    }
+    uint64_t bits = 0;
+    for (int t = 0; t < count; t++) bits |= uint64_t(mask[token[t] * stride[3]] != 0) << t;
+    return bits;
+  }
+#endif
 
   // One row's scores become weights, and what was found before them is told how much of it to keep.
   void weigh(int64_t b, int64_t k, int row, const int32_t* token, int count, float* scores, bfloat16* rounded,
@@ -383,10 +454,9 @@ template <class T, class Q, class F>
 void with_decoding(const Arguments& a, F f) {
 #if HAS_PAIRS
   if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<Q, bfloat16>)
-    if (a.D % 32 == 0 && a.V % 32 == 0 && a.scale > 0) return f(Decoding<Paired, T, Q, true>(a));
+    if (a.scale > 0) return f(Decoding<Paired, T, Q>(a));
 #endif
-  if (a.D % W == 0 && a.V % W == 0) return f(Decoding<Single, T, Q, true>(a));
-  f(Decoding<Single, T, Q, false>(a));
+  f(Decoding<Single, T, Q>(a));
 }
 
 // Many new tokens are taken some at a time: as many as leave what is found of them in the second cache.

@@ -93,6 +93,27 @@ INLINE float number(float16 x) { return (float)x; }
 INLINE void put(float16* at, float x) { *at = (float16)x; }
 #endif
 
+// The first of W numbers, and zeros; what is behind them in memory is not touched.
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+INLINE Vector load(const float* at, int count) { return (Vector)_mm512_maskz_loadu_ps((__mmask16)((1 << count) - 1), at); }
+INLINE Vector load(const int8_t* at, int count) {
+  const Bytes numbers = (Bytes)_mm_maskz_loadu_epi8((__mmask16)((1 << count) - 1), at);
+  return __builtin_convertvector(numbers, Vector);
+}
+template <class T>
+INLINE Vector load(const T* at, int count) {
+  const __m256i halves = _mm256_maskz_loadu_epi16((__mmask16)((1 << count) - 1), at);
+  return load((const T*)&halves);
+}
+#else
+template <class T>
+INLINE Vector load(const T* at, int count) {
+  T numbers[W] = {};
+  memcpy(numbers, at, count * sizeof(T));
+  return load(numbers);
+}
+#endif
+
 #if defined(__AVX512F__)
 INLINE Vector larger(Vector a, Vector b) { return (Vector)_mm512_max_ps((__m512)a, (__m512)b); }
 #else
