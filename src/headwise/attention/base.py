@@ -288,9 +288,9 @@ def per_head(x: Tensor, matrices: Tensor) -> Tensor:
     """``[B, heads, S, a]`` by a matrix of each head ``[heads, a, b]``, which is read once for all sequences."""
     B, _, S, _ = x.shape
     if B == 1:
-        return x @ matrices
+        return torch.bmm(x[0], matrices)[None]
     folded = x.transpose(0, 1).flatten(1, 2)
-    return torch.unflatten(folded @ matrices, 1, (B, S)).transpose(0, 1)
+    return torch.unflatten(torch.bmm(folded, matrices), 1, (B, S)).transpose(0, 1)
 
 
 def default_head_dim(hidden_size: int, num_heads: int) -> int:

@@ -124,19 +124,18 @@ class MultiHeadLatentAttention(AttentionLayer):
         return ((1, self.spec.kv_lora_rank + self.spec.qk_rope_head_dim),)
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
-        latent, k_rope = self.kv_a_proj_with_mqa(states).split(
-            (self.spec.kv_lora_rank, self.spec.qk_rope_head_dim), dim=-1
-        )
+        widths = (self.spec.kv_lora_rank, self.spec.qk_rope_head_dim)
+        latent, k_rope = self.kv_a_proj_with_mqa(states).split_with_sizes(widths, dim=-1)
         if self.kv_a_layernorm is not None:
             latent = self.kv_a_layernorm(latent)
-        return (torch.cat((latent[:, None], rotated(k_rope[:, None], rotation, self.rope)), dim=-1),)
+        return (torch.cat((latent.unsqueeze(1), rotated(k_rope.unsqueeze(1), rotation, self.rope)), dim=-1),)
 
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
         (latent,) = memory
         query = split_heads(self._query(hidden_states), self.spec.num_heads)
-        q_nope, q_rope = torch.split(query, [self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=-1)
+        q_nope, q_rope = query.split_with_sizes((self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim), dim=-1)
         q_rope = rotated(q_rope, call.rotation, self.rope)
         impl: str = self.impl
         if impl == "auto":
@@ -176,23 +175,23 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         spec = self.spec
         R, N = spec.kv_lora_rank, spec.qk_nope_head_dim
-        decoders = torch.unflatten(self.kv_b_proj.weight, 0, (spec.num_heads, N + spec.v_head_dim))
+        decoders = self.kv_b_proj.weight.unflatten(0, (spec.num_heads, N + spec.v_head_dim))
+        key_decoders, value_decoders = decoders.split_with_sizes((N, spec.v_head_dim), dim=1)
         value_bias = None
+        value = latent.narrow(-1, 0, R)
         if self.kv_b_proj.bias is not None:
-            value_bias = torch.unflatten(self.kv_b_proj.bias, 0, (spec.num_heads, -1))[:, N:]
-        value = latent[..., :R]
-        if value_bias is not None:
+            value_bias = self.kv_b_proj.bias.unflatten(0, (spec.num_heads, -1))[:, N:]
             # A column of ones gathers each row's sum of weights: 1, or 0 for an empty row, or what dropout left.
             value = torch.cat((value, torch.ones_like(latent[..., :1])), dim=-1)
         if N:
-            query, key = torch.cat((per_head(q_nope, decoders[:, :N]), q_rope), dim=-1), latent
+            query, key = torch.cat((per_head(q_nope, key_decoders), q_rope), dim=-1), latent
         else:
             query, key = q_rope, latent[..., R:]
         mixed, weights = self._kernel(query, key, value, call, self._scale())
-        out = per_head(mixed[..., :R], decoders[:, N:].transpose(1, 2))
-        if value_bias is not None:
-            out = out + mixed[..., R:] * value_bias[:, None]
-        return out, weights
+        if value_bias is None:
+            return per_head(mixed, value_decoders.transpose(1, 2)), weights
+        out = per_head(mixed[..., :R], value_decoders.transpose(1, 2))
+        return out + mixed[..., R:] * value_bias[:, None], weights
 
     def _scale(self) -> float:
         scale = self.spec.softmax_scale

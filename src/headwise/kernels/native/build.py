@@ -101,7 +101,10 @@ def _is_watched() -> bool:
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """Whether all lie in the CPU's memory as torch's own tensors do; a subclass's numbers may be anywhere."""
-    return all(one is None or (type(one) in _PLAIN and one.device.type == "cpu") for one in tensors)
+    for one in tensors:  # a loop: this is asked before every product
+        if one is not None and not (type(one) in _PLAIN and one.is_cpu):
+            return False
+    return True
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -54,8 +54,9 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.shape[1] == x.shape[-1]
         and weight.stride(1) == 1
         and (bias is None or (bias.shape == weight.shape[:1] and bias.stride(0) == 1))
+        and weight.dtype == x.dtype
+        and (bias is None or bias.dtype == x.dtype)
         and are_plain(*given)
-        and all(one.dtype == x.dtype for one in given)
         and why_not(x.dtype, x.device, needs_grad=torch.is_grad_enabled() and any(one.requires_grad for one in given))
         is None
     )
