@@ -67,19 +67,23 @@ struct Found {
 template <class A, class T, class Q>
 class Decoding {
   static constexpr bool WHOLE = std::is_same_v<typename A::Query, float>;
+  // Keys can be broadcast as they are.
+  static constexpr bool HAS_SIDES = HAS_LANES && std::is_same_v<typename A::Query, T>;
   const Arguments& a_;
   const int rows_;
-  const int64_t D_, V_;  // padded
-  const bool side_by_side_, ahead_;
+  const int groups_, beside_;  // groups of eight rows side by side, and the rows that are in them: the first ones
+  const int64_t D_, V_;        // padded
+  const bool ahead_;
   const int most_;  // tokens in a block
 
  public:
   explicit Decoding(const Arguments& a)
       : a_(a),
         rows_(int(a.G * a.S)),
+        groups_(groups()),
+        beside_(std::min(rows_, groups_ * 8)),
         D_(up(a.D, A::DIMS)),
         V_(up(a.V, A::TOKENS * W)),
-        side_by_side_(A::TOKENS == 2 && rows_ > 4 && a.D % 4 == 0),
         ahead_(a.B * a.K * a.T * (a.D + a.V) * int64_t(sizeof(T)) > (1 << 20)),
         most_(tokens_in_a_block()) {}
 
@@ -177,37 +181,40 @@ class Decoding {
 
   // Few rows are done with a block at once: it is small enough to lie in the first cache while the next one arrives.
   int tokens_in_a_block() const {
-    if (side_by_side_ || rows_ >= 8) return BLOCK;
+    if (groups_ || rows_ >= 8) return BLOCK;
     const int64_t fitting = 8192 / (std::max(a_.D, a_.V) * int64_t(sizeof(T)));
     return int(std::clamp<int64_t>(fitting, 16, BLOCK)) / 16 * 16;
   }
 
+  // Four rows alone are as fast without, and up to three besides groups.
+  int groups() const {
+    if (!HAS_SIDES || a_.D % (8 / sizeof(typename A::Query))) return 0;
+    return rows_ < 8 ? rows_ > 4 : rows_ / 8 + (rows_ % 8 > 3);
+  }
+  int64_t padded_rows() const { return groups_ * 8 + rows_ - beside_; }
   int64_t scratch() const {
-    const int64_t rows = up(rows_, 8);
-    return up(rows * D_ * sizeof(typename A::Query), 64) + rows * BLOCK * (sizeof(float) + 2) + up(rows * 4, 64) +
-           2 * rows * 2 * sizeof(float);
+    const int64_t rows = padded_rows();
+    return up(rows * D_ * sizeof(typename A::Query), 64) + up(rows * BLOCK * sizeof(float), 64) +
+           up(rows * BLOCK * sizeof(typename A::Weight), 64) + up(rows * sizeof(float), 64) + 2 * groups_ * 16 * sizeof(float);
   }
 
   void attend(int64_t b, int64_t k, Range tokens, const Found& found, char* room) const {
     const auto take = [&](int64_t bytes) { return (room += up(bytes, 64)) - up(bytes, 64); };
-    const int64_t rows = up(rows_, 8);
+    const int64_t rows = padded_rows();
     auto* query = (typename A::Query*)take(rows * D_ * sizeof(typename A::Query));
     float* scores = (float*)take(rows * BLOCK * sizeof(float));
-    bfloat16* rounded = (bfloat16*)take(rows * BLOCK * sizeof(bfloat16));
+    // By token where rows are side by side, else by row.
+    auto* weights = (typename A::Weight*)take(rows * BLOCK * sizeof(typename A::Weight));
+    const Weights<typename A::Weight> all_weights{weights, groups_ ? A::TOKENS : BLOCK, groups_ ? rows : 1};
     float* keep = (float*)take(rows * sizeof(float));
-    float* highs = (float*)take(rows * 2 * sizeof(float));
-    float* sums = (float*)take(rows * 2 * sizeof(float));
-    (void)rounded, (void)highs, (void)sums;
+    float* highs = (float*)take(groups_ * 16 * sizeof(float));
+    float* sums = (float*)take(groups_ * 16 * sizeof(float));
     std::fill_n(found.high, rows_, NOTHING);
     std::fill_n(found.sum, rows_ * W, 0.0f);
     std::fill_n(found.mixture, rows_ * V_, 0.0f);
+    std::fill_n(highs, groups_ * 16, NOTHING);
+    std::fill_n(sums, groups_ * 16, 0.0f);
     read_query(b, k, query);
-#if HAS_PAIRS
-    if (side_by_side_) {
-      std::fill_n(highs, rows * 2, NOTHING);
-      std::fill_n(sums, rows * 2, 0.0f);
-    }
-#endif
 
     const T* keys = (const T*)a_.key + b * a_.key_stride[0] + k * a_.key_stride[1];
     const T* values = (const T*)a_.value + b * a_.value_stride[0] + k * a_.value_stride[1];
@@ -224,46 +231,54 @@ class Decoding {
 
       // The values arrive while scores are made, and weights of them; and meanwhile of those, the next keys. Where a mask
       // leaves tokens out, that is a guess.
-      const auto values_ahead = [&](int64_t steps) {
-        return Ahead(value[0], a_.value_stride[2] * sizeof(T), count, ahead_ && apart ? a_.V * sizeof(T) : 0, steps);
-      };
+      const int others = rows_ - beside_;
+      Ahead ahead(value[0], a_.value_stride[2] * sizeof(T), count, ahead_ && apart ? a_.V * sizeof(T) : 0,
+                  others + steps_of_scores(others, count) + groups_ + steps_beside(count));
       Ahead keys_ahead(keys + next * a_.key_stride[2], a_.key_stride[2] * sizeof(T),
                        int(std::min<int64_t>(most_, tokens.to - next)), ahead_ ? a_.D * sizeof(T) : 0,
                        steps_of_mixture<A>(rows_, count, a_.V));
-#if HAS_PAIRS
-      if constexpr (A::TOKENS == 2)
-        if (side_by_side_) {
-          const int groups = int(rows / SIDE);
-          Ahead ahead = values_ahead(groups + steps_of_groups(groups, count, a_.D));
-          score_side_by_side(query, groups, key, count, a_.D, scores, ahead);
-          for (int group = 0; group < groups; group++) {
-            ahead.step();
-            float* own = scores + group * SIDE * BLOCK;
-            hide(b, k, group, token, count, own);
-            weigh_group(own, count, float(a_.scale * LOG2E), {highs + group * W, sums + group * W},
-                        rounded + group * SIDE * 2, rows * 2, keep + group * SIDE);
-          }
-          mix<A>(found.mixture, rows_, {rounded, 2, rows}, keep, value, count, a_.V, keys_ahead);
-          continue;
+#if HAS_LANES
+      if constexpr (HAS_SIDES) score_side_by_side<A>(query, groups_, key, count, a_.D, scores, ahead);
+#endif
+      score<A>(query + groups_ * 8 * D_, others, key, count, a_.D, scores + groups_ * 8 * BLOCK, ahead);
+#if HAS_LANES
+      if constexpr (HAS_SIDES)
+        for (int group = 0; group < groups_; group++) {
+          ahead.step();
+          float* own = scores + group * 8 * BLOCK;
+          hide(b, k, group, token, count, own);
+          weigh_group(own, count, score_scale(), highs + group * 16, sums + group * 16, weights + group * 8 * A::TOKENS,
+                      rows, keep + group * 8);
         }
 #endif
-      Ahead ahead = values_ahead(rows_ + steps_of_scores(rows_, count));
-      score<A>(query, rows_, key, count, a_.D, scores, ahead);
-      for (int row = 0; row < rows_; row++) {
+      for (int row = beside_; row < rows_; row++) {
         ahead.step();
-        weigh(b, k, row, token, count, scores, rounded, found, keep);
+        float* own = scores + (groups_ * 8 + row - beside_) * BLOCK;
+        if (!groups_) {
+          weigh(b, k, row, token, count, own, weights + row * BLOCK, found, keep);
+          continue;
+        }
+        typename A::Weight made[BLOCK];
+        weigh(b, k, row, token, count, own, made, found, keep);
+        for (int t = 0; t < most_; t += A::TOKENS)
+          std::copy_n(made + t, A::TOKENS, weights + t * rows + row * A::TOKENS);
       }
-      if constexpr (A::TOKENS == 2)
-        mix<A>(found.mixture, rows_, {rounded, BLOCK, 1}, keep, value, count, a_.V, keys_ahead);
-      else
-        mix<A>(found.mixture, rows_, {scores, BLOCK, 1}, keep, value, count, a_.V, keys_ahead);
+      mix<A>(found.mixture, rows_, all_weights, keep, value, count, a_.V, keys_ahead);
     }
-    if (side_by_side_)
-      for (int row = 0; row < rows_; row++) {
-        found.high[row] = highs[2 * row];
-        found.sum[row * W] = sums[2 * row] + sums[2 * row + 1];
-      }
+    for (int row = 0; row < beside_; row++) {
+      found.high[row] = highs[2 * row];
+      found.sum[row * W] = sums[2 * row] + sums[2 * row + 1];
+    }
   }
+
+  int64_t steps_beside(int count) const {
+#if HAS_LANES
+    if constexpr (HAS_SIDES) return steps_of_groups<A>(groups_, count, a_.D);
+#endif
+    return 0;
+  }
+  // Products by pairs are scaled afterwards; else the query is.
+  float score_scale() const { return WHOLE ? 1.0f : float(a_.scale * LOG2E); }
 
   // A block of tokens from `next` on that some row sees; `next` moves behind them.
   int gather(int64_t b, int64_t k, int64_t to, int64_t& next, int32_t* token) const {
@@ -305,24 +320,25 @@ class Decoding {
     return (const Q*)a_.query + b * a_.query_stride[0] + (k * a_.G + row / a_.S) * a_.query_stride[1] +
            row % a_.S * a_.query_stride[2];
   }
+  // Rows side by side as [rows / 8, D / n, 8, n], where n numbers take 8 bytes; then the others as [row, D_].
   void read_query(int64_t b, int64_t k, typename A::Query* query) const {
-#if HAS_PAIRS
-    if constexpr (!WHOLE)
-      if (side_by_side_)
-        return set_side_by_side(rows_, a_.D, [&](int row) { return query_row(b, k, row); }, query);
-#endif
+    constexpr int n = 8 / sizeof(typename A::Query);
+    std::fill_n(query, padded_rows() * D_, typename A::Query{});
     for (int row = 0; row < rows_; row++) {
       const Q* from = query_row(b, k, row);
-      for (int64_t d = 0; d < D_; d++) {
+      typename A::Query* to = query + (groups_ * 8 + row - beside_) * D_;
+      int64_t step = n;
+      if (row < beside_) to = query + row / 8 * 8 * a_.D + row % 8 * n, step = 8 * n;
+      for (int64_t d = 0; d < a_.D; d++) {
         if constexpr (WHOLE)
-          query[row * D_ + d] = d < a_.D ? number(from[d]) * float(a_.scale * LOG2E) : 0.0f;
+          to[d / n * step + d % n] = number(from[d]) * float(a_.scale * LOG2E);
         else
-          query[row * D_ + d] = d < a_.D ? from[d] : Q{0};
+          to[d / n * step + d % n] = from[d];
       }
     }
   }
 
-#if HAS_PAIRS
+#if HAS_LANES
   // Scores of a group's rows with tokens that they do not see become nothing.
   void hide(int64_t b, int64_t k, int group, const int32_t* token, int count, float* scores) const {
     const auto leave = [&](int pair, __mmask16 seen) {
@@ -372,9 +388,8 @@ class Decoding {
 #endif
 
   // One row's scores become weights, and what was found before them is told how much of it to keep.
-  void weigh(int64_t b, int64_t k, int row, const int32_t* token, int count, float* scores, bfloat16* rounded,
-             const Found& found, float* keep) const {
-    float* own = scores + row * BLOCK;
+  void weigh(int64_t b, int64_t k, int row, const int32_t* token, int count, float* own,
+             typename A::Weight* made, const Found& found, float* keep) const {
     const int64_t s = row % a_.S;
     if (a_.key_scale) {
       const float* scale = a_.key_scale + b * a_.key_scale_stride[0] + k * a_.key_scale_stride[1];
@@ -397,8 +412,7 @@ class Decoding {
     }
     std::fill(own + count, own + most_, NOTHING);
 
-    // Products by pairs are scaled afterwards, and by a negative number the largest would be the smallest.
-    const float scale = WHOLE ? 1.0f : float(a_.scale * LOG2E);
+    const float scale = score_scale();
     Vector top = load(own);
     for (int t = W; t < most_; t += W) top = larger(top, load(own + t));
     top *= scale;
@@ -414,18 +428,19 @@ class Decoding {
       const Vector weights = power_of_two<!WHOLE>(load(own + t) * scale - base);
       sums_of += weights;
 #if HAS_PAIRS
-      if constexpr (A::TOKENS == 2) {
-        *(__m256bh*)(rounded + row * BLOCK + t) = _mm512_cvtneps_pbh((__m512)weights);
+      if constexpr (!WHOLE) {
+        _mm256_storeu_si256((__m256i*)(made + t), (__m256i)_mm512_cvtneps_pbh((__m512)weights));
         continue;
       }
 #endif
-      store(own + t, weights);
+      if constexpr (WHOLE) store(made + t, weights);
     }
     store(found.sum + row * W, sums_of);
-    if (a_.value_scale) {
-      const float* scales = a_.value_scale + b * a_.value_scale_stride[0] + k * a_.value_scale_stride[1];
-      for (int t = 0; t < count; t++) own[t] *= scales[token[t] * a_.value_scale_stride[2]];
-    }
+    if constexpr (WHOLE)
+      if (a_.value_scale) {
+        const float* scales = a_.value_scale + b * a_.value_scale_stride[0] + k * a_.value_scale_stride[1];
+        for (int t = 0; t < count; t++) made[t] *= scales[token[t] * a_.value_scale_stride[2]];
+      }
   }
 
   // One row of the output from what one thread or several found of it; nothing seen gives zeros.
@@ -454,6 +469,7 @@ template <class T, class Q, class F>
 void with_decoding(const Arguments& a, F f) {
 #if HAS_PAIRS
   if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<Q, bfloat16>)
+    // By a negative number, the largest score would become the smallest.
     if (a.scale > 0) return f(Decoding<Paired, T, Q>(a));
 #endif
   f(Decoding<Single, T, Q>(a));

@@ -175,7 +175,8 @@ INLINE void dot(const typename A::Query* query, const T* const* key, int64_t D, 
 
 template <class A, int ROWS, class T>
 INLINE void dots(const typename A::Query* query, const T* const* key, int count, int64_t D, float* scores,
-                 Ahead& ahead) {
+                 Ahead& shared) {
+  Ahead ahead = shared;
   constexpr int TOKENS = ROWS == 3 ? SUMS / 4 : SUMS / ROWS;
   int t = 0;
   for (; t + TOKENS <= count; t += TOKENS) {
@@ -183,9 +184,11 @@ INLINE void dots(const typename A::Query* query, const T* const* key, int count,
     dot<A, ROWS, TOKENS>(query, key + t, D, scores + t);
   }
   for (; t < count; t++) dot<A, ROWS, 1>(query, key + t, D, scores + t);
+  shared = ahead;
 }
 
 INLINE int64_t steps_of_scores(int rows, int count) {
+  if (!rows) return 0;
   const int64_t blocks = (rows + SCORE_ROWS - 1) / SCORE_ROWS;
   const int tokens = blocks > 1 ? SUMS / SCORE_ROWS : rows == 3 ? SUMS / 4 : SUMS / rows;
   return blocks * (count / tokens);
@@ -217,7 +220,8 @@ struct Weights {
 // have `left` columns. Rows of out are `stride` apart.
 template <class A, int ROWS, int COLUMNS, bool IS_LAST, class T>
 INLINE void mix_columns(float* out, int64_t stride, Weights<typename A::Weight> weights, const float* keep,
-                        const T* const* value, int count, int64_t d, int left, Ahead& ahead) {
+                        const T* const* value, int count, int64_t d, int left, Ahead& shared) {
+  Ahead ahead = shared;  // its own, so that it can be in registers
   Vector made[ROWS][COLUMNS];
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < COLUMNS; c++) made[r][c] = load(out + r * stride + d + c * W) * keep[r];
@@ -236,6 +240,7 @@ INLINE void mix_columns(float* out, int64_t stride, Weights<typename A::Weight> 
   }
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int c = 0; c < COLUMNS; c++) store(out + r * stride + d + c * W, made[r][c]);
+  shared = ahead;
 }
 
 // How many vectors of columns go together, at most: few rows leave room for more.
@@ -246,6 +251,7 @@ constexpr int wide(int rows) {
 
 template <class A>
 INLINE int64_t steps_of_mixture(int rows, int count, int64_t V) {
+  if (!rows) return 0;
   const int blocks = (rows + A::MIX_ROWS - 1) / A::MIX_ROWS, most = (rows + blocks - 1) / blocks;
   const int64_t columns = V / W / A::TOKENS, together = wide<A>(most) / A::TOKENS;
   return blocks * ((columns + together - 1) / together) * ((count + A::TOKENS - 1) / A::TOKENS);
