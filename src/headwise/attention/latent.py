@@ -175,12 +175,12 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         spec = self.spec
         R, N = spec.kv_lora_rank, spec.qk_nope_head_dim
-        decoders = self.kv_b_proj.weight.unflatten(0, (spec.num_heads, N + spec.v_head_dim))
+        decoders = torch.unflatten(self.kv_b_proj.weight, 0, (spec.num_heads, N + spec.v_head_dim))
         key_decoders, value_decoders = decoders.split_with_sizes((N, spec.v_head_dim), dim=1)
         value_bias = None
         value = latent.narrow(-1, 0, R)
         if self.kv_b_proj.bias is not None:
-            value_bias = self.kv_b_proj.bias.unflatten(0, (spec.num_heads, -1))[:, N:]
+            value_bias = torch.unflatten(self.kv_b_proj.bias, 0, (spec.num_heads, -1))[:, N:]
             # A column of ones gathers each row's sum of weights: 1, or 0 for an empty row, or what dropout left.
             value = torch.cat((value, torch.ones_like(latent[..., :1])), dim=-1)
         if N:

@@ -80,6 +80,7 @@ class HostedAttention(AttentionLayer):
         if len(channels) != pairs:
             raise ArgumentError("headwise.rope_channels", len(channels), f"must be {pairs}, one a rotary pair")
         self.config, self.layer_idx, self.channels = config, layer_idx, list(channels)
+        self._kept_channels: Tensor | None = None
         self.window = spec.sliding_window
         self.spec = replace(spec, rope=self.spec.rope, sliding_window=None)
         dropped = family_of(config.model_type).output_dropout
@@ -112,21 +113,29 @@ class HostedAttention(AttentionLayer):
             attention_mask=None if attention_mask is None else as_bool(attention_mask),
             # In a 4-D mask causality is already; without one, or with padding alone, plain causal is meant.
             is_causal=self.spec.is_causal and not is_cross and (attention_mask is None or attention_mask.dim() == 2),
-            position_embeddings=self._rotation(position_embeddings, hidden_states.device),
+            position_embeddings=self._rotation(position_embeddings),
             cache=cache,
             return_weights=output_attentions or self.config._attn_implementation == "eager",
         )
         out, weights = attended if isinstance(attended, tuple) else (attended, None)
         return F.dropout(out, self.output_dropout, self.training), weights
 
-    def _rotation(self, tables: tuple[Tensor, Tensor] | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def _rotation(self, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
         """cos and sin of the frequencies the layer kept, ``[B or 1, S, P/2]``."""
         if self.rope is None or tables is None:
             return None
-        # Made anew: one kept from a call in inference mode could not be used in training.
-        channels = torch.tensor(self.channels, device=device)
+        channels = self._channels(tables[0])
         cos, sin = (table.index_select(-1, channels) for table in tables)
         return cos, sin
+
+    def _channels(self, table: Tensor) -> Tensor:
+        """``channels`` where the table is; kept, as making it takes as long as a product of one token."""
+        if type(table) is not Tensor or torch.compiler.is_compiling():  # what is fake, or traced, is not to be kept
+            return torch.tensor(self.channels, device=table.device)
+        if self._kept_channels is None or self._kept_channels.device != table.device:
+            with torch.inference_mode(False):  # one made in inference mode could not be used in training
+                self._kept_channels = torch.tensor(self.channels, device=table.device)
+        return self._kept_channels
 
     def _past(self, past: Any, *, is_cross: bool) -> Any:
         """The cache of this attention: a decoder with an encoder has one for each of its two."""

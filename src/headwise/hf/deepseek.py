@@ -6,7 +6,6 @@ import importlib
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from headwise.attention.rope import RotaryEmbedding
@@ -52,7 +51,7 @@ def take_over_attention(model: Any) -> None:
 class OptimizedLatentAttention(HostedLatentAttention):
     """DeepSeek's attention module after `take_over_attention`, which changes a module's class and never makes one."""
 
-    def _rotation(self, tables: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _rotation(self, tables: Any) -> tuple[Tensor, Tensor]:
         if isinstance(tables, Tensor):  # V2: cos + i·sin
             return tables.real, tables.imag
         cos, sin = tables  # V3: each pair's angle twice, in halves

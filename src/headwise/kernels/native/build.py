@@ -101,10 +101,7 @@ def _is_watched() -> bool:
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """Whether all lie in the CPU's memory as torch's own tensors do; a subclass's numbers may be anywhere."""
-    for one in tensors:  # a loop: this is asked before every product
-        if one is not None and not (type(one) in _PLAIN and one.is_cpu):
-            return False
-    return True
+    return all(one is None or (type(one) in _PLAIN and one.is_cpu) for one in tensors)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
