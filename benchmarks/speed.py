@@ -1,4 +1,7 @@
-"""What the bench commands do not ask: layers of large models, the memory of a prompt, and the very same tokens.
+"""What the bench commands do not ask.
+
+Layers of large models, the memory of a prompt, the very same tokens, what an int8 cache costs, what ``auto`` misses,
+and a batch of unequal lengths.
 
     python -m benchmarks.speed --json benchmarks/results/speed.json
 
@@ -8,6 +11,7 @@ Each row is kept as soon as it is measured.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import statistics
 from collections.abc import Callable
@@ -17,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.data import wikitext
 from benchmarks.kept import Kept, say
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -25,7 +30,7 @@ from headwise.hf import HeadwiseCache
 from headwise.hf.linear import FewTokensLinear
 from headwise.kernels import attend
 from headwise.measurement.limits import Probes
-from headwise.measurement.timing import seconds
+from headwise.measurement.timing import seconds, spread_interleaved
 
 LAYERS = 4
 MODELS = {
@@ -157,6 +162,95 @@ def greedy(context: int, new: int) -> dict[str, Any]:
     return {"context": context, "same_tokens": new}
 
 
+@torch.inference_mode()
+def int8(windows: int, prompt: int, length: int, step: int) -> dict[str, Any]:
+    """WikiText-2 by the bundled model, some tokens at a time behind a prompt, its cache as it is and in int8."""
+    from headwise.checkpoints import load_tokenizer, model_path, tokenize
+
+    model = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
+    text = wikitext("test").read_text(encoding="utf-8")[: 8 * windows * length]
+    ids = tokenize(load_tokenizer(model_path("smollm2-135m")), text, return_tensors="pt")["input_ids"]
+    loss = {"float32": 0.0, "int8": 0.0}
+    divergence, agreed, count = 0.0, 0, 0
+    for window in range(windows):
+        own = ids[:, window * length : (window + 1) * length]
+        caches = {"float32": HeadwiseCache(model), "int8": HeadwiseCache(model, quantize="int8")}
+        for cache in caches.values():
+            model(own[:, :prompt], past_key_values=cache, logits_to_keep=1)
+        for start in range(prompt, length - 1, step):
+            some, wanted = own[:, start : start + step], own[0, start + 1 : start + 1 + step]
+            said = {}
+            for name, cache in caches.items():
+                said[name] = model(some, past_key_values=cache).logits[0, : len(wanted)].double().log_softmax(-1)
+                loss[name] -= float(said[name].gather(-1, wanted[:, None]).sum())
+            divergence += float((said["float32"].exp() * (said["float32"] - said["int8"])).sum())
+            agreed += int((said["float32"].argmax(-1) == said["int8"].argmax(-1)).sum())
+            count += len(wanted)
+    perplexity = {name: math.exp(total / count) for name, total in loss.items()}
+    return {
+        "text": "wikitext-2 test",
+        "tokens": count,
+        "perplexity": perplexity,
+        "ratio": perplexity["int8"] / perplexity["float32"],
+        "kl_nats": divergence / count,
+        "top1_agreement": agreed / count,
+    }
+
+
+@torch.inference_mode()
+def dispatch() -> dict[str, Any]:
+    """How much slower ``auto`` is than the best single backend, over new tokens, lengths, heads and dtypes."""
+    cases = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for H, K, D, V in (
+            (9, 3, 64, 64),
+            (32, 32, 128, 128),
+            (32, 8, 128, 128),
+            (32, 1, 128, 128),
+            (16, 1, 576, 512),
+        ):
+            for S, T in ((1, 64), (1, 512), (1, 8192), (4, 2048), (8, 512), (16, 2048), (64, 64), (512, 2048)):
+                sizes = (H, S, D), (K, T, D), (K, T, V)
+                query, key, value = (torch.randn(1, *size).to(dtype) for size in sizes)
+                ways: dict[str, Callable[[], object]] = {
+                    backend: partial(attend, query, key, value, is_causal=True, backend=backend)  # type: ignore[arg-type]
+                    for backend in ("auto", "fused", "packed", "sdpa")
+                }
+                found = spread_interleaved(ways, budget=1.0)
+                ms = {name: spread.median * 1e3 for name, spread in found.items()}
+                best = min(ms[name] for name in ways if name != "auto")
+                shape = f"{H}/{K}/{D if D == V else f'{D}, {V}'}, {S} new of {T}, {str(dtype).removeprefix('torch.')}"
+                cases.append(
+                    {"shape": shape, "ms": ms, "auto_of_best": ms["auto"] / best, "behind_ms": ms["auto"] - best}
+                )
+    worst = max(cases, key=lambda case: min(case["auto_of_best"], 1 + 1e3 * max(0.0, case["behind_ms"])))
+    return {
+        "worst": worst["shape"],
+        "auto_of_best": worst["auto_of_best"],
+        "behind_ms": worst["behind_ms"],
+        "cases": cases,
+    }
+
+
+@torch.inference_mode()
+def unequal(longest: int, shortest: int, batch: int) -> dict[str, Any]:
+    """A batch of one long row and short ones, beside as many tokens in one row, and beside a batch of long ones."""
+    query, key, value = (torch.randn(batch, heads, n, 128) for heads, n in ((32, 1), (8, longest), (8, longest)))
+    lengths = torch.tensor([longest, *[shortest] * (batch - 1)])
+    padding = torch.arange(longest) >= longest - lengths[:, None]
+    tokens = int(lengths.sum())
+    one = [torch.randn(1, heads, n, 128) for heads, n in ((32, 1), (8, tokens), (8, tokens))]
+    found = spread_interleaved(
+        {
+            "unequal": partial(attend, query, key, value, padding),
+            "one row of as many tokens": partial(attend, *one),
+            "all as long as the longest": partial(attend, query, key, value),
+        },
+        budget=10.0,
+    )
+    return {"lengths": lengths.tolist(), **{f"{name}, ms": spread.median * 1e3 for name, spread in found.items()}}
+
+
 def main() -> None:
     """Measure what is not kept yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -175,6 +269,9 @@ def main() -> None:
                 rows[f"prompt: {way}, 32/{kv_heads}/128, {dtype}"] = row
     rows["greedy: 256 tokens after 64"] = partial(greedy, 64, 256)
     rows["greedy: 256 tokens after 2000"] = partial(greedy, 2000, 256)
+    rows["int8 cache: WikiText-2"] = partial(int8, 12, 256, 1024, 32)
+    rows["auto beside single backends"] = dispatch
+    rows["a batch of unequal lengths"] = partial(unequal, options.context, 512, 8)
     for name, measure in rows.items():
         if name not in kept.rows:
             kept.add(name, measure())

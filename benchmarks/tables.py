@@ -154,6 +154,62 @@ def kills(document: Document) -> str:
     return table(["killed while", "times"], rows)
 
 
+def decode(document: Document) -> str:
+    """One sequence of 8192 tokens: headwise's time, and how many times it the other ways take."""
+    ways = {
+        "SDPA": "SDPA",
+        "Flex": "FlexAttention",
+        "packed": "packed, plain torch",
+        "expanded": "copies for every head",
+    }
+    rows = []
+    for case in document["cases"]:
+        if (case["values"]["length"], case["values"]["batch"]) == (8192, 1):
+            own = case["ways"]["headwise"]
+            others = [_times(case["ways"].get(way, {}).get("ms"), own["ms"]) for way in ways]
+            limit = f"{own['ms'] / case['limit_ms']:.2f}"
+            rows.append([case["values"]["shape"], case["values"]["dtype"], f"{own['ms']:.2f}", limit, *others])
+    return table(["heads", "dtype", "headwise ms", "× limit", *ways.values()], rows, left=2)
+
+
+def limits(document: Document) -> str:
+    """Caches larger than the processor's own: time over the limit, by shape and dtype."""
+    rows = []
+    for case in document["cases"]:
+        own, values = case["ways"]["headwise"], case["values"]
+        bound = (
+            "memory"
+            if case["nbytes"] / case["read_bytes_per_second"] * 1e3 >= case["limit_ms"] * 0.999
+            else "products"
+        )
+        rows.append(
+            [
+                values["shape"],
+                str(values["batch"]),
+                values["dtype"],
+                f"{own['ms']:.2f}",
+                f"{own['gb_per_s']:.0f}",
+                f"{own['gflop_per_s']:.0f}",
+                f"{case['read_bytes_per_second'] / 1e9:.0f}",
+                bound,
+                f"{own['ms'] / case['limit_ms']:.2f}",
+            ]
+        )
+    head = ["heads", "batch", "dtype", "ms", "GB/s", "GFLOP/s", "reading GB/s", "bound by", "× limit"]
+    return table(head, rows, left=3)
+
+
+def generate(document: Document) -> str:
+    """Milliseconds a token of each way to run a model, at each context."""
+    cases = document["cases"]
+    rows = []
+    for way in cases[0]["ways"]:
+        times = [case["ways"][way].get("ms") for case in cases]
+        rows.append([way, *("" if ms is None else f"{ms:.1f}" for ms in times)])
+    rows.append(["(limit: weights and cache read once)", *(f"{case['limit_ms']:.1f}" for case in cases)])
+    return table(["ms a token at", *(case["name"] for case in cases)], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
     "conversion-short": ("conversion.json", conversion_short),
@@ -163,6 +219,9 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "ablation": ("ablation.json", ablation),
     "large": ("large.json", large),
     "kills": ("kills.json", kills),
+    "decode": ("decode.json", decode),
+    "limits": ("decode-96mib.json", limits),
+    "generate": ("generate.json", generate),
 }
 """By the name of their place: the results file and what makes the table."""
 
@@ -181,6 +240,10 @@ def fill(text: str, tables: dict[str, str]) -> str:
         return place[0] if made is None else f"{place[1]}\n{made}\n{place[3]}"
 
     return re.sub(r"(<!-- table: ([a-z-]+) -->)\n.*?(<!-- end of table -->)", put, text, flags=re.DOTALL)
+
+
+def _times(theirs: float | None, own: float) -> str:
+    return "" if theirs is None else f"{theirs / own:.1f}"
 
 
 def _conversions(document: Document) -> list[dict[str, Any]]:

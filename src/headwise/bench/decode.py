@@ -21,6 +21,7 @@ from headwise.errors import ArgumentError
 from headwise.kernels import attend, causal_mask, choose_backend
 from headwise.kernels.libraries import causal_block_mask
 from headwise.measurement.limits import Probes
+from headwise.measurement.memory import available_bytes
 from headwise.progress import Progress, silent
 
 LENGTHS = (512, 2048, 8192, 32768)
@@ -154,7 +155,7 @@ def ways_to_attend(
         "packed": lambda: partial(attend, query, key, value, is_causal=is_causal, backend="packed"),
         "SDPA": lambda: _sdpa(query, key, value, is_causal),
         "Flex": lambda: _flex(query, key, value, is_causal),
-        "expanded": lambda: partial(expanded, query, key, value, is_causal),
+        "expanded": lambda: _expanded(query, key, value, is_causal),
     }
     if not with_compiled:
         del ways["Flex"]
@@ -173,10 +174,25 @@ def expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False)
     return mixed
 
 
+def _expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
+    _check_copies(query, key, value)
+    return partial(expanded, query, key, value, is_causal)
+
+
+def _check_copies(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse what would copy keys and values for every query head into more than half of the memory there is."""
+    group, available = query.shape[1] // key.shape[1], available_bytes()
+    needed = group * key.shape[0] * key.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.itemsize
+    if query.device.type == "cpu" and group > 1 and available is not None and needed > available / 2:
+        raise UnableError(f"would copy {needed / 2**30:.1f} GiB")
+
+
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
     """torch's own, told that heads are grouped."""
     S, T = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
+    if key.shape[3] != value.shape[3]:  # on the CPU it copies then
+        _check_copies(query, key, value)
     if is_causal and S != T:  # torch's flag is for the upper left
         mask = causal_mask(S, T, query.device)
         return partial(F.scaled_dot_product_attention, query, key, value, mask, enable_gqa=grouped)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from headwise.bench.engines import ENGINES, Engine
 from headwise.bench.report import OURS, Bench, Case, Timing, UnableError, case_of
@@ -26,6 +26,9 @@ from headwise.progress import Progress, silent
 CONTEXTS = (64, 2048, 8000)
 _REST = 0.25
 """Seconds before a step where there are other engines, whose threads go on spinning for a while after theirs."""
+_STOCK = ("transformers, sdpa", "transformers, sdpa, static cache")
+_UNTIMED = 3
+"""First steps of each way, which are not counted."""
 _CHUNK = 1024
 """Tokens of a prompt at a time."""
 
@@ -44,9 +47,9 @@ def bench_generate(
 ) -> Bench:
     """Time one more token of a model at several contexts, stock and optimised in turn.
 
-    Ways are the model as transformers runs it (``sdpa`` and ``eager``), the same after `headwise.optimize`, other
-    folders optimised (a conversion beside its source), and, where they are installed and the source is a ``.gguf`` or
-    the bundled model, llama.cpp and CTranslate2 on the same weights in float32.
+    Ways are the model as transformers runs it (``sdpa``, with either of its caches, and ``eager``), the same after
+    `headwise.optimize`, other folders optimised (a conversion beside its source), and, where they are installed and
+    the source is a ``.gguf`` or the bundled model, llama.cpp and CTranslate2 on the same weights in float32.
 
     Args:
         source: a model folder, ``.gguf`` or other source with weights.
@@ -68,7 +71,8 @@ def bench_generate(
     _check(contexts, stock)
     ways: dict[str, _Way] = {
         OURS: _Model(optimize(_shared(stock)), HeadwiseCache),
-        "transformers, sdpa": _Model(_set(stock, "sdpa"), _dynamic),
+        _STOCK[0]: _Model(_set(stock, "sdpa"), _dynamic),
+        _STOCK[1]: _Static(_set(_shared(stock), "sdpa"), repeats + _UNTIMED),
         "transformers, eager": _Model(_set(_shared(stock), "eager"), _dynamic),
     }
     for other in beside:
@@ -77,7 +81,7 @@ def bench_generate(
     if engines and not quick:
         for name, make in ENGINES.items():
             try:
-                ways[name] = _Foreign(make(source, stock, dtype, max(contexts) + repeats + 2))
+                ways[name] = _Foreign(make(source, stock, dtype, max(contexts) + repeats + _UNTIMED))
             except UnableError as error:
                 errors[name] = str(error)
     probes = Probes(stock.dtype)
@@ -99,7 +103,7 @@ def _case(
     progress: Progress,
 ) -> Case:
     stage = f"context {context:,}"
-    rounds = repeats + 3
+    rounds = repeats + _UNTIMED
     has_engines = any(isinstance(way, _Foreign) for way in ways.values())
     for index, way in enumerate(ways.values()):
         progress(f"{stage}, prompts", index, len(ways))
@@ -118,13 +122,13 @@ def _case(
         for name, call in probes.calls().items():
             times[name].append(seconds(call))
     progress(stage, rounds, rounds)
-    median = {name: statistics.median(values[3:]) for name, values in times.items()}
+    median = {name: statistics.median(values[_UNTIMED:]) for name, values in times.items()}
     limits = probes.limits(median["read"], median["product"])
     weights = sum(parameter.nbytes for parameter in stock.parameters())
     first = ways[OURS]
     assert isinstance(first, _Model)
     cached = cache_nbytes(first.cache)
-    timings = {name: _timing(times[name][3:], ways[name].note) for name in ways}
+    timings = {name: _timing(times[name][_UNTIMED:], ways[name].note) for name in ways}
     timings |= {name: Timing(error=error) for name, error in errors.items()}
     values = {"context": context, "weights_bytes": weights, "cache_bytes": cached}
     return case_of(
@@ -162,6 +166,9 @@ class _Model(_Way):
     def read(self, ids: Tensor) -> None:
         self.cache = self.new_cache(self.model)
         self.cache.activate_past_recording()
+        self._read_prompt(ids)
+
+    def _read_prompt(self, ids: Tensor) -> None:
         for start in range(0, ids.shape[1], _CHUNK):
             self.model(ids[:, start : start + _CHUNK], past_key_values=self.cache, logits_to_keep=1)
 
@@ -170,6 +177,21 @@ class _Model(_Way):
 
     def back(self) -> None:
         self.cache.crop(-1)
+
+
+class _Static(_Model):
+    """A transformers model with a static cache, which has room for the prompt and for each step: it forgets none."""
+
+    def __init__(self, model: Any, steps: int) -> None:
+        super().__init__(model, _dynamic)
+        self.steps = steps
+
+    def read(self, ids: Tensor) -> None:
+        self.cache = StaticCache(config=self.model.config, max_cache_len=ids.shape[1] + self.steps)
+        self._read_prompt(ids)
+
+    def back(self) -> None:
+        pass
 
 
 class _Foreign(_Way):
@@ -215,9 +237,9 @@ def _check(contexts: Sequence[int], model: nn.Module) -> None:
 def _growth(cases: Sequence[Case]) -> list[str]:
     """How each way's time grows from the first context to the last, beside stock's."""
     notes = []
-    stock = "transformers, sdpa"
     if len(cases) > 1:
         first, last = cases[0].ways, cases[-1].ways
+        stock = min(_STOCK, key=lambda name: last[name].ms or 0.0)  # with the better of its caches
         grown = {
             name: last[name].ms - first[name].ms  # type: ignore[operator]
             for name in first

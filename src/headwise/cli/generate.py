@@ -15,6 +15,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="The beginning of the text.", show_default=False)],
     max_new_tokens: Annotated[int, typer.Option(help="How many tokens to add at most.")] = 40,
     dtype: Annotated[str | None, typer.Option(help="To run in; as stored when left out.")] = None,
+    device: Annotated[str | None, typer.Option(help="To run on, such as cuda; the CPU when left out.")] = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt greedily."""
@@ -22,7 +23,7 @@ def generate(
         from headwise.hf import generate as generate_text
 
         progress("generating", 0, 1)
-        found = generate_text(model, prompt, max_new_tokens=max_new_tokens, dtype=dtype)
+        found = generate_text(model, prompt, max_new_tokens=max_new_tokens, dtype=dtype, device=device)
         progress("generating", 1, 1)
     if as_json:
         emit(found.to_dict())

@@ -15,6 +15,7 @@ from headwise.checkpoints import load_tokenizer, model_path, tokenize
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.load import load, open_decoder
 from headwise.hf.optimize import optimize
+from headwise.hf.recorded import can_record, decode_recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,22 @@ def _optimized(model: Any) -> Any:
 
 
 @torch.inference_mode()
-def generate(model: str | Path, prompt: str, *, max_new_tokens: int = 40, dtype: str | None = None) -> Generation:
-    """Continue a prompt greedily.
+def generate(
+    model: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 40,
+    dtype: str | None = None,
+    device: str | None = None,
+) -> Generation:
+    """Continue a prompt greedily; on a CUDA GPU a token is a recorded graph, where the model's attention is stock's.
 
     Args:
         model: a model folder, ``.gguf`` or other source with weights.
         prompt: the beginning; not put through a chat template.
         max_new_tokens: how far to go at most.
         dtype: to run in; as stored when None.
+        device: to run on, such as ``cuda``; the CPU when None.
 
     Raises:
         ArgumentError: the prompt is empty or a number is out of range.
@@ -67,7 +76,7 @@ def generate(model: str | Path, prompt: str, *, max_new_tokens: int = 40, dtype:
     count = encoded["input_ids"].shape[1]
     if count == 0:
         raise ArgumentError("prompt", prompt, "must hold at least one token")
-    loaded = _optimized(load(path, dtype=dtype))
+    loaded = _optimized(load(path, dtype=dtype, device=device))
     positions = getattr(loaded.config, "max_position_embeddings", None)
     if isinstance(positions, int) and count + max_new_tokens > positions:
         rule = f"and the prompt's {count} tokens must be at most {positions} together, the model's positions"
@@ -76,7 +85,8 @@ def generate(model: str | Path, prompt: str, *, max_new_tokens: int = 40, dtype:
     if (largest := int(encoded["input_ids"].max())) >= vocabulary:
         raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
     stop = loaded.generation_config.eos_token_id
-    if stop is not None and any(type(token) is not int for token in (stop if isinstance(stop, list) else [stop])):
+    stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if any(type(token) is not int for token in stops):
         raise CheckpointError("eos_token_id", stop, "must be a token's number, or a list of them")
     # Greedy is greedy: of the folder's own settings (beams, penalties, …) only where to stop is kept.
     loaded.generation_config = GenerationConfig(
@@ -86,7 +96,11 @@ def generate(model: str | Path, prompt: str, *, max_new_tokens: int = 40, dtype:
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
     start = time.perf_counter()
-    ids = loaded.generate(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"])[0]
+    inputs = {name: encoded[name].to(loaded.device) for name in ("input_ids", "attention_mask")}
+    if loaded.device.type == "cuda" and can_record(loaded):
+        ids = decode_recorded(loaded, inputs["input_ids"], max_new_tokens, stops)[0]
+    else:
+        ids = loaded.generate(**inputs)[0]
     return Generation(
         model=str(model),
         prompt=prompt,

@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.kernels.reference import masked_softmax
 
 FEW_TOKENS = 8
-"""New tokens up to which folding the group into the queries pays; benchmarks/results/attend.json."""
+"""New tokens up to which folding the group into the queries pays; benchmarks/results/speed.json."""
 
 
 def attend_packed(
@@ -30,8 +30,8 @@ def attend_packed(
     B, H, S, D = query.shape
     K, T, V = key.shape[1], key.shape[2], value.shape[3]
     group = H // K
-    # SDPA on the CPU is slow in half precision with few queries, and has no blocked path for V ≠ D
-    # (benchmarks/attend.py); plain products then are the better way, at the price of all scores at once.
+    # SDPA on the CPU is slow in half precision with few queries, and has no blocked path for V ≠ D (`dispatch` in
+    # benchmarks/speed.py); plain products then are the better way, at the price of all scores at once.
     if not return_weights and D == V and query.dtype.itemsize >= 4:
         folded = query.reshape(B, K, group * S, D)
         out = F.scaled_dot_product_attention(folded, key, value, _fold(mask, K, group, S), dropout_p, scale=scale)

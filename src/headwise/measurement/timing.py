@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -62,7 +63,7 @@ def time_interleaved(
 def spread_interleaved(
     calls: Mapping[str, Callable[[], object]], *, budget: float = 2.0, least: int = 5, most: int = 25
 ) -> dict[str, Spread]:
-    """Median and quartiles of each call, taken in turn for about as long as told.
+    """Median and quartiles of each call, taken in an order drawn anew each round, for about as long as told.
 
     A call far shorter than a clock can tell is repeated within each sample. One that takes more than its share of the
     budget stops when it has ``least`` samples (three, of calls longer than half a second), and the others go on.
@@ -76,10 +77,10 @@ def spread_interleaved(
     within = {name: _warmed(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     spent, share = dict.fromkeys(calls, 0.0), budget / max(1, len(calls))
-    names = list(calls)
+    names, order = list(calls), random.Random(0)
     for index in range(most):
-        first = index % max(1, len(names))  # nobody always follows the same one, which leaves caches as it does
-        for name in names[first:] + names[:first]:
+        order.shuffle(names)  # nobody always follows the same one, which leaves the processor's caches as it does
+        for name in names:
             call = calls[name]
             needed = least if spent[name] < _LONG * index else min(least, 3)
             if index < needed or spent[name] < share:
