@@ -117,6 +117,8 @@ def _case(
         for name in [*ways, *ways][turn : turn + len(ways)]:
             if has_engines:
                 time.sleep(_REST)
+                ways[name].step(token)  # its own threads are awake then, as they are from token to token
+                ways[name].back()
             times[name].append(seconds(partial(ways[name].step, token)))
             ways[name].back()
         for name, call in probes.calls().items():
