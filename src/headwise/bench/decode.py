@@ -27,6 +27,9 @@ from headwise.progress import Progress, silent
 LENGTHS = (512, 2048, 8192, 32768)
 BATCHES = (1, 4)
 DTYPES = ("float32", "bfloat16")
+_BETWEEN = 256 << 20
+"""Bytes of caches that are read in turn, so that each comes from memory as in a model, where all other layers' were
+read since; more than processors' own caches hold."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def bench_decode(
     quick: bool = False,
     progress: Progress = silent,
 ) -> Bench:
-    """Time one decoding step of attention alone, over a grid.
+    """Time one decoding step of attention alone, over a grid; caches come from memory, as in a model of many layers.
 
     Args:
         shapes: heads and widths; the grid's own when None.
@@ -127,14 +130,16 @@ def bench_decode(
         query = torch.randn(B, shape.H, tokens, shape.D, device=device).to(dtype)
         key = torch.randn(B, shape.K, T, shape.D, device=device).to(dtype)
         value = key[..., : shape.V] if shape.is_latent else torch.randn_like(key)
-        ways = ways_to_attend(query, key, value, with_compiled=not quick, is_causal=tokens > 1)
+        nbytes = shape.nbytes(B, T, dtype.itemsize)
+        caches = _caches(key, value, max(1, _BETWEEN // nbytes) if device == "cpu" else 1)
+        ways = ways_to_attend(query, caches, with_compiled=not quick, is_causal=tokens > 1)
         chosen = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
         cases.append(
             run_case(
                 f"{shape} × {T:,}" + (f" × {B}" if B > 1 else "") + f" {short_name(dtype)}",
                 {"shape": str(shape), "length": T, "batch": B, "dtype": dtype_name(dtype), "tokens": tokens},
                 ways,
-                nbytes=shape.nbytes(B, T, dtype.itemsize),
+                nbytes=nbytes,
                 flops=shape.flops(B, T, tokens),
                 probes=probes[dtype],
                 budget=1.0 if quick else 3.0,
@@ -146,20 +151,41 @@ def bench_decode(
     return Bench("decode", cases, device)
 
 
+def _caches(key: Tensor, value: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    """So many of the same numbers; a latent's values are its keys' first columns in each."""
+    is_latent = value.data_ptr() == key.data_ptr()
+    made = [(key, value)]
+    for _ in range(count - 1):
+        own = key.clone()
+        made.append((own, own[..., : value.shape[3]] if is_latent else value.clone()))
+    return made
+
+
 def ways_to_attend(
-    query: Tensor, key: Tensor, value: Tensor, *, with_compiled: bool, is_causal: bool
+    query: Tensor, caches: Sequence[tuple[Tensor, Tensor]], *, with_compiled: bool, is_causal: bool
 ) -> dict[str, Callable[[], Way]]:
-    """All there is to set beside ours, by name; each makes the call when asked."""
-    ways: dict[str, Callable[[], Way]] = {
-        OURS: lambda: partial(attend, query, key, value, is_causal=is_causal),
-        "packed": lambda: partial(attend, query, key, value, is_causal=is_causal, backend="packed"),
+    """All there is to set beside ours, by name; each makes the call when asked, which takes the caches in turn."""
+    key, value = caches[0]
+    makers: dict[str, Callable[[], Callable[..., object]]] = {
+        OURS: lambda: partial(attend, is_causal=is_causal),
+        "packed": lambda: partial(attend, is_causal=is_causal, backend="packed"),
         "SDPA": lambda: _sdpa(query, key, value, is_causal),
         "Flex": lambda: _flex(query, key, value, is_causal),
         "expanded": lambda: _expanded(query, key, value, is_causal),
     }
+    ways: dict[str, Callable[[], Way]] = {
+        name: partial(_in_turn, make, query, caches) for name, make in makers.items()
+    }
     if not with_compiled:
         del ways["Flex"]
     return ways
+
+
+def _in_turn(
+    make: Callable[[], Callable[..., object]], query: Tensor, caches: Sequence[tuple[Tensor, Tensor]]
+) -> Way:
+    call, following = make(), itertools.cycle(caches)
+    return lambda: call(query, *next(following))
 
 
 def expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
@@ -174,9 +200,9 @@ def expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False)
     return mixed
 
 
-def _expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
+def _expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
     _check_copies(query, key, value)
-    return partial(expanded, query, key, value, is_causal)
+    return partial(expanded, is_causal=is_causal)
 
 
 def _check_copies(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -187,7 +213,7 @@ def _check_copies(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise UnableError(f"would copy {needed / 2**30:.1f} GiB")
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
     """torch's own, told that heads are grouped."""
     S, T = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
@@ -195,11 +221,11 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
         _check_copies(query, key, value)
     if is_causal and S != T:  # torch's flag is for the upper left
         mask = causal_mask(S, T, query.device)
-        return partial(F.scaled_dot_product_attention, query, key, value, mask, enable_gqa=grouped)
-    return partial(F.scaled_dot_product_attention, query, key, value, is_causal=is_causal, enable_gqa=grouped)
+        return partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=grouped)
+    return partial(F.scaled_dot_product_attention, is_causal=is_causal, enable_gqa=grouped)
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
+def _flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
     """torch's FlexAttention, compiled for this shape."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -213,7 +239,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Way:
         compiled(query, key, value, block_mask=block_mask, enable_gqa=grouped)
     except Exception as error:  # a compiler's errors are of any kind
         raise UnableError(str(error).strip().splitlines()[0][:200]) from None
-    return partial(compiled, query, key, value, block_mask=block_mask, enable_gqa=grouped)
+    return partial(compiled, block_mask=block_mask, enable_gqa=grouped)
 
 
 def read_dtype(text: str) -> torch.dtype:

@@ -74,7 +74,7 @@ def bench_prefill(
         query, key, value = (
             torch.randn(1, heads, T, shape.D, device=device).to(dtype) for heads in (shape.H, shape.K, shape.K)
         )
-        ways = ways_to_attend(query, key, value, with_compiled=not quick, is_causal=True)
+        ways = ways_to_attend(query, [(key, value)], with_compiled=not quick, is_causal=True)
         if shape.H != shape.K:
             ways["SDPA, copies"] = partial(_sdpa_of_copies, query, key, value)
         ways["expanded"] = partial(_within_memory, shape.H * T * T * 4, partial(expanded, query, key, value, True))
