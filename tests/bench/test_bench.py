@@ -66,7 +66,7 @@ def test_the_limit_is_the_larger_of_two() -> None:
 def test_every_way_gives_the_same(H: int, K: int, S: int, T: int) -> None:
     query, key, value = torch.randn(2, H, S, 16), torch.randn(2, K, T, 16), torch.randn(2, K, T, 16)
     exact = attend(*(x.double() for x in (query, key, value)), is_causal=S > 1, backend="reference")
-    for make in ways_to_attend(query, key, value, with_compiled=False, is_causal=S > 1).values():
+    for make in ways_to_attend(query, [(key, value)], with_compiled=False, is_causal=S > 1).values():
         out = make()()
         assert isinstance(out, Tensor)
         assert_close(out, exact, 1e-5)
