@@ -73,7 +73,6 @@ class Decoding {
   const int rows_;
   const int groups_, beside_;  // groups of eight rows side by side, and the rows that are in them: the first ones
   const int64_t D_, V_;        // padded
-  const bool ahead_;
   const int most_;  // tokens in a block
 
  public:
@@ -84,7 +83,6 @@ class Decoding {
         beside_(std::min(rows_, groups_ * 8)),
         D_(up(a.D, A::DIMS)),
         V_(up(a.V, A::TOKENS * W)),
-        ahead_(a.B * a.K * a.T * (a.D + a.V) * int64_t(sizeof(T)) > (1 << 20)),
         most_(tokens_in_a_block()) {}
 
   // One row's head, all of it by this thread.
@@ -232,10 +230,10 @@ class Decoding {
       // The values arrive while scores are made, and weights of them; and meanwhile of those, the next keys. Where a mask
       // leaves tokens out, that is a guess.
       const int others = rows_ - beside_;
-      Ahead ahead(value[0], a_.value_stride[2] * sizeof(T), count, ahead_ && apart ? a_.V * sizeof(T) : 0,
+      Ahead ahead(value[0], a_.value_stride[2] * sizeof(T), count, apart ? a_.V * sizeof(T) : 0,
                   others + steps_of_scores(others, count) + groups_ + steps_beside(count));
       Ahead keys_ahead(keys + next * a_.key_stride[2], a_.key_stride[2] * sizeof(T),
-                       int(std::min<int64_t>(most_, tokens.to - next)), ahead_ ? a_.D * sizeof(T) : 0,
+                       int(std::min<int64_t>(most_, tokens.to - next)), a_.D * sizeof(T),
                        steps_of_mixture<A>(rows_, count, a_.V));
 #if HAS_LANES
       if constexpr (HAS_SIDES) score_side_by_side<A>(query, groups_, key, count, a_.D, scores, ahead);
