@@ -7,7 +7,7 @@
 
 #include "tiles.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
 #define HAS_LANES 1
 #else
 #define HAS_LANES 0
