@@ -177,11 +177,8 @@ def limits(document: Document) -> str:
     rows = []
     for case in document["cases"]:
         own, values = case["ways"]["headwise"], case["values"]
-        bound = (
-            "memory"
-            if case["nbytes"] / case["read_bytes_per_second"] * 1e3 >= case["limit_ms"] * 0.999
-            else "products"
-        )
+        reading = case["nbytes"] / case["read_bytes_per_second"] * 1e3
+        bound = "memory" if reading >= 0.999 * case["limit_ms"] else "products"
         rows.append(
             [
                 values["shape"],

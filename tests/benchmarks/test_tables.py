@@ -8,9 +8,12 @@ from benchmarks.tables import (
     ablation,
     conversion,
     conversion_short,
+    decode,
     fill,
+    generate,
     kills,
     large,
+    limits,
     planted,
     positions,
     retrieval,
@@ -152,3 +155,32 @@ def test_tables_go_into_their_places_and_nowhere_else() -> None:
     made = fill(text, {"one": "| new |"})
     assert made == text.replace("old\nold", "| new |")
     assert fill(made, {"one": "| new |"}) == made
+
+
+def timed(length: int, batch: int, limit_ms: float) -> dict[str, Any]:
+    ways = {
+        "headwise": {"ms": 2.0, "gb_per_s": 40.0, "gflop_per_s": 80.0},
+        "SDPA": {"ms": 9.0},
+        "Flex": {"error": "no"},
+    }
+    values = {"shape": "32/8/128", "length": length, "batch": batch, "dtype": "float32"}
+    rates = {"nbytes": 64_000_000, "read_bytes_per_second": 40e9}
+    return {"name": f"{length} tokens", "values": values, "limit_ms": limit_ms, "ways": ways, **rates}
+
+
+def test_speeds_are_multiples_of_ours_and_of_the_limit() -> None:
+    document = {"cases": [timed(512, 1, 1.6), timed(8192, 1, 1.6), timed(8192, 4, 1.6)]}
+    assert decode(document).splitlines()[2:] == ["| 32/8/128 | float32 | 2.00 | 1.25 | 4.5 |  |  |  |"]
+    lines = limits({"cases": [timed(8192, 1, 1.6), timed(8192, 4, 4.0)]}).splitlines()[2:]
+    assert lines == [
+        "| 32/8/128 | 1 | float32 | 2.00 | 40 | 80 | 40 | memory | 1.25 |",
+        "| 32/8/128 | 4 | float32 | 2.00 | 40 | 80 | 40 | products | 0.50 |",
+    ]
+    told = generate({"cases": [timed(64, 1, 1.6), timed(8000, 1, 2.5)]}).splitlines()
+    assert told[0] == "| ms a token at | 64 tokens | 8000 tokens |"
+    assert told[2:] == [
+        "| headwise | 2.0 | 2.0 |",
+        "| SDPA | 9.0 | 9.0 |",
+        "| Flex |  |  |",
+        "| (limit: weights and cache read once) | 1.6 | 2.5 |",
+    ]

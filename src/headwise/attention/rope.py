@@ -74,7 +74,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
         cos: ``[B or 1, S, P/2]``, as is ``sin``.
         interleaved: pairs are (0, 1), (2, 3), … rather than (0, P/2), (1, P/2 + 1), …
     """
-    # Views by name rather than by index, which takes Python twice as long: with one token that is most of the work.
+    # Views by name rather than by index: with one token, what Python takes for them is most of the work.
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     P, rest = 2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
     rotary = x.narrow(-1, 0, P) if rest else x

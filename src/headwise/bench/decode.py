@@ -129,9 +129,8 @@ def bench_decode(
         progress("decoding", index, len(grid))
         query = torch.randn(B, shape.H, tokens, shape.D, device=device).to(dtype)
         key = torch.randn(B, shape.K, T, shape.D, device=device).to(dtype)
-        value = key[..., : shape.V] if shape.is_latent else torch.randn_like(key)
         nbytes = shape.nbytes(B, T, dtype.itemsize)
-        caches = _caches(key, value, max(1, _BETWEEN // nbytes) if device == "cpu" else 1)
+        caches = _caches(key, shape, max(1, _BETWEEN // nbytes) if device == "cpu" else 1)
         ways = ways_to_attend(query, caches, with_compiled=not quick, is_causal=tokens > 1)
         chosen = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
         cases.append(
@@ -151,14 +150,10 @@ def bench_decode(
     return Bench("decode", cases, device)
 
 
-def _caches(key: Tensor, value: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
-    """So many of the same numbers; a latent's values are its keys' first columns in each."""
-    is_latent = value.data_ptr() == key.data_ptr()
-    made = [(key, value)]
-    for _ in range(count - 1):
-        own = key.clone()
-        made.append((own, own[..., : value.shape[3]] if is_latent else value.clone()))
-    return made
+def _caches(key: Tensor, shape: Shape, count: int) -> list[tuple[Tensor, Tensor]]:
+    """So many caches of these keys; a latent's values are its keys' first columns."""
+    keys = [key, *(key.clone() for _ in range(count - 1))]
+    return [(own, own[..., : shape.V] if shape.is_latent else torch.randn_like(own)) for own in keys]
 
 
 def ways_to_attend(

@@ -129,7 +129,7 @@ class HostedAttention(AttentionLayer):
         return cos, sin
 
     def _channels(self, table: Tensor) -> Tensor:
-        """``channels`` where the table is; kept, as making it takes as long as a product of one token."""
+        """``channels`` where the table is; kept, because every token asks for them."""
         if type(table) is not Tensor or torch.compiler.is_compiling():  # what is fake, or traced, is not to be kept
             return torch.tensor(self.channels, device=table.device)
         if self._kept_channels is None or self._kept_channels.device != table.device:

@@ -50,8 +50,13 @@ class Recorded:
 
 
 def can_record(model: Any) -> bool:
-    """Whether a model's step can be recorded; converted layers ask a cache how long it is, and wait for the GPU."""
-    return not any(isinstance(module, HostedAttention) for module in model.modules())
+    """Whether a model's step can be recorded: transformers says so, and no layer is converted.
+
+    Converted layers ask a cache how long it is, and wait for the GPU.
+    """
+    return bool(model._can_compile_fullgraph) and not any(
+        isinstance(module, HostedAttention) for module in model.modules()
+    )
 
 
 @torch.inference_mode()

@@ -184,7 +184,7 @@ class Decoding {
     return int(std::clamp<int64_t>(fitting, 16, BLOCK)) / 16 * 16;
   }
 
-  // Four rows alone are as fast without, and up to three besides groups.
+  // Up to four rows alone, or three besides groups, would leave most lanes empty.
   int groups() const {
     if (!HAS_SIDES || a_.D % (8 / sizeof(typename A::Query))) return 0;
     return rows_ < 8 ? rows_ > 4 : rows_ / 8 + (rows_ % 8 > 3);
