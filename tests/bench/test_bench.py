@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 import headwise
 from headwise.bench import Bench, Shape, Timing, bench_decode, bench_generate, bench_module, bench_prefill, page
+from headwise.bench.apart import Apart
 from headwise.bench.decode import expanded, ways_to_attend
 from headwise.bench.engines import widen
 from headwise.bench.report import OURS, UnableError, run_case
@@ -149,6 +152,79 @@ def test_engines_that_are_not_there_say_so(tmp_path: Path, monkeypatch: pytest.M
     bench = bench_generate(tmp_path / "model", contexts=[3], repeats=3)
     for engine in ("llama.cpp", "CTranslate2"):
         assert bench.cases[0].ways[engine].error == "is not installed: pip install 'headwise[peers]'"
+
+
+ENGINE = """
+import os
+from headwise.bench.report import UnableError
+
+class Engine:
+    note = "counts"
+    def read(self, ids):
+        print("not an answer")
+        if len(ids) > 3:
+            raise UnableError("takes three tokens")
+        self.ids = ids
+    def step(self, token):
+        if token == -1:
+            raise ValueError("no such token")
+        if token == -9:
+            os._exit(7)
+        self.ids.append(token)
+    def back(self):
+        self.ids.pop()
+
+def make(source, dtype, room):
+    if source == "none":
+        raise UnableError("reads no such thing")
+    if source == "broken":
+        raise KeyError("weight")
+    assert (source, dtype, room) == ("model", "float32", 4)
+    return Engine()
+"""
+
+
+@pytest.fixture
+def an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    (tmp_path / "an_engine.py").write_text(ENGINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made: Callable[..., Any] = importlib.import_module("an_engine").make
+    return made
+
+
+def test_an_engine_apart_answers_and_fails_by_name(an_engine: Callable[..., Any]) -> None:
+    with Apart(an_engine, "model", "float32", 4) as engine:
+        assert engine.note == "counts"
+        engine.read([1, 2])
+        assert 0 < engine.step(5) < 1
+        with pytest.raises(UnableError, match="takes three tokens"):
+            engine.read([1, 2, 3, 4])
+        with pytest.raises(UnableError, match="ValueError: no such token"):
+            engine.step(-1)
+        with pytest.raises(UnableError, match="its process ended with status 7"):
+            engine.step(-9)
+        with pytest.raises(UnableError, match="its process ended with status 7"):
+            engine.step(5)
+    with pytest.raises(UnableError, match=r"^reads no such thing$"):
+        Apart(an_engine, "none", "float32", 4)
+    with pytest.raises(UnableError, match="KeyError: 'weight'"):
+        Apart(an_engine, "broken", "float32", 4)
+
+
+def test_generate_goes_on_without_an_engine_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, an_engine: Callable[..., Any]
+) -> None:
+    save_tiny(tmp_path / "model", "llama")
+    make = partial(Apart, an_engine, "model", "float32", 4)
+    monkeypatch.setattr("headwise.bench.generate.ENGINES", ["counting"])
+    monkeypatch.setattr("headwise.bench.generate.start", lambda *_: make())
+    bench = bench_generate(tmp_path / "model", contexts=[2, 6], repeats=3)
+    first, second = bench.cases
+    assert first.ways["counting"].ms is not None
+    assert first.ways["counting"].note == "counts"
+    assert second.ways["counting"].error == "takes three tokens"
+    assert second.ways["headwise"].ms is not None
 
 
 def test_a_gguf_is_widened_whole(tmp_path: Path) -> None:

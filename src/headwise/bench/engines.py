@@ -9,57 +9,46 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from headwise.bench.apart import Apart, Engine
 from headwise.bench.report import UnableError
 from headwise.checkpoints import load_tokenizer, model_path
+from headwise.hf import load
 
 PEERS_PIP = "pip install 'headwise[peers]'"
 
 
-class Engine(Protocol):
-    """A model that has read a prompt, and can be asked for one more token again and again."""
-
-    note: str
-
-    def read(self, ids: list[int]) -> None:
-        """Read a prompt, forgetting any before it."""
-
-    def step(self, token: int) -> None:
-        """Make one more token."""
-
-    def back(self) -> None:
-        """Forget that one, where the engine can."""
-
-
-def llama_cpp(source: str | Path, model: Any, dtype: str, room: int) -> Engine:
+def llama_cpp(source: str, dtype: str, room: int) -> Engine:
     """llama.cpp on the source's own ``.gguf``, widened to float32."""
-    if importlib.util.find_spec("llama_cpp") is None:
-        raise UnableError(f"is not installed: {PEERS_PIP}")
     path = model_path(source)
     if path.suffix != ".gguf":
         raise UnableError("reads .gguf files only")
-    if dtype != "float32":
-        raise UnableError("is asked in float32 only")
     return _LlamaCpp(path, room)
 
 
-def ctranslate2(source: str | Path, model: Any, dtype: str, room: int) -> Engine:
+def ctranslate2(source: str, dtype: str, room: int) -> Engine:
     """CTranslate2 on the same weights, converted by its own converter."""
-    if importlib.util.find_spec("ctranslate2") is None:
+    return _CTranslate2(source)
+
+
+ENGINES: dict[str, Callable[[str, str, int], Engine]] = {"llama.cpp": llama_cpp, "CTranslate2": ctranslate2}
+
+
+def start(name: str, source: str | Path, dtype: str, room: int) -> Apart:
+    """An engine of `ENGINES` by name.
+
+    Raises:
+        UnableError: it is not installed, or cannot run the model.
+    """
+    if importlib.util.find_spec(ENGINES[name].__name__) is None:
         raise UnableError(f"is not installed: {PEERS_PIP}")
     if dtype != "float32":
         raise UnableError("is asked in float32 only")
-    return _CTranslate2(source, model)
-
-
-ENGINES: dict[str, Callable[[str | Path, Any, str, int], Engine]] = {
-    "llama.cpp": llama_cpp,
-    "CTranslate2": ctranslate2,
-}
+    return Apart(ENGINES[name], source, dtype, room)
 
 
 class _LlamaCpp:
@@ -67,12 +56,12 @@ class _LlamaCpp:
 
     def __init__(self, path: Path, room: int) -> None:
         self._api = api = importlib.import_module("llama_cpp")
-        self._folder = tempfile.TemporaryDirectory(prefix="headwise-bench-")
-        wide = Path(self._folder.name) / "float32.gguf"
-        widen(path, wide)
         _silence(api)
         api.llama_backend_init()
-        self._model = api.llama_model_load_from_file(str(wide).encode(), api.llama_model_default_params())
+        with tempfile.TemporaryDirectory(prefix="headwise-bench-") as folder:
+            wide = Path(folder) / "float32.gguf"
+            widen(path, wide)
+            self._model = api.llama_model_load_from_file(str(wide).encode(), api.llama_model_default_params())
         options = api.llama_context_default_params()
         options.n_ctx = room
         options.n_batch = options.n_ubatch = 512
@@ -139,12 +128,12 @@ class _CTranslate2:
 
     note = "float32; its context grows by a token each time"
 
-    def __init__(self, source: str | Path, model: Any) -> None:
+    def __init__(self, source: str) -> None:
         api = importlib.import_module("ctranslate2")
         with tempfile.TemporaryDirectory(prefix="headwise-bench-") as folder:
             stock, made = Path(folder) / "stock", Path(folder) / "made"
             tokenizer = load_tokenizer(model_path(source))
-            model.save_pretrained(stock)
+            load(source, dtype="float32").save_pretrained(stock)
             tokenizer.save_pretrained(stock)
             try:
                 api.converters.TransformersConverter(str(stock)).convert(str(made), quantization="float32")

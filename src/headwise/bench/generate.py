@@ -7,15 +7,16 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache, StaticCache
 
-from headwise.bench.engines import ENGINES, Engine
+from headwise.bench.apart import Apart
+from headwise.bench.engines import ENGINES, start
 from headwise.bench.report import OURS, Bench, Case, Timing, UnableError, case_of
 from headwise.errors import ArgumentError
 from headwise.hf import HeadwiseCache, load, optimize
@@ -25,7 +26,7 @@ from headwise.measurement.timing import seconds
 from headwise.progress import Progress, silent
 
 CONTEXTS = (64, 2048, 8000)
-_REST = 0.25
+_REST = 0.1
 """Seconds before a step where there are other engines, whose threads go on spinning for a while after theirs."""
 _STOCK = ("transformers, sdpa", "transformers, sdpa, static cache")
 _UNTIMED = 3
@@ -79,53 +80,58 @@ def bench_generate(
     for other in beside:
         ways[f"{OURS}, {Path(other).name}"] = _Model(optimize(load(other, dtype=dtype).eval()), HeadwiseCache)
     errors: dict[str, str] = {}
-    if engines and not quick:
-        for name, make in ENGINES.items():
+    with ExitStack() as stack:
+        for name in ENGINES if engines and not quick else ():
             try:
-                ways[name] = _Foreign(make(source, stock, dtype, max(contexts) + repeats + _UNTIMED))
+                ways[name] = stack.enter_context(start(name, source, dtype, max(contexts) + 2 * (repeats + _UNTIMED)))
             except UnableError as error:
                 errors[name] = str(error)
-    probes = Probes(stock.dtype)
-    ids = torch.randint(5, stock.get_input_embeddings().weight.shape[0] - 1, (1, max(contexts)))
-    cases = []
-    for context in contexts:
-        cases.append(_case(context, ways, errors, ids[:, :context], probes, stock, repeats, progress))
+        probes = Probes(stock.dtype)
+        ids = torch.randint(5, stock.get_input_embeddings().weight.shape[0] - 1, (max(contexts),)).tolist()
+        cases = [_case(ids[:context], ways, errors, probes, stock, repeats, progress) for context in contexts]
     return Bench("generate", cases, notes=_growth(cases))
 
 
 def _case(
-    context: int,
+    ids: list[int],
     ways: dict[str, _Way],
     errors: dict[str, str],
-    ids: Tensor,
     probes: Probes,
     stock: Any,
     repeats: int,
     progress: Progress,
 ) -> Case:
+    context = len(ids)
     stage = f"context {context:,}"
     rounds = repeats + _UNTIMED
-    has_engines = any(isinstance(way, _Foreign) for way in ways.values())
-    for index, way in enumerate(ways.values()):
-        progress(f"{stage}, prompts", index, len(ways))
-        way.read(ids)
-    progress(f"{stage}, prompts", len(ways), len(ways))
     times: dict[str, list[float]] = {name: [] for name in (*ways, *probes.calls())}
+
+    def ask(name: str, call: Callable[[_Way], object]) -> None:
+        try:
+            call(ways[name])
+        except UnableError as error:  # it is left out from here on
+            errors[name] = str(error)
+            del ways[name]
+
+    def step(way: _Way) -> None:
+        way.step(token)  # its threads are awake then, as they are from token to token
+        times[name].append(way.step(token))
+
+    for index, name in enumerate(list(ways)):
+        progress(f"{stage}, prompts", index, len(ways))
+        ask(name, lambda way: way.read(ids))
+    progress(f"{stage}, prompts", len(ways), len(ways))
+    rest = _REST if any(isinstance(way, Apart) for way in ways.values()) else 0
     for index in range(rounds):
         progress(stage, index, rounds)
-        token = int(ids[0, index % ids.shape[1]])
+        token = ids[index % context]
         for name in random.sample(list(ways), len(ways)):
-            if has_engines:
-                time.sleep(_REST)
-            ways[name].step(token)  # its own threads are awake then, as they are from token to token
-            ways[name].back()
-            times[name].append(seconds(partial(ways[name].step, token)))
-            ways[name].back()
+            time.sleep(rest)
+            ask(name, step)
         for name, call in probes.calls().items():
             times[name].append(seconds(call))
     progress(stage, rounds, rounds)
-    median = {name: statistics.median(values[_UNTIMED:]) for name, values in times.items()}
-    limits = probes.limits(median["read"], median["product"])
+    limits = probes.limits(*(statistics.median(times[name][_UNTIMED:]) for name in ("read", "product")))
     weights = sum(parameter.nbytes for parameter in stock.parameters())
     first = ways[OURS]
     assert isinstance(first, _Model)
@@ -143,41 +149,43 @@ def _case(
     )
 
 
-class _Way:
-    """A model that has read a prompt, and can be asked for one more token again and again."""
+class _Way(Protocol):
+    """A model that reads a prompt, and can be asked for one more token again and again."""
+
+    note: str | None
+
+    def read(self, ids: list[int]) -> None:
+        """Read a prompt, forgetting any before it."""
+
+    def step(self, token: int) -> float:
+        """Seconds that one more token took; it is forgotten again."""
+
+
+class _Model:
+    """A transformers model with a cache of some kind."""
 
     note: str | None = None
-
-    def read(self, ids: Tensor) -> None:
-        raise NotImplementedError
-
-    def step(self, token: int) -> None:
-        raise NotImplementedError
-
-    def back(self) -> None:
-        """Forget the last token."""
-
-
-class _Model(_Way):
-    """A transformers model with a cache of some kind."""
 
     def __init__(self, model: Any, new_cache: Callable[[Any], Any]) -> None:
         self.model, self.new_cache = model, new_cache
         self.cache: Any = None
 
-    def read(self, ids: Tensor) -> None:
+    def read(self, ids: list[int]) -> None:
         self.cache = self.new_cache(self.model)
         self.cache.activate_past_recording()
         self._read_prompt(ids)
 
-    def _read_prompt(self, ids: Tensor) -> None:
-        for start in range(0, ids.shape[1], _CHUNK):
-            self.model(ids[:, start : start + _CHUNK], past_key_values=self.cache, logits_to_keep=1)
+    def _read_prompt(self, ids: list[int]) -> None:
+        for first in range(0, len(ids), _CHUNK):
+            chunk = torch.tensor([ids[first : first + _CHUNK]])
+            self.model(chunk, past_key_values=self.cache, logits_to_keep=1)
 
-    def step(self, token: int) -> None:
-        self.model(torch.tensor([[token]]), past_key_values=self.cache, use_cache=True)
+    def step(self, token: int) -> float:
+        taken = seconds(lambda: self.model(torch.tensor([[token]]), past_key_values=self.cache, use_cache=True))
+        self._forget()
+        return taken
 
-    def back(self) -> None:
+    def _forget(self) -> None:
         self.cache.crop(-1)
 
 
@@ -188,28 +196,12 @@ class _Static(_Model):
         super().__init__(model, _dynamic)
         self.steps = steps
 
-    def read(self, ids: Tensor) -> None:
-        self.cache = StaticCache(config=self.model.config, max_cache_len=ids.shape[1] + self.steps)
+    def read(self, ids: list[int]) -> None:
+        self.cache = StaticCache(config=self.model.config, max_cache_len=len(ids) + self.steps)
         self._read_prompt(ids)
 
-    def back(self) -> None:
+    def _forget(self) -> None:
         pass
-
-
-class _Foreign(_Way):
-    """Another engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.note = engine, engine.note
-
-    def read(self, ids: Tensor) -> None:
-        self.engine.read(ids[0].tolist())
-
-    def step(self, token: int) -> None:
-        self.engine.step(token)
-
-    def back(self) -> None:
-        self.engine.back()
 
 
 def _dynamic(model: Any) -> DynamicCache:

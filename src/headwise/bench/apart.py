@@ -1,0 +1,139 @@
+"""An engine in a process of its own.
+
+In one process OpenMP, which engines share with torch, counts more threads than cores, and puts threads to sleep
+between any two products: headwise took twice as long a token from the moment that CTranslate2 had read a prompt.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from headwise.bench.report import UnableError
+from headwise.measurement.timing import seconds
+
+
+class Engine(Protocol):
+    """A model that has read a prompt, and can be asked for one more token again and again."""
+
+    note: str
+
+    def read(self, ids: list[int]) -> None:
+        """Read a prompt, forgetting any before it."""
+
+    def step(self, token: int) -> None:
+        """Make one more token."""
+
+    def back(self) -> None:
+        """Forget that one, where the engine can."""
+
+
+class Apart:
+    """An engine in a process of its own, which ends with this process at the latest; to be used in ``with``.
+
+    Args:
+        make: a function of a module: source, dtype and room, and an `Engine`.
+        source: a model.
+        dtype: of weights and cache.
+        room: tokens that the cache is to hold.
+
+    Raises:
+        UnableError: the engine cannot run the model.
+    """
+
+    def __init__(self, make: Callable[[str, str, int], Engine], source: str | Path, dtype: str, room: int) -> None:
+        given = (make.__module__, make.__name__, str(source), dtype, str(room), str(torch.get_num_threads()))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *given],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            self.note: str | None = self._told()
+        except UnableError:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> Apart:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def read(self, ids: list[int]) -> None:
+        """Read a prompt, forgetting any before it."""
+        self._ask("read", ids)
+
+    def step(self, token: int) -> float:
+        """Seconds that one more token took, measured over there; it is forgotten again where the engine can."""
+        return float(self._ask("step", token))
+
+    def _ask(self, what: str, argument: object) -> Any:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # how it ended is told below
+            print(json.dumps([what, argument]), file=self._process.stdin, flush=True)
+        return self._told()
+
+    def _told(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise UnableError(f"its process ended with status {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise UnableError(answer["error"])
+        return answer["told"]
+
+
+def _serve(module: str, make: str, source: str, dtype: str, room: str, threads: str) -> None:
+    """The other side of `Apart`: a line for each line, until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    torch.set_num_threads(int(threads))
+    engine: Engine
+
+    def start() -> str:
+        nonlocal engine
+        engine = getattr(importlib.import_module(module), make)(source, dtype, int(room))
+        return engine.note
+
+    def read(ids: list[int]) -> None:
+        engine.read(ids)
+
+    def step(token: int) -> float:
+        took = seconds(partial(engine.step, token))
+        engine.back()
+        return took
+
+    def answer(call: Callable[[], object]) -> bool:
+        try:
+            told = {"told": call()}
+        except UnableError as error:
+            told = {"error": str(error)}
+        except Exception as error:  # engines fail in many ways
+            told = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(told), file=answers)
+        return "told" in told
+
+    asked: dict[str, Callable[[Any], object]] = {"read": read, "step": step}
+    if answer(start):
+        for line in sys.stdin:
+            what, given = json.loads(line)
+            answer(partial(asked[what], given))
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])
