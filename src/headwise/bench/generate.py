@@ -26,7 +26,7 @@ from headwise.measurement.timing import seconds
 from headwise.progress import Progress, silent
 
 CONTEXTS = (64, 2048, 8000)
-_REST = 0.1
+_REST = 0.02
 """Seconds before a step where there are other engines, whose threads go on spinning for a while after theirs."""
 _STOCK = ("transformers, sdpa", "transformers, sdpa, static cache")
 _UNTIMED = 3
