@@ -1,7 +1,7 @@
 """What the bench commands do not ask.
 
-Layers of large models, the memory of a prompt, the very same tokens, what an int8 cache costs, what ``auto`` misses,
-and a batch of unequal lengths.
+Layers of large models, where a small model's token goes, the memory of a prompt, the very same tokens, what an int8
+cache costs, what ``auto`` misses, and a batch of unequal lengths.
 
     python -m benchmarks.speed --json benchmarks/results/speed.json
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
+import random
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -55,17 +56,33 @@ def layers(name: str, context: int, rounds: int) -> dict[str, Any]:
     model.model.rotary_emb.inv_freq.copy_(1e4 ** (-torch.arange(0, D, 2) / D))
     for layer in range(LAYERS):
         cache.update(*(torch.randn(1, K, context, D, dtype=torch.bfloat16) for _ in range(2)), layer)
-    linears = [module for module in model.model.modules() if isinstance(module, FewTokensLinear)]
-    inputs = [torch.randn(1, 1, module.in_features, dtype=torch.bfloat16) for module in linears]
-    query = torch.randn(1, 32, 1, D, dtype=torch.bfloat16)
-    probes = Probes(torch.bfloat16)
+    return {"layers": LAYERS, **parts(model, cache, rounds)}
+
+
+@torch.inference_mode()
+def small(context: int, rounds: int) -> dict[str, Any]:
+    """A token of the bundled model in float32: what attention and linear layers leave is Python."""
+    model = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
+    cache = HeadwiseCache(model, max_length=context + 8)
+    model(torch.randint(5, 40000, (1, context)), past_key_values=cache, logits_to_keep=1)
+    return parts(model, cache, rounds)
+
+
+def parts(model: Any, cache: HeadwiseCache, rounds: int) -> dict[str, Any]:
+    """One more token of an optimised model, and its attention and its linear layers alone, in turn."""
+    config, dtype, context = model.config, model.dtype, cache.get_seq_length()
+    linears = [module for module in model.modules() if isinstance(module, FewTokensLinear)]
+    inputs = [torch.randn(1, 1, module.in_features, dtype=dtype) for module in linears]
+    query = torch.randn(1, config.num_attention_heads, 1, config.head_dim, dtype=dtype)
+    cached = [(layer.keys, layer.values) for layer in cache.layers]
+    probes = Probes(dtype)
 
     def step() -> None:
         model(torch.tensor([[5]]), past_key_values=cache)
 
     def attention() -> None:
-        for layer in cache.layers:
-            attend(query, layer.keys, layer.values)
+        for key, value in cached:
+            attend(query, key, value)
 
     def products() -> None:
         for module, x in zip(linears, inputs, strict=True):
@@ -78,23 +95,23 @@ def layers(name: str, context: int, rounds: int) -> dict[str, Any]:
         **probes.calls(),
     }
     times: dict[str, list[float]] = {call: [] for call in calls}
+    cache.activate_past_recording()
     for _ in range(rounds + 3):
-        for call, function in calls.items():
-            times[call].append(seconds(function))
+        for call in random.sample(list(calls), len(calls)):
+            times[call].append(seconds(calls[call]))
         cache.crop(-1)
     median = {call: statistics.median(values[3:]) for call, values in times.items()}
     bandwidth = probes.limits(median["read"], median["product"]).bytes_per_second
     weights = sum(module.weight.nbytes for module in linears)
-    cached = 2 * LAYERS * K * D * context * 2
+    held = sum(key.nbytes + value.nbytes for key, value in cached)
     return {
         "context": context,
-        "layers": LAYERS,
         "read_bytes_per_second": bandwidth,
         "weights_bytes": weights,
-        "cache_bytes": cached,
+        "cache_bytes": held,
         **{f"{call}_ms": median[call] * 1e3 for call in ("token", "attention", "linear")},
-        "token_of_limit": median["token"] * bandwidth / (weights + cached),
-        "attention_of_limit": median["attention"] * bandwidth / cached,
+        "token_of_limit": median["token"] * bandwidth / (weights + held),
+        "attention_of_limit": median["attention"] * bandwidth / held,
         "linear_of_limit": median["linear"] * bandwidth / weights,
     }
 
@@ -262,6 +279,8 @@ def main() -> None:
     rows: dict[str, Callable[[], dict[str, Any]]] = {
         f"layers: {name}": partial(layers, name, options.context, options.rounds) for name in MODELS
     }
+    for context in (64, 8000):
+        rows[f"a token: smollm2-135m, {context}"] = partial(small, context, options.rounds)
     for kv_heads in (32, 8):
         for dtype in ("float32", "bfloat16"):
             for way in ("headwise", "headwise, left padding", "SDPA"):

@@ -20,7 +20,7 @@ def test_layers_count_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(speed.MODELS, "tiny", TINY)
     row = speed.layers("tiny", 40, 2)
     projections = 256 * 256 * 2 + 2 * 256 * 32
-    assert row["weights_bytes"] == 4 * 2 * (projections + 3 * 256 * 96)
+    assert row["weights_bytes"] == 4 * 2 * (projections + 3 * 256 * 96) + 2 * 64 * 256
     assert row["cache_bytes"] == 4 * torch.zeros(2, 4, 40, 8, dtype=torch.bfloat16).nbytes
     assert row["attention_of_limit"] == pytest.approx(
         row["attention_ms"] / 1e3 * row["read_bytes_per_second"] / row["cache_bytes"]
@@ -38,6 +38,7 @@ def test_rows_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytes
     asked = []
     monkeypatch.setattr(speed, "MODELS", {"tiny": TINY})
     monkeypatch.setattr(speed, "memory", lambda *row: asked.append(row) or {"seconds": 1.0})
+    monkeypatch.setattr(speed, "small", lambda *row: asked.append(row) or {"token_ms": 1.0})
     monkeypatch.setattr(speed, "greedy", lambda *row: asked.append(row) or {"same_tokens": 256})
     for name in ("int8", "dispatch", "unequal"):
         monkeypatch.setattr(speed, name, lambda *row: asked.append(row) or {"ms": 1.0})
@@ -45,9 +46,9 @@ def test_rows_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("sys.argv", ["speed", "--json", str(path), "--context", "20", "--rounds", "1"])
     speed.main()
     speed.main()
-    assert len(asked) == 12 + 2 + 3
+    assert len(asked) == 2 + 12 + 2 + 3
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 1 + 12 + 2 + 3
+    assert len(rows) == 1 + 2 + 12 + 2 + 3
     assert all("machine" in row["run"] for row in rows.values())
 
 
