@@ -8,6 +8,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,7 +50,7 @@ def bench_generate(
     repeats: int | None = None,
     progress: Progress = silent,
 ) -> Bench:
-    """Time one more token of a model at several contexts, stock and optimised in turn.
+    """Time one more token of a model at several contexts, stock and optimised, all of them in turn.
 
     Ways are the model as transformers runs it (``sdpa``, with either of its caches, and ``eager``), the same after
     `headwise.optimize`, other folders optimised (a conversion beside its source), and, where they are installed and
@@ -67,86 +70,87 @@ def bench_generate(
         ArgumentError: a context is not positive or longer than the model's positions.
         CheckpointError: a model could not be read.
     """
-    contexts = tuple(contexts or ((64, 512) if quick else CONTEXTS))
+    contexts = tuple(dict.fromkeys(contexts or ((64, 512) if quick else CONTEXTS)))
     repeats = repeats or (7 if quick else 25)
     stock = load(source, dtype=dtype).eval()
     _check(contexts, stock)
-    ways: dict[str, _Way] = {
-        OURS: _Model(optimize(_shared(stock)), HeadwiseCache),
-        _STOCK[0]: _Model(_set(stock, "sdpa"), _dynamic),
-        _STOCK[1]: _Static(_set(_shared(stock), "sdpa"), 2 * (repeats + _UNTIMED)),
-        "transformers, eager": _Model(_set(_shared(stock), "eager"), _dynamic),
-    }
-    for other in beside:
-        ways[f"{OURS}, {Path(other).name}"] = _Model(optimize(load(other, dtype=dtype).eval()), HeadwiseCache)
-    errors: dict[str, str] = {}
+    steps = 2 * (repeats + _UNTIMED)
+    ours, sdpa, eager = optimize(_shared(stock)), _set(stock, "sdpa"), _set(_shared(stock), "eager")
+    others = {f"{OURS}, {Path(other).name}": optimize(load(other, dtype=dtype).eval()) for other in beside}
+    ids = torch.randint(5, stock.get_input_embeddings().weight.shape[0] - 1, (max(contexts),)).tolist()
+    cases = [_Case(ids[:context]) for context in contexts]
     with ExitStack() as stack:
-        for name in ENGINES if engines and not quick else ():
-            try:
-                ways[name] = stack.enter_context(start(name, source, dtype, max(contexts) + 2 * (repeats + _UNTIMED)))
-            except UnableError as error:
-                errors[name] = str(error)
-        probes = Probes(stock.dtype)
-        ids = torch.randint(5, stock.get_input_embeddings().weight.shape[0] - 1, (max(contexts),)).tolist()
-        cases = [_case(ids[:context], ways, errors, probes, stock, repeats, progress) for context in contexts]
-    return Bench("generate", cases, notes=_growth(cases))
+        for case in cases:
+            case.ways = {
+                OURS: _Model(ours, HeadwiseCache),
+                _STOCK[0]: _Model(sdpa, _dynamic),
+                _STOCK[1]: _Static(sdpa, steps),
+                "transformers, eager": _Model(eager, _dynamic),
+                **{name: _Model(other, HeadwiseCache) for name, other in others.items()},
+            }
+            for name in ENGINES if engines and not quick else ():
+                try:
+                    case.ways[name] = stack.enter_context(start(name, source, dtype, len(case.ids) + steps))
+                except UnableError as error:
+                    case.errors[name] = str(error)
+        return _measured(cases, Probes(stock.dtype), stock, repeats + _UNTIMED, progress)
 
 
-def _case(
-    ids: list[int],
-    ways: dict[str, _Way],
-    errors: dict[str, str],
-    probes: Probes,
-    stock: Any,
-    repeats: int,
-    progress: Progress,
-) -> Case:
-    context = len(ids)
-    stage = f"context {context:,}"
-    rounds = repeats + _UNTIMED
-    times: dict[str, list[float]] = {name: [] for name in (*ways, *probes.calls())}
+@dataclass
+class _Case:
+    """A context, and what has read it."""
 
-    def ask(name: str, call: Callable[[_Way], object]) -> None:
+    ids: list[int]
+    ways: dict[str, _Way] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def ask(self, name: str, call: Callable[[_Way], None]) -> None:
+        """Call with a way, and leave it out from here on if it fails."""
         try:
-            call(ways[name])
-        except UnableError as error:  # it is left out from here on
-            errors[name] = str(error)
-            del ways[name]
+            call(self.ways[name])
+        except UnableError as error:
+            self.errors[name] = str(error)
+            del self.ways[name]
 
-    def step(way: _Way) -> None:
-        way.step(token)  # its threads are awake then, as they are from token to token
-        times[name].append(way.step(token))
 
-    for index, name in enumerate(list(ways)):
-        progress(f"{stage}, prompts", index, len(ways))
-        ask(name, lambda way: way.read(ids))
-    progress(f"{stage}, prompts", len(ways), len(ways))
-    rest = _REST if any(isinstance(way, Apart) for way in ways.values()) else 0
+def _measured(cases: Sequence[_Case], probes: Probes, stock: Any, rounds: int, progress: Progress) -> Bench:
+    """Contexts are measured in the same rounds: what a minute does to one it does to all, and to how they differ."""
+    to_read = [(case, name) for case in cases for name in case.ways]
+    for index, (case, name) in enumerate(to_read):
+        progress("prompts", index, len(to_read))
+        case.ask(name, methodcaller("read", case.ids))
+    progress("prompts", len(to_read), len(to_read))
+    rest = _REST if any(isinstance(way, Apart) for case in cases for way in case.ways.values()) else 0
+    probed: dict[str, list[float]] = {name: [] for name in probes.calls()}
     for index in range(rounds):
-        progress(stage, index, rounds)
-        token = ids[index % context]
-        for name in random.sample(list(ways), len(ways)):
+        progress("tokens", index, rounds)
+        turns = [(case, name) for case in cases for name in case.ways]
+        for case, name in random.sample(turns, len(turns)):
             time.sleep(rest)
-            ask(name, step)
+            case.ask(name, partial(_step, case.ids[index % len(case.ids)], case.times.setdefault(name, [])))
         for name, call in probes.calls().items():
-            times[name].append(seconds(call))
-    progress(stage, rounds, rounds)
-    limits = probes.limits(*(statistics.median(times[name][_UNTIMED:]) for name in ("read", "product")))
+            probed[name].append(seconds(call))
+    progress("tokens", rounds, rounds)
+    limits = probes.limits(*(statistics.median(probed[name][_UNTIMED:]) for name in ("read", "product")))
     weights = sum(parameter.nbytes for parameter in stock.parameters())
-    first = ways[OURS]
-    assert isinstance(first, _Model)
-    cached = cache_nbytes(first.cache)
-    timings = {name: _timing(times[name][_UNTIMED:], ways[name].note) for name in ways}
-    timings |= {name: Timing(error=error) for name, error in errors.items()}
-    values = {"context": context, "weights_bytes": weights, "cache_bytes": cached}
-    return case_of(
-        f"{context:,} tokens",
-        values,
-        timings,
-        nbytes=weights + cached,
-        flops=2 * sum(parameter.numel() for parameter in stock.parameters()),
-        limits=limits,
-    )
+    flops = 2 * sum(parameter.numel() for parameter in stock.parameters())
+    made = []
+    for case in cases:
+        ours = case.ways[OURS]
+        assert isinstance(ours, _Model)
+        cached = cache_nbytes(ours.cache)
+        timings = {name: _timing(case.times[name][_UNTIMED:], way.note) for name, way in case.ways.items()}
+        timings |= {name: Timing(error=error) for name, error in case.errors.items()}
+        values = {"context": len(case.ids), "weights_bytes": weights, "cache_bytes": cached}
+        named = f"{len(case.ids):,} tokens"
+        made.append(case_of(named, values, timings, nbytes=weights + cached, flops=flops, limits=limits))
+    return Bench("generate", made, notes=_growth(made))
+
+
+def _step(token: int, times: list[float], way: _Way) -> None:
+    way.step(token)  # its threads are awake then, as they are from token to token
+    times.append(way.step(token))
 
 
 class _Way(Protocol):
