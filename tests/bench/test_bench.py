@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import re
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import headwise
 from headwise.bench import Bench, Shape, Timing, bench_decode, bench_generate, bench_module, bench_prefill, page
 from headwise.bench.apart import Apart
 from headwise.bench.decode import expanded, ways_to_attend
-from headwise.bench.engines import widen
+from headwise.bench.engines import _CTranslate2, widen
 from headwise.bench.report import OURS, UnableError, run_case
 from headwise.kernels import attend
 from headwise.measurement.limits import Limits, Probes
@@ -132,7 +133,9 @@ def test_generate_steps_all_models_from_the_same_context(tmp_path: Path) -> None
     save_tiny(tmp_path / "other", "llama")
     bench = bench_generate(tmp_path / "model", beside=[tmp_path / "other"], contexts=[3, 9], repeats=4, engines=False)
     stock = headwise.load(tmp_path / "model", dtype="float32")
-    weights = sum(parameter.nbytes for parameter in stock.parameters())
+    # Of the embedding a token reads one row; the head is another tensor.
+    weights = sum(weight.nbytes for weight in stock.parameters()) - stock.get_input_embeddings().weight.nbytes
+    assert not stock.config.tie_word_embeddings
     stocks = {"transformers, sdpa", "transformers, sdpa, static cache", "transformers, eager"}
     for case, context in zip(bench.cases, (3, 9), strict=True):
         assert set(case.ways) == {"headwise", *stocks, "headwise, other"}
@@ -141,9 +144,16 @@ def test_generate_steps_all_models_from_the_same_context(tmp_path: Path) -> None
         assert case.nbytes > weights
         assert case.values["context"] == context
     assert len(bench.notes) == 5
-    for context in (0, 10**6):
-        with pytest.raises(headwise.ArgumentError, match=f"context = {context}"):
-            bench_generate(tmp_path / "model", contexts=[context])
+    last = stock.config.max_position_embeddings - 14
+    bench_generate(tmp_path / "model", contexts=[last], repeats=4, engines=False)
+    for context in (0, last + 1):
+        rule = f"context = {context}: must be at least 1, and at most {last}: 14 tokens are made behind it"
+        with pytest.raises(headwise.ArgumentError, match=rule):
+            bench_generate(tmp_path / "model", contexts=[context], repeats=4)
+    with pytest.raises(headwise.ArgumentError, match="repeats = 1: must be at least 2"):
+        bench_generate(tmp_path / "model", repeats=1)
+    with pytest.raises(headwise.ArgumentError, match=r"beside = .*: must not have another's name"):
+        bench_generate(tmp_path / "model", beside=[tmp_path / "a" / "one", tmp_path / "b" / "one"])
 
 
 def test_engines_that_are_not_there_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,20 +176,19 @@ class Engine:
             raise UnableError("takes three tokens")
         self.ids = ids
     def step(self, token):
+        print("nor this")
         if token == -1:
             raise ValueError("no such token")
         if token == -9:
             os._exit(7)
         self.ids.append(token)
-    def back(self):
-        self.ids.pop()
 
-def make(source, dtype, room):
+def make(source, room):
     if source == "none":
         raise UnableError("reads no such thing")
     if source == "broken":
         raise KeyError("weight")
-    assert (source, dtype, room) == ("model", "float32", 4)
+    assert (source, room) == ("model", 4)
     return Engine()
 """
 
@@ -194,7 +203,7 @@ def an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def test_an_engine_apart_answers_and_fails_by_name(an_engine: Callable[..., Any]) -> None:
-    with Apart(an_engine, "model", "float32", 4) as engine:
+    with Apart(an_engine, "model", 4) as engine:
         assert engine.note == "counts"
         engine.read([1, 2])
         assert 0 < engine.step(5) < 1
@@ -207,16 +216,16 @@ def test_an_engine_apart_answers_and_fails_by_name(an_engine: Callable[..., Any]
         with pytest.raises(UnableError, match="its process ended with status 7"):
             engine.step(5)
     with pytest.raises(UnableError, match=r"^reads no such thing$"):
-        Apart(an_engine, "none", "float32", 4)
+        Apart(an_engine, "none", 4)
     with pytest.raises(UnableError, match="KeyError: 'weight'"):
-        Apart(an_engine, "broken", "float32", 4)
+        Apart(an_engine, "broken", 4)
 
 
 def test_generate_goes_on_without_an_engine_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, an_engine: Callable[..., Any]
 ) -> None:
     save_tiny(tmp_path / "model", "llama")
-    make = partial(Apart, an_engine, "model", "float32", 4)
+    make = partial(Apart, an_engine, "model", 4)
     monkeypatch.setattr("headwise.bench.generate.ENGINES", ["counting"])
     monkeypatch.setattr("headwise.bench.generate.start", lambda *_: make())
     bench = bench_generate(tmp_path / "model", contexts=[2, 6], repeats=3)
@@ -227,10 +236,59 @@ def test_generate_goes_on_without_an_engine_that_fails(
     assert second.ways["headwise"].ms is not None
 
 
-def test_a_gguf_is_widened_whole(tmp_path: Path) -> None:
+class Generating:
+    """As CTranslate2 calls back."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.made = error, 0
+
+    def generate_batch(self, prompts: Any, max_length: int, callback: Callable[[Any], bool], **_: Any) -> None:
+        for _ in range(max_length):
+            self.made += 1
+            assert not callback(None)
+        if self.error:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
+def test_ctranslate2_makes_a_token_when_asked_and_its_end_is_told(error: Exception | None) -> None:
+    engine = object.__new__(_CTranslate2)
+    engine._generator, engine._tokens, engine._room = Generating(error), list, 5
+    engine._go, engine._done, engine._ended = threading.Semaphore(0), threading.Semaphore(0), None
+    engine.read([1, 2])
+    assert engine._generator.made == 1
+    engine.step(0)
+    engine.step(0)
+    assert engine._generator.made == 3
+    for _ in range(2):
+        with pytest.raises(RuntimeError if error else UnableError, match=r"memory|no room for more than 3 tokens"):
+            engine.step(0)
+
+
+def test_caches_are_read_in_turn_by_all_ways_together() -> None:
+    query, caches = (
+        torch.zeros(1, 2, 1, 8),
+        [(torch.zeros(1, 2, 3, 8), torch.full((1, 2, 3, 8), n)) for n in (0.0, 1.0, 2.0)],
+    )
+    ways = ways_to_attend(query, caches, with_compiled=False, is_causal=False)
+    calls = [make() for make in ways.values()]
+    read = [float(call().mean()) for _ in range(3) for call in calls]  # type: ignore[attr-defined, union-attr]
+    assert read == pytest.approx([n % 3 for n in range(len(read))])
+
+
+def test_latents_need_no_rotation_to_be_latents() -> None:
+    shape = Shape.parse("16/512+0")
+    assert shape.is_latent
+    assert str(shape) == "16/512+0"
+    assert shape.nbytes(1, 10, 4) == 512 * 10 * 4
+
+
+@pytest.mark.parametrize("alignment", [32, 64, 128])
+def test_a_gguf_is_widened_whole(tmp_path: Path, alignment: int) -> None:
     numbers = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_context_length(77)
+    writer.add_custom_alignment(alignment)
     writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
     quantised = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
     writer.add_tensor("w", quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)

@@ -109,6 +109,17 @@ def test_a_window_is_kept_in_little_more_than_its_room() -> None:
         assert ours.nbytes <= 2 * 2 * (2 * 2 * (400 + 101) * 8 * 4)
 
 
+def test_bytes_are_counted_whatever_is_in_use_of_them() -> None:
+    ours = HeadwiseCache(config(), max_length=50)
+    told((ours,), 20)
+    allocated = ours.nbytes
+    assert allocated == len(ours.layers) * 2 * (2 * 2 * 50 * 8 * 4)
+    ours.batch_select_indices(torch.tensor([1]))
+    assert ours.nbytes >= allocated
+    ours.reset()
+    assert ours.nbytes >= allocated
+
+
 def test_max_length_is_room_at_once_and_a_limit() -> None:
     ours = HeadwiseCache(config(), max_length=50)
     told((ours,), 20)
@@ -213,6 +224,18 @@ def test_int8_takes_a_quarter_and_differs_little() -> None:
         cache = HeadwiseCache(model, quantize="int8")
         out = model.generate(rows, **{**prompt, "attention_mask": mask}, **how, past_key_values=cache)
         assert out.shape == (len(rows), 65)
+
+
+@torch.inference_mode()
+def test_int8_returns_weights_where_they_are_asked_for() -> None:
+    model = headwise.optimize(tiny_family("llama", head_dim=64).float())
+    cache = HeadwiseCache(model, quantize="int8")
+    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    model(ids, past_key_values=cache)
+    expected = model(ids[:, :1], past_key_values=copy.deepcopy(cache)).logits
+    out = model(ids[:, :1], past_key_values=cache, output_attentions=True)
+    assert [tuple(weights.shape[2:]) for weights in out.attentions] == [(1, 10)] * len(cache.layers)
+    assert (out.logits - expected).abs().max() < 1e-5
 
 
 @torch.inference_mode()

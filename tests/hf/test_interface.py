@@ -252,6 +252,24 @@ def test_biases_of_scores_are_refused() -> None:
         headwise.optimize(transformers.T5ForConditionalGeneration(config))
 
 
+def test_biases_of_scores_in_a_part_of_a_model_are_refused() -> None:
+    model = foreign("llama")
+    text = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 97}
+    model.encoder = transformers.T5EncoderModel(transformers.T5Config(**text))
+    with pytest.raises(headwise.SpecError, match="adds a learned bias to its scores"):
+        headwise.optimize(model)
+    assert model.config._attn_implementation != "headwise"
+
+
+def test_a_cache_may_be_asked_for_by_keywords() -> None:
+    model = headwise.optimize(foreign("llama"))
+    asked: dict[str, Any] = {}
+    config = model._prepare_generation_config(None)[0]
+    model._prepare_cache_for_generation(config, asked, generation_mode=None, batch_size=1, max_cache_length=300)
+    assert isinstance(asked["past_key_values"], HeadwiseCache)
+    assert asked["past_key_values"].layers[0].expected == 300
+
+
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(headwise.ArgumentError, match="model = 'Linear': must be a loaded transformers model"):
         headwise.optimize(torch.nn.Linear(2, 2))

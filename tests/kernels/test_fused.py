@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from headwise.errors import ArgumentError
 from headwise.kernels import attend, choose_backend
@@ -236,6 +237,49 @@ def test_a_compiler_that_fails_is_quoted(afresh: Path, monkeypatch: pytest.Monke
     assert found.library is None
     assert found.reason == f"{compiler} failed: decode.cpp:1: error: no such language"
     assert list((afresh / "headwise" / "kernels").iterdir()) == []
+
+
+def test_a_command_that_cannot_be_read_and_no_home_are_no_errors(
+    afresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", 'c++ "')
+    assert build.built().reason == "$CXX is no command: No closing quotation"
+    monkeypatch.delenv("CXX")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", lambda _: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr(build.tempfile, "mkdtemp", lambda prefix: str(afresh))
+    later: list[tuple[object, ...]] = []
+    monkeypatch.setattr(build.atexit, "register", lambda *call, **_: later.append(call))
+    assert build._folder() == afresh
+    assert later == [(shutil.rmtree, afresh)]
+
+
+def test_float16_needs_a_compiler_that_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "built", lambda: replace(built(), has_half=False))
+    query = torch.randn(1, 2, 1, 16).half()
+    assert "its compiler does not know float16" in choose_backend(query.shape, query.shape, dtype=query.dtype).reason
+    with pytest.raises(ArgumentError, match="its compiler does not know float16"):
+        attend(query, query, query, backend="fused")
+    assert attend(query, query, query).dtype == torch.float16
+
+
+def test_numbers_that_are_not_what_lies_in_memory_go_by_torch() -> None:
+    twice = torch.view_as_complex(torch.randn(1, 2, 5, 16, 2)).conj()
+    query = torch.view_as_real(torch.view_as_complex(torch.randn(1, 2, 1, 16, 2)))[..., 0]
+    negative = twice.imag  # torch negates it when it is read
+    assert negative.is_neg()
+    expected = attend(query, negative.clone(), negative.clone(), backend="reference")
+    assert (attend(query, negative, negative) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use of it
+def test_forward_derivatives_are_not_lost() -> None:
+    query, key, value, change = (torch.randn(1, 2, size, 16) for size in (1, 5, 5, 1))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, change)
+        assert forward_ad.unpack_dual(attend(dual, key, value, backend="reference")).tangent is not None
+        with pytest.raises(NotImplementedError, match="forward AD"):  # torch's product has none
+            attend(dual, key, value)
 
 
 def test_without_it_auto_is_packed() -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.hf.linear import FewTokensLinear, take_over_linears
@@ -42,6 +43,8 @@ def test_it_is_the_definition(part: int) -> None:
         assert error <= CLOSE[dtype], (seed, float(error))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_many_rows_gradients_and_watchers_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = FewTokensLinear(24, 16)
     few, many = torch.randn(2, 24), torch.randn(40, 24)
@@ -59,6 +62,13 @@ def test_many_rows_gradients_and_watchers_are_torchs(monkeypatch: pytest.MonkeyP
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(few).dtype == torch.bfloat16
         assert torch.equal(torch.func.vmap(layer)(few), F.linear(few, layer.weight, layer.bias))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(few, torch.ones_like(few))
+            assert torch.equal(
+                forward_ad.unpack_dual(layer(dual)).tangent, F.linear(torch.ones_like(few), layer.weight)
+            )
+        sparse = layer.weight.detach().to_sparse_csr()
+        assert (linear(few, sparse) - F.linear(few, layer.weight)).abs().max() < 1e-6
         assert layer.double()(few.double()).dtype == torch.float64
         assert not calls
         layer.float()(few)

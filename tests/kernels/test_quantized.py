@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,25 @@ def test_it_is_attention_to_what_codes_stand_for(compiled: bool, seed: int, monk
     exact = attend(query.double(), *wide, mask, is_causal=is_causal, window=window, backend="reference")
     assert out.dtype == dtype
     assert (out.double() - exact).abs().max() <= CLOSE[dtype] * max(1.0, float(exact.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"heads": 3}, "key heads = 2: must divide the 3 query heads"),
+        ({"width": 32}, "key shape = .*: must be"),
+        ({"tokens": 5}, "value shape = .*: must be"),
+        ({"window": 2}, "window = 2: must be at least 1, and is_causal true with it"),
+        ({"scales": 8}, r"key scales = 'torch.float32 \[1, 2, 8\]': must be torch.float32 \[1, 2, 9\]"),
+        ({"codes": torch.int16}, "key codes = torch.int16: must be int8"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(change: dict[str, Any], rule: str) -> None:
+    query = torch.randn(1, change.get("heads", 4), 1, change.get("width", 16))
+    key, value = quantize(torch.randn(1, 2, 9, 16)), quantize(torch.randn(1, 2, change.get("tokens", 9), 16))
+    key = key[0].to(change.get("codes", torch.int8)), key[1][..., : change.get("scales", 9)]
+    with pytest.raises(ArgumentError, match=rule):
+        attend_quantized(query, key, value, window=change.get("window"))
 
 
 def test_gradients_go_by_torch() -> None:

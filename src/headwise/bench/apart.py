@@ -29,32 +29,28 @@ class Engine(Protocol):
     note: str
 
     def read(self, ids: list[int]) -> None:
-        """Read a prompt, forgetting any before it."""
+        """Read a prompt, once."""
 
     def step(self, token: int) -> None:
         """Make one more token."""
 
-    def back(self) -> None:
-        """Forget that one, where the engine can."""
-
 
 class Apart:
-    """An engine in a process of its own, which ends with this process at the latest; to be used in ``with``.
+    """An engine in a process of its own, which ends with ``with``, or after its answer when this process has ended.
 
     Args:
-        make: a function of a module: source, dtype and room, and an `Engine`.
+        make: a function of a module: an `Engine` of a source and room.
         source: a model.
-        dtype: of weights and cache.
         room: tokens that the cache is to hold.
 
     Raises:
         UnableError: the engine cannot run the model.
     """
 
-    def __init__(self, make: Callable[[str, str, int], Engine], source: str | Path, dtype: str, room: int) -> None:
-        given = (make.__module__, make.__name__, str(source), dtype, str(room), str(torch.get_num_threads()))
+    def __init__(self, make: Callable[[str, int], Engine], source: str | Path, room: int) -> None:
+        given = (make.__module__, make.__name__, str(source), str(room), str(torch.get_num_threads()))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *given],
+            [sys.executable, "-P", "-c", f"import sys; from {__name__} import serve; serve(*sys.argv[1:])", *given],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -62,7 +58,7 @@ class Apart:
         )
         try:
             self.note: str | None = self._told()
-        except UnableError:
+        except BaseException:
             self.__exit__()
             raise
 
@@ -74,11 +70,11 @@ class Apart:
         self._process.communicate()
 
     def read(self, ids: list[int]) -> None:
-        """Read a prompt, forgetting any before it."""
+        """Read a prompt, once."""
         self._ask("read", ids)
 
     def step(self, token: int) -> float:
-        """Seconds that one more token took, measured over there; it is forgotten again where the engine can."""
+        """Seconds that one more token took, measured over there."""
         return float(self._ask("step", token))
 
     def _ask(self, what: str, argument: object) -> Any:
@@ -98,7 +94,7 @@ class Apart:
         return answer["told"]
 
 
-def _serve(module: str, make: str, source: str, dtype: str, room: str, threads: str) -> None:
+def serve(module: str, make: str, source: str, room: str, threads: str) -> None:
     """The other side of `Apart`: a line for each line, until there are no more."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
@@ -107,16 +103,14 @@ def _serve(module: str, make: str, source: str, dtype: str, room: str, threads: 
 
     def start() -> str:
         nonlocal engine
-        engine = getattr(importlib.import_module(module), make)(source, dtype, int(room))
+        engine = getattr(importlib.import_module(module), make)(source, int(room))
         return engine.note
 
     def read(ids: list[int]) -> None:
         engine.read(ids)
 
     def step(token: int) -> float:
-        took = seconds(partial(engine.step, token))
-        engine.back()
-        return took
+        return seconds(partial(engine.step, token))
 
     def answer(call: Callable[[], object]) -> bool:
         try:
@@ -133,7 +127,4 @@ def _serve(module: str, make: str, source: str, dtype: str, room: str, threads: 
         for line in sys.stdin:
             what, given = json.loads(line)
             answer(partial(asked[what], given))
-
-
-if __name__ == "__main__":
-    _serve(*sys.argv[1:])
+    os._exit(0)  # an engine's threads may be waiting for what never comes

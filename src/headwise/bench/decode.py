@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, K key–value heads, S new tokens, T tokens in t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,8 @@ class Shape:
     K: int
     D: int
     V: int
+    is_latent: bool = False
+    """Whether values are the keys' first columns."""
 
     @classmethod
     def parse(cls, text: str) -> Shape:
@@ -53,7 +55,7 @@ class Shape:
         try:
             if len(parts) == 2:
                 rank, rope = (int(part) for part in parts[1].split("+"))
-                shape = cls(int(parts[0]), 1, rank + rope, rank)
+                shape = cls(int(parts[0]), 1, rank + rope, rank, is_latent=True)
             else:
                 H, K, D = (int(part) for part in parts)
                 shape = cls(H, K, D, D)
@@ -62,11 +64,6 @@ class Shape:
         if min(shape.H, shape.K, shape.V) < 1 or shape.D < shape.V or shape.H % shape.K:
             raise ArgumentError("shape", text, f"{rule}; heads a multiple of KV heads")
         return shape
-
-    @property
-    def is_latent(self) -> bool:
-        """Whether values are the keys' first columns."""
-        return self.V != self.D
 
     def __str__(self) -> str:
         return f"{self.H}/{self.V}+{self.D - self.V}" if self.is_latent else f"{self.H}/{self.K}/{self.D}"
@@ -130,7 +127,7 @@ def bench_decode(
         query = torch.randn(B, shape.H, tokens, shape.D, device=device).to(dtype)
         key = torch.randn(B, shape.K, T, shape.D, device=device).to(dtype)
         nbytes = shape.nbytes(B, T, dtype.itemsize)
-        caches = _caches(key, shape, max(1, _BETWEEN // nbytes) if device == "cpu" else 1)
+        caches = _caches(key, shape, -(-_BETWEEN // nbytes))
         ways = ways_to_attend(query, caches, with_compiled=not quick, is_causal=tokens > 1)
         chosen = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
         cases.append(
@@ -161,6 +158,7 @@ def ways_to_attend(
 ) -> dict[str, Callable[[], Way]]:
     """All there is to set beside ours, by name; each makes the call when asked, which takes the caches in turn."""
     key, value = caches[0]
+    following = itertools.cycle(caches)  # of all ways: one would find in the processor what another has just read
     makers: dict[str, Callable[[], Callable[..., object]]] = {
         OURS: lambda: partial(attend, is_causal=is_causal),
         "packed": lambda: partial(attend, is_causal=is_causal, backend="packed"),
@@ -169,7 +167,7 @@ def ways_to_attend(
         "expanded": lambda: _expanded(query, key, value, is_causal),
     }
     ways: dict[str, Callable[[], Way]] = {
-        name: partial(_in_turn, make, query, caches) for name, make in makers.items()
+        name: partial(_in_turn, make, query, following) for name, make in makers.items()
     }
     if not with_compiled:
         del ways["Flex"]
@@ -177,9 +175,9 @@ def ways_to_attend(
 
 
 def _in_turn(
-    make: Callable[[], Callable[..., object]], query: Tensor, caches: Sequence[tuple[Tensor, Tensor]]
+    make: Callable[[], Callable[..., object]], query: Tensor, following: Iterator[tuple[Tensor, Tensor]]
 ) -> Way:
-    call, following = make(), itertools.cycle(caches)
+    call = make()
     return lambda: call(query, *next(following))
 
 

@@ -22,7 +22,7 @@ from headwise.hf import load
 PEERS_PIP = "pip install 'headwise[peers]'"
 
 
-def llama_cpp(source: str, dtype: str, room: int) -> Engine:
+def llama_cpp(source: str, room: int) -> Engine:
     """llama.cpp on the source's own ``.gguf``, widened to float32."""
     path = model_path(source)
     if path.suffix != ".gguf":
@@ -30,12 +30,12 @@ def llama_cpp(source: str, dtype: str, room: int) -> Engine:
     return _LlamaCpp(path, room)
 
 
-def ctranslate2(source: str, dtype: str, room: int) -> Engine:
+def ctranslate2(source: str, room: int) -> Engine:
     """CTranslate2 on the same weights, converted by its own converter."""
-    return _CTranslate2(source)
+    return _CTranslate2(source, room)
 
 
-ENGINES: dict[str, Callable[[str, str, int], Engine]] = {"llama.cpp": llama_cpp, "CTranslate2": ctranslate2}
+ENGINES: dict[str, Callable[[str, int], Engine]] = {"llama.cpp": llama_cpp, "CTranslate2": ctranslate2}
 
 
 def start(name: str, source: str | Path, dtype: str, room: int) -> Apart:
@@ -48,7 +48,7 @@ def start(name: str, source: str | Path, dtype: str, room: int) -> Apart:
         raise UnableError(f"is not installed: {PEERS_PIP}")
     if dtype != "float32":
         raise UnableError("is asked in float32 only")
-    return Apart(ENGINES[name], source, dtype, room)
+    return Apart(ENGINES[name], source, room)
 
 
 class _LlamaCpp:
@@ -70,27 +70,19 @@ class _LlamaCpp:
         self._context = api.llama_init_from_model(self._model, options) if self._model else None
         if not self._context:
             raise UnableError("could not open the model")
-        self._memory = api.llama_get_memory(self._context)
-        self._held = 0
 
     def read(self, ids: list[int]) -> None:
-        self._api.llama_memory_clear(self._memory, True)
-        self._held = 0
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         for start in range(0, len(ids), 512):
             self._decode(ids[start : start + 512])
 
     def step(self, token: int) -> None:
         self._decode([token])
 
-    def back(self) -> None:
-        self._held -= 1
-        self._api.llama_memory_seq_rm(self._memory, 0, self._held, -1)
-
     def _decode(self, ids: list[int]) -> None:
         tokens = (self._api.llama_token * len(ids))(*ids)
         if self._api.llama_decode(self._context, self._api.llama_batch_get_one(tokens, len(ids))):
             raise RuntimeError("llama.cpp could not decode")
-        self._held += len(ids)
 
 
 @cache
@@ -101,15 +93,21 @@ def _silence(api: Any) -> Any:
     return callback
 
 
+_OWN_FIELDS = ("general.architecture", "general.file_type", "general.alignment")
+"""What is written otherwise than it was read, or not at all."""
+
+
 def widen(source: Path, output: Path) -> None:
     """Write a ``.gguf`` again with every tensor in float32."""
     import gguf
 
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"]
-    writer = gguf.GGUFWriter(output, str(architecture.contents()))
+    writer = gguf.GGUFWriter(output, str(architecture.contents()), use_temp_file=True)
+    if (alignment := reader.fields.get("general.alignment")) is not None:
+        writer.add_custom_alignment(int(alignment.contents()))
     for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+        if field.name.startswith("GGUF.") or field.name in _OWN_FIELDS:
             continue
         kind = field.types[0]
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
@@ -124,11 +122,9 @@ def widen(source: Path, output: Path) -> None:
 
 
 class _CTranslate2:
-    """It cannot take a token back: contexts grow by one with every step."""
+    note = "float32"
 
-    note = "float32; its context grows by a token each time"
-
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, room: int) -> None:
         api = importlib.import_module("ctranslate2")
         with tempfile.TemporaryDirectory(prefix="headwise-bench-") as folder:
             stock, made = Path(folder) / "stock", Path(folder) / "made"
@@ -142,41 +138,42 @@ class _CTranslate2:
                 )
             except Exception as error:  # its converter fails in many ways
                 raise UnableError(f"cannot convert the model: {str(error).strip().splitlines()[0][:160]}") from None
-        self._tokens = tokenizer.convert_ids_to_tokens
-        self._thread: threading.Thread | None = None
-        self._go, self._done, self._stop = threading.Semaphore(0), threading.Semaphore(0), False
+        self._tokens, self._room = tokenizer.convert_ids_to_tokens, room
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._ended: Exception | None = None
 
     def read(self, ids: list[int]) -> None:
-        self._end()
-        self._go, self._done, self._stop = threading.Semaphore(0), threading.Semaphore(0), False
-        prompt = [self._tokens(ids)]
+        threading.Thread(target=self._run, args=(ids,), daemon=True).start()
+        self._wait()
 
-        def run() -> None:
+    def step(self, token: int) -> None:
+        self._go.release()
+        self._wait()
+
+    def _run(self, ids: list[int]) -> None:
+        """It goes on by itself from the prompt to the last token, but for `_made`."""
+        left = self._room - len(ids)
+        try:
             self._generator.generate_batch(
-                prompt, max_length=10_000, min_length=10_000, include_prompt_in_result=False, callback=self._made
+                [self._tokens(ids)],
+                max_length=left,
+                min_length=left,
+                include_prompt_in_result=False,
+                callback=self._made,
             )
-            self._done.release()
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
-        self._done.acquire()
+            self._ended = UnableError(f"has no room for more than {left} tokens")
+        except Exception as error:
+            self._ended = error
+        self._done.release()
 
     def _made(self, _: Any) -> bool:
         """Told of each token; holds the engine until the next is asked for."""
         self._done.release()
         self._go.acquire()
-        return self._stop
+        return False
 
-    def step(self, token: int) -> None:
-        self._go.release()
+    def _wait(self) -> None:
         self._done.acquire()
-
-    def back(self) -> None:
-        pass
-
-    def _end(self) -> None:
-        if self._thread is not None:
-            self._stop = True
-            self._go.release()
-            self._thread.join()
-            self._thread = None
+        if self._ended is not None:
+            self._done.release()
+            raise self._ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import statistics
 import time
@@ -15,18 +16,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from transformers import DynamicCache, StaticCache
 
+from headwise import cost
 from headwise.bench.apart import Apart
 from headwise.bench.engines import ENGINES, start
-from headwise.bench.report import OURS, Bench, Case, Timing, UnableError, case_of
+from headwise.bench.report import MEMORY_ERRORS, OURS, Bench, Case, Timing, UnableError, case_of
 from headwise.errors import ArgumentError
 from headwise.hf import HeadwiseCache, load, optimize
 from headwise.measurement import cache_nbytes
 from headwise.measurement.limits import Probes
 from headwise.measurement.timing import seconds
 from headwise.progress import Progress, silent
+from headwise.specs import ModelSpec, read_spec
 
 CONTEXTS = (64, 2048, 8000)
 _REST = 0.02
@@ -59,7 +61,7 @@ def bench_generate(
     Args:
         source: a model folder, ``.gguf`` or other source with weights.
         beside: other models, optimised; each is a way by its folder's name.
-        contexts: tokens in the cache.
+        contexts: tokens in the cache; each timed token is one more.
         dtype: to run in.
         quick: shorter contexts, fewer rounds, no other engines.
         engines: also ask llama.cpp and CTranslate2.
@@ -67,33 +69,43 @@ def bench_generate(
         progress: told of each round.
 
     Raises:
-        ArgumentError: a context is not positive or longer than the model's positions.
+        ArgumentError: a context is not positive or near a model's last position, ``repeats`` is below 2, or two of
+            ``beside`` have one name.
         CheckpointError: a model could not be read.
+        SpecError: what a token of the model costs is not known.
     """
     contexts = tuple(dict.fromkeys(contexts or ((64, 512) if quick else CONTEXTS)))
-    repeats = repeats or (7 if quick else 25)
+    repeats = (7 if quick else 25) if repeats is None else repeats
+    if repeats < 2:
+        raise ArgumentError("repeats", repeats, "must be at least 2")
+    spec = read_spec(source)
+    names = [f"{OURS}, {Path(other).name or other}" for other in beside]
+    for name, other in zip(names, beside, strict=True):
+        if names.count(name) > 1:
+            raise ArgumentError("beside", str(other), "must not have another's name")
     stock = load(source, dtype=dtype).eval()
-    _check(contexts, stock)
+    others = {name: load(other, dtype=dtype).eval() for name, other in zip(names, beside, strict=True)}
     steps = 2 * (repeats + _UNTIMED)
+    _check(contexts, steps, [stock, *others.values()])
     ours, sdpa, eager = optimize(_shared(stock)), _set(stock, "sdpa"), _set(_shared(stock), "eager")
-    others = {f"{OURS}, {Path(other).name}": optimize(load(other, dtype=dtype).eval()) for other in beside}
     ids = torch.randint(5, stock.get_input_embeddings().weight.shape[0] - 1, (max(contexts),)).tolist()
     cases = [_Case(ids[:context]) for context in contexts]
     with ExitStack() as stack:
         for case in cases:
+            room = len(case.ids) + steps
             case.ways = {
-                OURS: _Model(ours, HeadwiseCache),
-                _STOCK[0]: _Model(sdpa, _dynamic),
-                _STOCK[1]: _Static(sdpa, steps),
-                "transformers, eager": _Model(eager, _dynamic),
-                **{name: _Model(other, HeadwiseCache) for name, other in others.items()},
+                OURS: _Model(ours, HeadwiseCache(ours)),
+                _STOCK[0]: _Model(sdpa, DynamicCache(config=sdpa.config)),
+                _STOCK[1]: _Model(sdpa, StaticCache(config=sdpa.config, max_cache_len=room)),
+                "transformers, eager": _Model(eager, DynamicCache(config=eager.config)),
+                **{name: _Model(optimize(other), HeadwiseCache(other)) for name, other in others.items()},
             }
             for name in ENGINES if engines and not quick else ():
                 try:
-                    case.ways[name] = stack.enter_context(start(name, source, dtype, len(case.ids) + steps))
+                    case.ways[name] = stack.enter_context(start(name, source, dtype, room))
                 except UnableError as error:
                     case.errors[name] = str(error)
-        return _measured(cases, Probes(stock.dtype), stock, repeats + _UNTIMED, progress)
+        return _measured(cases, spec, Probes(stock.dtype), stock, repeats + _UNTIMED, progress)
 
 
 @dataclass
@@ -106,45 +118,52 @@ class _Case:
     errors: dict[str, str] = field(default_factory=dict)
 
     def ask(self, name: str, call: Callable[[_Way], None]) -> None:
-        """Call with a way, and leave it out from here on if it fails."""
+        """Call with a way, and leave it out from here on if it fails; without headwise's own there is no case."""
         try:
             call(self.ways[name])
-        except UnableError as error:
-            self.errors[name] = str(error)
+        except (UnableError, *MEMORY_ERRORS) as error:
+            if name == OURS:
+                raise
+            self.errors[name] = str(error) if isinstance(error, UnableError) else "not enough memory"
             del self.ways[name]
 
 
-def _measured(cases: Sequence[_Case], probes: Probes, stock: Any, rounds: int, progress: Progress) -> Bench:
+def _measured(
+    cases: Sequence[_Case], spec: ModelSpec, probes: Probes, stock: Any, rounds: int, progress: Progress
+) -> Bench:
     """Contexts are measured in the same rounds: what a minute does to one it does to all, and to how they differ."""
     to_read = [(case, name) for case in cases for name in case.ways]
     for index, (case, name) in enumerate(to_read):
         progress("prompts", index, len(to_read))
         case.ask(name, methodcaller("read", case.ids))
     progress("prompts", len(to_read), len(to_read))
+    cached = [cache_nbytes(case.ways[OURS].cache) for case in cases]  # type: ignore[attr-defined]
     rest = _REST if any(isinstance(way, Apart) for case in cases for way in case.ways.values()) else 0
     probed: dict[str, list[float]] = {name: [] for name in probes.calls()}
     for index in range(rounds):
         progress("tokens", index, rounds)
-        turns = [(case, name) for case in cases for name in case.ways]
-        for case, name in random.sample(turns, len(turns)):
+        turns: list[tuple[_Case | None, str]] = [(case, name) for case in cases for name in case.ways]
+        turns += [(None, name) for name in probed]
+        for turn, name in random.sample(turns, len(turns)):
             time.sleep(rest)
-            case.ask(name, partial(_step, case.ids[index % len(case.ids)], case.times.setdefault(name, [])))
-        for name, call in probes.calls().items():
-            probed[name].append(seconds(call))
+            if turn is None:
+                probed[name].append(seconds(probes.calls()[name]))
+            else:
+                token = turn.ids[index % len(turn.ids)]
+                turn.ask(name, partial(_step, token, turn.times.setdefault(name, [])))
     progress("tokens", rounds, rounds)
     limits = probes.limits(*(statistics.median(probed[name][_UNTIMED:]) for name in ("read", "product")))
-    weights = sum(parameter.nbytes for parameter in stock.parameters())
-    flops = 2 * sum(parameter.numel() for parameter in stock.parameters())
+    active = cost.model.weights(spec, active=True)
+    # Of an embedding that is no head, a token reads one row.
+    read = stock.dtype.itemsize * (active.total - (active.embedding if active.head else 0))
     made = []
-    for case in cases:
-        ours = case.ways[OURS]
-        assert isinstance(ours, _Model)
-        cached = cache_nbytes(ours.cache)
+    for case, held in zip(cases, cached, strict=True):
         timings = {name: _timing(case.times[name][_UNTIMED:], way.note) for name, way in case.ways.items()}
         timings |= {name: Timing(error=error) for name, error in case.errors.items()}
-        values = {"context": len(case.ids), "weights_bytes": weights, "cache_bytes": cached}
+        values = {"context": len(case.ids), "weights_bytes": read, "cache_bytes": held}
+        flops = cost.model.forward_flops(spec, 1, len(case.ids) + 1).total
         named = f"{len(case.ids):,} tokens"
-        made.append(case_of(named, values, timings, nbytes=weights + cached, flops=flops, limits=limits))
+        made.append(case_of(named, values, timings, nbytes=read + held, flops=flops, limits=limits))
     return Bench("generate", made, notes=_growth(made))
 
 
@@ -154,15 +173,15 @@ def _step(token: int, times: list[float], way: _Way) -> None:
 
 
 class _Way(Protocol):
-    """A model that reads a prompt, and can be asked for one more token again and again."""
+    """A model that has read a prompt, and can be asked for one more token again and again."""
 
     note: str | None
 
     def read(self, ids: list[int]) -> None:
-        """Read a prompt, forgetting any before it."""
+        """Read a prompt, once."""
 
     def step(self, token: int) -> float:
-        """Seconds that one more token took; it is forgotten again."""
+        """Seconds that one more token took."""
 
 
 class _Model:
@@ -170,46 +189,16 @@ class _Model:
 
     note: str | None = None
 
-    def __init__(self, model: Any, new_cache: Callable[[Any], Any]) -> None:
-        self.model, self.new_cache = model, new_cache
-        self.cache: Any = None
+    def __init__(self, model: Any, cache: Any) -> None:
+        self.model, self.cache = model, cache
 
     def read(self, ids: list[int]) -> None:
-        self.cache = self.new_cache(self.model)
-        self.cache.activate_past_recording()
-        self._read_prompt(ids)
-
-    def _read_prompt(self, ids: list[int]) -> None:
         for first in range(0, len(ids), _CHUNK):
             chunk = torch.tensor([ids[first : first + _CHUNK]])
             self.model(chunk, past_key_values=self.cache, logits_to_keep=1)
 
     def step(self, token: int) -> float:
-        taken = seconds(lambda: self.model(torch.tensor([[token]]), past_key_values=self.cache, use_cache=True))
-        self._forget()
-        return taken
-
-    def _forget(self) -> None:
-        self.cache.crop(-1)
-
-
-class _Static(_Model):
-    """A transformers model with a static cache, which has room for the prompt and for each step: it forgets none."""
-
-    def __init__(self, model: Any, steps: int) -> None:
-        super().__init__(model, _dynamic)
-        self.steps = steps
-
-    def read(self, ids: list[int]) -> None:
-        self.cache = StaticCache(config=self.model.config, max_cache_len=len(ids) + self.steps)
-        self._read_prompt(ids)
-
-    def _forget(self) -> None:
-        pass
-
-
-def _dynamic(model: Any) -> DynamicCache:
-    return DynamicCache(config=model.config)
+        return seconds(lambda: self.model(torch.tensor([[token]]), past_key_values=self.cache, use_cache=True))
 
 
 def _shared(model: Any) -> Any:
@@ -223,13 +212,14 @@ def _set(model: Any, implementation: str) -> Any:
     return model
 
 
-def _check(contexts: Sequence[int], model: nn.Module) -> None:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    for context in contexts:
-        if context < 1 or (isinstance(positions, int) and context >= positions):
-            raise ArgumentError(
-                "context", context, f"must be at least 1, and below the model's {positions} positions"
-            )
+def _check(contexts: Sequence[int], steps: int, models: Sequence[Any]) -> None:
+    for model in models:
+        positions = getattr(model.config, "max_position_embeddings", None)
+        most = positions - steps if isinstance(positions, int) else max(contexts)
+        for context in contexts:
+            if not 1 <= context <= most:
+                rule = f"must be at least 1, and at most {most}: {steps} tokens are made behind it"
+                raise ArgumentError("context", context, rule if positions else "must be at least 1")
 
 
 def _growth(cases: Sequence[Case]) -> list[str]:
@@ -237,7 +227,7 @@ def _growth(cases: Sequence[Case]) -> list[str]:
     notes = []
     if len(cases) > 1:
         first, last = cases[0].ways, cases[-1].ways
-        stock = min(_STOCK, key=lambda name: last[name].ms or 0.0)  # with the better of its caches
+        stock = min(_STOCK, key=lambda name: last[name].ms or math.inf)  # with the better of its caches
         grown = {
             name: last[name].ms - first[name].ms  # type: ignore[operator]
             for name in first

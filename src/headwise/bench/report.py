@@ -19,7 +19,7 @@ OURS = "headwise"
 _PATIENCE = 10.0
 """Seconds of one call beyond which it is not repeated."""
 
-_MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
+MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def run_case(
                 calls[way] = call
         except UnableError as error:
             errors[way] = str(error)
-        except _MEMORY_ERRORS:
+        except MEMORY_ERRORS:
             errors[way] = "not enough memory"
         except RuntimeError as error:
             errors[way] = str(error).strip().splitlines()[0][:200]

@@ -59,8 +59,10 @@ class HeadwiseCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, whether filled or not."""
-        held = (getattr(layer, name, None) for layer in self.layers for name in ("keys", "values"))
-        return sum(states.untyped_storage().nbytes() for states in held if isinstance(states, Tensor))
+        tensors = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
+        tensors += [room.memory for layer in self.layers for room in getattr(layer, "rooms", ())]
+        storages = (states.untyped_storage() for states in tensors if isinstance(states, Tensor))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def expect(self, tokens: int) -> None:
         """Say how many tokens there will be at most: room that grows goes no further than that."""

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from headwise.errors import ArgumentError
-from headwise.kernels import attend, attend_quantized, unpack
+from headwise.kernels import attend, attend_quantized, dequantize, unpack
 
 NAME = "headwise"
 """What ``attn_implementation`` is to be."""
@@ -63,9 +63,12 @@ def attention_forward(
         # A static cache's slots beyond the prompt: without a mask transformers means the first tokens.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     mask = None if attention_mask is None else as_bool(attention_mask)
+    returns_weights = bool(more.get("output_attentions"))
     if key.dtype == torch.int8:  # of a quantised cache
-        mixed = attend_quantized(query, unpack(key), unpack(value), mask, causal, scaling)
-        return mixed.transpose(1, 2).contiguous(), None
+        if not dropout and not returns_weights:
+            mixed = attend_quantized(query, unpack(key), unpack(value), mask, causal, scaling)
+            return mixed.transpose(1, 2).contiguous(), None
+        key, value = (dequantize(*unpack(states), query.dtype) for states in (key, value))
     attended = attend(
         query,
         key,
@@ -74,7 +77,7 @@ def attention_forward(
         dropout,
         causal,
         scaling,
-        return_weights=bool(more.get("output_attentions")),
+        return_weights=returns_weights,
     )
     out, weights = attended if isinstance(attended, tuple) else (attended, None)
     return out.transpose(1, 2).contiguous(), weights

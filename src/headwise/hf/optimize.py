@@ -52,10 +52,12 @@ def _check(model: Any, family: str) -> None:
     """Refuse a model whose attention would not ask ours, or ask what ours does not know."""
     if not model._can_set_attn_implementation():
         raise SpecError("model_type", family, "cannot be optimised: transformers cannot set its attention")
-    config = model.config.get_text_config(decoder=True)
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     wants = {
-        "caps its scores": getattr(config, "attn_logit_softcapping", None) is not None,
-        "adds a learned bias to its scores": hasattr(config, "relative_attention_num_buckets"),
+        "caps its scores": any(getattr(config, "attn_logit_softcapping", None) is not None for config in configs),
+        "adds a learned bias to its scores": any(
+            hasattr(config, "relative_attention_num_buckets") for config in configs
+        ),
         "has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
     for what, is_wanted in wants.items():
@@ -63,22 +65,31 @@ def _check(model: Any, family: str) -> None:
             raise SpecError("model_type", family, f"cannot be optimised: it {what}")
 
 
-def _prepare_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+def _prepare_cache(
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> Any:
     """transformers' own method, and a `HeadwiseCache` where it has made a `DynamicCache`."""
     given = model_kwargs.get("past_key_values")
-    type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args)
+    told = type(model)._prepare_cache_for_generation(
+        model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    )
     made = model_kwargs.get("past_key_values")
     if made is None or made is given:
-        return
+        return told
     inner = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
     if type(inner) is not DynamicCache or inner.offloading:
-        return
+        return told
     cache = HeadwiseCache(model)
-    if args and isinstance(args[-1], int):  # max_cache_length, the last of the method's arguments
-        cache.expect(args[-1])
+    cache.expect(max_cache_length)
     if generation_config.is_assistant:
         cache.activate_past_recording()
     if inner is made:
         model_kwargs["past_key_values"] = cache
     else:
         made.self_attention_cache = cache
+    return told

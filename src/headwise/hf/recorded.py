@@ -44,7 +44,7 @@ class Recorded:
         else:
             if self._graph is None:
                 self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):  # this does not do it yet
+                with torch.cuda.device(self.device), torch.cuda.graph(self._graph):  # this does not do it yet
                     self.step()
             self._graph.replay()
 

@@ -127,11 +127,14 @@ def attend(
     Raises:
         ArgumentError: shapes, mask or backend do not fit together.
     """
-    _check(query, key, value, enable_gqa, dropout_p)
+    check_shapes(query, key, value)
     B, H, S, D = query.shape
-    T = key.shape[2]
-    if window is not None and (window < 1 or not is_causal):
-        raise ArgumentError("window", window, "must be at least 1, and is_causal true with it")
+    K, T = key.shape[1:3]
+    if not enable_gqa and H != K:
+        raise ArgumentError("key heads", K, f"must be {H} without enable_gqa")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ArgumentError("dropout_p", dropout_p, "must be at least 0 and below 1")
+    check_window(window, is_causal)
     if window is not None and window >= T:
         window = None
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
@@ -320,7 +323,8 @@ _QUERIES = 512
 """Queries that share a mask."""
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dropout_p: float) -> None:
+def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse tensors that do not go together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ArgumentError(f"{name} shape", tuple(tensor.shape), "must be [batch, heads, tokens, head_dim]")
@@ -330,8 +334,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dropout_
         raise ArgumentError("key shape", tuple(key.shape), f"must be [{B}, K, T, {D}] to match the query")
     if tuple(value.shape[:3]) != (B, K, T):
         raise ArgumentError("value shape", tuple(value.shape), f"must be [{B}, {K}, {T}, V] to match the key")
-    if K < 1 or H % K or (not enable_gqa and H != K):
-        rule = f"must divide the {H} query heads" if enable_gqa else f"must be {H} without enable_gqa"
-        raise ArgumentError("key heads", K, rule)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ArgumentError("dropout_p", dropout_p, "must be at least 0 and below 1")
+    if K < 1 or H % K:
+        raise ArgumentError("key heads", K, f"must divide the {H} query heads")
+
+
+def check_window(window: int | None, is_causal: bool) -> None:
+    """Refuse a window of nothing, or of no direction."""
+    if window is not None and (window < 1 or not is_causal):
+        raise ArgumentError("window", window, "must be at least 1, and is_causal true with it")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.kernels.attend import attend
+from headwise.kernels.attend import attend, check_shapes, check_window
 from headwise.kernels.mask import as_bool_mask
 from headwise.kernels.native import are_plain, attend_fused, why_not
 
@@ -72,7 +72,18 @@ def attend_quantized(
 
     Returns:
         ``[B, H, S, V]``.
+
+    Raises:
+        ArgumentError: shapes do not fit together, or codes are not int8 with a float32 scale for each token and head.
     """
+    for name, (codes, scales) in (("key", key), ("value", value)):
+        if codes.dtype != torch.int8:
+            raise ArgumentError(f"{name} codes", codes.dtype, "must be int8")
+        if scales.dtype != torch.float32 or scales.shape != codes.shape[:3]:
+            told = f"{scales.dtype} {list(scales.shape)}"
+            raise ArgumentError(f"{name} scales", told, f"must be torch.float32 {list(codes.shape[:3])}")
+    check_shapes(query, key[0], value[0])
+    check_window(window, is_causal)
     needs_grad = torch.is_grad_enabled() and query.requires_grad
     serves = why_not(query.dtype, query.device, needs_grad=needs_grad) is None
     if not serves or not are_plain(query, *key, *value, attn_mask):

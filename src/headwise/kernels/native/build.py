@@ -6,6 +6,7 @@ products of pairs that a processor has, is known where it runs.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _SOURCES = ("decode.cpp", "linear.cpp")
 _HEADERS = ("lanes.h", "tiles.h", "threads.h", "vectors.h")
@@ -45,18 +47,24 @@ class Build:
         path: of the library's file.
         reason: one line: how it was built, or why it was not.
         has_pairs: whether the processor multiplies bfloat16 by pairs; without that it gains nothing but bytes.
+        has_half: whether the compiler knows float16.
     """
 
     library: ctypes.CDLL | None
     path: Path | None
     reason: str
     has_pairs: bool = False
+    has_half: bool = False
 
 
 @cache
 def built() -> Build:
     """The kernels, compiled now if they were not before; never an error: without them torch's own ways serve."""
-    if (compiler := _compiler()) is None:
+    try:
+        compiler = _compiler()
+    except ValueError as error:
+        return Build(None, None, f"$CXX is no command: {error}")
+    if compiler is None:
         return Build(None, None, f"no C++ compiler: neither $CXX nor {', '.join(_COMPILERS)}")
     command = [*compiler, *_FLAGS, _native()]
     try:
@@ -68,7 +76,8 @@ def built() -> Build:
         return Build(None, None, f"{compiler[0]} failed: {_first_error(error.stderr)}")
     except (OSError, subprocess.SubprocessError) as error:
         return Build(None, None, f"{compiler[0]}: {error}")
-    return Build(library, path, f"compiled by {compiler[0]}", bool(library.headwise_has_pairs()))
+    has_pairs, has_half = bool(library.headwise_has_pairs()), bool(library.headwise_has_half())
+    return Build(library, path, f"compiled by {compiler[0]}", has_pairs, has_half)
 
 
 def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = False) -> str | None:
@@ -82,13 +91,16 @@ def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = Fals
     if _is_watched():
         return "something watches torch's operations, or chooses their dtypes"
     build = built()
-    return build.reason if build.library is None else None
+    if build.library is None:
+        return build.reason
+    return "its compiler does not know float16" if dtype == torch.float16 and not build.has_half else None
 
 
 def _is_watched() -> bool:
     """Whether something between the caller and the arithmetic watches, replaces or recasts torch's operations.
 
-    A compiler, a tracer, a counter of FLOPs, fake tensors, functional transforms and autocast see torch's calls only.
+    A compiler, a tracer, a counter of FLOPs, fake tensors, functional transforms, forward-mode derivatives and
+    autocast see torch's calls only.
     """
     return (
         torch.compiler.is_compiling()
@@ -96,12 +108,16 @@ def _is_watched() -> bool:
         or torch.is_autocast_enabled("cpu")
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
     )
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether all lie in the CPU's memory as torch's own tensors do; a subclass's numbers may be anywhere."""
-    return all(one is None or (type(one) in _PLAIN and one.is_cpu) for one in tensors)
+    """Whether all lie in the CPU's memory as they are; those of a subclass, or of sparse tensors, may be anywhere."""
+    return all(
+        one is None or (type(one) in _PLAIN and one.is_cpu and one.layout is torch.strided and not one.is_neg())
+        for one in tensors
+    )
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -121,13 +137,15 @@ def _native() -> str:
 
 def _folder() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(home).expanduser() / "headwise" / "kernels"
     try:
+        folder = Path(home).expanduser() / "headwise" / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError:  # nowhere to keep it: once a process then, where nobody else can put a library
-        return Path(tempfile.mkdtemp(prefix="headwise-"))
+    except (OSError, RuntimeError):  # nowhere to keep it: once a process then, where nobody else can put a library
+        own = Path(tempfile.mkdtemp(prefix="headwise-"))
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        return own
 
 
 def _fingerprint(command: list[str]) -> str:

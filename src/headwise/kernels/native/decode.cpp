@@ -533,3 +533,12 @@ extern "C" int headwise_decode(const Arguments* arguments, int type, int is_int8
 
 // Whether there is arithmetic on pairs of bfloat16: without it halves are widened first, and gain nothing but bytes.
 extern "C" int headwise_has_pairs() { return HAS_PAIRS; }
+
+// Whether this compiler knows float16.
+extern "C" int headwise_has_half() {
+#if defined(__FLT16_MAX__)
+  return 1;
+#else
+  return 0;
+#endif
+}

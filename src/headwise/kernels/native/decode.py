@@ -74,6 +74,8 @@ def attend_fused(
         *(is_causal, window or 0, torch.get_num_threads()),
         scale,
     )
-    if library.headwise_decode(arguments, TYPES[query.dtype], key_scale is not None):
+    status = library.headwise_decode(arguments, TYPES[query.dtype], key_scale is not None)
+    if status == 1:
         raise MemoryError("no memory to attend in")
+    assert status == 0
     return out

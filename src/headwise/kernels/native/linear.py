@@ -41,8 +41,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         *(rows, inputs, weight.shape[0], inputs, weight.stride(0)),
         torch.get_num_threads(),
     )
-    if library.headwise_linear(arguments, TYPES[x.dtype]):
+    status = library.headwise_linear(arguments, TYPES[x.dtype])
+    if status == 1:
         raise MemoryError("no memory to multiply in")
+    assert status == 0
     return out
 
 
@@ -50,13 +52,13 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel serves; what torch would refuse is left to torch."""
     given = (x, weight) if bias is None else (x, weight, bias)
     return (
-        weight.dim() == 2
+        are_plain(*given)
+        and weight.dim() == 2
         and weight.shape[1] == x.shape[-1]
         and weight.stride(1) == 1
         and (bias is None or (bias.shape == weight.shape[:1] and bias.stride(0) == 1))
         and weight.dtype == x.dtype
         and (bias is None or bias.dtype == x.dtype)
-        and are_plain(*given)
         and why_not(x.dtype, x.device, needs_grad=torch.is_grad_enabled() and any(one.requires_grad for one in given))
         is None
     )
