@@ -771,3 +771,23 @@ def test_damaged_gguf(refused: Refused, here: Path, tiny_llama_folder: Path) -> 
 def test_demo_is_refused_before_it_begins(refused: Refused, here: Path, options: tuple[str, ...], line: str) -> None:
     (here / "taken").write_text("a file")
     assert line in refused("demo", *options)
+
+
+@pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", ""])
+def test_a_device_that_is_not_there_is_named(refused: Refused, tiny_llama: Path, device: str) -> None:
+    said = refused(*READERS["generate"], "--device", device)
+    assert f"device = {device!r}: must be a device that torch has here" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (("--html", "/dev/null"), "html = '/dev/null': must be a file, or not exist"),
+        (("--html", "no/such/page.html"), "html = 'no/such/page.html': cannot be written: No such file or directory"),
+        (("--length", "99999999999999999999"), "length = 99999999999999999999: must be at least 1, and at most"),
+        (("--shape", "4000000000000000000/1/8"), "shape = 4000000000000000000: must be at least 1, and at most"),
+        (("--threads", "100000"), "threads"),
+    ],
+)
+def test_a_bench_is_refused_before_it_measures(refused: Refused, options: tuple[str, ...], rule: str) -> None:
+    assert rule in refused("bench", "decode", "--quick", *options)

@@ -132,6 +132,16 @@ def test_max_length_is_room_at_once_and_a_limit() -> None:
     assert ours.length == 50
 
 
+def test_max_length_is_a_limit_of_windows_too() -> None:
+    ours = HeadwiseCache(config(sliding_window=8), max_length=50)
+    told((ours,), 20)
+    told((ours,), 30)
+    keys = torch.zeros(2, 2, 1, 8)
+    with pytest.raises(headwise.ArgumentError, match="cache length = 51: is over max_length = 50"):
+        ours.update(keys, keys, 0)
+    assert ours.length == 50
+
+
 @pytest.mark.parametrize("max_length", [0, -1, 2.5, True, "8"])
 def test_a_limit_that_is_none_is_refused(max_length: Any) -> None:
     with pytest.raises(headwise.ArgumentError, match="max_length"):
@@ -242,6 +252,10 @@ def test_int8_returns_weights_where_they_are_asked_for() -> None:
 def test_int8_is_refused_where_nothing_would_read_it() -> None:
     with pytest.raises(headwise.ArgumentError, match="quantize = 'int4': must be int8 or None"):
         HeadwiseCache(config(), quantize="int4")  # type: ignore[arg-type]
+    with pytest.raises(
+        headwise.ArgumentError, match="quantize = 'int8': is read by attn_implementation='headwise' alone"
+    ):
+        HeadwiseCache(tiny_family("llama"), quantize="int8")
     ours = HeadwiseCache(config(), quantize="int8")
     latent = torch.randn(2, 1, 4, 12)
     with pytest.raises(headwise.ArgumentError, match="is for keys and values of heads, not for latents"):

@@ -193,6 +193,12 @@ def test_what_it_cannot_is_refused_and_auto_goes_another_way(change: dict[str, o
     assert attend(query, key, value).shape == (1, 2, 1, 16)
 
 
+def test_a_mask_that_lies_elsewhere_is_refused() -> None:
+    query = torch.randn(1, 2, 1, 16)
+    with pytest.raises(ArgumentError, match="attn_mask device = 'meta': must be cpu, the query's"):
+        attend(query, query, query, torch.ones(1, 1, dtype=torch.bool, device="meta"))
+
+
 def test_dropout_and_weights_are_refused() -> None:
     query = torch.randn(1, 2, 1, 16)
     with pytest.raises(ArgumentError, match="backend = 'fused': knows no dropout"):
@@ -220,6 +226,45 @@ def test_it_is_compiled_once(afresh: Path) -> None:
     assert [file.name for file in first.path.parent.iterdir()] == [first.path.name]
     assert build.built().path == first.path
     assert first.path.stat().st_mtime_ns == made
+
+
+def test_a_library_that_was_cut_is_made_again(afresh: Path) -> None:
+    first = build.built()
+    assert first.path is not None
+    whole = first.path.read_bytes()
+    for content in (whole[:4096], b"", b"junk" * 99):
+        other = first.path.with_name("other")  # this process has the first one mapped
+        other.write_bytes(content)
+        assert not build._is_whole(other)
+    other.unlink()
+    assert build._is_whole(first.path)
+    code = "from headwise.kernels.native import built; print(built())"
+    first.path.unlink()
+    first.path.write_bytes(whole[:100_000])
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "compiled by" in said.stdout
+    assert build._is_whole(first.path)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("exit 0", "file too short"),
+        ("printf 'caf\\351 error: none' >&2; exit 1", "failed: caf� error: none"),
+        ('for last; do :; done; echo "void f() {}" | c++ -x c++ -shared -fPIC - -o "$last"', "headwise_decode"),
+    ],
+)
+def test_a_compiler_that_makes_something_else_is_told_of(
+    afresh: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    compiler = afresh / "odd"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    found = build.built()
+    assert found.library is None
+    assert reason in found.reason
+    assert list((afresh / "headwise" / "kernels").iterdir()) == []
 
 
 def test_without_a_compiler_it_says_so(afresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -49,12 +50,15 @@ class Apart:
 
     def __init__(self, make: Callable[[str, int], Engine], source: str | Path, room: int) -> None:
         given = (make.__module__, make.__name__, str(source), str(room), str(torch.get_num_threads()))
+        # Of ours, so that what an engine has written goes whatever ends it.
+        self._folder = tempfile.TemporaryDirectory(prefix="headwise-bench-")
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"import sys; from {__name__} import serve; serve(*sys.argv[1:])", *given],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env={**os.environ, "TMPDIR": self._folder.name},
         )
         try:
             self.note: str | None = self._told()
@@ -68,6 +72,7 @@ class Apart:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
+        self._folder.cleanup()
 
     def read(self, ids: list[int]) -> None:
         """Read a prompt, once."""

@@ -32,6 +32,17 @@ _BETWEEN = 256 << 20
 read since; more than processors' own caches hold."""
 
 
+_MOST = 2**31 - 1
+
+
+def check_sizes(**sizes: Sequence[int]) -> None:
+    """Refuse what is not positive, by its name."""
+    for name, values in sizes.items():
+        for value in values:
+            if not 1 <= value <= _MOST:
+                raise ArgumentError(name, value, f"must be at least 1, and at most {_MOST}")
+
+
 @dataclass(frozen=True)
 class Shape:
     """What is attended with: ``9/3/64`` is heads, key–value heads, head dim; ``16/512+64`` absorbed MLA's."""
@@ -63,6 +74,7 @@ class Shape:
             raise ArgumentError("shape", text, rule) from None
         if min(shape.H, shape.K, shape.V) < 1 or shape.D < shape.V or shape.H % shape.K:
             raise ArgumentError("shape", text, f"{rule}; heads a multiple of KV heads")
+        check_sizes(shape=(shape.H, shape.D))
         return shape
 
     def __str__(self) -> str:
@@ -246,14 +258,6 @@ def read_dtype(text: str) -> torch.dtype:
         raise ArgumentError("dtype", text, f"must be one of {', '.join(known)}")
     dtype: torch.dtype = getattr(torch, text)
     return dtype
-
-
-def check_sizes(**sizes: Sequence[int]) -> None:
-    """Refuse what is not positive, by its name."""
-    for name, values in sizes.items():
-        for value in values:
-            if value < 1:
-                raise ArgumentError(name, value, "must be at least 1")
 
 
 def check_device(device: str) -> None:

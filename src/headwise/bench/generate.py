@@ -88,7 +88,8 @@ def bench_generate(
     steps = 2 * (repeats + _UNTIMED)
     _check(contexts, steps, [stock, *others.values()])
     ours, sdpa, eager = optimize(_shared(stock)), _set(stock, "sdpa"), _set(_shared(stock), "eager")
-    ids = torch.randint(5, stock.get_input_embeddings().weight.shape[0] - 1, (max(contexts),)).tolist()
+    words = min(model.get_input_embeddings().weight.shape[0] for model in (stock, *others.values()))
+    ids = torch.randint(words, (max(contexts),)).tolist()
     cases = [_Case(ids[:context]) for context in contexts]
     with ExitStack() as stack:
         for case in cases:

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -70,6 +71,39 @@ def write_whole(path: Path, content: bytes) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(content)
     replace(new, path)
+
+
+def refuse_no_file(field: str, path: Path) -> None:
+    """Refuse, before any work, a file that could not be written: no folder for it, or what is there is no plain file.
+
+    Raises:
+        ArgumentError: so it is.
+    """
+    try:
+        found = path.resolve()
+        if found.exists() and not found.is_file():
+            raise ArgumentError(field, str(path), "must be a file, or not exist")
+        with tempfile.TemporaryFile(dir=found.parent):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise ArgumentError(
+            field, str(path), f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        ) from None
+
+
+def write_among_others(path: Path, content: bytes) -> None:
+    """As `write_whole`, in a folder that is not ours: under a new name until then, and where a link leads."""
+    path = path.resolve()
+    handle, new = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(new, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~mask)
+        replace(Path(new), path)
+    finally:
+        Path(new).unlink(missing_ok=True)
 
 
 def lock_folder(folder: Path) -> int:

@@ -29,7 +29,7 @@ Shapes = Annotated[
 Lengths = Annotated[list[int] | None, typer.Option("--length", help="Tokens; may be repeated.")]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bfloat16 or float16; may be repeated.")]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; torch's own number when left out.", min=1)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; torch's own number when left out.", min=1, max=1024)]
 Quick = Annotated[bool, typer.Option("--quick", help="A smaller grid, in less than a minute.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")]
 
@@ -52,7 +52,7 @@ def decode(
 ) -> None:
     """One decoding step of attention: headwise, SDPA, FlexAttention, and copies for every head."""
     with progress_bar() as progress:
-        _use(threads)
+        _prepare(threads, html)
         from headwise.bench import Shape, bench_decode
 
         found = bench_decode(
@@ -82,7 +82,7 @@ def prefill(
 ) -> None:
     """Causal attention over a prompt."""
     with progress_bar() as progress:
-        _use(threads)
+        _prepare(threads, html)
         from headwise.bench import Shape, bench_prefill
 
         found = bench_prefill(
@@ -110,7 +110,7 @@ def module(
 ) -> None:
     """Whole attention layers: headwise, transformers, x-transformers, torch's, and the guides' way."""
     with progress_bar() as progress:
-        _use(threads)
+        _prepare(threads, html)
         from headwise.bench import bench_module
 
         found = bench_module(
@@ -143,7 +143,7 @@ def generate(
 ) -> None:
     """A whole model, one token after another: stock, optimised, and other engines."""
     with progress_bar() as progress:
-        _use(threads)
+        _prepare(threads, html)
         from headwise.bench import bench_generate
 
         found = bench_generate(
@@ -158,7 +158,12 @@ def generate(
     _show(found, html, as_json=as_json)
 
 
-def _use(threads: int | None) -> None:
+def _prepare(threads: int | None, html: Path | None) -> None:
+    """What is to be found out, or set, before anything is measured."""
+    if html is not None:
+        from headwise.checkpoints.disk import refuse_no_file
+
+        refuse_no_file("html", html)
     if threads is not None:
         import torch
 
@@ -167,14 +172,21 @@ def _use(threads: int | None) -> None:
 
 def _show(found: Bench, html: Path | None, *, as_json: bool) -> None:
     command = shlex.join(["headwise", *sys.argv[1:]])
-    if html is not None:
-        from headwise.bench import page
-        from headwise.checkpoints.disk import write_whole
-
-        write_whole(html, page(found, command).encode())
     if as_json:
         emit({**found.to_dict(), "command": command})
-        return
+    else:
+        _print(found)
+    if html is not None:
+        from headwise.bench import page
+        from headwise.checkpoints.disk import clearly, write_among_others
+
+        with clearly("html", html):
+            write_among_others(html, page(found, command).encode())
+        if not as_json:
+            out.print(f"wrote {escape(str(html))}")
+
+
+def _print(found: Bench) -> None:
     out.print(_wide(found) if len(found.ways()) <= _SIDE_BY_SIDE else _long(found))
     out.print("ms: medians of interleaved runs. limit: the larger of bytes over the read")
     out.print("bandwidth and FLOPs over 0.7 of the matmul peak, both measured beside each case;")
@@ -183,8 +195,6 @@ def _show(found: Bench, html: Path | None, *, as_json: bool) -> None:
         out.print(f"{escape(way)}: {ratio:.1f} × the time of headwise, in the median")
     for note in (*found.notes, *_errors(found)):
         out.print(escape(note))
-    if html is not None:
-        out.print(f"wrote {escape(str(html))}")
 
 
 _SIDE_BY_SIDE = 6

@@ -11,7 +11,7 @@ import torch
 
 from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer
 from headwise.errors import ArgumentError
-from headwise.hf import as_dtype, load, open_decoder
+from headwise.hf import as_device, as_dtype, load, open_decoder
 from headwise.progress import Progress, silent
 
 
@@ -99,23 +99,6 @@ def open_pair(
     checkpoints = {name: open_decoder(source) for name, source in sources.items()}
     common = reduce(torch.promote_types, (checkpoint.dtype for checkpoint in checkpoints.values()))
     return Pair(sources=sources, checkpoints=checkpoints, dtype=wanted or common, device=place, progress=progress)
-
-
-def as_device(device: str | None) -> torch.device:
-    """A torch device that this machine has; the CPU when None.
-
-    Raises:
-        ArgumentError: it has none of that name.
-    """
-    rule = "must be a device that torch has here, such as cpu or cuda"
-    try:
-        found = torch.device("cpu" if device is None else device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError):  # a torch without CUDA asserts
-        raise ArgumentError("device", device, rule) from None
-    if found.type == "meta":  # no numbers come out of it
-        raise ArgumentError("device", device, rule)
-    return found
 
 
 def check_vocabulary(models: dict[str, Any], largest: int) -> None:

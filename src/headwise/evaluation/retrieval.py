@@ -15,10 +15,9 @@ from transformers import AutoModel
 
 from headwise.checkpoints import dtype_name, load_tokenizer, model_path, tokenize
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation.pair import as_device
 from headwise.evaluation.rate import Rate, rate
 from headwise.evaluation.text import read_jsonl
-from headwise.hf import as_dtype
+from headwise.hf import as_device, as_dtype
 from headwise.progress import Progress, silent
 
 _BATCH = 4096

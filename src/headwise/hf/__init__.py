@@ -7,6 +7,7 @@ from headwise.hf.interface import attention_forward
 from headwise.hf.interface import register as register_attention
 from headwise.hf.layerwise import AttentionCall, LayerwiseModel
 from headwise.hf.load import (
+    as_device,
     as_dtype,
     auto_class,
     check_complete,
@@ -28,6 +29,7 @@ __all__ = [
     "HostedLatentAttention",
     "LayerCache",
     "LayerwiseModel",
+    "as_device",
     "as_dtype",
     "attention_forward",
     "auto_class",

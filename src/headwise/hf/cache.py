@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from headwise.errors import ArgumentError
+from headwise.hf.interface import NAME
 from headwise.kernels import pack
 
 _LEAST_ROOM = 256
@@ -34,7 +35,8 @@ class HeadwiseCache(DynamicCache):
             attention is ``headwise`` (by name or `headwise.optimize`). Sliding windows stay as they are.
 
     Raises:
-        ArgumentError: ``max_length`` is not a whole number of at least 1, or ``quantize`` is neither None nor int8.
+        ArgumentError: ``max_length`` is not a whole number of at least 1, or ``quantize`` is neither None nor int8,
+            or is int8 and the model's attention is not headwise's.
 
     >>> model.generate(**inputs, past_key_values=HeadwiseCache(model))  # doctest: +SKIP
     """
@@ -47,6 +49,10 @@ class HeadwiseCache(DynamicCache):
         config = getattr(model, "config", model)
         if not hasattr(config, "get_text_config"):
             raise ArgumentError("model", type(model).__name__, "must be a transformers model or config")
+        attention = getattr(config, "_attn_implementation", None)
+        if quantize is not None and attention not in (None, NAME):
+            rule = f"is read by attn_implementation={NAME!r} alone, and the model's is {attention!r}"
+            raise ArgumentError("quantize", quantize, rule)
         super().__init__(config=config)
         self.max_length = max_length
         self.layers: list[Any] = [_with_room(layer, max_length, quantize) for layer in self.layers]
@@ -76,7 +82,7 @@ def _with_room(layer: Any, max_length: int | None, quantize: str | None) -> Any:
     if type(layer) is DynamicLayer:
         return GrowingLayer(max_length) if quantize is None else QuantizedLayer(max_length)
     if type(layer) is DynamicSlidingWindowLayer:
-        return SlidingLayer(layer.sliding_window)
+        return SlidingLayer(layer.sliding_window, max_length)
     return layer
 
 
@@ -132,6 +138,11 @@ def _joins(held: Tensor | None, new: Tensor) -> bool:
     return new.shape[3] == 0 or (torch.is_grad_enabled() and wanting)
 
 
+def _refuse_more(total: int, most: int | None) -> None:
+    if most is not None and total > most:
+        raise ArgumentError("cache length", total, f"is over max_length = {most}")
+
+
 class GrowingLayer(DynamicLayer):
     """transformers' `DynamicLayer` with room behind the tokens.
 
@@ -160,9 +171,7 @@ class GrowingLayer(DynamicLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        total = self.keys.shape[2] + key_states.shape[2]
-        if self.max_length is not None and total > self.max_length:
-            raise ArgumentError("cache length", total, f"is over max_length = {self.max_length}")
+        _refuse_more(self.keys.shape[2] + key_states.shape[2], self.max_length)
         self.keys = self._append(self.rooms[0], self.keys, key_states)
         self.values = self._append(self.rooms[1], self.values, value_states)
         return self.keys, self.values
@@ -215,8 +224,9 @@ class QuantizedLayer(GrowingLayer):
 class SlidingLayer(DynamicSlidingWindowLayer):
     """transformers' `DynamicSlidingWindowLayer`, which moves its window only when the room behind it runs out."""
 
-    def __init__(self, sliding_window: int) -> None:
+    def __init__(self, sliding_window: int, max_length: int | None = None) -> None:
         super().__init__(sliding_window=sliding_window)
+        self.max_length = max_length
         self.rooms = (_Room(), _Room())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -226,6 +236,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append ``[B, K, S, D]``; what the new tokens may see: the window before them, and themselves."""
+        _refuse_more(self.cumulative_length + key_states.shape[2], self.max_length)
         if self.record_past:  # nothing is forgotten then until `crop`
             kept: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return kept

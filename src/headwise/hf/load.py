@@ -35,10 +35,10 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         device: where to put it; the CPU when None.
 
     Raises:
-        ArgumentError: there is no such source, or dtype.
+        ArgumentError: there is no such source, dtype or device.
         CheckpointError: its files are missing, damaged, pickles, quantised or ask for code of their own.
     """
-    wanted = None if dtype is None else as_dtype(dtype)
+    wanted, place = None if dtype is None else as_dtype(dtype), as_device(device)
     checkpoint = open_checkpoint(model_path(source))
     known = has_family(checkpoint.config.get("model_type"))
     if known:
@@ -69,7 +69,24 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
             raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
     check_finite(model)
     model = model.eval()
-    return model if device is None else model.to(device)
+    return model if device is None else model.to(place)
+
+
+def as_device(device: str | None) -> torch.device:
+    """A torch device that this machine has; the CPU when None.
+
+    Raises:
+        ArgumentError: it has none of that name.
+    """
+    rule = "must be a device that torch has here, such as cpu or cuda"
+    try:
+        found = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError):  # a torch without CUDA asserts
+        raise ArgumentError("device", device, rule) from None
+    if found.type == "meta":  # no numbers come out of it
+        raise ArgumentError("device", device, rule)
+    return found
 
 
 def open_decoder(source: str | Path) -> Checkpoint:

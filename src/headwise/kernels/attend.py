@@ -135,6 +135,8 @@ def attend(
     if not 0.0 <= dropout_p < 1.0:
         raise ArgumentError("dropout_p", dropout_p, "must be at least 0 and below 1")
     check_window(window, is_causal)
+    if attn_mask is not None and attn_mask.device != query.device:
+        raise ArgumentError("attn_mask device", str(attn_mask.device), f"must be {query.device}, the query's")
     if window is not None and window >= T:
         window = None
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))

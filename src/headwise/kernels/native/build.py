@@ -13,8 +13,10 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +29,7 @@ _SOURCES = ("decode.cpp", "linear.cpp")
 _HEADERS = ("lanes.h", "tiles.h", "threads.h", "vectors.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
-    *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w"),
+    *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w", "-pipe"),
     # Sums may be contracted; nothing else of what numbers mean is given up.
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
 )
@@ -69,12 +71,12 @@ def built() -> Build:
     command = [*compiler, *_FLAGS, _native()]
     try:
         path = _folder() / f"kernels-{_fingerprint(command)}.so"
-        if not path.exists():
+        if not _is_whole(path):
             _compile(command, path)
         library = _load(path)
     except subprocess.CalledProcessError as error:
         return Build(None, None, f"{compiler[0]} failed: {_first_error(error.stderr)}")
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return Build(None, None, f"{compiler[0]}: {error}")
     has_pairs, has_half = bool(library.headwise_has_pairs()), bool(library.headwise_has_half())
     return Build(library, path, f"compiled by {compiler[0]}", has_pairs, has_half)
@@ -175,12 +177,47 @@ def _compile(command: list[str], path: Path) -> None:
     os.close(handle)
     try:
         sources = (str(Path(__file__).with_name(name)) for name in _SOURCES)
-        subprocess.run(
-            [*command, *sources, "-o", made], check=True, capture_output=True, text=True, timeout=_PATIENCE
-        )
+        _run([*command, *sources, "-o", made])
+        _load(Path(made))  # what is no such library is not kept
+        with open(made, "r+b") as file:
+            content = file.read()
+            file.write(hashlib.sha256(content).digest())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(made, path)
     finally:
         Path(made).unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> None:
+    """Compile; when that is ended, whatever the compiler has started is too."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=_PATIENCE)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there as it was made: the loader ends the process at a file that was cut."""
+    if not path.exists():
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
+
+
+_DIGEST = hashlib.sha256().digest_size
 
 
 def _load(path: Path) -> ctypes.CDLL:
