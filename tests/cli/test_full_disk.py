@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,3 +42,13 @@ def test_a_full_disk(cli: Callable[..., Said], here: Path, command: str, size: i
     assert not (here / "out").exists()
     assert cli(command, "source", "out", *options).status == 0
     assert content(here / "out") == content(here / "whole")
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status", "said"), [(">/dev/full", 1, "headwise: no space left to write to\n"), (">&-", 0, "")]
+)
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_output_that_cannot_be_written(redirected: str, status: int, said: str, options: str) -> None:
+    command = f"{sys.executable} -m headwise inspect llama-3-8b {options} {redirected}"
+    done = subprocess.run(command, check=False, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, said)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import signal
 import sys
 import threading
@@ -35,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half-written stays
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (closed by the caller)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a table's × on a terminal that has none
@@ -43,6 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     word = "interrupted"
     try:
         status = app(args=arguments, prog_name="headwise", standalone_mode=False)
+        sys.stdout.flush()
     except HeadwiseError as error:
         _complain(str(error))
     except usage_error as error:
@@ -58,6 +62,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
     except BrokenPipeError:
         sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.stderr.write("headwise: no space left to write to\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is tried again at the end
         sys.exit(1)
     if status == _INTERRUPTED:  # typer turns Ctrl-C into this by itself
         sys.stderr.write(f"headwise: {word}\n")
