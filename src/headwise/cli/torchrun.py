@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 from headwise.cli.app import StoppedError, err
 from headwise.errors import HeadwiseError
 
 _FAILED = "headwise/failed"
+_LOST = "headwise: another process of this run was ended; the same command goes on from there"
+_PATIENCE = 10
+"""Seconds to end by itself; torchrun kills after thirty."""
 _WAIT = timedelta(days=2)
 """A layer's solution may take the first process long; one that has died is noticed at once, by its connection."""
 
@@ -45,6 +51,7 @@ def as_one_process() -> Iterator[None]:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
+    tells = _watch(store, rank, lambda: ending)
     try:
         yield
     except BaseException as error:
@@ -54,12 +61,48 @@ def as_one_process() -> Iterator[None]:
             if (first := store.compare_set(_FAILED, "", own).decode()) != own:  # another has failed, and said so
                 sys.exit(int(first.split()[1]))
         if isinstance(error, RuntimeError) and _is_lost(error):
-            sys.stderr.write("headwise: another process of this run was ended; the same command goes on from there\n")
+            sys.stderr.write(f"{_LOST}\n")
             sys.exit(1)
         raise
     else:
         dist.destroy_process_group()
         signal.signal(signal.SIGTERM, before)
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(tells)
+
+
+def _watch(store: Any, rank: int, is_ending: Callable[[], bool]) -> int:
+    """End this process some seconds after SIGTERM where Python's own handler has not run.
+
+    A library in which the main thread waits, for a process that is no more, lets no handler run.
+
+    Returns:
+        The end of a pipe that is to be closed when nobody needs watching any more.
+    """
+    told, tells = os.pipe()
+    os.set_blocking(tells, False)
+    signal.set_wakeup_fd(tells)
+
+    def watch() -> None:
+        while (got := os.read(told, 1)) and got[0] != signal.SIGTERM:
+            pass
+        if not got:
+            os.close(told)
+            return
+        time.sleep(_PATIENCE)
+        if is_ending():
+            return
+        own = f"{rank} 1"
+        with suppress(RuntimeError):
+            if (first := store.compare_set(_FAILED, "", own).decode()) != own:
+                os._exit(int(first.split()[1]))
+        sys.stderr.write(f"{_LOST}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return tells
 
 
 def _status(error: BaseException) -> int:
