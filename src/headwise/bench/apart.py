@@ -1,7 +1,7 @@
 """An engine in a process of its own.
 
 In one process OpenMP, which engines share with torch, counts more threads than cores, and puts threads to sleep
-between any two products: headwise took twice as long a token from the moment that CTranslate2 had read a prompt.
+between any two products; headwise, which makes many short ones, is then measured at something else than its speed.
 """
 
 from __future__ import annotations
@@ -111,12 +111,6 @@ def serve(module: str, make: str, source: str, room: str, threads: str) -> None:
         engine = getattr(importlib.import_module(module), make)(source, int(room))
         return engine.note
 
-    def read(ids: list[int]) -> None:
-        engine.read(ids)
-
-    def step(token: int) -> float:
-        return seconds(partial(engine.step, token))
-
     def answer(call: Callable[[], object]) -> bool:
         try:
             told = {"told": call()}
@@ -127,8 +121,11 @@ def serve(module: str, make: str, source: str, room: str, threads: str) -> None:
         print(json.dumps(told), file=answers)
         return "told" in told
 
-    asked: dict[str, Callable[[Any], object]] = {"read": read, "step": step}
     if answer(start):
+        asked: dict[str, Callable[[Any], object]] = {
+            "read": engine.read,
+            "step": lambda token: seconds(partial(engine.step, token)),
+        }
         for line in sys.stdin:
             what, given = json.loads(line)
             answer(partial(asked[what], given))

@@ -30,13 +30,12 @@ DTYPES = ("float32", "bfloat16")
 _BETWEEN = 256 << 20
 """Bytes of caches that are read in turn, so that each comes from memory as in a model, where all other layers' were
 read since; more than processors' own caches hold."""
-
-
 _MOST = 2**31 - 1
+"""What a size may be: torch counts numbers in 64 bits, and cannot say what does not fit."""
 
 
 def check_sizes(**sizes: Sequence[int]) -> None:
-    """Refuse what is not positive, by its name."""
+    """Refuse what is not positive, or could be no size, by its name."""
     for name, values in sizes.items():
         for value in values:
             if not 1 <= value <= _MOST:
