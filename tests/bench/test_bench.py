@@ -276,6 +276,12 @@ def test_caches_are_read_in_turn_by_all_ways_together() -> None:
     assert read == pytest.approx([n % 3 for n in range(len(read))])
 
 
+def test_what_is_named_twice_is_measured_once() -> None:
+    shapes = [Shape.parse("2/1/8"), Shape.parse("2/1/8")]
+    found = bench_decode(shapes=shapes, lengths=[4, 4], batches=[1, 1], dtypes=["float32", "float32"], quick=True)
+    assert len(found.cases) == 1
+
+
 def test_latents_need_no_rotation_to_be_latents() -> None:
     shape = Shape.parse("16/512+0")
     assert shape.is_latent
@@ -365,6 +371,12 @@ def test_modules_and_models_fit_a_terminal(cli: Callable[..., Said], tmp_path: P
         (("decode", "--length", "0"), "length = 0: must be at least 1"),
         (("decode", "--batch", "-2"), "batch = -2: must be at least 1"),
         (("decode", "--dtype", "int8"), "dtype = 'int8': must be one of float32"),
+        (("decode", "--length", "9", "--cache-mib", "1"), "cache_mib = 1: must not be given beside lengths"),
+        (("decode", "--shape", "8/1/64", "--length", "2000000000"), "must fit in memory: "),
+        (
+            ("prefill", "--shape", "8/1/64", "--length", "2000000000"),
+            "shape = '8/1/64': must fit in memory: 17,166.1",
+        ),
         (("prefill", "--shape", "8/64+8"), "prompts are read expanded"),
         (("module", "--heads", "3"), "hidden_size = 2048: must be a multiple of twice num_heads"),
         (("generate", "nowhere"), "nowhere"),

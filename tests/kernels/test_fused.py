@@ -250,6 +250,7 @@ def test_a_library_that_was_cut_is_made_again(afresh: Path) -> None:
     ("script", "reason"),
     [
         ("exit 0", "file too short"),
+        ("echo 'ld: error: cannot go on' >&2; echo 'as: x.o: No space left on device' >&2; exit 1", "No space left"),
         ("printf 'caf\\351 error: none' >&2; exit 1", "failed: caf� error: none"),
         ('for last; do :; done; echo "void f() {}" | c++ -x c++ -shared -fPIC - -o "$last"', "headwise_decode"),
     ],
@@ -271,6 +272,13 @@ def test_without_a_compiler_it_says_so(afresh: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(afresh))
     monkeypatch.delenv("CXX", raising=False)
     assert build.built() == build.Build(None, None, "no C++ compiler: neither $CXX nor c++, g++, clang++")
+
+
+def test_a_compiler_that_is_not_there_is_told_of(afresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/none/such -O1")
+    found = build.built()
+    assert found.library is not None
+    assert found.reason.endswith("; $CXX, /none/such, is not there")
 
 
 def test_a_compiler_that_fails_is_quoted(afresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

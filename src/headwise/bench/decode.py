@@ -6,10 +6,10 @@ Shapes: B batch, H query heads, K key–value heads, S new tokens, T tokens in t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from headwise.kernels.libraries import causal_block_mask
 from headwise.measurement.limits import Probes
 from headwise.measurement.memory import available_bytes
 from headwise.progress import Progress, silent
+
+_Any = TypeVar("_Any")
 
 LENGTHS = (512, 2048, 8192, 32768)
 BATCHES = (1, 4)
@@ -40,6 +42,20 @@ def check_sizes(**sizes: Sequence[int]) -> None:
         for value in values:
             if not 1 <= value <= _MOST:
                 raise ArgumentError(name, value, f"must be at least 1, and at most {_MOST}")
+
+
+def check_fits(shape: Shape, nbytes: int, device: str, **sizes: int) -> None:
+    """Refuse tensors of a shape that memory does not hold, before anything is measured."""
+    available = available_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
+    if available is not None and nbytes > available:
+        told = ", ".join(f"{name} {value:,}" for name, value in sizes.items())
+        rule = f"must fit in memory: {nbytes / 2**30:,.1f} GiB with {told}; {available / 2**30:,.1f} are free"
+        raise ArgumentError("shape", str(shape), rule)
+
+
+def each(values: Iterable[_Any]) -> list[_Any]:
+    """Those given, once each: what is named twice is not measured twice."""
+    return list(dict.fromkeys(values))
 
 
 @dataclass(frozen=True)
@@ -120,18 +136,23 @@ def bench_decode(
         progress: told of each case.
 
     Raises:
-        ArgumentError: a size is not positive, a dtype is not known, or there is no such device.
+        ArgumentError: a size is not positive or does not fit in memory, ``lengths`` and ``cache_mib`` are both given,
+            a dtype is not known, or there is no such device.
     """
-    shapes = shapes or (QUICK if quick else SHAPES)
-    lengths = lengths or ((512, 4096) if quick else LENGTHS)
-    batches = batches or ((1,) if quick else BATCHES)
-    kinds = [read_dtype(text) for text in dtypes or DTYPES]
+    if lengths and cache_mib is not None:
+        raise ArgumentError("cache_mib", cache_mib, "must not be given beside lengths, which it makes")
+    shapes = each(shapes or (QUICK if quick else SHAPES))
+    lengths = each(lengths or ((512, 4096) if quick else LENGTHS))
+    batches = each(batches or ((1,) if quick else BATCHES))
+    kinds = each(read_dtype(text) for text in dtypes or DTYPES)
     check_sizes(length=lengths, batch=batches, tokens=(tokens,), cache_mib=() if cache_mib is None else (cache_mib,))
     check_device(device)
     grid = list(itertools.product(kinds, shapes, batches, lengths))
     if cache_mib is not None:
         few = itertools.product(kinds, shapes, batches)
         grid = [(*case, max(1, (cache_mib << 20) // case[1].nbytes(case[2], 1, case[0].itemsize))) for case in few]
+    for dtype, shape, B, T in grid:
+        check_fits(shape, shape.nbytes(B, T, dtype.itemsize), device, length=T, batch=B)
     cases, probes = [], {dtype: Probes(dtype, device) for dtype in kinds}
     for index, (dtype, shape, B, T) in enumerate(grid):
         progress("decoding", index, len(grid))

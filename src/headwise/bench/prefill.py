@@ -16,7 +16,9 @@ from headwise.bench.decode import (
     DTYPES,
     Shape,
     check_device,
+    check_fits,
     check_sizes,
+    each,
     expanded,
     read_dtype,
     short_name,
@@ -56,18 +58,20 @@ def bench_prefill(
         progress: told of each case.
 
     Raises:
-        ArgumentError: a size is not positive, a dtype is not known, there is no such device, or a shape is absorbed
-            MLA's, which no prompt is read by.
+        ArgumentError: a size is not positive or does not fit in memory, a dtype is not known, there is no such
+            device, or a shape is absorbed MLA's, which no prompt is read by.
     """
-    shapes = shapes or (SHAPES[::2] if quick else SHAPES)
-    lengths = lengths or ((512, 1024) if quick else LENGTHS)
-    kinds = [read_dtype(text) for text in dtypes or DTYPES]
+    shapes = each(shapes or (SHAPES[::2] if quick else SHAPES))
+    lengths = each(lengths or ((512, 1024) if quick else LENGTHS))
+    kinds = each(read_dtype(text) for text in dtypes or DTYPES)
     check_sizes(length=lengths)
     check_device(device)
     for shape in shapes:
         if shape.is_latent:
             raise ArgumentError("shape", str(shape), "must be HEADS/KV_HEADS/HEAD_DIM: prompts are read expanded")
     grid = list(itertools.product(kinds, shapes, lengths))
+    for dtype, shape, T in grid:
+        check_fits(shape, 2 * (shape.H + shape.K) * T * shape.D * dtype.itemsize, device, length=T)
     cases, probes = [], {dtype: Probes(dtype, device) for dtype in kinds}
     for index, (dtype, shape, T) in enumerate(grid):
         progress("prefilling", index, len(grid))

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _SOURCES = ("decode.cpp", "linear.cpp")
-_HEADERS = ("lanes.h", "tiles.h", "threads.h", "vectors.h")
+_HEADERS = ("lanes.h", "sight.h", "threads.h", "tiles.h", "vectors.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w", "-pipe"),
@@ -63,9 +63,10 @@ class Build:
 def built() -> Build:
     """The kernels, compiled now if they were not before; never an error: without them torch's own ways serve."""
     try:
-        compiler = _compiler()
+        given = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
         return Build(None, None, f"$CXX is no command: {error}")
+    compiler = _compiler(given)
     if compiler is None:
         return Build(None, None, f"no C++ compiler: neither $CXX nor {', '.join(_COMPILERS)}")
     command = [*compiler, *_FLAGS, _native()]
@@ -79,7 +80,8 @@ def built() -> Build:
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return Build(None, None, f"{compiler[0]}: {error}")
     has_pairs, has_half = bool(library.headwise_has_pairs()), bool(library.headwise_has_half())
-    return Build(library, path, f"compiled by {compiler[0]}", has_pairs, has_half)
+    instead = f"; $CXX, {given[0]}, is not there" if given and not shutil.which(given[0]) else ""
+    return Build(library, path, f"compiled by {compiler[0]}{instead}", has_pairs, has_half)
 
 
 def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = False) -> str | None:
@@ -125,8 +127,8 @@ def are_plain(*tensors: Tensor | None) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _compiler() -> list[str] | None:
-    given = shlex.split(os.environ.get("CXX", ""))
+def _compiler(given: list[str]) -> list[str] | None:
+    """The one that is asked for, or the first that is there."""
     for name in (given, *([name] for name in _COMPILERS)):
         if name and (found := shutil.which(name[0])):
             return [found, *name[1:]]
@@ -229,4 +231,5 @@ def _load(path: Path) -> ctypes.CDLL:
 
 def _first_error(output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
+    said = (line for words in ("No space left", "error") for line in lines if words in line)
+    return next(said, lines[0] if lines else "it said nothing")

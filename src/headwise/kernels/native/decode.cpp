@@ -9,25 +9,10 @@
 #include <cstdlib>
 #include <new>
 
-#include "lanes.h"
+#include "sight.h"
 #include "threads.h"
 
 namespace {
-
-struct Arguments {
-  const void *query, *key, *value;
-  void* out;
-  const uint8_t* mask;                        // true where a query attends, or null
-  const float *key_scale, *value_scale;       // of each token, or null
-  int64_t B, K, G, S, T, D, V;                // G query heads a key–value head
-  int64_t query_stride[3], out_stride[3];     // batch, head, token
-  int64_t key_stride[3], value_stride[3];     // in numbers; the last dimension is dense
-  int64_t key_scale_stride[3], value_scale_stride[3];
-  int64_t mask_stride[4];                     // batch, query head, new token, token
-  int64_t causal, window;                     // a new token sees those up to itself; at most so many, all when 0
-  int64_t threads;
-  double scale;
-};
 
 // Room that grows and is kept for the next call.
 class Room {
@@ -70,6 +55,7 @@ class Decoding {
   // Keys can be broadcast as they are.
   static constexpr bool HAS_SIDES = HAS_LANES && std::is_same_v<typename A::Query, T>;
   const Arguments& a_;
+  const Sight sight_;
   const int rows_;
   const int groups_, beside_;  // groups of eight rows side by side, and the rows that are in them: the first ones
   const int64_t D_, V_;        // padded
@@ -78,6 +64,7 @@ class Decoding {
  public:
   explicit Decoding(const Arguments& a)
       : a_(a),
+        sight_(a),
         rows_(int(a.G * a.S)),
         groups_(groups()),
         beside_(std::min(rows_, groups_ * 8)),
@@ -90,13 +77,13 @@ class Decoding {
     static thread_local Room kept;
     char* room = kept.of(up(Found::floats(rows_, V_) * sizeof(float), 64) + scratch());
     const Found found((float*)room, rows_, V_);
-    attend(b, k, range(b), found, room + up(Found::floats(rows_, V_) * sizeof(float), 64));
+    attend(b, k, sight_.range(b), found, room + up(Found::floats(rows_, V_) * sizeof(float), 64));
     for (int row = 0; row < rows_; row++) finish(b, k, row, &found, 1);
   }
 
   void run() const {
     int64_t tokens = 0;
-    for (int64_t b = 0; b < a_.B; b++) tokens += range(b).length() * a_.K;
+    for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length() * a_.K;
     const int threads = threads_for(tokens);
     // A thread's room: what it finds of a unit that is all its own, of its first and of its last, and what it works in.
     const int64_t part = Found::floats(rows_, V_) * sizeof(float), list = up(threads * sizeof(Found), 64);
@@ -112,7 +99,7 @@ class Decoding {
         if (unit.length() ? !mine.length() : thread != 0) return;
         const bool is_whole = mine.length() == unit.length();
         const Found found = found_by(thread, is_whole ? 0 : mine.from > unit.from ? 1 : 2);
-        const int64_t start = range(b).from - unit.from;
+        const int64_t start = sight_.range(b).from - unit.from;
         attend(b, k, {mine.from + start, mine.to + start}, found, room + thread * each + 3 * part + list);
         if (is_whole)
           for (int row = 0; row < rows_; row++) finish(b, k, row, &found, 1);
@@ -136,40 +123,16 @@ class Decoding {
   }
 
  private:
-  struct Range {
-    int64_t from, to;
-    int64_t length() const { return std::max<int64_t>(0, to - from); }
-    Range cut(Range other) const { return {std::max(from, other.from), std::min(to, other.to)}; }
-  };
-
   // f(b, k, where its tokens are among all)
   template <class F>
   void each_unit(F f) const {
     int64_t at = 0;
     for (int64_t b = 0; b < a_.B; b++)
       for (int64_t k = 0; k < a_.K; k++) {
-        const int64_t length = range(b).length();
+        const int64_t length = sight_.range(b).length();
         f(b, k, Range{at, at + length});
         at += length;
       }
-  }
-
-  // Tokens that new token s may see, by the causal rule.
-  Range seen(int64_t s) const {
-    const int64_t to = a_.causal ? a_.T - a_.S + s + 1 : a_.T;
-    return {a_.window ? std::max<int64_t>(0, to - a_.window) : 0, std::max<int64_t>(0, to)};
-  }
-  bool shares_mask() const { return a_.mask && !a_.mask_stride[1] && !a_.mask_stride[2]; }
-
-  // Tokens that any row of a batch row may see.
-  Range range(int64_t b) const {
-    Range all{seen(0).from, seen(a_.S - 1).to};
-    if (shares_mask()) {
-      const uint8_t* mask = a_.mask + b * a_.mask_stride[0];
-      while (all.from < all.to && !mask[all.from * a_.mask_stride[3]]) all.from++;
-      while (all.from < all.to && !mask[(all.to - 1) * a_.mask_stride[3]]) all.to--;
-    }
-    return all;
   }
 
   int threads_for(int64_t tokens) const {
@@ -244,7 +207,7 @@ class Decoding {
         for (int group = 0; group < groups_; group++) {
           ahead.step();
           float* own = scores + group * 8 * BLOCK;
-          hide(b, k, group, token, count, own);
+          sight_.hide_in_group(b, k, group, token, count, own);
           weigh_group(own, count, score_scale(), highs + group * 16, sums + group * 16, weights + group * 8 * A::TOKENS,
                       rows, keep + group * 8);
         }
@@ -288,22 +251,9 @@ class Decoding {
       return count;
     }
     for (; count < most_ && next < to; next++)
-      if (is_seen(b, k, next)) token[count++] = int32_t(next);
+      if (sight_.is_seen(b, k, next)) token[count++] = int32_t(next);
     return count;
   }
-  bool is_seen(int64_t b, int64_t k, int64_t t) const {
-    const int64_t* stride = a_.mask_stride;
-    const uint8_t* mask = a_.mask + b * stride[0] + t * stride[3];
-    if (shares_mask()) return *mask;
-    for (int64_t s = 0; s < a_.S; s++) {
-      const Range sees = seen(s);
-      if (t < sees.from || t >= sees.to) continue;
-      for (int64_t g = 0; g < (stride[1] ? a_.G : 1); g++)
-        if (mask[(k * a_.G + g) * stride[1] + s * stride[2]]) return true;
-    }
-    return false;
-  }
-
   // Where the block's tokens are.
   static void find(const T* first, int64_t stride, const int32_t* token, int count, const T** made) {
     if (token[count - 1] - token[0] == count - 1) {
@@ -336,78 +286,14 @@ class Decoding {
     }
   }
 
-#if HAS_LANES
-  // Scores of a group's rows with tokens that they do not see become nothing.
-  void hide(int64_t b, int64_t k, int group, const int32_t* token, int count, float* scores) const {
-    const auto leave = [&](int pair, __mmask16 seen) {
-      store(scores + pair * W, chosen(seen, all(NOTHING), load(scores + pair * W)));
-    };
-    const int pairs = (count + 1) / 2;
-    if (token[0] < seen(a_.S - 1).from || token[count - 1] >= seen(0).to) {
-      alignas(64) int32_t from[W], to[W];
-      for (int lane = 0; lane < W; lane++) {
-        const Range sees = seen((group * SIDE + lane / 2) % a_.S);
-        from[lane] = int32_t(sees.from), to[lane] = int32_t(sees.to);
-      }
-      for (int p = 0; p < pairs; p++) {
-        int64_t both;
-        memcpy(&both, token + 2 * p, 8);
-        const __m512i tokens = _mm512_set1_epi64(both);
-        leave(p, _mm512_cmpge_epi32_mask(tokens, _mm512_load_si512(from)) &
-                     _mm512_cmplt_epi32_mask(tokens, _mm512_load_si512(to)));
-      }
-    }
-    if (a_.mask && !shares_mask()) {
-      alignas(64) uint64_t sees[SIDE];  // a bit for each of the block's tokens
-      for (int r = 0; r < SIDE; r++) sees[r] = bits_of_mask(b, k, group * SIDE + r, token, count);
-      const __m512i rows = _mm512_load_si512(sees);
-      const __m512i first = _mm512_shuffle_epi32(rows, _MM_PERM_CCAA), last = _mm512_shuffle_epi32(rows, _MM_PERM_DDBB);
-      for (int p = 0; p < pairs; p++) {
-        const __m512i bit = _mm512_set1_epi64(int64_t((1ull | 2ull << 32) << (2 * p % 32)));
-        leave(p, _mm512_test_epi32_mask(p < 16 ? first : last, bit));
-      }
-    }
-    if (count % 2) leave(count / 2, 0x5555);
-  }
-
-  // Which of the block's tokens a row's mask shows.
-  uint64_t bits_of_mask(int64_t b, int64_t k, int row, const int32_t* token, int count) const {
-    if (row >= rows_) return 0;
-    const int64_t* stride = a_.mask_stride;
-    const uint8_t* mask = a_.mask + b * stride[0] + (k * a_.G + row / a_.S) * stride[1] + row % a_.S * stride[2];
-    if (stride[3] == 1 && token[count - 1] - token[0] == count - 1) {
-      const __m512i bytes = _mm512_maskz_loadu_epi8(~0ull >> (64 - count), mask + token[0]);
-      return _mm512_test_epi8_mask(bytes, bytes);
-    }
-    uint64_t bits = 0;
-    for (int t = 0; t < count; t++) bits |= uint64_t(mask[token[t] * stride[3]] != 0) << t;
-    return bits;
-  }
-#endif
-
   // One row's scores become weights, and what was found before them is told how much of it to keep.
   void weigh(int64_t b, int64_t k, int row, const int32_t* token, int count, float* own,
              typename A::Weight* made, const Found& found, float* keep) const {
-    const int64_t s = row % a_.S;
     if (a_.key_scale) {
       const float* scale = a_.key_scale + b * a_.key_scale_stride[0] + k * a_.key_scale_stride[1];
       for (int t = 0; t < count; t++) own[t] *= scale[token[t] * a_.key_scale_stride[2]];
     }
-    const Range sees = seen(s);
-    if (token[0] < sees.from || token[count - 1] >= sees.to)
-      for (int t = 0; t < count; t++)
-        if (token[t] < sees.from || token[t] >= sees.to) own[t] = NOTHING;
-    if (a_.mask && !shares_mask()) {
-      const uint8_t* mask = a_.mask + b * a_.mask_stride[0] + (k * a_.G + row / a_.S) * a_.mask_stride[1] +
-                            s * a_.mask_stride[2];
-      if (a_.mask_stride[3] == 1 && token[count - 1] - token[0] == count - 1) {
-        mask += token[0];
-        for (int t = 0; t < count; t++) own[t] = mask[t] ? own[t] : NOTHING;
-      } else {
-        for (int t = 0; t < count; t++)
-          if (!mask[token[t] * a_.mask_stride[3]]) own[t] = NOTHING;
-      }
-    }
+    sight_.hide_in_row(b, k, row, token, count, own);
     std::fill(own + count, own + most_, NOTHING);
 
     const float scale = score_scale();

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.kernels.native.build import TYPES, built
 
-# `Arguments` of decode.cpp: seven pointers, seven sizes, strides, the causal rule, threads, the scale.
+# `Arguments` of sight.h: seven pointers, seven sizes, strides, the causal rule, threads, the scale.
 _ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d")
 
 
