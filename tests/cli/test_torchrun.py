@@ -164,3 +164,27 @@ def test_a_killed_process_ends_all(tmp_path: Path) -> None:
         "headwise: another process of this run was ended; the same command goes on from there"
     ]
     assert done.stdout == ""
+
+
+STUCK = """
+import ctypes, os, signal, time
+from headwise.cli import torchrun
+
+torchrun._PATIENCE = 1
+with torchrun.as_one_process():
+    if os.environ["RANK"] == "1":
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(lock)
+    library.pthread_mutex_lock(lock)  # never comes back, and no signal's handler runs meanwhile
+"""
+
+
+def test_a_process_that_a_library_holds_ends_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    done = run(tmp_path / "stuck.py")
+    assert done.returncode == 1
+    assert ours(done.stderr) == [
+        "headwise: another process of this run was ended; the same command goes on from there"
+    ]
