@@ -1,8 +1,9 @@
-"""What a result is as a JSON document."""
+"""What a result is as a document: JSON, or a page for a browser."""
 
 from __future__ import annotations
 
 import math
+from html import escape
 from typing import Any
 
 
@@ -13,3 +14,35 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2.5rem auto; padding: 0 1.25rem; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
+h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
+p, li { color: color-mix(in srgb, CanvasText 78%, Canvas); }
+ul { margin: 0; padding-left: 1.2rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; }
+th { font-weight: 600; border-bottom: 2px solid color-mix(in srgb, CanvasText 35%, Canvas); }
+td { border-bottom: 1px solid color-mix(in srgb, CanvasText 12%, Canvas); }
+th:first-child, td:first-child { text-align: left; }
+"""
+
+
+def web_page(title: str, body: str, style: str = "") -> str:
+    """One self-contained HTML file that begins with its title, in either of a reader's color schemes.
+
+    Args:
+        title: as text.
+        body: as HTML.
+        style: rules besides those of all pages.
+    """
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n<body>\n"
+        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )

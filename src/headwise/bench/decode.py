@@ -18,6 +18,7 @@ from torch import Tensor
 from headwise.bench.report import OURS, Bench, UnableError, Way, run_case
 from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
+from headwise.hf import as_device, as_dtype
 from headwise.kernels import attend, causal_mask, choose_backend
 from headwise.kernels.libraries import causal_block_mask
 from headwise.measurement.limits import Probes
@@ -46,7 +47,7 @@ def check_sizes(**sizes: Sequence[int]) -> None:
 
 def check_fits(shape: Shape, nbytes: int, device: str, **sizes: int) -> None:
     """Refuse tensors of a shape that memory does not hold, before anything is measured."""
-    available = available_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
+    available = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_bytes()
     if available is not None and nbytes > available:
         told = ", ".join(f"{name} {value:,}" for name, value in sizes.items())
         rule = f"must fit in memory: {nbytes / 2**30:,.1f} GiB with {told}; {available / 2**30:,.1f} are free"
@@ -144,9 +145,9 @@ def bench_decode(
     shapes = each(shapes or (QUICK if quick else SHAPES))
     lengths = each(lengths or ((512, 4096) if quick else LENGTHS))
     batches = each(batches or ((1,) if quick else BATCHES))
-    kinds = each(read_dtype(text) for text in dtypes or DTYPES)
+    kinds = each(as_dtype(text) for text in dtypes or DTYPES)
     check_sizes(length=lengths, batch=batches, tokens=(tokens,), cache_mib=() if cache_mib is None else (cache_mib,))
-    check_device(device)
+    as_device(device)
     grid = list(itertools.product(kinds, shapes, batches, lengths))
     if cache_mib is not None:
         few = itertools.product(kinds, shapes, batches)
@@ -265,27 +266,6 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callabl
     except Exception as error:  # a compiler's errors are of any kind
         raise UnableError(str(error).strip().splitlines()[0][:200]) from None
     return partial(compiled, block_mask=block_mask, enable_gqa=grouped)
-
-
-def read_dtype(text: str) -> torch.dtype:
-    """A dtype by its name.
-
-    Raises:
-        ArgumentError: it is none of those that models are run in.
-    """
-    known = ("float32", "bfloat16", "float16", "float64")
-    if text not in known:
-        raise ArgumentError("dtype", text, f"must be one of {', '.join(known)}")
-    dtype: torch.dtype = getattr(torch, text)
-    return dtype
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that is not there."""
-    if device not in ("cpu", "cuda"):
-        raise ArgumentError("device", device, "must be cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("device", device, "is not there: torch sees no CUDA GPU")
 
 
 def short_name(dtype: torch.dtype) -> str:

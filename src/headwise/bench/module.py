@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from headwise import cost
 from headwise.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from headwise.attention.base import AttentionLayer, merge_heads, split_heads
-from headwise.bench.decode import DTYPES, check_sizes, each, expanded, read_dtype, short_name
+from headwise.bench.decode import DTYPES, check_sizes, each, expanded, short_name
 from headwise.bench.report import OURS, Bench, Case, UnableError, Way, run_case
 from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
+from headwise.hf import as_dtype
 from headwise.hf.linear import take_over_linears
 from headwise.measurement.limits import Probes
 from headwise.progress import Progress, silent
@@ -58,7 +59,7 @@ def bench_module(
         ArgumentError: sizes do not fit together, or a dtype is not known.
     """
     lengths = each(lengths or ((512,) if quick else (512, 4096)))
-    kinds = each(read_dtype(text) for text in dtypes or DTYPES)
+    kinds = each(as_dtype(text) for text in dtypes or DTYPES)
     check_sizes(length=lengths, hidden_size=(hidden_size,), num_heads=(num_heads,), num_kv_heads=(num_kv_heads,))
     if hidden_size % (2 * num_heads) or num_heads % num_kv_heads:
         rule = "must be a multiple of twice num_heads, and num_heads of num_kv_heads"

@@ -6,19 +6,10 @@ from collections.abc import Sequence
 from html import escape
 
 from headwise.bench.report import OURS, Bench, Case
+from headwise.documents import web_page
 from headwise.measurement.machine import machine, versions
 
 _STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2.5rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
-p, li { color: color-mix(in srgb, CanvasText 78%, Canvas); }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; }
-th { font-weight: 600; border-bottom: 2px solid color-mix(in srgb, CanvasText 35%, Canvas); }
-td { border-bottom: 1px solid color-mix(in srgb, CanvasText 12%, Canvas); }
-th:first-child, td:first-child { text-align: left; }
 td.best { font-weight: 600; }
 td.ours { background: color-mix(in srgb, Highlight 14%, Canvas); }
 td .of { color: color-mix(in srgb, CanvasText 55%, Canvas); font-size: .85em; }
@@ -39,14 +30,13 @@ def page(bench: Bench, command: str) -> str:
         *bench.notes,
     ]
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>headwise bench {escape(bench.kind)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>headwise bench {escape(bench.kind)}</h1>"
+    return web_page(
+        f"headwise bench {bench.kind}",
         f"<p>Milliseconds, medians of interleaved runs, and how many times the machine's limit that is: the larger "
         f"of bytes over the read bandwidth and FLOPs over 0.7 of the matmul peak, both measured beside each case.</p>"
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        f"<ul>{listed}</ul><p>{facts}</p><p><code>{escape(command)}</code></p></body></html>\n"
+        f"<ul>{listed}</ul><p>{facts}</p><p><code>{escape(command)}</code></p>",
+        _STYLE,
     )
 
 

@@ -15,18 +15,17 @@ import torch.nn.functional as F
 from headwise.bench.decode import (
     DTYPES,
     Shape,
-    check_device,
     check_fits,
     check_sizes,
     each,
     expanded,
-    read_dtype,
     short_name,
     ways_to_attend,
 )
 from headwise.bench.report import OURS, Bench, UnableError, Way, run_case
 from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
+from headwise.hf import as_device, as_dtype
 from headwise.kernels import choose_backend
 from headwise.measurement.limits import Probes
 from headwise.progress import Progress, silent
@@ -63,9 +62,9 @@ def bench_prefill(
     """
     shapes = each(shapes or (SHAPES[::2] if quick else SHAPES))
     lengths = each(lengths or ((512, 1024) if quick else LENGTHS))
-    kinds = each(read_dtype(text) for text in dtypes or DTYPES)
+    kinds = each(as_dtype(text) for text in dtypes or DTYPES)
     check_sizes(length=lengths)
-    check_device(device)
+    as_device(device)
     for shape in shapes:
         if shape.is_latent:
             raise ArgumentError("shape", str(shape), "must be HEADS/KV_HEADS/HEAD_DIM: prompts are read expanded")

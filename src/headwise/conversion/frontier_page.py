@@ -8,23 +8,12 @@ from html import escape
 
 from headwise.conversion.frontier_plot import figure
 from headwise.conversion.points import Frontier, Point, advice, last_name, name, ratio_text, short, shown, targets
+from headwise.documents import web_page
 from headwise.errors import MissingExtraError
 
 REPORT_PIP = "pip install 'headwise[report]'"
 
 _STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2.5rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
-h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
-p, li { color: color-mix(in srgb, CanvasText 78%, Canvas); }
-ul { margin: 0; padding-left: 1.2rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap; }
-th { font-weight: 600; border-bottom: 2px solid color-mix(in srgb, CanvasText 35%, Canvas); }
-td { border-bottom: 1px solid color-mix(in srgb, CanvasText 12%, Canvas); }
-th:first-child, td:first-child { text-align: left; }
 tr.faint td { color: color-mix(in srgb, CanvasText 50%, Canvas); }
 .small { font-size: .85rem; }
 .plotly .xtitle, .plotly .ytitle, .plotly .legendtext, .plotly .xtick text, .plotly .ytick text,
@@ -119,13 +108,12 @@ def page(found: Frontier) -> str:
     said = "" if found.methods else f"<h2>What to convert to</h2>\n{_list(advice(found))}\n"
     notes = f"{_list(found.notes)}\n" if found.notes else ""
     faint = {name(point, found) for point in found.points if point.dominated and not found.methods}
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title(found))}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title(found))}</h1>\n<p>{escape(_lead(found))}</p>\n{drawing}\n{said}"
+    return web_page(
+        title(found),
+        f"<p>{escape(_lead(found))}</p>\n{drawing}\n{said}"
         f"<h2>All of it</h2>\n{''.join(_table(table, faint) for table in tables(found))}"
-        f'<p class="small">{escape(how(found))}</p>\n{notes}</body>\n</html>\n'
+        f'<p class="small">{escape(how(found))}</p>\n{notes}',
+        _STYLE,
     )
 
 
