@@ -27,31 +27,30 @@ class Ahead {
  public:
   // Rows of so many bytes, `stride` bytes apart, in so many steps; into the first cache where they are few enough, else
   // into the second.
-  Ahead(const void* first, int64_t stride, int count, int64_t bytes, int64_t steps)
-      : row_((const char*)first), stride_(stride), rows_(bytes ? count : 0), bytes_(bytes), near_(count * bytes <= 16384) {
-    const int64_t lines = count * ((bytes + 63) / 64);
-    each_ = steps > 0 ? (lines + steps - 1) / steps : 0;
+  Ahead(const void* first, int64_t stride, int64_t count, int64_t bytes, int64_t steps) : at_((const char*)first) {
+    near_ = count * bytes <= 16384;
+    if (stride == bytes) bytes *= count, count = 1;
+    const int64_t lines = (bytes + 63) / 64;
+    left_ = steps > 0 ? count * lines : 0;
+    each_ = steps > 0 ? (left_ + steps - 1) / steps : 0;
+    end_ = at_ + lines * 64;
+    stride_ = stride, skip_ = stride - lines * 64;
   }
-  INLINE void step() {
-    for (int64_t left = rows_ ? each_ : 0; left > 0;) {
-      const int64_t run = std::min(left, (bytes_ - at_ + 63) / 64);
-      if (near_)
-        for (int64_t i = 0; i < run; i++) __builtin_prefetch(row_ + at_ + 64 * i, 0, 3);
-      else
-        for (int64_t i = 0; i < run; i++) __builtin_prefetch(row_ + at_ + 64 * i, 0, 2);
-      left -= run;
-      at_ += 64 * run;
-      if (at_ >= bytes_) {
-        at_ = 0;
-        row_ += stride_;
-        if (--rows_ == 0) break;
-      }
-    }
-  }
+  INLINE void step() { near_ ? ask<3>() : ask<2>(); }
 
  private:
-  const char* row_;
-  int64_t stride_, rows_, bytes_, at_ = 0, each_;
+  template <int LOCALITY>
+  INLINE void ask() {
+    const int64_t now = std::min(each_, left_);
+    left_ -= now;
+    for (int64_t i = 0; i < now; i++) {
+      __builtin_prefetch(at_, 0, LOCALITY);
+      at_ += 64;
+      if (at_ == end_) at_ += skip_, end_ += stride_;
+    }
+  }
+  const char *at_, *end_;
+  int64_t stride_, skip_, left_, each_;
   bool near_;
 };
 
