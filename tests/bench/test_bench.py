@@ -373,10 +373,7 @@ def test_modules_and_models_fit_a_terminal(cli: Callable[..., Said], tmp_path: P
         (("decode", "--dtype", "int8"), "dtype = 'int8': must be float64, float32"),
         (("decode", "--length", "9", "--cache-mib", "1"), "cache_mib = 1: must not be given beside lengths"),
         (("decode", "--shape", "8/1/64", "--length", "2000000000"), "must fit in memory: "),
-        (
-            ("prefill", "--shape", "8/1/64", "--length", "2000000000"),
-            "must fit in memory: 8,583.1 GiB",
-        ),
+        (("prefill", "--shape", "8/1/64", "--length", "2000000000"), "must fit in memory: 8,583.1 GiB"),
         (("prefill", "--shape", "8/64+8"), "prompts are read expanded"),
         (("module", "--heads", "3"), "hidden_size = 2048: must be a multiple of twice num_heads"),
         (("generate", "nowhere"), "nowhere"),

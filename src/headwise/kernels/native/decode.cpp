@@ -254,6 +254,7 @@ class Decoding {
       if (sight_.is_seen(b, k, next)) token[count++] = int32_t(next);
     return count;
   }
+
   // Where the block's tokens are.
   static void find(const T* first, int64_t stride, const int32_t* token, int count, const T** made) {
     if (token[count - 1] - token[0] == count - 1) {
