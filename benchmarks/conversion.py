@@ -29,18 +29,11 @@ from benchmarks.kept import Kept, say
 import headwise
 from benchmarks import data
 from headwise.checkpoints import Checkpoint, FolderWriter, load_tokenizer, open_checkpoint
-from headwise.conversion.saved import write_statistics
-from headwise.conversion.study import study_windows
-from headwise.evaluation import (
-    calibration_windows,
-    evaluate,
-    evaluate_choices,
-    open_pair,
-    read_text,
-    score_window,
-    token_windows,
-)
+from headwise.conversion.calibrate import study_windows
+from headwise.conversion.calibration.saved import write_statistics
+from headwise.evaluation import evaluate, evaluate_choices, open_pair, score_window
 from headwise.specs import AttentionSpec, split_budget
+from headwise.texts import calibration_windows, read_text, token_windows
 
 SOURCE = "smollm2-135m"
 MLA = ("216", "192", "128", "96")

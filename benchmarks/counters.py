@@ -33,7 +33,8 @@ from headwise import (
     count,
 )
 from headwise.attention import AttentionLayer
-from headwise.measurement import filled_cache, peer_counts
+from headwise.counting import peer_counts
+from headwise.measurement import filled_cache
 
 E, TOKENS = 512, 1024
 COUNTERS = ("headwise", "thop", "fvcore", "torchinfo", "calflops", "torch")

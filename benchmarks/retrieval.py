@@ -23,8 +23,9 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
-from headwise.evaluation import load_encoder, read_jsonl
+from headwise.evaluation import load_encoder
 from headwise.evaluation.retrieval import Questions, rated
+from headwise.texts import read_jsonl
 
 HEADS = (6, 3)
 TOKENS = (16_384, 65_536)

@@ -19,11 +19,11 @@ _PUBLIC = {
     "Comparison": "headwise.cost",
     "Complexity": "headwise.cost",
     "Conversion": "headwise.conversion",
-    "Count": "headwise.measurement",
+    "Count": "headwise.counting",
     "Evaluation": "headwise.evaluation",
     "ExpertLatentAttention": "headwise.attention",
     "ExpertLatentSpec": "headwise.specs",
-    "Frontier": "headwise.conversion",
+    "Frontier": "headwise.frontiers",
     "Generation": "headwise.hf",
     "GroupedQueryAttention": "headwise.attention",
     "GroupedSpec": "headwise.specs",
@@ -32,7 +32,7 @@ _PUBLIC = {
     "LatentSpaceAttention": "headwise.attention",
     "LatentSpaceSpec": "headwise.specs",
     "LatentSpec": "headwise.specs",
-    "LayerCounts": "headwise.measurement",
+    "LayerCounts": "headwise.counting",
     "MissingExtraError": "headwise.errors",
     "ModelSpec": "headwise.specs",
     "MultiHeadAttention": "headwise.attention",
@@ -50,14 +50,14 @@ _PUBLIC = {
     "compare": "headwise.cost",
     "complexity": "headwise.cost",
     "convert": "headwise.conversion",
-    "count": "headwise.measurement",
-    "count_layer": "headwise.measurement",
+    "count": "headwise.counting",
+    "count_layer": "headwise.counting",
     "doctor": "headwise.measurement",
     "evaluate": "headwise.evaluation",
     "evaluate_choices": "headwise.evaluation",
     "evaluate_planted": "headwise.evaluation",
     "evaluate_retrieval": "headwise.evaluation",
-    "frontier": "headwise.conversion",
+    "frontier": "headwise.frontiers",
     "generate": "headwise.hf",
     "inspect": "headwise.cost",
     "load": "headwise.hf",
@@ -76,8 +76,9 @@ if TYPE_CHECKING:
         RotaryEmbedding,
         SelfAttention,
     )
-    from headwise.conversion import Calibration, Conversion, Frontier, calibrate, convert, frontier
+    from headwise.conversion import Calibration, Conversion, calibrate, convert
     from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
+    from headwise.counting import Count, LayerCounts, count, count_layer
     from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, SpecError
     from headwise.evaluation import (
         ChoiceEvaluation,
@@ -89,9 +90,10 @@ if TYPE_CHECKING:
         evaluate_planted,
         evaluate_retrieval,
     )
+    from headwise.frontiers import Frontier, frontier
     from headwise.hf import Generation, generate, load, optimize
     from headwise.kernels import attend, choose_backend
-    from headwise.measurement import Count, LayerCounts, count, count_layer, doctor
+    from headwise.measurement import doctor
     from headwise.specs import (
         ExpertLatentSpec,
         GroupedSpec,

@@ -24,8 +24,8 @@ from headwise.attention import (
     build,
 )
 from headwise.cost.stages import Kernel
+from headwise.counting.count import count
 from headwise.kernels import Backend
-from headwise.measurement.counting import count
 from headwise.specs import ExpertLatentSpec, GroupedSpec, LatentSpec, RopeSpec
 from tests.strategies import (
     MECHANISMS,

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 import headwise
 from benchmarks import conversion, long, tables
 from headwise.checkpoints import load_tokenizer
-from headwise.conversion.saved import open_statistics
-from headwise.evaluation import calibration_windows
+from headwise.conversion.calibration.saved import open_statistics
 from headwise.specs import GroupedSpec, RopeSpec, split_budget
+from headwise.texts import calibration_windows
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from headwise.checkpoints import FolderWriter, TensorInfo
-from headwise.conversion.activations import Activations
-from headwise.conversion.results import LayerResults
+from headwise.conversion.storage.activations import Activations
+from headwise.conversion.storage.layers import LayerResults
 
 LAYERS, N, W, E = 3, 2, 3, 64
 INFO = {

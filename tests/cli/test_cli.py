@@ -264,7 +264,7 @@ main()
 SLOWLY_ON_TEXT = """
 import time
 from headwise.cli import main
-from headwise.conversion.activations import Activations
+from headwise.conversion.storage.activations import Activations
 
 commit = Activations.commit
 def slowly(self):

@@ -13,7 +13,7 @@ import torch
 
 import headwise
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion.saved import open_statistics
+from headwise.conversion.calibration.saved import open_statistics
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 
@@ -119,7 +119,7 @@ class StoppedError(ArgumentError):
 @app.app.command()
 def fail(rank: int, how: str):
     with as_one_process():
-        from headwise.conversion.ranks import barrier
+        from headwise.processes import barrier
         barrier()
         if int(os.environ["RANK"]) == rank:
             if how == "killed":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from headwise.conversion import convert_to_latent
-from headwise.conversion.statistics import Statistics
+from headwise.conversion.solvers.statistics import Statistics
 from headwise.specs import GroupedSpec, RopeSpec, as_latent
 
 WIDTH = 256

@@ -12,9 +12,9 @@ from huggingface_hub import metadata_load
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.conversion import proof
-from headwise.conversion.calibration import CalibrationTexts
 from headwise.conversion.proof import REFERENCE, choose_exam
-from headwise.evaluation import calibration_windows, language_reference, text_identity
+from headwise.texts import calibration_windows, language_reference, text_identity
+from headwise.texts.calibration import CalibrationTexts
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused_before_any_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("")
-    monkeypatch.setattr("headwise.conversion.layers.convert_to_latent", None)
+    monkeypatch.setattr("headwise.conversion.loop.convert_to_latent", None)
     with pytest.raises(headwise.ArgumentError, match=rule):
         headwise.convert(source, "out", **HALF, evaluate=evaluate, evaluation_windows=windows, dry_run=dry_run)
     assert not Path("out").exists()
@@ -239,7 +239,7 @@ def test_ctrl_c_during_it_keeps_the_conversion(
         f"what is done is kept in {tmp_path}/.out.headwise-partial, and the same command goes on from there",
     ]
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("headwise.conversion.layers.convert_to_latent", None)  # nothing is solved again
+    monkeypatch.setattr("headwise.conversion.loop.convert_to_latent", None)  # nothing is solved again
     done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY, evaluate=evaluate)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
     assert ("Not measured." in card(tmp_path / "out")) is not evaluate

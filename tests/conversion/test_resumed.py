@@ -10,10 +10,11 @@ import pytest
 
 import headwise
 from headwise.checkpoints import Checkpoint, FolderWriter
-from headwise.conversion import layers, sequential
-from headwise.conversion.activations import Activations
-from headwise.conversion.results import LayerResults
-from headwise.evaluation import calibration
+from headwise.conversion import loop as layers
+from headwise.conversion.calibration import streams as sequential
+from headwise.conversion.storage.activations import Activations
+from headwise.conversion.storage.layers import LayerResults
+from headwise.texts import mixture as calibration
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
@@ -100,7 +101,9 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
         return own(self, index, *args)
 
     monkeypatch.setattr(sequential.Sequential, "layer", noting)
-    monkeypatch.setattr("headwise.conversion.sensitivity._weigh", None)  # would be called, were any to be found
+    monkeypatch.setattr(
+        "headwise.conversion.calibration.sensitivity._weigh", None
+    )  # would be called, were any to be found
     headwise.convert(source, tmp_path / "out", **options, evaluate=False)
     assert solved == [2]
 

@@ -13,7 +13,7 @@ import headwise
 from headwise.checkpoints import load_tokenizer
 from headwise.evaluation import evaluate_choices, log_likelihoods, read_choices
 from headwise.evaluation.choices import _BATCH, PROMPT, Choice
-from headwise.evaluation.text import ending_ids
+from headwise.texts.windows import ending_ids
 from tests.evaluation.by_hand import scores_by_hand
 from tests.real_models import save_tiny, tiny_model
 

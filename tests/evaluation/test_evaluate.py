@@ -13,7 +13,8 @@ import torch
 
 import headwise
 from headwise.checkpoints import load_tokenizer
-from headwise.evaluation import evaluate, open_pair, score_window, token_windows
+from headwise.evaluation import evaluate, open_pair, score_window
+from headwise.texts import token_windows
 from tests.real_models import save_tiny
 
 TEXT = "Whatever is worth measuring is worth measuring twice, side by side; and saying how. " * 20

@@ -283,12 +283,12 @@ def test_a_compiler_that_is_not_there_is_told_of(afresh: Path, monkeypatch: pyte
 
 def test_a_compiler_that_fails_is_quoted(afresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = afresh / "broken"
-    compiler.write_text("#!/bin/sh\necho 'decode.cpp:1: error: no such language' >&2\nexit 1\n")
+    compiler.write_text("#!/bin/sh\necho 'attention.cpp:1: error: no such language' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     found = build.built()
     assert found.library is None
-    assert found.reason == f"{compiler} failed: decode.cpp:1: error: no such language"
+    assert found.reason == f"{compiler} failed: attention.cpp:1: error: no such language"
     assert list((afresh / "headwise" / "kernels").iterdir()) == []
 
 

@@ -1,5 +1,5 @@
 // Decodes problems of several kinds on four threads, with a sanitizer watching, and compares with plain loops.
-#include "decode.cpp"
+#include "attention.cpp"
 
 #include <cstdio>
 #include <random>

@@ -137,7 +137,7 @@ import sys
 import headwise.specs, headwise.cost
 for source in sys.argv[1:]:
     spec = headwise.specs.read_spec(source)
-    headwise.cost.compare(spec)
+    headwise.cost.reports.compare(spec)
 heavy = {"torch", "transformers", "numpy", "gguf", "safetensors", "huggingface_hub"} & set(sys.modules)
 assert not heavy, heavy
 """

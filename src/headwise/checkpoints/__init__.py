@@ -7,7 +7,7 @@ from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.checkpoints.identity import model_identity, run_identity, versions
 from headwise.checkpoints.layout import Layout
 from headwise.checkpoints.open import model_path, open_checkpoint
-from headwise.checkpoints.tokenizer import load_tokenizer, tokenize
+from headwise.checkpoints.tokenizer import load_tokenizer, max_length, tokenize
 from headwise.checkpoints.writer import FolderWriter, check_output
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "family_of",
     "has_family",
     "load_tokenizer",
+    "max_length",
     "model_identity",
     "model_path",
     "open_checkpoint",

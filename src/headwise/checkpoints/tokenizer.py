@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -60,3 +61,21 @@ def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
     except Exception as error:
         reason = shorten(str(error), 300, placeholder=" …")
         raise CheckpointError("tokenizer", str(path), f"could not be loaded: {reason}") from None
+
+
+def max_length(folder: Path) -> int | None:
+    """The tokens that sentence-transformers reads of a sentence, whatever it then makes of their states.
+
+    Raises:
+        CheckpointError: its file is damaged.
+    """
+    file = folder / "sentence_bert_config.json"
+    if not file.is_file() or not (folder / "modules.json").is_file():  # without which it does not read the other
+        return None
+    try:
+        length = json.loads(file.read_text(encoding="utf-8"))["max_seq_length"]
+    except KeyError:
+        return None
+    except (OSError, ValueError, TypeError):
+        raise CheckpointError(file.name, str(file), "is missing or damaged") from None
+    return length if type(length) is int and length > 0 else None

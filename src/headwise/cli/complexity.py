@@ -33,7 +33,7 @@ def complexity(
     """Print one layer's time and space by stage, as formulas and as numbers. Reads the config alone."""
     from headwise.cost import Complexity
     from headwise.cost import complexity as complexity_of
-    from headwise.cost.complexity import SYMBOLS
+    from headwise.cost.reports.complexity import SYMBOLS
 
     found: Complexity = complexity_of(
         source, tokens, context, index=layer, batch=batch, causal=causal, impl=impl, kernel=kernel, dtype=dtype

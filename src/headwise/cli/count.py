@@ -19,7 +19,7 @@ def count(
     as_json: Json = False,
 ) -> None:
     """Run one layer with random weights and set counters side by side: thop, fvcore, torchinfo, calflops, torch."""
-    from headwise.measurement import count_layer
+    from headwise.counting import count_layer
 
     found = count_layer(source, tokens, context, index=layer)
     if as_json:

@@ -118,7 +118,7 @@ def demo(
 
 def _texts(folder: Path) -> tuple[Path, Path]:
     """The two halves of Python's own language reference: one to study, one to be examined on."""
-    from headwise.evaluation import language_reference
+    from headwise.texts import language_reference
 
     paths = folder / "study.txt", folder / "exam.txt"
     for path, first in zip(paths, (0, 1), strict=True):

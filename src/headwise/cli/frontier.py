@@ -54,9 +54,9 @@ def frontier(
 ) -> None:
     """Convert to a ladder of targets and measure each: quality against cache, as a table, JSON and a plot."""
     with progress_bar() as progress:
-        from headwise.conversion import frontier as climb
-        from headwise.conversion.frontier_page import how, tables, title
-        from headwise.conversion.points import advice
+        from headwise.frontiers import frontier as climb
+        from headwise.frontiers.page import how, tables, title
+        from headwise.frontiers.points import advice
 
         found = climb(
             source,

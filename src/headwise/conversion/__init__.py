@@ -1,18 +1,17 @@
 """A model's attention into another mechanism: plan, statistics, solve, write."""
 
+from headwise.conversion.calibrate import Calibration, calibrate
+from headwise.conversion.calibration.streams import STAGES
 from headwise.conversion.convert import Conversion, convert
-from headwise.conversion.deepseek import deepseek_config, deepseek_layer, export_deepseek, one_plan
-from headwise.conversion.formats import FORMATS, StockReport
-from headwise.conversion.frontier import frontier
-from headwise.conversion.grouped import convert_to_grouped
-from headwise.conversion.joint_latent import joint_latent
-from headwise.conversion.latent import convert_to_latent
-from headwise.conversion.plan import Target, parse_target, plan_layers
-from headwise.conversion.points import Frontier, Point
-from headwise.conversion.published import first_head, mha2mla, transmla
-from headwise.conversion.rope_channels import Channels, concentrate, keep_rotation, mean_rotation
-from headwise.conversion.sequential import STAGES
-from headwise.conversion.study import Calibration, calibrate
+from headwise.conversion.output.deepseek import deepseek_config, deepseek_layer, export_deepseek, one_plan
+from headwise.conversion.output.formats import FORMATS, StockReport
+from headwise.conversion.planning.target import Target, parse_target, plan_layers
+from headwise.conversion.solvers.grouped import convert_to_grouped
+from headwise.conversion.solvers.joint_latent import joint_latent
+from headwise.conversion.solvers.latent import convert_to_latent
+from headwise.conversion.solvers.published import first_head, mha2mla, transmla
+from headwise.conversion.solvers.rope_channels import Channels, concentrate, keep_rotation, mean_rotation
+from headwise.renamed import moved_names
 
 __all__ = [
     "FORMATS",
@@ -20,8 +19,6 @@ __all__ = [
     "Calibration",
     "Channels",
     "Conversion",
-    "Frontier",
-    "Point",
     "StockReport",
     "Target",
     "calibrate",
@@ -33,7 +30,6 @@ __all__ = [
     "deepseek_layer",
     "export_deepseek",
     "first_head",
-    "frontier",
     "joint_latent",
     "keep_rotation",
     "mean_rotation",
@@ -43,3 +39,5 @@ __all__ = [
     "plan_layers",
     "transmla",
 ]
+
+__getattr__ = moved_names(__name__, dict.fromkeys(("Frontier", "Point", "frontier"), "headwise.frontiers"))

@@ -22,25 +22,25 @@ from headwise.checkpoints import (
     run_identity,
 )
 from headwise.checkpoints.gguf import GgufCheckpoint
-from headwise.conversion.calibration import begin, check_texts, refuse_cross_layers, refuse_stages
-from headwise.conversion.card import card_facts, model_card, parameters_of
+from headwise.conversion.budget.spread import Spread
+from headwise.conversion.calibration.saved import open_statistics
+from headwise.conversion.calibration.streams import Sequential, begin, refuse_stages
 from headwise.conversion.estimate import estimate_seconds
-from headwise.conversion.formats import StockReport, plan_folder, write_folder
-from headwise.conversion.job import POOLINGS, Job
-from headwise.conversion.layers import Study
-from headwise.conversion.plan import parse_target
+from headwise.conversion.loop import Study
+from headwise.conversion.output.card import card_facts, model_card, parameters_of
+from headwise.conversion.output.formats import StockReport, plan_folder, write_folder
+from headwise.conversion.planning.plan import POOLINGS, Job
+from headwise.conversion.planning.target import parse_target
 from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
-from headwise.conversion.ranks import first_enters, rank
-from headwise.conversion.saved import open_statistics
-from headwise.conversion.sequential import Sequential
-from headwise.conversion.spread import Spread
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
+from headwise.processes import first_enters, rank
 from headwise.progress import Progress, silent
 from headwise.specs import read_config
+from headwise.texts.calibration import check_texts, refuse_cross_layers
 
 OPEN = "how the cache is spread over layers is found on the text; parameters and disk depend on it"
 """What a dry run cannot know."""

@@ -8,17 +8,17 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from headwise.conversion.calibration import CalibrationTexts, open_windows
-from headwise.conversion.job import Job
-from headwise.conversion.layers import convert_layer
-from headwise.conversion.ranks import temporary_folder, world_size
-from headwise.conversion.results import LayerResults
-from headwise.conversion.saved import SavedStatistics
-from headwise.conversion.sensitivity import PIECE
-from headwise.conversion.sequential import STAGES, Sequential, descent_steps, weighed_windows
-from headwise.conversion.spread import TOKENS
+from headwise.conversion.budget.spread import TOKENS
+from headwise.conversion.calibration.saved import SavedStatistics
+from headwise.conversion.calibration.sensitivity import PIECE
+from headwise.conversion.calibration.streams import STAGES, Sequential, descent_steps, weighed_windows
+from headwise.conversion.loop import convert_layer
+from headwise.conversion.planning.plan import Job
+from headwise.conversion.storage.layers import LayerResults
 from headwise.hf import LayerwiseModel
+from headwise.processes import temporary_folder, world_size
 from headwise.progress import Progress, silent
+from headwise.texts.calibration import CalibrationTexts, open_windows
 
 _FEW, _MORE = 1, 7
 """Steps of the local descent that are timed."""

@@ -10,15 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, load_tokenizer
-from headwise.conversion.calibration import NO_TEXTS, CalibrationTexts, refuse_unknown_tokens
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
-from headwise.evaluation import (
-    WINDOW,
-    Evaluation,
+from headwise.evaluation import WINDOW, Evaluation, evaluate_windows, open_pair
+from headwise.measurement import available_bytes
+from headwise.progress import Progress, silent
+from headwise.specs import ModelSpec
+from headwise.texts import (
     cut_windows,
-    evaluate_windows,
     language_reference,
-    open_pair,
     read_source,
     refuse_twice,
     text_identity,
@@ -27,9 +26,7 @@ from headwise.evaluation import (
     usual_window,
     windows_beyond,
 )
-from headwise.measurement import available_bytes
-from headwise.progress import Progress, silent
-from headwise.specs import ModelSpec
+from headwise.texts.calibration import NO_TEXTS, CalibrationTexts, refuse_unknown_tokens
 
 WINDOWS = 2
 """Of each text, unless more are asked for: enough to see a failed conversion by, in seconds."""

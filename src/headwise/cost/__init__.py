@@ -1,10 +1,6 @@
 """What attention costs: closed forms over specs, exact. No torch here."""
 
 from headwise.cost import model
-from headwise.cost.candidates import ladder, matched
-from headwise.cost.compare import Comparison, Row, compare
-from headwise.cost.complexity import Complexity, complexity
-from headwise.cost.inspection import Inspection, inspect
 from headwise.cost.layer import (
     DTYPE_BYTES,
     cache_bytes,
@@ -22,6 +18,10 @@ from headwise.cost.layer import (
     state_bytes,
     thop_count,
 )
+from headwise.cost.reports.candidates import ladder, matched
+from headwise.cost.reports.compare import Comparison, Row, compare
+from headwise.cost.reports.complexity import Complexity, complexity
+from headwise.cost.reports.inspection import Inspection, inspect
 from headwise.cost.stages import KERNELS, attended_pairs
 from headwise.cost.training import activation_bytes, backward_flops
 

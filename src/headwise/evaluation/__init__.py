@@ -1,13 +1,5 @@
 """What a model can do beside its reference: perplexity, cache and speed; choices, planted facts, retrieval."""
 
-from headwise.evaluation.calibration import (
-    calibration_windows,
-    hold_out,
-    read_source,
-    refuse_twice,
-    text_identity,
-    windows_beyond,
-)
 from headwise.evaluation.choices import Choice, ChoiceEvaluation, evaluate_choices, log_likelihoods, read_choices
 from headwise.evaluation.evaluate import WINDOW, Evaluation, PositionScore, TextScore, evaluate, evaluate_windows
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
@@ -20,21 +12,11 @@ from headwise.evaluation.retrieval import (
     embed,
     evaluate_retrieval,
     load_encoder,
-    max_length,
     read_pooling,
 )
 from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import Speed, decode_times
-from headwise.evaluation.text import (
-    cut_windows,
-    language_reference,
-    read_jsonl,
-    read_text,
-    token_ids,
-    token_windows,
-    usual_window,
-    wrapping_ids,
-)
+from headwise.renamed import moved_names
 
 __all__ = [
     "WINDOW",
@@ -51,9 +33,7 @@ __all__ = [
     "RetrievalEvaluation",
     "Speed",
     "TextScore",
-    "calibration_windows",
     "check_vocabulary",
-    "cut_windows",
     "decode_times",
     "embed",
     "evaluate",
@@ -61,24 +41,31 @@ __all__ = [
     "evaluate_planted",
     "evaluate_retrieval",
     "evaluate_windows",
-    "hold_out",
-    "language_reference",
     "load_encoder",
     "log_likelihoods",
-    "max_length",
     "open_pair",
     "rate",
     "read_choices",
-    "read_jsonl",
     "read_pooling",
+    "score_window",
+]
+
+_TO_TEXTS = (
+    "calibration_windows",
+    "cut_windows",
+    "hold_out",
+    "language_reference",
+    "read_jsonl",
     "read_source",
     "read_text",
     "refuse_twice",
-    "score_window",
     "text_identity",
     "token_ids",
     "token_windows",
     "usual_window",
     "windows_beyond",
     "wrapping_ids",
-]
+)
+__getattr__ = moved_names(
+    __name__, {**dict.fromkeys(_TO_TEXTS, "headwise.texts"), "max_length": "headwise.checkpoints"}
+)

@@ -13,8 +13,9 @@ from torch import Tensor
 from headwise.errors import ArgumentError
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.rate import Rate, rate
-from headwise.evaluation.text import ending_ids, first_ids, read_jsonl
 from headwise.progress import Progress, silent
+from headwise.texts.files import read_jsonl
+from headwise.texts.windows import ending_ids, first_ids
 
 PROMPT = "Question: {question}\nAnswer:"
 _BATCH = 2048

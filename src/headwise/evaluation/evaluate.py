@@ -14,12 +14,13 @@ from torch import Tensor
 
 from headwise.arguments import typed
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation.calibration import refuse_twice
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import decode_times
-from headwise.evaluation.text import read_text, token_windows, usual_window
 from headwise.progress import Progress, silent
+from headwise.texts.files import read_text
+from headwise.texts.sources import refuse_twice
+from headwise.texts.windows import token_windows, usual_window
 
 WINDOW = 2048
 CONTEXT = 512

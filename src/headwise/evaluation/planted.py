@@ -14,8 +14,9 @@ from torch import Tensor
 from headwise.errors import ArgumentError
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.rate import Rate, rate
-from headwise.evaluation.text import ending_ids, first_ids, read_text, token_ids, token_windows
 from headwise.progress import Progress, silent
+from headwise.texts.files import read_text
+from headwise.texts.windows import ending_ids, first_ids, token_ids, token_windows
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FACT = "\nThe secret code is {code}. Remember it.\n"

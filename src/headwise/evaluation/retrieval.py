@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from headwise.checkpoints import dtype_name, load_tokenizer, model_path, tokenize
+from headwise.checkpoints import dtype_name, load_tokenizer, max_length, model_path, tokenize
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.rate import Rate, rate
-from headwise.evaluation.text import read_jsonl
 from headwise.hf import as_device, as_dtype
 from headwise.progress import Progress, silent
+from headwise.texts.files import read_jsonl
 
 _BATCH = 4096
 """Tokens in a batch, padding included."""
@@ -308,19 +308,6 @@ def read_pooling(folder: Path) -> Pooling:
     return Pooling(
         mode=_POOLINGS[modes[0]] if modes else "mean", normalize="Normalize" in kinds, max_length=max_length(folder)
     )
-
-
-def max_length(folder: Path) -> int | None:
-    """The tokens that sentence-transformers reads of a sentence, whatever it then makes of their states.
-
-    Raises:
-        CheckpointError: its file is damaged.
-    """
-    file = folder / "sentence_bert_config.json"
-    if not file.is_file() or not (folder / "modules.json").is_file():  # without which it does not read the other
-        return None
-    length = _json(file, dict).get("max_seq_length")
-    return length if type(length) is int and length > 0 else None
 
 
 def _json(path: Path, kind: type) -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 
 def peak_rss_bytes() -> int:
@@ -21,3 +24,13 @@ def available_bytes() -> int | None:
         return None
     found = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
     return int(found["MemAvailable"][0]) * 1024 if "MemAvailable" in found else None
+
+
+def cache_nbytes(value: Any) -> int:
+    """Bytes of every tensor a cache holds, headwise's or transformers'; 0 for anything else."""
+    layers = getattr(value, "layers", None)
+    if isinstance(layers, list):
+        held = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
+        return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+    buffers = getattr(value, "buffers", None)
+    return sum(tensor.nbytes for tensor in buffers) if isinstance(buffers, list) else 0

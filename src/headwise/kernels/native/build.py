@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_SOURCES = ("decode.cpp", "linear.cpp")
+_SOURCES = ("attention.cpp", "linear.cpp")
 _HEADERS = ("lanes.h", "sight.h", "threads.h", "tiles.h", "vectors.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (

@@ -1,0 +1,1 @@
+"""How one total of cached values is spread over layers."""

@@ -1,0 +1,1 @@
+"""What a conversion writes: folder formats and the model card."""

@@ -1,0 +1,1 @@
+"""The mathematics of conversion: pure functions of tensors."""

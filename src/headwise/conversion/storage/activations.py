@@ -1,0 +1,196 @@
+"""The hidden states of all windows between two layers, on disk, so that memory does not grow with their number.
+
+Shapes: N windows, W tokens in each, E hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import dtype_name
+from headwise.checkpoints.disk import clearly
+from headwise.errors import CheckpointError
+from headwise.processes import all_sum, barrier, rank
+
+_STATE = "activations.json"
+_PIECE = 1 << 20
+
+
+class Activations:
+    """Streams of hidden states ``[N, W, E]``, read as the last layer left them and written as the next one does.
+
+    Nothing is held in memory: where there is room, the operating system keeps the files there. What was written
+    takes the place of what is read at `commit`, for all streams at once or not at all, and of a run that was killed
+    the last commit is found again. Processes that share a conversion share the folder, each with windows of its own.
+
+    Args:
+        folder: to keep the files in; made if need be.
+        streams: what they are called, such as ``source`` and ``converted``.
+        shape: N, W and E.
+        dtype: of the states.
+        run: whatever tells this run from another; states of any other are thrown away.
+
+    Attributes:
+        layer: how many layers' work was committed, 0 being the embeddings'; None when nothing was.
+
+    Raises:
+        CheckpointError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        streams: tuple[str, ...],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype = torch.float32,
+        run: str = "",
+    ) -> None:
+        self.folder, self.streams, self.shape, self.dtype = folder, streams, shape, dtype
+        self._about = {"run": run, "streams": list(streams), "shape": list(shape), "dtype": dtype_name(dtype)}
+        self._window_bytes = shape[1] * shape[2] * dtype.itemsize
+        with clearly("activations", self.folder, "prepared"):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.layer = self._last_commit()
+            barrier()
+            self._clear()
+        barrier()
+
+    def __len__(self) -> int:
+        """N."""
+        return self.shape[0]
+
+    def read(self, stream: str, start: int, stop: int) -> Tensor:
+        """Windows ``start`` to ``stop`` as the last commit has them, ``[stop - start, W, E]``.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        assert self.layer is not None, "nothing was committed yet"
+        assert 0 <= start < stop <= len(self), (start, stop)
+        states = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
+        with clearly("activations", self.folder, "read"), self._file(stream, self.layer).open("rb") as file:
+            file.seek(start * self._window_bytes)
+            if file.readinto(_bytes(states)) != states.nbytes:
+                raise CheckpointError("activations", str(self.folder), "are cut short")
+        return states
+
+    def write(self, stream: str, start: int, states: Tensor) -> None:
+        """What the next layer makes of the windows from ``start`` on, ``[n, W, E]``.
+
+        Raises:
+            CheckpointError: the disk is full, or the file cannot be written.
+        """
+        assert states.shape[1:] == self.shape[1:], (states.shape, self.shape)
+        assert 0 <= start <= start + len(states) <= len(self), (start, len(states))
+        path = self._file(stream, self._next)
+        with (
+            clearly("activations", self.folder),
+            os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
+        ):
+            file.seek(start * self._window_bytes)
+            file.write(_bytes(states.detach().to("cpu", self.dtype).contiguous()))
+            self._written.update((stream, window) for window in range(start, start + len(states)))
+
+    def commit(self) -> None:
+        """Make what was written what is read: a run killed after this goes on from here.
+
+        Nothing waits for the disk. What a power cut takes is missed by its checksum, and made again from layer 0.
+
+        Raises:
+            CheckpointError: the disk is full, or the files cannot be written.
+        """
+        total = int(all_sum(torch.tensor(float(len(self._written)), dtype=torch.float64)))
+        assert total == len(self) * len(self.streams), "a window was not written"
+        if rank() == 0:
+            with clearly("activations", self.folder):
+                sums = {stream: _checksum(self._file(stream, self._next)) for stream in self.streams}
+                state = self.folder / f"{_STATE}.new"
+                state.write_text(json.dumps({**self._about, "layer": self._next, "sums": sums}))
+                os.replace(state, self.folder / _STATE)
+        barrier()
+        self.layer = self._next
+        with clearly("activations", self.folder):
+            self._clear()
+
+    @property
+    def _next(self) -> int:
+        return 0 if self.layer is None else self.layer + 1
+
+    def _file(self, stream: str, layer: int) -> Path:
+        return self.folder / f"{stream}-{layer}.activations"
+
+    def _last_commit(self) -> int | None:
+        """Its layer, if it is of this run and whole: a power cut may keep a commit and lose what was committed."""
+        try:
+            found = json.loads((self.folder / _STATE).read_text())
+            if not isinstance(found, dict) or found | self._about != found:
+                return None
+            sums = {stream: _checksum(self._file(stream, found["layer"])) for stream in self.streams}
+        except (OSError, ValueError):
+            return None
+        return int(found["layer"]) if sums == found["sums"] else None
+
+    def _clear(self) -> None:
+        """Begin the next layer: all but the last commit goes."""
+        self._written: set[tuple[str, int]] = set()
+        if rank() == 0:
+            kept = {self._file(stream, self.layer) for stream in self.streams} if self.layer is not None else set()
+            for file in self.folder.glob("*.activations"):
+                if file not in kept:
+                    file.unlink()
+        barrier()
+
+
+class Spill:
+    """Windows ``[N, W, E]`` float32 in a file, for as long as one layer needs them.
+
+    Args:
+        path: of the file; of one that is there, what is written takes the place.
+        shape: N, W and E.
+    """
+
+    def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
+        self.path, self.shape = path, shape
+        self._bytes = shape[1] * shape[2] * 4
+
+    def write(self, window: int, states: Tensor) -> None:
+        """Put one window ``[W, E]`` in its place.
+
+        Raises:
+            CheckpointError: the disk is full, or the file cannot be written.
+        """
+        with (
+            clearly("activations", self.path),
+            os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
+        ):
+            file.seek(window * self._bytes)
+            file.write(_bytes(states.detach().float().contiguous()))
+
+    def read(self, window: int) -> Tensor:
+        """One window."""
+        states = torch.empty(self.shape[1:])
+        with clearly("activations", self.path, "read"), self.path.open("rb") as file:
+            file.seek(window * self._bytes)
+            if file.readinto(_bytes(states)) != states.nbytes:
+                raise CheckpointError("activations", str(self.path), "are cut short")
+        return states
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.flatten().view(torch.uint8).numpy()
+
+
+def _checksum(file: Path) -> int:
+    total = 0
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE):
+            total = zlib.crc32(piece, total)
+    return total

@@ -1,0 +1,6 @@
+"""Many conversions of one model, each measured: quality against bytes of cache."""
+
+from headwise.frontiers.points import Frontier, Point
+from headwise.frontiers.run import frontier
+
+__all__ = ["Frontier", "Point", "frontier"]

@@ -1,0 +1,181 @@
+"""What a frontier tries: the targets of a ladder, and at one target the ways to get there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from headwise.checkpoints import Checkpoint
+from headwise.conversion.calibration.streams import STAGES
+from headwise.conversion.planning.plan import POOLINGS, Job
+from headwise.conversion.planning.target import Target, parse_target
+from headwise.errors import ArgumentError, HeadwiseError
+from headwise.specs import GroupedSpec
+
+BUDGETS = (0.75, 0.5, 0.33, 0.25)
+"""Fractions of the source's cache that MLA is tried at."""
+
+FREQFOLDS = (1, 2, 4, 8)
+"""Of TransMLA, whose authors take the best of several."""
+
+TARGETS = "mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or mha"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One conversion to try.
+
+    Attributes:
+        target: ``mla:F``, ``mla:R+P``, ``gqa:K``, ``mqa`` or ``mha``.
+        method: of `headwise.convert`; headwise's own when None.
+        without: stages left out.
+    """
+
+    target: str
+    method: str | None = None
+    without: tuple[str, ...] = ()
+
+    @property
+    def way(self) -> str:
+        """How it is done, in words."""
+        if self.method is not None:
+            return self.method
+        if set(self.without) == set(STAGES):
+            return "headwise without any stage"
+        return " ".join(("headwise", *(("without", ", ".join(self.without)) if self.without else ())))
+
+    @property
+    def is_fold(self) -> bool:
+        """Whether it is one of several that are tried for the best to be shown: of TransMLA's folds."""
+        return self.way.startswith("transmla")
+
+    @property
+    def slug(self) -> str:
+        """A name for files."""
+        parts = (self.target, *([] if self.way == "headwise" else [self.way]))
+        return re.sub(r"[^a-z0-9.+]+", "-", "-".join(parts))
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `headwise.convert` that make it what it is."""
+        return {**_options(self.target), "method": self.method, "without": self.without}
+
+    def parsed(self) -> Target:
+        """The target as conversions know it."""
+        return parse_target(**_options(self.target))
+
+
+def read_target(text: str) -> str:
+    """A target as it is always written.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    own = re.sub(r"\s", "", text).lower()
+    kind, _, size = own.partition(":")
+    try:
+        if kind == "mla" and "+" in size:
+            rank, rope = map(int, size.split("+"))
+            own = f"mla:{rank}+{rope}"
+        elif kind == "mla":
+            own = f"mla:{float(size):.12g}"
+        elif kind == "gqa":
+            own = f"gqa:{int(size)}"
+        parse_target(**_options(own))
+    except (ValueError, OverflowError) as error:
+        reason = f"; {error.field} {error.rule}" if isinstance(error, HeadwiseError) and error.field != "to" else ""
+        raise ArgumentError("target", text, f"must be {TARGETS}{reason}") from None
+    return own
+
+
+def plan_rungs(
+    checkpoint: Checkpoint, targets: Sequence[str] = (), *, methods: bool = False, dtype: torch.dtype | None = None
+) -> tuple[list[Rung], list[str]]:
+    """What to try, and what is left out of it and why.
+
+    Args:
+        checkpoint: the source.
+        targets: those asked for; when there are none, a ladder of MLA at a few budgets, GQA at each proper divisor of
+            the key–value heads, and MQA (with ``methods``, MLA at half the cache alone, or the ladder's first where
+            that cannot be).
+        methods: at each target, in place of headwise's own conversion alone, also without each stage that it has,
+            without any, and by the published methods.
+        dtype: of the results; the source's when None.
+
+    Raises:
+        ArgumentError: a target that was asked for is none, or of a size that the source does not have.
+        SpecError: the source cannot become any of them.
+    """
+    refused: dict[str, HeadwiseError] = {}
+    if targets:
+        rungs = [Rung(target) for target in dict.fromkeys(map(read_target, targets))]
+        for rung in rungs:
+            Job(checkpoint, rung.parsed(), dtype)
+    else:
+        rungs = _possible([Rung(target) for target in default_targets(checkpoint)], checkpoint, dtype, refused)
+        if not rungs:
+            raise next(iter(refused.values()))
+        if methods:
+            rungs = sorted(rungs, key=lambda rung: rung.target != "mla:0.5")[:1]
+    if methods:
+        rungs = [
+            way
+            for rung in rungs
+            for way in (
+                *_own_ways(rung, checkpoint, dtype),
+                *_possible(_published_ways(rung), checkpoint, dtype, refused),
+            )
+        ]
+    return rungs, [f"not tried: {what} ({error})" for what, error in refused.items()]
+
+
+def default_targets(checkpoint: Checkpoint) -> list[str]:
+    """The ladder that is tried when no target is asked for."""
+    heads = {layer.num_kv_heads for layer in checkpoint.spec.layers if isinstance(layer, GroupedSpec)}
+    least = min(heads, default=1)
+    divisors = [count for count in range(least - 1, 1, -1) if least % count == 0]
+    grouped = [f"gqa:{count}" for count in divisors] + (["mqa"] if least > 1 else [])
+    return [*(f"mla:{budget:g}" for budget in BUDGETS), *grouped]
+
+
+def _own_ways(rung: Rung, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Rung]:
+    """Headwise's conversion, without each stage that it has in turn, and what goes with it, and without all."""
+    job = Job(checkpoint, rung.parsed(), dtype)
+    stages = job.stages(None, ())
+    fewer = [[other for other in stages if other not in job.stages(None, [stage])] for stage in stages]
+    return [replace(rung, without=tuple(left_out)) for left_out in ((), *fewer, *([STAGES] if stages else []))]
+
+
+def _published_ways(rung: Rung) -> list[Rung]:
+    """Other people's, at the same target."""
+    latent = ("mha2mla", *(f"transmla:{fold}" for fold in FREQFOLDS))
+    return [replace(rung, method=name) for name in (latent if rung.target.startswith("mla") else POOLINGS)]
+
+
+def _possible(
+    rungs: Sequence[Rung], checkpoint: Checkpoint, dtype: torch.dtype | None, refused: dict[str, HeadwiseError]
+) -> list[Rung]:
+    """Those that can be made; of the others the reason goes into ``refused``."""
+    found = []
+    for rung in rungs:
+        try:
+            Job(checkpoint, rung.parsed(), dtype, rung.method)
+        except HeadwiseError as error:
+            refused[rung.method or rung.target] = error
+        else:
+            found.append(rung)
+    return found
+
+
+def _options(target: str) -> dict[str, Any]:
+    """A target as `parse_target` and `headwise.convert` take it."""
+    kind, _, size = target.partition(":")
+    if kind != "mla":
+        return {"to": target}
+    if "+" in size:
+        rank, rope = map(int, size.split("+"))
+        return {"to": "mla", "kv_lora_rank": rank, "qk_rope_head_dim": rope}
+    return {"to": "mla", "kv_budget": float(size)}

@@ -1,0 +1,47 @@
+"""Text as windows of tokens: sources, mixtures, calibration."""
+
+from headwise.texts.calibration import (
+    NO_TEXTS,
+    CalibrationTexts,
+    check_texts,
+    open_windows,
+    refuse_cross_layers,
+    refuse_unknown_tokens,
+)
+from headwise.texts.files import language_reference, read_jsonl, read_text
+from headwise.texts.mixture import calibration_windows, hold_out, windows_beyond
+from headwise.texts.sources import read_source, refuse_twice, text_identity
+from headwise.texts.windows import (
+    cut_windows,
+    ending_ids,
+    first_ids,
+    token_ids,
+    token_windows,
+    usual_window,
+    wrapping_ids,
+)
+
+__all__ = [
+    "NO_TEXTS",
+    "CalibrationTexts",
+    "calibration_windows",
+    "check_texts",
+    "cut_windows",
+    "ending_ids",
+    "first_ids",
+    "hold_out",
+    "language_reference",
+    "open_windows",
+    "read_jsonl",
+    "read_source",
+    "read_text",
+    "refuse_cross_layers",
+    "refuse_twice",
+    "refuse_unknown_tokens",
+    "text_identity",
+    "token_ids",
+    "token_windows",
+    "usual_window",
+    "windows_beyond",
+    "wrapping_ids",
+]

@@ -1,0 +1,137 @@
+"""The texts a conversion is calibrated on, as windows of tokens, some of them held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import Checkpoint, load_tokenizer, max_length
+from headwise.errors import ArgumentError
+from headwise.texts.mixture import calibration_windows, hold_out
+from headwise.texts.sources import read_source, refuse_twice, text_identity
+from headwise.texts.windows import usual_window, wrapping_ids
+
+TOKENS = 16_384
+"""Calibrated on where nobody says how many."""
+
+WINDOW = 1024
+"""Shorter ones begin more often: how a text begins is what an attention rests on, and a conversion is only as good as
+the beginnings it has seen. Longer ones show more of what lies far apart."""
+HELD_EVERY = 8
+
+
+@dataclass(frozen=True)
+class CalibrationTexts:
+    """What a model is studied on; falsy where that is nothing.
+
+    Attributes:
+        sources: see `calibration_windows`.
+        tokens: how many to look at.
+        window: tokens in each window; `WINDOW` when None. Fewer where the model or the text has no more, and an
+            encoder's are no longer than the sentences it reads.
+    """
+
+    sources: tuple[str | Path, ...] = ()
+    tokens: int = TOKENS
+    window: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.sources)
+
+    @property
+    def widest(self) -> int:
+        """Tokens in a window, at most."""
+        return self.window or WINDOW
+
+    def identity(self) -> list[Any]:
+        """What tells them from others, whatever their files are called."""
+        return [[text_identity(source) for source in self.sources], self.tokens, self.widest]
+
+
+NO_TEXTS = CalibrationTexts()
+
+
+def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> tuple[Tensor, int]:
+    """Windows to calibrate on and, last, those held out; and how many those are.
+
+    An encoder's have the tokens that its tokenizer puts around a text.
+
+    Raises:
+        ArgumentError: a text cannot be read or is too short, or has tokens the model does not know; or the windows
+            are to be longer than its positions.
+    """
+    positions = checkpoint.spec.max_position_embeddings
+    if texts.window is not None and positions is not None and texts.window > positions:
+        raise ArgumentError("calibration_window", texts.window, f"must be at most {positions}, the model's positions")
+    tokenizer = load_tokenizer(checkpoint.path)
+    before, after, most = list[int](), list[int](), texts.widest
+    if not checkpoint.spec.is_causal:
+        # An encoder never reads text without the tokens around it, and attends to them more than to most words.
+        before, after = wrapping_ids(tokenizer)
+        most = min(most, max_length(checkpoint.path) or most)
+    window = usual_window(positions, most, around=len(before) + len(after))
+    windows = calibration_windows(tokenizer, texts.sources, tokens=texts.tokens, window=window)
+    if len(windows) == 1:
+        half = windows.shape[1] // 2
+        if half < 2:
+            raise ArgumentError("calibrate", f"{windows.numel()} tokens", "must be at least 4 tokens")
+        windows = windows[:, : 2 * half].reshape(2, half)
+    first, last = (torch.tensor(ids, dtype=windows.dtype).expand(len(windows), -1) for ids in (before, after))
+    windows = torch.cat((first, windows, last), dim=1)
+    rest, held = hold_out(windows, HELD_EVERY, sources=len(texts.sources))
+    windows = torch.cat((rest, held))
+    refuse_unknown_tokens(checkpoint, windows)
+    return windows, len(held)
+
+
+def check_texts(
+    calibrate: str | Path | Sequence[str | Path] | None, tokens: int | None, window: int | None
+) -> CalibrationTexts:
+    """The texts that were named, every one of which can be read, and none of which is another.
+
+    Args:
+        calibrate: a text, or several, or none.
+        tokens: how many to look at; `TOKENS` when None.
+        window: see `CalibrationTexts`.
+
+    Raises:
+        ArgumentError: one cannot or is, or too few tokens are asked for, or some of no text.
+        MissingExtraError: a dataset is named and ``datasets`` is not installed.
+    """
+    sources = (calibrate,) if isinstance(calibrate, str | Path) else tuple(calibrate or ())
+    for name, value in (("calibration_tokens", tokens), ("calibration_window", window)):
+        if value is not None and value < 2:
+            raise ArgumentError(name, value, "must be at least 2")
+        if value is not None and not sources:
+            raise ArgumentError(name, value, "goes with calibrate")
+    for source in sources:
+        read_source(source, characters=1)
+    refuse_twice(sources, name="calibrate")
+    return CalibrationTexts(sources, TOKENS if tokens is None else tokens, window)
+
+
+def refuse_unknown_tokens(checkpoint: Checkpoint, *windows: Tensor) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Raises:
+        ArgumentError: there are some.
+    """
+    vocabulary, largest = checkpoint.config.get("vocab_size"), max(int(batch.max()) for batch in windows)
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
+
+
+def refuse_cross_layers(checkpoint: Checkpoint, texts: CalibrationTexts) -> None:
+    """Refuse a text where a model decodes what its encoder heard.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    if texts and checkpoint.spec.cross_layers:
+        rule = f"is text, and a {checkpoint.spec.model_type} model decodes what its encoder heard"
+        raise ArgumentError("calibrate", ", ".join(map(str, texts.sources)), rule)

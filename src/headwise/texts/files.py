@@ -1,0 +1,76 @@
+"""Text out of files: UTF-8 text, ``.jsonl`` rows, and the language reference that comes with Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import ArgumentError
+
+
+def read_text(path: str | Path, *, characters: int | None = None, name: str = "text") -> str:
+    """The text of a UTF-8 file.
+
+    Args:
+        path: of the file.
+        characters: how many at most, from the beginning; what is beyond is not read. All when None.
+        name: what an error calls it.
+
+    Raises:
+        ArgumentError: there is no such file, or what is read is not UTF-8 text.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(characters)
+    except OSError as error:
+        raise ArgumentError(name, str(path), f"could not be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ArgumentError(name, str(path), "must be UTF-8 text") from None
+
+
+def language_reference(topics: slice = slice(None)) -> str:
+    """Python's own language reference: English prose that is on every machine that runs this.
+
+    Args:
+        topics: which of its topics, in order of their names.
+
+    Raises:
+        ArgumentError: this Python came without it.
+    """
+    try:
+        from pydoc_data.topics import topics as known
+    except ImportError:
+        raise ArgumentError("pydoc_data.topics", None, "is missing from this Python; name another text") from None
+    return "\n\n".join(known[name] for name in sorted(known)[topics])
+
+
+def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a ``.jsonl`` file, one a line; empty lines are skipped.
+
+    Args:
+        path: a UTF-8 file.
+        name: what an error calls it.
+        limit: at most this many, from the beginning; all when None.
+
+    Raises:
+        ArgumentError: the file cannot be read, a line is no JSON object, there is none, or the limit is not positive.
+    """
+    if limit is not None and limit < 1:
+        raise ArgumentError("limit", limit, "must be at least 1")
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(read_text(path, name=name).split("\n"), 1):
+        if len(rows) == limit:
+            break
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise ArgumentError(name, f"{path}, line {number}", "must be a JSON object")
+        rows.append(row)
+    if not rows:
+        raise ArgumentError(name, str(path), "must hold at least one JSON object, each on a line")
+    return rows

@@ -1,0 +1,100 @@
+"""Text as windows of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import tokenize
+from headwise.errors import ArgumentError, SpecError
+
+
+def token_windows(
+    tokenizer: Any, text: str, *, window: int, windows: int | None = None, name: str = "text"
+) -> Tensor:
+    """Token ids ``[windows, window]``: consecutive windows without overlap, and without added special tokens.
+
+    Args:
+        tokenizer: transformers'.
+        text: what to cut up; a last part shorter than a window is left out.
+        window: tokens in each.
+        windows: at most this many; all there are when None.
+        name: of the text, for the error.
+
+    Raises:
+        ArgumentError: window or windows is not positive, or the text is shorter than one window.
+    """
+    if window < 2:
+        raise ArgumentError("window", window, "must be at least 2 tokens")
+    if windows is not None and windows < 1:
+        raise ArgumentError("windows", windows, "must be at least 1")
+    ids = token_ids(tokenizer, text, at_most=None if windows is None else window * windows)
+    return cut_windows(ids, window=window, windows=windows, name=name)
+
+
+def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[int]:
+    """The text's tokens, none added; of a long text no more than about ``at_most`` needs is read."""
+    # No tokenizer in use averages over 16 characters a token for long.
+    some = text if at_most is None else text[: at_most * 32]
+    ids: list[int] = tokenize(tokenizer, some, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name: str = "text") -> Tensor:
+    """Ids as ``[windows, window]``; see `token_windows`.
+
+    Raises:
+        ArgumentError: there are fewer than one window of them.
+    """
+    if len(ids) < window:
+        raise ArgumentError(
+            name,
+            f"{len(ids)} tokens",
+            f"must be at least one window of {window} tokens; a longer text, or a smaller window",
+        )
+    count = len(ids) // window if windows is None else min(windows, len(ids) // window)
+    return torch.tensor(ids[: count * window]).view(count, window)
+
+
+def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
+    """Tokens of a text in a window where none are asked for: ``most``, or as many as the model has positions.
+
+    Args:
+        positions: the model's; None where it has no limit.
+        most: with what is put around them.
+        around: how many tokens a tokenizer puts around a text.
+
+    Raises:
+        SpecError: the model has no room for two.
+    """
+    if positions is not None and positions < 2 + around:
+        raise SpecError("max_position_embeddings", positions, f"must be at least {2 + around} for a text to be read")
+    return min(most, positions or most) - around
+
+
+def first_ids(tokenizer: Any) -> list[int]:
+    """The token a tokenizer puts before any text by itself, if it does."""
+    ids: list[int] = tokenize(tokenizer, "")["input_ids"]
+    return [token for token in ids[:1] if token == tokenizer.bos_token_id]
+
+
+def wrapping_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens a tokenizer puts before and behind any text by itself: an encoder's ``[CLS]`` and ``[SEP]``."""
+    alone = token_ids(tokenizer, "a")
+    whole: list[int] = tokenize(tokenizer, "a")["input_ids"]
+    for at in range(len(whole) - len(alone) + 1):
+        if alone and whole[at : at + len(alone)] == alone:
+            return whole[:at], whole[at + len(alone) :]
+    return [], []
+
+
+def ending_ids(tokenizer: Any, prompt: str, ending: str) -> tuple[list[int], list[int]]:
+    """A prompt's tokens and its ending's, read as one text: a token that spans both is the ending's."""
+    alone = token_ids(tokenizer, prompt)
+    whole = token_ids(tokenizer, prompt + ending)
+    shared = 0
+    while shared < min(len(alone), len(whole)) and alone[shared] == whole[shared]:
+        shared += 1
+    return whole[:shared], whole[shared:]

@@ -1,0 +1,281 @@
+"""One cache spread over layers: what is tried, what it costs, and that an even plan stays where nothing is won."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import headwise
+from headwise import Conversion
+from headwise.checkpoints import open_checkpoint
+from headwise.conversion.budget import spread
+from headwise.conversion.budget.spread import Trial, held_pieces, narrowed, sizes_to_try
+from headwise.conversion.loop import read_layer
+from headwise.conversion.solvers.heads import Layer, rotation_tables
+from headwise.conversion.solvers.latent import convert_to_latent
+from headwise.conversion.solvers.metrics import KEY_WEIGHT
+from headwise.conversion.solvers.statistics import Statistics, statistics_of
+from headwise.conversion.storage.layers import LayerResults
+from headwise.hf import LayerwiseModel
+from headwise.specs import GroupedSpec, RopeSpec, as_latent
+from tests.real_models import save_tiny
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+
+
+def ids(count: int, window: int) -> torch.Tensor:
+    return torch.randint(3, 97, (count, window), generator=torch.Generator().manual_seed(0))
+
+
+def opened(folder: Path, model_type: str = "llama", **overrides: Any) -> LayerwiseModel:
+    return LayerwiseModel(open_checkpoint(save_tiny(folder, model_type, **overrides)), torch.float32)
+
+
+@torch.no_grad()
+def studied(model: LayerwiseModel) -> tuple[Layer, Statistics]:
+    """Layer 0 and its statistics."""
+    layer = read_layer(model.checkpoint, 0).float()
+    call, _ = model.trace(0, model.layer(0), model.begin(ids(4, 32)))
+    return layer, statistics_of(layer, None, enumerate(call.inputs), 32)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_a_narrowed_layer_is_the_one_solved_at_that_rank(model_type: str, tmp_path: Path) -> None:
+    layer, known = studied(opened(tmp_path, model_type))
+    spec = layer.spec
+    assert isinstance(spec, GroupedSpec)
+    wide, narrow = as_latent(spec, 20, 8), as_latent(spec, 11, 8)
+    made, channels = convert_to_latent(layer.state, spec, wide, statistics=known)
+    cut = narrowed(Layer(wide, made, channels), narrow, known)
+    direct, same_channels = convert_to_latent(layer.state, spec, narrow, statistics=known)
+    assert (cut.spec, cut.channels) == (narrow, same_channels)
+    assert {name: x.shape for name, x in cut.state.items()} == {name: x.shape for name, x in direct.items()}
+    inputs, rotation = torch.randn(16, spec.hidden_size), rotation_tables(spec, 16)
+    own, other = (x.float().output(inputs, rotation) for x in (cut, Layer(narrow, direct, channels)))
+    assert torch.allclose(own, other, atol=1e-3 * float(other.abs().max()))
+    uncut = Layer(wide, made, channels).float().output(inputs, rotation)
+    assert not torch.allclose(own, uncut, atol=1e-2 * float(other.abs().max()))
+
+
+def test_sizes_are_the_even_one_first_and_within_what_a_layer_has() -> None:
+    source = GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeSpec(dim=16))
+    for R, P in ((1, 2), (16, 4), (20, 12), (30, 32), (32, 30), (60, 4), (62, 2), (32, 32)):
+        sizes = sizes_to_try(source, as_latent(source, R, P))
+        assert sizes[0] == (R, P)
+        assert len(set(sizes)) == len(sizes)
+        for size in sizes:
+            as_latent(source, *size)  # or refused
+    assert sorted(sizes_to_try(source, as_latent(source, 16, 8))) == [(r, p) for r in (8, 16, 24) for p in (4, 8, 16)]
+    plain = replace(source, rope=None)
+    assert sorted(sizes_to_try(plain, as_latent(plain, 16, 0))) == [(8, 0), (16, 0), (24, 0)]
+
+
+def test_pieces_are_of_the_held_out_text() -> None:
+    windows = torch.arange(60).view(3, 20)
+    assert held_pieces(windows, 20, 2).tolist() == windows[[0, 1]].tolist()
+    assert held_pieces(windows, 8, 3)[:, 0].tolist() == [0, 20, 40]
+    assert held_pieces(windows, 100, 9).tolist() == windows.tolist()
+
+
+@torch.no_grad()
+def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Layer 0 is given other weights, in a trial and in the model itself."""
+    model, pieces = opened(tmp_path / "source"), ids(2, 24)
+    layer = read_layer(model.checkpoint, 0).float()
+    blurred = {name: x + 0.2 * x.std() * torch.randn_like(x) for name, x in layer.state.items()}
+    trial = Trial(model, pieces)
+    module = model.layer(0)
+    streams = [trial.replaced(0, module, trial.source, Layer(layer.spec, x)) for x in (layer.state, blurred)]
+    assert trial.errors(0, module, torch.eye(48))(layer) == pytest.approx(0.0, abs=1e-9)
+    trial.source = trial.model.run(0, module, trial.source)
+    last = model.layer(1)
+    streams = [trial.model.run(1, last, stream) for stream in streams]
+    trial.source = trial.model.run(1, last, trial.source)
+    same, other = trial.divergences(streams)
+    whole = headwise.load(tmp_path / "source", dtype="float32")
+    wanted = whole(pieces, use_cache=False).logits.log_softmax(-1)
+    for name, tensor in blurred.items():
+        whole.model.layers[0].self_attn.get_parameter(name).copy_(tensor)
+    made = whole(pieces, use_cache=False).logits.log_softmax(-1)
+    kl = float(F.kl_div(made, wanted, log_target=True, reduction="sum")) / pieces.numel()
+    assert same == pytest.approx(0.0, abs=1e-5)
+    assert other == pytest.approx(kl, rel=1e-3)
+
+
+def uneven(folder: Path) -> Path:
+    """A model whose middle layer's attention goes into nothing."""
+    source = save_tiny(folder, num_hidden_layers=3)
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"] *= 1e-4
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+def converted(tmp_path: Path, name: str = "out", *, without: Sequence[str] = (), **options: Any) -> Conversion:
+    (tmp_path / "text.txt").write_text(TEXT)
+    if options.get("kv_budget") != 1.0:  # which has no stages
+        options["without"] = [*without, "refit", "refine"]
+    given = {"to": "mla", "kv_budget": 0.5, "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
+    return headwise.convert(tmp_path / "source", tmp_path / name, evaluate=False, **{**given, **options})
+
+
+def test_a_layer_that_does_nothing_gives_its_cache_to_the_others(tmp_path: Path) -> None:
+    uneven(tmp_path / "source")
+    done, even = converted(tmp_path), converted(tmp_path, "even", without=["spread"])
+    assert done.spread is not None
+    assert even.spread is None
+    values = [sum(size) for size in done.spread.sizes]
+    assert values[1] == min(values) < 24
+    assert values[0] + values[2] > 2 * 24
+    assert sum(values) == 3 * 24
+    assert done.kv_bytes_per_token_after == even.kv_bytes_per_token_after
+    assert done.spread.measured is not None
+    assert done.spread.measured[1] < done.spread.measured[0]
+    means = [round(sum(widths) / 3) for widths in zip(*done.spread.sizes, strict=True)]
+    assert (done.label, even.label) == (f"MLA {means[0]} + {means[1]} on average", "MLA 18 + 6")
+    found = headwise.inspect(tmp_path / "out")
+    assert found.kv_bytes_per_token == 2 * 3 * 24  # in bfloat16
+    assert [(x.spec["kv_lora_rank"], x.spec["qk_rope_head_dim"]) for x in found.layers] == list(done.spread.sizes)
+    measured = headwise.evaluate(tmp_path / "out", text=str(tmp_path / "text.txt"), windows=1, window=64)
+    assert measured.cache_bytes_per_token == even.kv_bytes_per_token_after
+    assert any("spread over layers" in note for note in done.notes)
+    assert "spread over layers" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_plan_that_is_no_better_when_measured_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uneven(tmp_path / "source")
+    monkeypatch.setattr(spread, "_try_plans", lambda *_: [0.5, 0.5])
+    done = converted(tmp_path)
+    assert done.spread is not None
+    assert done.spread.is_even
+    assert done.label == "MLA 18 + 6"
+    assert any("did not help" in note for note in done.notes)
+
+
+def test_a_plan_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was killed has decided: the next one does not ask again."""
+    uneven(tmp_path / "source")
+    whole = converted(tmp_path, "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("headwise.conversion.output.formats.fill", None)
+        with pytest.raises(TypeError):
+            converted(tmp_path)
+    monkeypatch.setattr(spread, "_find", None)
+    again = converted(tmp_path)
+    assert again.spread == whole.spread
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("saves", "tried", "planned"),
+    [
+        (4, [0, 1, 2], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),  # statistics of layer 0, and no more of it
+        (5, [1, 2], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
+        (8, [2], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
+        (9, [], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
+        (10, [], [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
+        (13, [], [(2, 0), (2, 1)]),
+        (15, [], []),
+    ],
+)
+def test_a_search_that_is_killed_goes_on(
+    saves: int,
+    tried: list[int],
+    planned: list[tuple[int, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is tried again: with 3 sensitivities, then two files a layer are kept, then one a plan."""
+    uneven(tmp_path / "source")
+    whole = converted(tmp_path, "whole")
+    own, count = LayerResults.save, 0
+
+    def stopping(self: LayerResults, *args: Any) -> None:
+        nonlocal count
+        own(self, *args)
+        count += 1
+        if count == saves:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerResults, "save", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            converted(tmp_path)
+    tries, plans = list[int](), list[tuple[int, int]]()
+
+    def noting(self: LayerResults, index: int, tensors: Any, about: Any) -> None:
+        if self.folder.name == "tried":
+            tries.append(index)
+        if self.folder.name == "plans":
+            plans.append((about["layers"] - 1, index))
+        own(self, index, tensors, about)
+
+    monkeypatch.setattr(LayerResults, "save", noting)
+    again = converted(tmp_path)
+    assert (tries, plans) == (tried, planned)
+    assert again.spread == whole.spread
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"without": ["sensitivity"]}, {"format": "deepseek"}, {"to": "mqa", "kv_budget": None}, {"kv_budget": 1.0}],
+    ids=["no sensitivity", "one plan", "no latent", "lossless"],
+)
+def test_where_there_is_nothing_to_spread_it_is_not_tried(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path / "source")
+    monkeypatch.setattr(spread, "_find", None)
+    done = converted(tmp_path, **options)
+    assert done.spread is None
+    assert "spread" not in json.dumps(done.notes)
+
+
+def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uneven(tmp_path / "source")
+    wanted = spread.KEY_WEIGHTS[2], spread.KEY_WEIGHTS[0], spread.KEY_WEIGHTS[1]
+    weights: dict[int, float] = {}
+    kept, given = list[Layer](), list[float]()
+    solutions, solve = spread.solutions, convert_to_latent
+
+    def noted(*args: Any, key_weight: float = KEY_WEIGHT, **more: Any) -> Iterator[tuple[tuple[int, int], Layer]]:
+        for size, layer in solutions(*args, key_weight=key_weight, **more):
+            kept.append(layer)  # so that no other has its id
+            weights[id(layer)] = key_weight
+            yield size, layer
+
+    def solved(*args: Any, key_weight: float, **kwargs: Any) -> Any:
+        given.append(key_weight)
+        return solve(*args, key_weight=key_weight, **kwargs)
+
+    def errors(_: Trial, index: int, *rest: Any) -> Callable[[Layer], float]:
+        return lambda layer: 0.5 if weights[id(layer)] == wanted[index] else 1.0
+
+    monkeypatch.setattr(spread, "solutions", noted)
+    monkeypatch.setattr(Trial, "errors", errors)
+    monkeypatch.setattr(spread, "_try_plans", lambda *_: [0.5, 0.4])
+    monkeypatch.setattr("headwise.conversion.loop.convert_to_latent", solved)
+    done = converted(tmp_path)
+    assert done.spread is not None
+    assert done.spread.key_weights == wanted == tuple(given)
+    assert not done.spread.is_even
+    assert done.spread.predicted[1] < done.spread.predicted[0]
+    said = "before any refit KL 0.400 nats on held-out text, and 0.500 with one size for all"
+    assert any(said in note for note in done.notes)
+    given.clear()
+    monkeypatch.setattr(spread, "_try_plans", lambda *_: [0.4, 0.5])
+    assert converted(tmp_path, "even").spread == replace(
+        done.spread, sizes=done.spread.even, key_weights=(KEY_WEIGHT,) * 3, measured=(0.4, 0.5)
+    )
+    assert given == [KEY_WEIGHT] * 3

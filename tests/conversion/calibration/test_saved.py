@@ -1,0 +1,351 @@
+"""Statistics of a source in a folder: what is in it, what is refused, and what is converted by it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+import headwise
+from headwise.checkpoints import load_tokenizer, open_checkpoint
+from headwise.conversion import loop as layers
+from headwise.conversion.calibration.saved import SavedStatistics, _triangle, _whole, open_statistics
+from headwise.conversion.calibration.streams import Sequential
+from headwise.conversion.proof import REFERENCE
+from headwise.conversion.storage.layers import LayerResults
+from headwise.hf import LayerwiseModel
+from headwise.texts import calibration_windows
+from tests.conversion.test_resumed import StoppedError, stop_at
+from tests.real_models import save_tiny
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+
+study = sys.modules["headwise.conversion.calibrate"]
+
+convert = partial(headwise.convert, evaluate=False)
+"""Nothing is measured, but where a test says so."""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "source", "qwen2")
+
+
+@pytest.fixture
+def statistics(source: Path, text: Path, tmp_path: Path) -> Path:
+    headwise.calibrate(source, tmp_path / "statistics", calibrate=text, calibration_tokens=512)
+    return tmp_path / "statistics"
+
+
+def layers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Filled with the source's layers as conversions read them."""
+    read: list[int] = []
+    own = layers.read_layer
+    monkeypatch.setattr(layers, "read_layer", lambda *args, **kwargs: read.append(args[1]) or own(*args, **kwargs))
+    return read
+
+
+def error_of(source: Path, converted: Path) -> float:
+    ids = torch.tensor([load_tokenizer(source)(TEXT, add_special_tokens=False)["input_ids"][:128]])
+    with torch.inference_mode():
+        difference = headwise.load(converted)(ids).logits - headwise.load(source)(ids).logits
+    return float(difference.square().mean())
+
+
+def test_a_triangle_is_the_whole_matrix() -> None:
+    half = torch.randn(7, 7, dtype=torch.float64)
+    gram = half + half.mT
+    assert torch.equal(_whole(_triangle(gram), 7), gram)
+    assert len(_triangle(gram)) == 28
+    with pytest.raises(headwise.CheckpointError, match="must be the triangle of a matrix 8 wide"):
+        _whole(_triangle(gram), 8)
+
+
+def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics: Path, text: Path) -> None:
+    """The moments of every attention's inputs, from the model run whole, on all of the tokens."""
+    known = open_statistics(statistics, open_checkpoint(source))
+    about = json.loads((statistics / "statistics.json").read_text())
+    assert about["tokens"] == known.tokens == 512
+    windows = calibration_windows(load_tokenizer(source), [text], tokens=512, window=about["window"])
+    model = headwise.load(source)
+    seen: list[list[torch.Tensor]] = [[], []]
+    for index, layer in enumerate(model.model.layers):
+        layer.input_layernorm.register_forward_hook(lambda *args, own=seen[index]: own.append(args[2].flatten(0, 1)))
+    with torch.inference_mode():
+        model(windows)
+    for index, (own,) in enumerate(seen):
+        inputs = torch.cat((own, torch.ones(512, 1, dtype=torch.float64)), dim=1)
+        found = known.layer(index)[0].inputs
+        assert torch.allclose(found, inputs.mT @ inputs / 512, rtol=1e-4, atol=1e-5 * float(found.abs().max()))
+
+
+@pytest.mark.parametrize("target", [{"to": "mla", "kv_budget": 0.5}, {"to": "mqa"}], ids=["mla", "mqa"])
+def test_any_target_is_made_without_running_the_model(
+    source: Path, statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: dict[str, Any]
+) -> None:
+    convert(source, tmp_path / "blind", **target)
+    monkeypatch.setattr(LayerwiseModel, "__init__", None)  # would be called, were the model to be run
+    done = convert(source, tmp_path / "out", statistics=statistics, **target)
+    assert done.calibration_tokens == 512
+    assert not any("no calibration text" in note for note in done.notes)
+    assert error_of(source, tmp_path / "out") < error_of(source, tmp_path / "blind")
+
+
+@pytest.mark.parametrize("method", [None, "mha2mla", "transmla:2"])
+def test_it_is_the_conversion_on_the_text_with_every_stage_left_out(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str | None
+) -> None:
+    """But for the sensitivities: each layer solved for the source's own stream, on the windows not held out."""
+    without = ("spread", "sequence", "refit", "refine") if method is None else ()  # a published one has none
+    options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "method": method}
+    convert(source, tmp_path / "on-text", calibrate=text, calibration_tokens=512, without=without, **options)
+    # A study of no more than those windows, in their order.
+    own = study.open_windows
+    monkeypatch.setattr(study, "open_windows", lambda *args: (own(*args)[0][: -own(*args)[1]], 0))
+    headwise.calibrate(source, tmp_path / "fewer", calibrate=text, calibration_tokens=512)
+    convert(source, tmp_path / "out", statistics=tmp_path / "fewer", **options)
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("on-text", "out"))
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-5 * float(tensor.abs().max())), name
+
+
+def test_layers_that_are_done_are_neither_read_nor_solved_again(
+    source: Path, statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
+    convert(source, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_at(patch, LayerResults, "save", 1, after=True)
+        with pytest.raises(StoppedError):
+            convert(source, tmp_path / "out", **options)
+    read = layers_read(monkeypatch)
+    convert(source, tmp_path / "out", **options)
+    assert read == [1]
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+@pytest.mark.parametrize("call", [1, 3, 4])
+def test_a_study_that_ended_early_goes_on(
+    source: Path, text: Path, statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    options: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512}
+    with monkeypatch.context() as patch:
+        stop_at(patch, LayerResults, "save", call, after=True)
+        with pytest.raises(StoppedError):
+            headwise.calibrate(source, tmp_path / "again", **options)
+    assert not (tmp_path / "again").exists()
+    headwise.calibrate(source, tmp_path / "again", **options)
+    files = sorted(file.name for file in statistics.iterdir())
+    assert files == ["layer-00000.safetensors", "layer-00001.safetensors", "statistics.json"]
+    for file in files:
+        assert (tmp_path / "again" / file).read_bytes() == (statistics / file).read_bytes()
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def poison(file: Path) -> None:
+    results = LayerResults(file.parent)
+    found = results.load(0)
+    assert found is not None
+    found[0]["inputs"][3] = float("nan")
+    results.save(0, *found)
+
+
+def changed(**tensors: Any) -> Callable[[Path], None]:
+    """A layer's file with other tensors (of a function, what it makes of one; None for none), all checksums right."""
+
+    def spoil(file: Path) -> None:
+        results = LayerResults(file.parent)
+        found = results.load(0)
+        assert found is not None
+        own, about = found
+        for name, change in tensors.items():
+            made = change(own[name]) if callable(change) else change
+            own = {key: value for key, value in own.items() if key != name}
+            own |= {} if made is None else {name: made}
+        results.save(0, own, about)
+        said = json.loads((file.parent / "statistics.json").read_text())
+        said["layers"][0] = results.checksum(0)
+        (file.parent / "statistics.json").write_text(json.dumps(said))
+
+    return spoil
+
+
+def shrink(file: Path) -> None:
+    file.write_bytes(save({"inputs": torch.zeros(3)}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "rule"),
+    [
+        (cut, "is cut short or damaged; calibrate again"),
+        (flip, "is cut short or damaged; calibrate again"),
+        (Path.unlink, "is missing; calibrate again"),
+        (shrink, "is cut short or damaged; calibrate again"),
+        (poison, "holds NaN or infinite values: inputs of layer 0"),
+        (changed(keys=None), "lacks keys of layer 0"),
+        (changed(sensitivity=None), "lacks sensitivity of layer 0"),
+        (changed(more=torch.zeros(3)), "has a tensor too many: more of layer 0"),
+        (changed(inputs=torch.Tensor.half), "holds float16 in the place of float64: inputs of layer 0"),
+        (changed(keys=torch.Tensor.int), "holds int32 in the place of float64: keys of layer 0"),
+        (changed(distances=torch.Tensor.float), "holds float32 in the place of float64: distances of layer 0"),
+        (changed(sensitivity=torch.Tensor.double), "holds float64 in the place of float32: sensitivity of layer 0"),
+        (changed(inputs=torch.Tensor.neg), "holds negative sums of squares: inputs of layer 0"),
+        (changed(keys=torch.Tensor.neg), "holds negative sums of squares: keys of layer 0"),
+        (changed(sensitivity=torch.Tensor.neg), "holds negative sums of squares: sensitivity of layer 0"),
+        (changed(head_weight=torch.Tensor.neg), "holds negative sums of squares: head_weight of layer 0"),
+        (changed(inputs=lambda own: own[1:]), r"holds shape \(1224,\) in the place of \(1225,\): inputs of layer 0"),
+        (changed(sensitivity=lambda own: own[1:]), "sensitivity of layer 0"),
+        (changed(queries=lambda own: own[None]), r"holds shape \(1,\) in the place of \(\): queries of layer 0"),
+        (changed(distances=lambda own: own[1:]), "distances of layer 0"),
+        (changed(distances=lambda own: own[:, 1:]), r"layer-00000.* is not the layer that statistics\.json names"),
+    ],
+)
+def test_a_damaged_layer_is_refused_by_name(
+    source: Path, statistics: Path, tmp_path: Path, spoil: Callable[[Path], None], rule: str
+) -> None:
+    spoil(statistics / "layer-00000.safetensors")
+    with pytest.raises(headwise.CheckpointError, match=rule):
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_in_anothers_place_is_refused(source: Path, statistics: Path, tmp_path: Path) -> None:
+    (statistics / "layer-00001.safetensors").write_bytes((statistics / "layer-00000.safetensors").read_bytes())
+    with pytest.raises(headwise.CheckpointError, match=r"layer-00001.*is not the layer that statistics\.json names"):
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+
+
+def test_another_models_are_refused(source: Path, statistics: Path, tmp_path: Path) -> None:
+    other = save_tiny(tmp_path / "other", "qwen2", seed=1)
+    with pytest.raises(headwise.CheckpointError, match="is of another model than"):
+        convert(other, tmp_path / "out", to="mqa", statistics=statistics)
+    deeper = save_tiny(tmp_path / "deeper", "qwen2", num_hidden_layers=3)
+    with pytest.raises(headwise.CheckpointError, match=r"has 2 layers, and .*deeper has 3"):
+        convert(deeper, tmp_path / "out", to="mqa", statistics=statistics)
+    source.rename(tmp_path / "moved")
+    convert(tmp_path / "moved", tmp_path / "out", to="mqa", statistics=statistics)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"format": 1}', "[" * 100_000])
+def test_what_is_no_such_folder_is_refused(
+    source: Path, statistics: Path, tmp_path: Path, content: str | None
+) -> None:
+    about = statistics / "statistics.json"
+    about.unlink() if content is None else about.write_text(content)
+    with pytest.raises(headwise.CheckpointError, match=r"has no readable statistics\.json"):
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+
+
+@pytest.mark.parametrize("name", ["tokens", "window"])
+@pytest.mark.parametrize("value", ["1e999", "-5", "0", "true", '"512"', "512.0", "NaN"])
+def test_a_number_that_is_none_is_refused(
+    source: Path, statistics: Path, tmp_path: Path, name: str, value: str
+) -> None:
+    about = json.loads((statistics / "statistics.json").read_text())
+    content = json.dumps({**about, name: "here"}).replace('"here"', value)
+    (statistics / "statistics.json").write_text(content)
+    rule = rf"names .* {name} in its statistics\.json, which must be a whole number of at least 1"
+    with pytest.raises(headwise.CheckpointError, match=rule):
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+
+
+def test_another_format_is_refused(source: Path, statistics: Path, tmp_path: Path) -> None:
+    about = json.loads((statistics / "statistics.json").read_text())
+    (statistics / "statistics.json").write_text(json.dumps({**about, "format": 2}))
+    with pytest.raises(headwise.CheckpointError, match="is of format 2; this headwise reads format 1"):
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"calibrate": "text"}, "statistics = .*goes without calibrate"),
+        ({"without": ("refit",)}, "without = 'refit': is a stage of calibrate"),
+        ({"method": "mean"}, "statistics = .*goes with mla and aligned heads, not with mean"),
+    ],
+)
+def test_what_does_not_go_with_them(
+    source: Path, statistics: Path, text: Path, tmp_path: Path, options: dict[str, Any], rule: str
+) -> None:
+    if "calibrate" in options:
+        options = {"calibrate": text}
+    with pytest.raises(headwise.ArgumentError, match=rule):
+        convert(source, tmp_path / "out", to="mqa", statistics=statistics, **options)
+
+
+def test_they_end_as_deepseek_too(
+    source: Path, statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The channels that all layers keep are chosen by them, and the model is run for nothing but the comparison."""
+    options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "format": "deepseek"}
+    convert(source, tmp_path / "blind", **options)
+    monkeypatch.setattr("headwise.texts.calibration.LayerwiseModel", None)  # would be called
+    done = convert(source, tmp_path / "out", statistics=statistics, **options)
+    assert (done.model_type, done.calibration_tokens) == ("deepseek_v3", 512)
+    assert done.stock is not None
+    assert done.stock.shared_plan_error is None
+    assert error_of(source, tmp_path / "out") < error_of(source, tmp_path / "blind")
+
+
+def test_the_card_and_the_proof_know_of_them(source: Path, statistics: Path, tmp_path: Path) -> None:
+    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5, statistics=statistics)
+    assert done.evaluation is not None
+    assert done.evaluation.text == REFERENCE  # there is no text that something could be left of
+    card = (tmp_path / "out/README.md").read_text()
+    assert "- steps: sensitivity, channels\n- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in card
+
+
+def test_what_they_would_take(source: Path, statistics: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
+    read: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        own = SavedStatistics.layer
+        patch.setattr(SavedStatistics, "layer", lambda self, index: read.append(index) or own(self, index))
+        dry = convert(source, tmp_path / "out", **options, dry_run=True)
+    assert read == [0, 1, 0]  # both are checked, and one is solved for
+    assert dry.seconds > 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_report_says_where_the_time_went(source: Path, statistics: Path, tmp_path: Path) -> None:
+    done = convert(source, tmp_path / "out", to="mqa", statistics=statistics)
+    assert 0 < done.seconds_reading < done.seconds
+    assert 0 < done.seconds_writing < done.seconds - done.seconds_reading
+
+
+def test_a_resumed_conversion_on_a_text_does_not_read_what_it_skips(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "calibrate": text, "calibration_tokens": 512}
+    with monkeypatch.context() as patch:
+        stop_at(patch, Sequential, "layer", 1, after=True)
+        with pytest.raises(StoppedError):
+            convert(source, tmp_path / "out", **options)
+    read = layers_read(monkeypatch)
+    convert(source, tmp_path / "out", **options)
+    assert read == [1]

@@ -1,0 +1,264 @@
+"""``format="deepseek"``: one plan for all layers, a folder that loads alone, and what it says it cost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise
+from headwise.checkpoints import FolderWriter, open_checkpoint
+from headwise.conversion import parse_target
+from headwise.conversion.budget import shared_channels as common_plan
+from headwise.conversion.budget.shared_channels import common_channels, rotary_losses
+from headwise.conversion.loop import convert_layer, read_layer
+from headwise.conversion.output import deepseek, formats
+from headwise.conversion.output.formats import logits_difference
+from headwise.conversion.planning.plan import Job
+from headwise.conversion.solvers.rope_channels import keep_rotation
+from headwise.conversion.solvers.statistics import Statistics
+from headwise.conversion.storage.activations import Activations
+from headwise.conversion.storage.layers import LayerResults
+from headwise.progress import silent
+from headwise.specs import GroupedSpec, LatentSpec
+from tests.conversion.test_resumed import StoppedError, stop_at
+from tests.real_models import save_tiny
+from tests.tiny_families import save_family
+
+TEXT = "".join(f"{index:04d} the quick brown fox jumps over the lazy dog. " for index in range(60))
+STOCK: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "format": "deepseek", "evaluate": False}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = headwise.load(folder, dtype="float32")(ids).logits
+    return out
+
+
+def job_of(source: Path, budget: float = 0.5) -> Job:
+    return Job(open_checkpoint(source), parse_target("mla", kv_budget=budget), None)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_it_loads_where_headwise_cannot_be_imported(
+    model_type: str, calibrated: bool, text: Path, tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_tiny(tmp_path / "source", model_type)
+    own: list[torch.Tensor] = []
+    add = deepseek.add_deepseek
+
+    def looking(writer: FolderWriter, checkpoint: Any, *args: Any) -> None:
+        own.append(logits(checkpoint.path, ids))  # of headwise's own format, which does not stay
+        add(writer, checkpoint, *args)
+
+    monkeypatch.setattr(formats, "add_deepseek", looking)
+    calibrate: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512} if calibrated else {}
+    done = headwise.convert(source, tmp_path / "out", **STOCK, **calibrate)
+    assert (done.model_type, done.label) == ("deepseek_v3", "MLA 19 + 6")
+    code = f"""
+import sys
+sys.modules["headwise"] = None
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "out")!r}, dtype=torch.float32)
+AutoTokenizer.from_pretrained({str(tmp_path / "out")!r})
+ids = torch.tensor({ids.tolist()})
+made = model.generate(ids, max_new_tokens=16, do_sample=False)
+torch.save([type(model).__name__, model(ids).logits.detach(), made], {str(tmp_path / "said.pt")!r})
+"""
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert fresh.returncode == 0, fresh.stderr
+    name, said, made = torch.load(tmp_path / "said.pt", weights_only=True)
+    assert name == "DeepseekV3ForCausalLM"
+    assert made.shape == (2, 56)
+    assert float((said - own[0]).abs().max()) < 1e-3
+    assert float((said - logits(source, ids)).abs().max()) > 0.1  # and it is lossy
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "said.pt", "source", "text.txt"]
+
+
+def test_the_report_is_what_can_be_measured_again(text: Path, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "qwen2", num_hidden_layers=3)
+    done = headwise.convert(
+        source, tmp_path / "out", **{**STOCK, "evaluate": True}, calibrate=text, calibration_tokens=512
+    )
+    found, stock = done.evaluation, done.stock
+    assert found is not None
+    assert stock is not None
+    found_spec = headwise.inspect(tmp_path / "out", dtype="float64")
+    assert found_spec.kv_bytes_per_token == done.kv_bytes_per_token_after == found.cache_bytes_per_token
+    assert found_spec.weights is not None
+    assert found_spec.weights["total"] == done.parameters_after
+    assert (stock.text, stock.tokens) == (f"{text} after 1,376 tokens", 256)
+    assert stock.logits_difference is not None
+    assert 0 < stock.logits_difference < 1e-3
+    assert stock.shared_plan_error is not None
+    assert stock.own_plan_error is not None
+    card = (tmp_path / "out/README.md").read_text()
+    constant = "a deepseek_v3 latent has one number more than was asked for, a constant that its norm needs"
+    for note in (constant, *stock.notes(in_nats=True)):
+        assert note in done.notes
+        assert f"- {note}\n" in card
+    assert "A stock `deepseek_v3` model: transformers loads it alone, and caches the latent." in card
+    assert str(tmp_path) not in card
+
+
+def test_the_difference_of_logits_is_the_models_own(tmp_path: Path, ids: torch.Tensor) -> None:
+    for seed, name in enumerate(("one", "other")):
+        save_tiny(tmp_path / name, seed=seed)
+    one, other = (logits(tmp_path / name, ids) for name in ("one", "other"))
+    found = logits_difference(open_checkpoint(tmp_path / "one"), open_checkpoint(tmp_path / "other"), ids)
+    assert found == pytest.approx(float((one - other).abs().max()), rel=1e-4)
+
+
+def test_one_layers_plan_is_its_own(text: Path, tmp_path: Path) -> None:
+    """And so it costs nothing beside that."""
+    source = save_tiny(tmp_path / "source", num_hidden_layers=1)
+    done = headwise.convert(source, tmp_path / "out", **STOCK, calibrate=text, calibration_tokens=512)
+    assert done.stock is not None
+    assert done.stock.shared_plan_error == pytest.approx(done.stock.own_plan_error, rel=1e-5)
+    job = job_of(source)
+    spec, target = job.before.layers[0], job.after.layers[0]
+    assert isinstance(spec, GroupedSpec)
+    assert isinstance(target, LatentSpec)
+    state = read_layer(job.checkpoint, 0).state
+    energy, lost = rotary_losses(state, spec, target, Statistics.nothing(48, 6, 256))
+    own = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
+    assert torch.equal(common_channels(job, None, silent), own)
+    kept = Job(job.checkpoint, parse_target("mla", kv_budget=0.5), None)
+    convert_layer(kept, 0)
+    assert kept.channels[0] == own.nonzero()[:, 0].tolist()
+
+
+def test_a_plan_is_for_what_all_layers_lose_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers that want channels 0 and 1 most, and both 2 nearly as much."""
+    job = job_of(save_tiny(tmp_path / "source"))
+    job.after = replace(
+        job.after,
+        layers=tuple(replace(layer, qk_rope_head_dim=2) for layer in job.after.layers),  # type: ignore[type-var]
+    )
+    losses = iter(([[5.0, 0.0], [0.0, 0.0], [4.0, 1.0]], [[0.0, 0.0], [5.0, 0.0], [4.0, 1.0]]))
+
+    def known(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        lost = torch.tensor(next(losses), dtype=torch.float64)
+        return torch.full_like(lost, 1 / lost.numel()), lost
+
+    monkeypatch.setattr(common_plan, "rotary_losses", known)
+    assert common_channels(job, None, silent).nonzero().tolist() == [[2, 0]]
+
+
+def test_every_layer_keeps_the_same(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny(tmp_path / "source", num_hidden_layers=3)
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        formats, "deepseek_config", lambda config: seen.append(config) or deepseek.deepseek_config(config)
+    )
+    headwise.convert(source, tmp_path / "out", **STOCK, calibrate=text, calibration_tokens=512)
+    first, *others = seen[-1]["headwise"]["rope_channels"]
+    assert len(first) == 3
+    assert all(other == first for other in others)
+    # Alone they would not have.
+    headwise.convert(
+        source, tmp_path / "own", **{**STOCK, "format": "headwise"}, calibrate=text, calibration_tokens=512
+    )
+    own = json.loads((tmp_path / "own/config.json").read_text())["headwise"]["rope_channels"]
+    assert any(channels != own[0] for channels in own)
+
+
+def test_a_lossless_one_is_the_source(tmp_path: Path, ids: torch.Tensor) -> None:
+    source = save_tiny(tmp_path / "source", "qwen2")
+    done = headwise.convert(source, tmp_path / "out", **{**STOCK, "kv_budget": 1.0})
+    assert done.stock is not None
+    assert done.stock.shared_plan_error is None
+    assert float((logits(tmp_path / "out", ids) - logits(source, ids)).abs().max()) < 1e-3
+
+
+def test_what_it_would_take(text: Path, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source")
+    options = {**STOCK, "calibrate": text, "calibration_tokens": 512}
+    dry = headwise.convert(source, tmp_path / "out", **options, dry_run=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "text.txt"]
+    wet = headwise.convert(source, tmp_path / "out", **options)
+    for name in ("model_type", "label", "kv_bytes_per_token_after", "parameters_after", "disk_bytes"):
+        assert getattr(dry, name) == getattr(wet, name)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (Activations, "commit", 2),
+        (LayerResults, "save", 3),  # of the plan
+        (LayerResults, "save", 5),  # of a layer, after its costs
+        (LayerResults, "save", 8),  # of the summary
+        (FolderWriter, "_move_into_place", 1),  # of headwise's own format
+        (FolderWriter, "add", 30),  # of a stock tensor
+        (FolderWriter, "_move_into_place", 2),
+    ],
+)
+@pytest.mark.parametrize("after", [False, True])
+def test_it_goes_on(
+    owner: type[Any],
+    name: str,
+    call: int,
+    after: bool,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = save_tiny(tmp_path / "source")
+    options = {**STOCK, "calibrate": text, "calibration_tokens": 512, "without": ("refine",)}
+    whole = headwise.convert(source, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_at(patch, owner, name, call, after=after)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **options, overwrite=True)
+    if (name, call, after) == ("_move_into_place", 2, True):
+        assert (tmp_path / "out/config.json").is_file()  # stopped when all was done but clearing up
+    done = headwise.convert(source, tmp_path / "out", **options, overwrite=True)
+    assert done.stock == whole.stock
+    assert done.calibration_tokens == 512
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("family", "options", "rule"),
+    [
+        ("llama", {"to": "gqa:1"}, "format = 'deepseek': goes with mla; mqa results are stock already"),
+        ("llama", {"to": "mha"}, "format = 'deepseek': goes with mla; mha results are stock already"),
+        ("llama", {"format": "onnx"}, "format = 'onnx': must be headwise or deepseek"),
+        ("gpt2", {}, "model_type = 'gpt2': has other blocks than deepseek_v3's; can: llama, mistral, qwen2"),
+        ("mistral", {}, "sliding_window = 7: deepseek_v3 has none"),
+    ],
+)
+def test_what_it_is_not_for_is_refused_before_any_work(
+    family: str, options: dict[str, Any], rule: str, dry_run: bool, tmp_path: Path
+) -> None:
+    source = save_family(tmp_path / "source", family)
+    options = {**STOCK, **options}
+    if options["to"] != "mla":
+        del options["kv_budget"]
+    with pytest.raises(headwise.HeadwiseError, match=rule):
+        headwise.convert(source, tmp_path / "out", **options, dry_run=dry_run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

@@ -1,0 +1,36 @@
+"""What one layer's weights become, without a text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwise.checkpoints import open_checkpoint
+from headwise.conversion.loop import read_layer
+from headwise.conversion.solvers.aligned import align
+from headwise.conversion.solvers.heads import Layer, rotation_tables
+from headwise.conversion.solvers.latent import convert_to_latent
+from headwise.specs import GroupedSpec, as_latent
+from tests.real_models import save_tiny
+
+
+@pytest.mark.parametrize("to", ["mla", "mqa"])
+def test_without_a_text_biases_are_inputs_too(tmp_path: Path, to: str) -> None:
+    """What a layer says of nothing at all is in them alone; qwen2 has no bias to make up for it."""
+    save_tiny(tmp_path / "source", "qwen2")
+    source = read_layer(open_checkpoint(tmp_path / "source"), 0)
+    spec, state = source.spec, dict(source.state)
+    assert isinstance(spec, GroupedSpec)
+    state["v_proj.bias"] = 10 * state["v_proj.bias"]
+    if to == "mla":
+        target = as_latent(spec, 20, 8)
+        made = Layer(target, *convert_to_latent(state, spec, target, statistics=None))
+    else:
+        fewer = replace(spec, num_kv_heads=1)
+        made = Layer(fewer, align(state, spec, fewer))
+    rotation, nothing = rotation_tables(spec, 5), torch.zeros(5, spec.hidden_size)
+    wanted = Layer(spec, state).float().output(nothing, rotation)
+    assert (made.float().output(nothing, rotation) - wanted).norm() < 0.1 * wanted.norm()

@@ -1,0 +1,168 @@
+"""Layers that do nothing, pruned or skipped, convert to layers that do nothing, and take nothing from the others."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import headwise
+from headwise.checkpoints import open_checkpoint
+from headwise.conversion import loop as layers
+from headwise.conversion.budget.shared_channels import common_channels, rotary_losses
+from headwise.conversion.loop import read_layer
+from headwise.conversion.planning.plan import Job
+from headwise.conversion.planning.target import parse_target
+from headwise.conversion.solvers.joint_latent import Part, joint_latent
+from headwise.conversion.solvers.refit import Cost, OutputRefit
+from headwise.conversion.solvers.rope_channels import keep_rotation
+from headwise.conversion.solvers.statistics import Statistics
+from headwise.progress import silent
+from headwise.specs import LatentSpec
+from tests.real_models import save_tiny
+
+TEXT = "".join(f"{index} the quick brown fox jumps over the lazy dog and {index * 7} more. " for index in range(20))
+MLA: dict[str, Any] = {"to": "mla", "kv_budget": 0.5}
+LAYER = "model.layers.1."
+NOTHING = {
+    "values": f"{LAYER}self_attn.v_proj",
+    "input": f"{LAYER}input_layernorm",
+    "output": f"{LAYER}self_attn.o_proj",
+    "queries": f"{LAYER}self_attn.q_proj",
+    "keys": f"{LAYER}self_attn.k_proj",
+    "everything": "self_attn.",
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "weights alone": MLA,
+    "text": {**MLA, "calibrate": ...},
+    "without spread": {**MLA, "calibrate": ..., "without": ("spread", "refine")},
+    "deepseek": {**MLA, "calibrate": ..., "format": "deepseek", "without": ("refine",)},
+    "deepseek, weights alone": {**MLA, "format": "deepseek"},
+    "statistics": {**MLA, "statistics": ...},
+    "transmla": {**MLA, "calibrate": ..., "method": "transmla:2"},
+    "mqa": {"to": "mqa", "calibrate": ..., "without": ("refine",)},
+    "mqa, statistics": {"to": "mqa", "statistics": ...},
+}
+
+convert = partial(headwise.convert, evaluate=False)
+
+
+def without(folder: Path, part: str, model_type: str = "llama") -> Path:
+    """A tiny model in which all weights with ``part`` in their names are 0."""
+    save_tiny(folder, model_type, max_position_embeddings=64)
+    weights = load_file(folder / "model.safetensors")
+    zeroed = {name: tensor * 0 if part in name else tensor for name, tensor in weights.items()}
+    save_file(zeroed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def attention_outputs(folder: Path) -> list[torch.Tensor]:
+    """What each layer's attention gives of random tokens."""
+    model = headwise.load(folder)
+    found: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *call: found.append(call[-1][0]))
+    with torch.inference_mode():
+        model(torch.randint(3, 97, (2, 40)))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("part", NOTHING.values(), ids=NOTHING)
+def test_it_converts(tmp_path: Path, part: str, way: dict[str, Any]) -> None:
+    source, text, output = without(tmp_path / "source", part), tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(TEXT)
+    given = dict(way)
+    if "calibrate" in way:
+        given |= {"calibrate": text, "calibration_tokens": 256}
+    if "statistics" in way:
+        headwise.calibrate(source, tmp_path / "known", calibrate=text, calibration_tokens=256)
+        given["statistics"] = tmp_path / "known"
+    convert(source, output, **given)
+    for name, tensor in load_file(output / "model.safetensors").items():
+        assert torch.isfinite(tensor).all(), name
+        assert tensor.abs().max() < 1e5, name  # no number is there to be multiplied by a tiny one
+    # The descent puts a layer to use that does nothing, to make up for what the one before it lost.
+    descends = way is WAYS["text"] and part == NOTHING["values"]
+    if part in (NOTHING["values"], NOTHING["input"], NOTHING["everything"]) and not descends:
+        assert attention_outputs(output)[1].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("to", ["mla", "mqa"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("part", [f"{LAYER}self_attn.", f"{LAYER}input_layernorm", f"{LAYER}self_attn.k_"])
+def test_so_do_families_with_biases_and_norms_of_keys(tmp_path: Path, part: str, model_type: str, to: str) -> None:
+    if (model_type, to) == ("qwen3", "mla"):
+        pytest.skip("keys that are normed have no MLA")
+    source, text = without(tmp_path / "source", part, model_type), tmp_path / "text.txt"
+    text.write_text(TEXT)
+    how: dict[str, Any] = MLA if to == "mla" else {"to": to}
+    convert(source, tmp_path / "out", **how, calibrate=text, calibration_tokens=256, without=("refine",))
+    for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
+        assert tensor.abs().max() < 1e5, name
+
+
+def test_a_layer_without_keys_has_no_say_in_the_channels_that_all_keep(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(without(tmp_path / "source", NOTHING["keys"]))
+    asked = Job(checkpoint, parse_target("mla", kv_budget=0.5), None, None)
+    target = asked.after.layers[0]
+    assert isinstance(target, LatentSpec)
+    source = read_layer(checkpoint, 0)
+    known = Statistics.nothing(source.spec.hidden_size, source.spec.num_heads, asked.longest)
+    energy, lost = rotary_losses(source.state, source.spec, target, known)  # type: ignore[arg-type]
+    alone = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
+    assert torch.equal(common_channels(asked, None, silent), alone)
+
+
+def test_where_every_channel_rotates_keys_leave_nothing_for_the_latent(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source")
+    convert(source, tmp_path / "out", to="mla", kv_lora_rank=12, qk_rope_head_dim=24)
+    for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
+        assert tensor.abs().max() < 1e5, name
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-8])
+def test_a_part_that_is_nothing_costs_the_other_nothing(size: float) -> None:
+    """The latent is then the truncated SVD of the other part, however little its errors cost."""
+    generator = torch.Generator().manual_seed(torch.seed() % 2**32)
+    rows, x = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((7, 11), (44, 11)))
+    moments = x.mT @ x / len(x)
+    own, none = torch.eye(7, dtype=torch.float64) * size, torch.zeros(11, 11, dtype=torch.float64)
+    singular = torch.linalg.svdvals(rows @ torch.linalg.cholesky(moments))
+    for other in (
+        Part(torch.zeros(6, 11, dtype=torch.float64), own[:6, :6], moments / 2),
+        Part(torch.randn(6, 11, dtype=torch.float64, generator=generator), none[:6, :6], none),
+    ):
+        down, (_, up) = joint_latent([other, Part(rows, own, moments)], 4)
+        wrong = rows - up @ down
+        lost = float((wrong @ moments * wrong).sum())
+        assert lost == pytest.approx(float(singular[4:].square().sum()), rel=1e-3)
+
+
+def test_a_refit_of_nothing_changes_nothing() -> None:
+    weight, bias = torch.randn(5, 8), torch.randn(5)
+    refit = OutputRefit(weight, None)
+    refit.add(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5)))
+    assert torch.equal(refit.solve()["o_proj.weight"], weight.double())
+    refit = OutputRefit(weight, bias)  # the bias has something to learn
+    refit.add(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5)))
+    found = refit.solve()
+    assert torch.equal(found["o_proj.weight"], weight.double())
+    assert not torch.equal(found["o_proj.bias"], bias.double())
+
+
+def test_nan_is_said_to_be_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no wider dtype is advised, which would hold it no better."""
+    source, own = save_tiny(tmp_path / "source"), layers.convert_to_latent
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        state, channels = own(*args, **kwargs)
+        return {**state, "kv_b_proj.weight": state["kv_b_proj.weight"] * torch.nan}, channels
+
+    monkeypatch.setattr(layers, "convert_to_latent", broken)
+    with pytest.raises(headwise.CheckpointError, match=r"kv_b_proj\.weight': came out NaN$"):
+        convert(source, tmp_path / "out", **MLA)

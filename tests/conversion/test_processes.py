@@ -1,0 +1,99 @@
+"""Two processes find what one finds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headwise import processes as ranks
+from tests.closeness import assert_close
+from tests.real_models import save_tiny
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from headwise.checkpoints import open_checkpoint
+from headwise.conversion.storage.activations import Activations
+from headwise.processes import all_sum, barrier, my_windows, rank
+from headwise.hf import LayerwiseModel
+
+source, out, windows = Path(sys.argv[1]), Path(sys.argv[2]), 5
+torch.set_grad_enabled(False)
+if "RANK" in __import__("os").environ:
+    dist.init_process_group("gloo")
+ids = torch.randint(3, 97, (windows, 32), generator=torch.Generator().manual_seed(1))
+model = LayerwiseModel(open_checkpoint(source), torch.float64)
+store = Activations(out / "hidden", streams=("a",), shape=(windows, 32, 48), dtype=torch.float64)
+for w in my_windows(windows):
+    store.write("a", w, model.begin(ids[w : w + 1]))
+store.commit()
+grams = {}
+for index in range(model.num_layers):
+    module, gram, mine = model.layer(index), torch.zeros(48, 48, dtype=torch.float64), 0
+    for w in my_windows(windows):
+        call, states = model.trace(index, module, store.read("a", w, w + 1))
+        gram.addmm_(call.inputs[0].mT, call.inputs[0])
+        store.write("a", w, states)
+        mine += 1
+    store.commit()
+    own = gram.clone()
+    grams[f"{index}"] = all_sum(gram)
+    assert mine < windows or torch.equal(own, gram)
+grams["hidden"] = store.read("a", 0, windows)
+if rank() == 0:
+    save_file(grams, out / "grams.safetensors")
+barrier()
+"""
+
+
+def test_two_processes_sum_to_one(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "qwen2")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    found = {}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, how in (("one", []), ("two", launch)):
+        (tmp_path / name).mkdir()
+        run = subprocess.run(
+            [sys.executable, *how, str(program), str(source), str(tmp_path / name)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        found[name] = load_file(tmp_path / name / "grams.safetensors")
+    assert set(found["one"]) == {"0", "1", "hidden"}
+    for name, expected in found["one"].items():
+        assert_close(found["two"][name], expected, 1e-10)
+    assert torch.equal(found["one"]["hidden"], found["two"]["hidden"])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 7])
+def test_every_window_is_one_processs(monkeypatch: pytest.MonkeyPatch, world: int, count: int) -> None:
+    monkeypatch.setattr(ranks, "world_size", lambda: world)
+    taken = []
+    for index in range(world):
+        monkeypatch.setattr(ranks, "rank", lambda index=index: index)
+        mine = ranks.my_windows(count)
+        assert count // world <= len(mine) <= -(-count // world)
+        taken += mine
+    assert taken == list(range(count))
+
+
+def test_alone_nothing_is_shared() -> None:
+    tensor = torch.randn(3)
+    assert torch.equal(ranks.all_sum(tensor.clone()), tensor)
+    assert ranks.my_windows(4) == range(4)
+    assert (ranks.rank(), ranks.world_size()) == (0, 1)
+    ranks.barrier()

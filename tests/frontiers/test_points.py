@@ -1,0 +1,180 @@
+"""Which conversions are worth having, and how they are shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise.frontiers.ladder import Rung
+from headwise.frontiers.page import markdown, tables, title
+from headwise.frontiers.plot import figure
+from headwise.frontiers.points import Frontier, advice, collect, dominates, shown
+
+Spot = tuple[float, float]
+WHOLE = 1000.0
+
+
+def result(spot: Spot, texts: tuple[str, ...] = ("a/one.txt",), mechanism: str = "mla") -> dict[str, Any]:
+    scores = [{"text": text, "perplexity_ratio": spot[1], "reference_perplexity": 9.0} for text in texts]
+    return {
+        "conversion": {
+            "label": "MLA 1 + 2",
+            "mechanism": mechanism,
+            "seconds": 4.0,
+            "calibration_tokens": 512,
+            "calibration_window": 256,
+        },
+        "evaluation": {
+            "cache_bytes_per_token": spot[0],
+            "reference_cache_bytes_per_token": WHOLE,
+            "perplexity_ratio": spot[1],
+            "kl": 0.25,
+            "top1_agreement": 0.75,
+            "tokens": 126,
+            "window": 64,
+            "dtype": "float32",
+            "threads": 1,
+            "texts": scores,
+        },
+    }
+
+
+def found(rungs: list[tuple[Rung, dict[str, Any]]], *, methods: bool = False, source: str = "my/model") -> Frontier:
+    return collect(
+        rungs,
+        source=source,
+        label="GQA 4/2 × 8",
+        calibrate=("c.txt",),
+        calibration_tokens=512,
+        methods=methods,
+        versions={"headwise": "0"},
+        notes=[],
+    )
+
+
+def ladder(*spots: Spot) -> Frontier:
+    return found([(Rung(f"mla:0.{index + 1}"), result(spot)) for index, spot in enumerate(spots)])
+
+
+@pytest.mark.parametrize(
+    ("spots", "faint"),
+    [
+        ([(500.0, 1.2), (250.0, 1.5)], [False, False]),
+        ([(500.0, 1.2), (400.0, 1.2)], [True, False]),
+        ([(500.0, 1.2), (500.0, 1.3)], [False, True]),
+        ([(500.0, 1.2), (500.0, 1.2)], [False, False]),  # one is as good as the other
+        ([(1000.0, 1.0), (1000.0, 1.1), (2000.0, 1.0)], [False, True, True]),  # beside the source itself
+        ([(1200.0, 0.9)], [False]),
+        ([(250.0, math.inf), (500.0, 1.1)], [False, False]),
+        ([(250.0, math.inf), (250.0, 7.0)], [True, False]),
+    ],
+)
+def test_dominated(spots: list[Spot], faint: list[bool]) -> None:
+    assert [point.dominated for point in ladder(*spots).points] == faint
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=12))
+def test_what_is_not_dominated_is_the_best_for_some_cache(spots: list[tuple[int, int]]) -> None:
+    for spot in spots:
+        best = min(ratio for size, ratio in spots if size <= spot[0])
+        cheapest = min(size for size, ratio in spots if ratio <= spot[1])
+        assert any(dominates(other, spot) for other in spots) == ((cheapest, best) != spot)
+
+
+def test_a_ladder_is_shown_from_the_most_cache_to_the_least() -> None:
+    points = shown(ladder((250.0, 1.5), (500.0, 1.3), (750.0, 1.1), (500.0, 1.2)))
+    assert [(point.cache_bytes_per_token, point.perplexity_ratio) for point in points] == [
+        (750.0, 1.1),
+        (500.0, 1.2),
+        (500.0, 1.3),
+        (250.0, 1.5),
+    ]
+
+
+def test_advice_is_the_smallest_cache_within_each_loss() -> None:
+    said = advice(ladder((750.0, 1.04), (500.0, 1.15), (250.0, 1.6), (1000.0, 1.0)))
+    assert said == [
+        "perplexity up by at most 5%: mla:0.1, 75% of the cache (× 1.040)",
+        "perplexity up by at most 15%: mla:0.2, 50% of the cache (× 1.150)",
+        "perplexity up by at most 50%: mla:0.2, 50% of the cache (× 1.150)",
+    ]
+    assert advice(ladder((750.0, 2.0)))[0].endswith(": nothing that was tried")
+
+
+def test_of_the_folds_the_best_on_held_out_text_alone_is_shown_and_all_are_kept() -> None:
+    ways = [Rung("mla:0.5"), Rung("mla:0.5", without=("refit",)), Rung("mla:0.5", "mha2mla")]
+    own = [(rung, result((500.0, ratio))) for rung, ratio in zip(ways, (1.1, 1.2, 3.0), strict=True)]
+    # The exam would have another: a choice by it would be part of what it measures.
+    folds = [
+        (Rung("mla:0.5", f"transmla:{fold}"), {**result((500.0, ratio)), "held_out_loss": loss})
+        for fold, ratio, loss in ((1, 2.6, 3.2), (2, 2.4, 3.0), (4, 2.2, 3.1))
+    ]
+    all_ways = found(own + folds, methods=True)
+    (table,) = tables(all_ways)
+    assert [row[0] for row in table] == [
+        "mla:0.5",
+        "original",
+        "headwise",
+        "without refit",
+        "MHA2MLA",
+        "TransMLA (fold 2)",
+    ]
+    assert len(all_ways.to_dict()["points"]) == 6
+    assert title(all_ways) == "model: ways to convert to mla:0.5"
+    assert advice(all_ways) == []
+
+
+def test_a_broken_model_has_its_place_in_the_table_and_in_json() -> None:
+    broken = ladder((250.0, math.inf), (500.0, 1.1))
+    text = json.dumps(broken.to_dict(), allow_nan=False)
+    assert json.loads(text)["points"][0]["perplexity_ratio"] is None
+    assert "inf" in markdown(broken)
+    assert math.inf not in [y for trace in figure(broken)["data"] for y in trace["y"]]
+
+
+def test_the_table_has_each_text() -> None:
+    rungs = [(Rung("mqa"), result((500.0, 1.25), ("x/one.txt", "y/two.txt after 1,024 tokens"), "mqa"))]
+    (table,) = tables(found(rungs))
+    assert table[0] == ("", "attention", "cache B/token", "share", "× one.txt", "× two.txt", "KL", "top-1", "s")
+    assert table[1] == ("original", "GQA 4/2 × 8", "1,000", "100%", "1", "1", "0", "100%", "")
+    assert table[2] == ("mqa", "MLA 1 + 2", "500", "50%", "1.2500", "1.2500", "0.2500", "75.0%", "4")
+    twins = [(Rung("mqa"), result((500.0, 1.25), ("x/one.txt", "y/one.txt")))]
+    assert tables(found(twins))[0][0][4:6] == ("× x/one.txt", "× y/one.txt")
+
+
+def test_the_plot_has_a_trace_a_mechanism_the_source_and_the_best_for_each_cache() -> None:
+    rungs = [
+        (Rung("mla:0.5"), result((500.0, 1.1))),
+        (Rung("gqa:2"), result((500.0, 1.9), mechanism="gqa")),
+        (Rung("mqa"), result((250.0, 2.5), mechanism="mqa")),
+    ]
+    drawn = figure(found(rungs))
+    traces = {trace["name"]: trace for trace in drawn["data"]}  # the points come after their legend
+    assert list(traces) == ["best so far", "MLA", "GQA", "MQA", "original"]
+    assert (traces["best so far"]["x"], traces["best so far"]["y"]) == ([250.0, 500.0, 1000.0], [2.5, 1.1, 1.0])
+    assert traces["MLA"]["marker"]["opacity"] == [1.0]
+    assert traces["GQA"]["marker"]["opacity"][0] < 0.5
+    assert (traces["original"]["x"], traces["original"]["y"]) == ([1000.0], [1.0])
+    for said in ("<b>mla:0.5</b>", "500 B a token, 50%", "KL 0.2500", "top-1 agreement 75.0%"):
+        assert said in traces["MLA"]["customdata"][0]
+    assert "another has no more of either" in traces["GQA"]["customdata"][0]
+    assert drawn["layout"]["yaxis"]["type"] == "log"
+    assert drawn["layout"]["xaxis"]["ticktext"][-1] == "1,000<br>100%"
+
+
+@given(st.lists(st.floats(0.5, 1e6), min_size=1, max_size=6))
+def test_ticks_lie_on_the_axis_and_apart(ratios: list[float]) -> None:
+    axis = figure(ladder(*((100.0 * (index + 1), ratio) for index, ratio in enumerate(ratios))))["layout"]["yaxis"]
+    places = [math.log10(tick) for tick in axis["tickvals"]]
+    low, high = axis["range"]
+    assert all(low <= math.log10(ratio) <= high for ratio in (1.0, *ratios))
+    assert 1.0 in axis["tickvals"]
+    assert len(places) <= 15
+    assert places == sorted(places)
+    assert low <= places[0]
+    assert places[-1] <= high
