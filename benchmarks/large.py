@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from headwise.checkpoints import FolderWriter, TensorInfo, open_checkpoint
 from headwise.conversion.calibration.saved import save_layer, write_statistics
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf.load import expected_tensors
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
@@ -99,7 +99,7 @@ def make_statistics(source: Path, folder: Path) -> None:
     weight = torch.rand(H, generator=generator, dtype=torch.float64)
     known = Statistics(grams[0], grams[1], weight, distances / distances.sum(-1, keepdim=True), weight[0])
     gradients = torch.randn(2 * E, E, generator=generator)
-    results = LayerResults(folder.with_name(f"{folder.name}-layers"))
+    results = LayerFiles(folder.with_name(f"{folder.name}-layers"))
     save_layer(results, 0, known, gradients.mT @ gradients / (2 * E))
     for index in range(1, checkpoint.spec.num_layers):
         os.link(results.file(0), results.file(index))

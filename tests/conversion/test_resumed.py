@@ -13,7 +13,7 @@ from headwise.checkpoints import Checkpoint, FolderWriter
 from headwise.conversion import loop as layers
 from headwise.conversion.calibration import streams as sequential
 from headwise.conversion.storage.activations import Activations
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.texts import mixture as calibration
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
@@ -52,11 +52,11 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *
         (Activations, "commit", 1),
         (Activations, "commit", 2),
         (Activations, "commit", 3),
-        (LayerResults, "save", 1),  # of a sensitivity
-        (LayerResults, "save", 3),  # with MLA, of what is known while the cache is spread
-        (LayerResults, "save", 4),
-        (LayerResults, "save", 5),  # of the first layer
-        (LayerResults, "save", 6),
+        (LayerFiles, "save", 1),  # of a sensitivity
+        (LayerFiles, "save", 3),  # with MLA, of what is known while the cache is spread
+        (LayerFiles, "save", 4),
+        (LayerFiles, "save", 5),  # of the first layer
+        (LayerFiles, "save", 6),
     ],
 )
 def test_it_goes_on(

@@ -17,14 +17,14 @@ from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_ch
 from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
-from headwise.conversion.calibration.streams import begin_streams, traced, weighed_windows
-from headwise.conversion.loop import read_layer
+from headwise.conversion.calibration.source import begin_streams, sensitivity_windows, traced
+from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.planning.target import refuse_latent
 from headwise.conversion.solvers.statistics import statistics_of
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf import LayerwiseModel
 from headwise.measurement import peak_rss_bytes
-from headwise.processes import first_enters, my_windows, rank
+from headwise.processes import first_enters, my_windows, process_index
 from headwise.progress import Progress, silent
 from headwise.texts.calibration import check_texts, open_windows, refuse_cross_layers
 
@@ -94,11 +94,11 @@ def calibrate(
     checkpoint = open_checkpoint(source)
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
-    run = run_identity(checkpoint, study=texts.identity())
+    run = run_identity(checkpoint, calibrate=texts.identity())
     with first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer:
         windows, _ = open_windows(checkpoint, texts)
-        results = study_windows(checkpoint, windows, writer.work, run, progress)
-        if rank() == 0:
+        results = collect_statistics(checkpoint, windows, writer.work, run, progress)
+        if process_index() == 0:
             with clearly("output", output):
                 write_statistics(writer.folder, results, checkpoint, texts.sources, windows)
     return Calibration(
@@ -113,9 +113,9 @@ def calibrate(
 
 
 @torch.no_grad()
-def study_windows(
+def collect_statistics(
     checkpoint: Checkpoint, windows: Tensor, folder: Path, run: str = "", progress: Progress = silent
-) -> LayerResults:
+) -> LayerFiles:
     """Each layer's statistics as the source's own layers hand on to it, kept as they are finished.
 
     Args:
@@ -126,21 +126,21 @@ def study_windows(
         progress: told of each layer.
     """
     model = LayerwiseModel(checkpoint, torch.float32)  # as a conversion on the text runs it
-    sensitivities, results = LayerResults(folder / "sensitivities"), LayerResults(folder / "layers")
-    weighed = windows[: weighed_windows(checkpoint.spec, windows, len(windows))]
+    sensitivities, results = LayerFiles(folder / "sensitivities"), LayerFiles(folder / "layers")
+    weighed = windows[: sensitivity_windows(checkpoint.spec, windows, len(windows))]
     output_sensitivities(model, weighed, sensitivities, progress=progress)
     stream = begin_streams(model, windows, folder, ("source",), run)
     assert stream.layer is not None
     for index in range(stream.layer, model.num_layers):
-        progress("studying", index, model.num_layers)
+        progress("calibrating", index, model.num_layers)
         module, sensitivity = model.layer(index), kept_sensitivity(sensitivities, index)
-        source = read_layer(checkpoint, index).float()
+        source = read_layer(checkpoint, Place(index)).float()
         states = ((at, stream.read("source", at, at + 1)) for at in my_windows(len(windows)))
         seen = traced(model, index, module, states, partial(stream.write, "source"))
         inputs = ((at, call.inputs[0]) for at, _, call in seen)
         known = statistics_of(source, sensitivity.double(), inputs, windows.shape[1])
-        if rank() == 0:
+        if process_index() == 0:
             save_layer(results, index, known, sensitivity)
         stream.commit()
-    progress("studying", model.num_layers, model.num_layers)
+    progress("calibrating", model.num_layers, model.num_layers)
     return results

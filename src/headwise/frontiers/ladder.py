@@ -10,17 +10,14 @@ from typing import Any
 import torch
 
 from headwise.checkpoints import Checkpoint
-from headwise.conversion.calibration.streams import STAGES
-from headwise.conversion.planning.plan import POOLINGS, Job
+from headwise.conversion.methods import STAGES, Method, find_method, methods
+from headwise.conversion.planning.plan import make_plan
 from headwise.conversion.planning.target import Target, parse_target
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.specs import GroupedSpec
 
 BUDGETS = (0.75, 0.5, 0.33, 0.25)
 """Fractions of the source's cache that MLA is tried at."""
-
-FREQFOLDS = (1, 2, 4, 8)
-"""Of TransMLA, whose authors take the best of several."""
 
 TARGETS = "mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or mha"
 
@@ -49,9 +46,14 @@ class Rung:
         return " ".join(("headwise", *(("without", ", ".join(self.without)) if self.without else ())))
 
     @property
-    def is_fold(self) -> bool:
-        """Whether it is one of several that are tried for the best to be shown: of TransMLA's folds."""
-        return self.way.startswith("transmla")
+    def parsed_method(self) -> Method | None:
+        """The method that is named, or None for headwise's own."""
+        return None if self.method is None else find_method(self.method)
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether it is one of several variants of a method that are tried for the best to be shown."""
+        return self.parsed_method is not None and bool(self.parsed_method.variants)
 
     @property
     def slug(self) -> str:
@@ -113,7 +115,7 @@ def plan_rungs(
     if targets:
         rungs = [Rung(target) for target in dict.fromkeys(map(read_target, targets))]
         for rung in rungs:
-            Job(checkpoint, rung.parsed(), dtype)
+            make_plan(checkpoint, rung.parsed(), dtype=dtype)
     else:
         rungs = _possible([Rung(target) for target in default_targets(checkpoint)], checkpoint, dtype, refused)
         if not rungs:
@@ -126,7 +128,7 @@ def plan_rungs(
             for rung in rungs
             for way in (
                 *_own_ways(rung, checkpoint, dtype),
-                *_possible(_published_ways(rung), checkpoint, dtype, refused),
+                *_possible(_baselines(rung), checkpoint, dtype, refused),
             )
         ]
     return rungs, [f"not tried: {what} ({error})" for what, error in refused.items()]
@@ -143,16 +145,25 @@ def default_targets(checkpoint: Checkpoint) -> list[str]:
 
 def _own_ways(rung: Rung, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Rung]:
     """Headwise's conversion, without each stage that it has in turn, and what goes with it, and without all."""
-    job = Job(checkpoint, rung.parsed(), dtype)
-    stages = job.stages(None, ())
-    fewer = [[other for other in stages if other not in job.stages(None, [stage])] for stage in stages]
+
+    def stages_without(*left_out: str) -> tuple[str, ...]:
+        return make_plan(checkpoint, rung.parsed(), dtype=dtype, without=left_out).stages
+
+    stages = stages_without()
+    fewer = [[other for other in stages if other not in stages_without(stage)] for stage in stages]
     return [replace(rung, without=tuple(left_out)) for left_out in ((), *fewer, *([STAGES] if stages else []))]
 
 
-def _published_ways(rung: Rung) -> list[Rung]:
-    """Other people's, at the same target."""
-    latent = ("mha2mla", *(f"transmla:{fold}" for fold in FREQFOLDS))
-    return [replace(rung, method=name) for name in (latent if rung.target.startswith("mla") else POOLINGS)]
+def _baselines(rung: Rung) -> list[Rung]:
+    """The other methods for the same target."""
+    mechanism = rung.parsed().mechanism
+    spellings = [
+        spelling
+        for method in methods()
+        if method.is_selectable and not method.is_default and mechanism in method.targets
+        for spelling in method.variants or (method.name,)
+    ]
+    return [replace(rung, method=spelling) for spelling in spellings]
 
 
 def _possible(
@@ -162,7 +173,7 @@ def _possible(
     found = []
     for rung in rungs:
         try:
-            Job(checkpoint, rung.parsed(), dtype, rung.method)
+            make_plan(checkpoint, rung.parsed(), dtype=dtype, method=rung.method)
         except HeadwiseError as error:
             refused[rung.method or rung.target] = error
         else:

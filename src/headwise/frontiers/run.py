@@ -17,7 +17,6 @@ from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
 from headwise.checkpoints.disk import clearly, lock_folder, refuse_file, remove_locked, unlock, write_whole
 from headwise.conversion.convert import convert
-from headwise.conversion.planning.plan import POOLINGS
 from headwise.conversion.proof import Exam, choose_exam, refuse_unexamined
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
@@ -173,7 +172,7 @@ def _result(rung: Rung, common: _Common) -> dict[str, Any]:
         evaluation = evaluate_windows(pair, common.exam, progress=common.progress).to_dict()
         # Where the model lay is no finding.
         found: dict[str, Any] = {"conversion": conversion, "evaluation": {**evaluation, "model": rung.slug}}
-        if rung.is_fold:
+        if rung.is_variant:
             found["held_out_loss"] = _held_out_loss(pair, common)
         _write(kept, json.dumps(found, indent=2))
         result = _read(kept)
@@ -201,7 +200,7 @@ def _held_out_loss(pair: Pair, common: _Common) -> float:
 def _convert(rung: Rung, model: Path, run: str, common: _Common) -> dict[str, Any]:
     """Convert, and note beside the model which run it is of: without that a kill leaves it nobody's."""
     _stamp(model).unlink(missing_ok=True)
-    texts = _studied(rung, common)
+    texts = _texts(rung, common)
     done = convert(
         common.source,
         model,
@@ -234,15 +233,17 @@ def _identity(rung: Rung, common: _Common) -> str:
     texts = [[name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in common.exam]
     return run_identity(
         common.checkpoint,
-        rung=[rung.target, rung.method, sorted(rung.without), *(["held out"] if rung.is_fold else [])],
+        rung=[rung.target, rung.method, sorted(rung.without), *(["held out"] if rung.is_variant else [])],
         dtype=_name(common.dtype),
-        calibrate=_studied(rung, common).identity(),
+        calibrate=_texts(rung, common).identity(),
         texts=texts,
     )
 
 
-def _studied(rung: Rung, common: _Common) -> CalibrationTexts:
-    return NO_TEXTS if rung.method in POOLINGS else common.calibrate
+def _texts(rung: Rung, common: _Common) -> CalibrationTexts:
+    """The texts that a conversion is calibrated on; none where its method uses none."""
+    method = rung.parsed_method
+    return NO_TEXTS if method is not None and not method.uses_text else common.calibrate
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

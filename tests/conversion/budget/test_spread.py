@@ -19,11 +19,11 @@ from headwise.checkpoints import open_checkpoint
 from headwise.conversion.budget import spread
 from headwise.conversion.budget.spread import Trial, held_pieces, narrowed, sizes_to_try
 from headwise.conversion.loop import read_layer
-from headwise.conversion.solvers.heads import Layer, rotation_tables
+from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.latent import convert_to_latent
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec, RopeSpec, as_latent
 from tests.real_models import save_tiny
@@ -197,9 +197,9 @@ def test_a_search_that_is_killed_goes_on(
     """Nothing is tried again: with 3 sensitivities, then two files a layer are kept, then one a plan."""
     uneven(tmp_path / "source")
     whole = converted(tmp_path, "whole")
-    own, count = LayerResults.save, 0
+    own, count = LayerFiles.save, 0
 
-    def stopping(self: LayerResults, *args: Any) -> None:
+    def stopping(self: LayerFiles, *args: Any) -> None:
         nonlocal count
         own(self, *args)
         count += 1
@@ -207,19 +207,19 @@ def test_a_search_that_is_killed_goes_on(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(LayerResults, "save", stopping)
+        patch.setattr(LayerFiles, "save", stopping)
         with pytest.raises(KeyboardInterrupt):
             converted(tmp_path)
     tries, plans = list[int](), list[tuple[int, int]]()
 
-    def noting(self: LayerResults, index: int, tensors: Any, about: Any) -> None:
+    def noting(self: LayerFiles, index: int, tensors: Any, about: Any) -> None:
         if self.folder.name == "tried":
             tries.append(index)
         if self.folder.name == "plans":
             plans.append((about["layers"] - 1, index))
         own(self, index, tensors, about)
 
-    monkeypatch.setattr(LayerResults, "save", noting)
+    monkeypatch.setattr(LayerFiles, "save", noting)
     again = converted(tmp_path)
     assert (tries, plans) == (tried, planned)
     assert again.spread == whole.spread

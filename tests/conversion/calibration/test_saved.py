@@ -19,7 +19,7 @@ from headwise.conversion import loop as layers
 from headwise.conversion.calibration.saved import SavedStatistics, _triangle, _whole, open_statistics
 from headwise.conversion.calibration.streams import Sequential
 from headwise.conversion.proof import REFERENCE
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf import LayerwiseModel
 from headwise.texts import calibration_windows
 from tests.conversion.test_resumed import StoppedError, stop_at
@@ -129,7 +129,7 @@ def test_layers_that_are_done_are_neither_read_nor_solved_again(
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
     convert(source, tmp_path / "whole", **options)
     with monkeypatch.context() as patch:
-        stop_at(patch, LayerResults, "save", 1, after=True)
+        stop_at(patch, LayerFiles, "save", 1, after=True)
         with pytest.raises(StoppedError):
             convert(source, tmp_path / "out", **options)
     read = layers_read(monkeypatch)
@@ -145,7 +145,7 @@ def test_a_study_that_ended_early_goes_on(
 ) -> None:
     options: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512}
     with monkeypatch.context() as patch:
-        stop_at(patch, LayerResults, "save", call, after=True)
+        stop_at(patch, LayerFiles, "save", call, after=True)
         with pytest.raises(StoppedError):
             headwise.calibrate(source, tmp_path / "again", **options)
     assert not (tmp_path / "again").exists()
@@ -168,7 +168,7 @@ def flip(file: Path) -> None:
 
 
 def poison(file: Path) -> None:
-    results = LayerResults(file.parent)
+    results = LayerFiles(file.parent)
     found = results.load(0)
     assert found is not None
     found[0]["inputs"][3] = float("nan")
@@ -179,7 +179,7 @@ def changed(**tensors: Any) -> Callable[[Path], None]:
     """A layer's file with other tensors (of a function, what it makes of one; None for none), all checksums right."""
 
     def spoil(file: Path) -> None:
-        results = LayerResults(file.parent)
+        results = LayerFiles(file.parent)
         found = results.load(0)
         assert found is not None
         own, about = found

@@ -16,11 +16,11 @@ from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.sensitivity import output_sensitivities
 from headwise.conversion.calibration.streams import Sequential, Tried
 from headwise.conversion.loop import read_layer
-from headwise.conversion.solvers import heads
-from headwise.conversion.solvers.heads import Layer, rotation_tables, sample_rows
+from headwise.conversion.solvers import layer as heads
+from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
 from headwise.conversion.solvers.refit import Cost, OutputRefit, Sample, refine
 from headwise.conversion.solvers.statistics import Statistics, output_metric, root
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec
@@ -127,12 +127,12 @@ def test_sensitivities_are_the_models_own_derivatives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool
 ) -> None:
     """Layer by layer is what one backward pass through the whole model gives; in bfloat16, nearly."""
-    monkeypatch.setattr("headwise.conversion.solvers.quick.QUICK", quick)
+    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", quick)
     torch.manual_seed(3)
     folder = save_tiny(tmp_path / "tiny", "llama")
     model = LayerwiseModel(open_checkpoint(folder), torch.float32)
     windows = ids(2, 17)
-    results = LayerResults(tmp_path / "results")
+    results = LayerFiles(tmp_path / "results")
     output_sensitivities(model, windows, results)
     assert sorted(file.suffix for file in results.folder.iterdir()) == [".safetensors"] * 2
     whole = headwise.load(folder, dtype="float32")

@@ -24,7 +24,7 @@ from headwise.conversion.planning.plan import Job
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage.activations import Activations
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.progress import silent
 from headwise.specs import GroupedSpec, LatentSpec
 from tests.conversion.test_resumed import StoppedError, stop_at
@@ -206,9 +206,9 @@ def test_what_it_would_take(text: Path, tmp_path: Path) -> None:
     ("owner", "name", "call"),
     [
         (Activations, "commit", 2),
-        (LayerResults, "save", 3),  # of the plan
-        (LayerResults, "save", 5),  # of a layer, after its costs
-        (LayerResults, "save", 8),  # of the summary
+        (LayerFiles, "save", 3),  # of the plan
+        (LayerFiles, "save", 5),  # of a layer, after its costs
+        (LayerFiles, "save", 8),  # of the summary
         (FolderWriter, "_move_into_place", 1),  # of headwise's own format
         (FolderWriter, "add", 30),  # of a stock tensor
         (FolderWriter, "_move_into_place", 2),

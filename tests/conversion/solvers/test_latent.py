@@ -11,7 +11,7 @@ import torch
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.loop import read_layer
 from headwise.conversion.solvers.aligned import align
-from headwise.conversion.solvers.heads import Layer, rotation_tables
+from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.latent import convert_to_latent
 from headwise.specs import GroupedSpec, as_latent
 from tests.real_models import save_tiny
