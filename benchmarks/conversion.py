@@ -29,7 +29,7 @@ from benchmarks.kept import Kept, say
 import headwise
 from benchmarks import data
 from headwise.checkpoints import Checkpoint, FolderWriter, load_tokenizer, open_checkpoint
-from headwise.conversion.calibrate import study_windows
+from headwise.conversion.calibrate import collect_statistics
 from headwise.conversion.calibration.saved import write_statistics
 from headwise.evaluation import evaluate, evaluate_choices, open_pair, score_window
 from headwise.specs import AttentionSpec, split_budget
@@ -234,7 +234,7 @@ class Bench:
             tokenizer = load_tokenizer(self.checkpoint.path)
             windows = calibration_windows(tokenizer, texts, tokens=self.tokens, window=self.window)
             with FolderWriter(folder, {}) as writer:
-                results = study_windows(self.checkpoint, windows, writer.work)
+                results = collect_statistics(self.checkpoint, windows, writer.work)
                 write_statistics(writer.folder, results, self.checkpoint, texts, windows)
         return folder
 

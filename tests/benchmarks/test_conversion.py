@@ -18,6 +18,7 @@ import headwise
 from benchmarks import conversion, long, tables
 from headwise.checkpoints import load_tokenizer
 from headwise.conversion.calibration.saved import open_statistics
+from headwise.conversion.planning.plan import Place
 from headwise.specs import GroupedSpec, RopeSpec, split_budget
 from headwise.texts import calibration_windows
 from tests.closeness import assert_close
@@ -86,7 +87,7 @@ def test_statistics_are_of_windows_as_long_as_those_that_are_measured_on(
     options |= {"tokens": 512, "items": 0, "windows": 2, "window": 64, "split": "test"}
     bench = conversion.Bench(Namespace(**options))
     folder = bench._statistics(Row("r", "transmla", 14, 10, ("wikitext",)))
-    monkeypatch.setattr(conversion, "study_windows", None)
+    monkeypatch.setattr(conversion, "collect_statistics", None)
     assert bench._statistics(Row("s", "mha2mla", 12, 12, ("wikitext",))) == folder
     known = open_statistics(folder, bench.checkpoint)
     windows = calibration_windows(
@@ -101,7 +102,7 @@ def test_statistics_are_of_windows_as_long_as_those_that_are_measured_on(
         model(windows)
     for index, inputs in enumerate(seen):
         flat = torch.cat((inputs.flatten(0, 1), torch.ones(512, 1)), dim=1).double()
-        assert_close(known.layer(index)[0].inputs, flat.mT @ flat / 512, 1e-5)
+        assert_close(known.evidence(Place(index)).statistics.inputs, flat.mT @ flat / 512, 1e-5)
 
 
 # --- the whole of it ---
@@ -138,7 +139,7 @@ def test_rows_are_measured_once_and_the_published_ones_at_their_best(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError
 
-    for module, name in ((headwise, "convert"), (conversion, "study_windows"), (conversion, "evaluate")):
+    for module, name in ((headwise, "convert"), (conversion, "collect_statistics"), (conversion, "evaluate")):
         monkeypatch.setattr(module, name, never)
     before = (root / "a.json").read_bytes()
     conversion.main(arguments(root, "a.json", *wanted))

@@ -10,7 +10,8 @@ import torch
 
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion.solvers.published import mha2mla, transmla
+from headwise.conversion.methods.mha2mla import mha2mla
+from headwise.conversion.methods.transmla import transmla
 from headwise.hf import HostedLatentAttention
 from headwise.specs import GroupedSpec, LatentSpec
 from tests.closeness import assert_close

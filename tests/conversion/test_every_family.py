@@ -14,7 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import headwise
 from headwise.checkpoints import family_of, open_checkpoint
-from headwise.conversion import parse_target, plan_layers
+from headwise.conversion import convert_spec, parse_target
 from headwise.measurement import cache_nbytes
 from headwise.specs import GroupedSpec, read_config
 from tests.closeness import assert_close
@@ -362,7 +362,7 @@ def test_what_mla_cannot_hold_is_refused_by_name(field: str, value: object) -> N
     with pytest.raises(
         headwise.SpecError, match=rf"^{field} = {value!r}: a layer with it cannot be converted to mla"
     ):
-        plan_layers(replace(model, layers=layers), parse_target("mla", kv_budget=0.5))
+        convert_spec(replace(model, layers=layers), parse_target("mla", kv_budget=0.5))
 
 
 @pytest.mark.parametrize(

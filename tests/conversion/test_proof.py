@@ -108,9 +108,9 @@ def test_the_reference_is_no_exam_of_what_was_calibrated_on_it(source: Path, tmp
     study = tmp_path / "study.txt"
     study.write_text(language_reference(topics), encoding="utf-8")
     with pytest.raises(headwise.ArgumentError, match="evaluate = None: must be named: all texts are calibrated on"):
-        choose_exam(open_checkpoint(source), studied=[text_identity(study)])
+        choose_exam(open_checkpoint(source), calibrated_on=[text_identity(study)])
     study.write_text(language_reference(topics)[:-1], encoding="utf-8")
-    ((name, _),) = choose_exam(open_checkpoint(source), studied=[text_identity(study)])
+    ((name, _),) = choose_exam(open_checkpoint(source), calibrated_on=[text_identity(study)])
     assert name == REFERENCE
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused_before_any_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("")
-    monkeypatch.setattr("headwise.conversion.loop.convert_to_latent", None)
+    monkeypatch.setattr("headwise.conversion.methods.headwise.convert_to_latent", None)
     with pytest.raises(headwise.ArgumentError, match=rule):
         headwise.convert(source, "out", **HALF, evaluate=evaluate, evaluation_windows=windows, dry_run=dry_run)
     assert not Path("out").exists()
@@ -239,7 +239,7 @@ def test_ctrl_c_during_it_keeps_the_conversion(
         f"what is done is kept in {tmp_path}/.out.headwise-partial, and the same command goes on from there",
     ]
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("headwise.conversion.loop.convert_to_latent", None)  # nothing is solved again
+    monkeypatch.setattr("headwise.conversion.methods.headwise.convert_to_latent", None)  # nothing is solved again
     done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY, evaluate=evaluate)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
     assert ("Not measured." in card(tmp_path / "out")) is not evaluate

@@ -30,7 +30,7 @@ def a_ladder(*, text: str = "a/one.txt", source: str = "my/model") -> headwise.F
 def ways() -> headwise.Frontier:
     rungs = [Rung("mla:0.5"), Rung("mla:0.5", without=("refit",)), Rung("mla:0.5", "transmla:2")]
     held = {True: {"held_out_loss": 3.0}, False: {}}
-    return found([(rung, {**result((500.0, 1.5)), **held[rung.is_fold]}) for rung in rungs], methods=True)
+    return found([(rung, {**result((500.0, 1.5)), **held[rung.is_variant]}) for rung in rungs], methods=True)
 
 
 @pytest.mark.parametrize("shown", [a_ladder(), ways()], ids=["ladder", "ways"])

@@ -2,7 +2,7 @@
 
 from headwise.conversion.calibrate import Calibration, calibrate
 from headwise.conversion.convert import convert
-from headwise.conversion.methods import STAGES, Method, find_method, methods
+from headwise.conversion.methods import STAGES, Method, all_methods, find_method
 from headwise.conversion.methods.first_head import first_head
 from headwise.conversion.methods.mha2mla import mha2mla
 from headwise.conversion.methods.transmla import transmla
@@ -26,6 +26,7 @@ __all__ = [
     "Method",
     "StockReport",
     "Target",
+    "all_methods",
     "calibrate",
     "concentrate",
     "convert",
@@ -40,7 +41,6 @@ __all__ = [
     "joint_latent",
     "keep_rotation",
     "mean_rotation",
-    "methods",
     "mha2mla",
     "one_plan",
     "parse_target",

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from headwise.conversion.methods import Evidence, LayerTarget, methods
+from headwise.conversion.methods import Evidence, LayerTarget, all_methods
 from headwise.conversion.methods.repeat import repeat_heads
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
@@ -38,7 +38,7 @@ def convert_to_grouped(
         ArgumentError: there is no such method.
         SpecError: ``aligned`` has no place to undo a mixture of heads in.
     """
-    merging = {known.name: known for known in methods() if known.is_selectable and "gqa" in known.targets}
+    merging = {known.name: known for known in all_methods() if known.is_selectable and "gqa" in known.targets}
     if method not in merging:
         raise ArgumentError("method", method, f"must be one of {', '.join(merging)}")
     if target.num_kv_heads >= source.num_kv_heads:

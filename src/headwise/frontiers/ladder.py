@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headwise.checkpoints import Checkpoint
-from headwise.conversion.methods import STAGES, Method, find_method, methods
+from headwise.conversion.methods import STAGES, Method, all_methods, find_method
 from headwise.conversion.planning.plan import make_plan
 from headwise.conversion.planning.target import Target, parse_target
 from headwise.errors import ArgumentError, HeadwiseError
@@ -159,7 +159,7 @@ def _baselines(rung: Rung) -> list[Rung]:
     mechanism = rung.parsed().mechanism
     spellings = [
         spelling
-        for method in methods()
+        for method in all_methods()
         if method.is_selectable and not method.is_default and mechanism in method.targets
         for spelling in method.variants or (method.name,)
     ]

@@ -20,15 +20,15 @@ __all__ = [
     "Evidence",
     "LayerTarget",
     "Method",
+    "all_methods",
     "choose_method",
     "find_method",
-    "methods",
     "refuse_stages",
 ]
 
 
 @cache
-def methods() -> tuple[Method, ...]:
+def all_methods() -> tuple[Method, ...]:
     """Every method, by name."""
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     declared = (module.METHOD for module in modules if hasattr(module, "METHOD"))
@@ -41,7 +41,7 @@ def find_method(spelling: str) -> Method:
     Raises:
         ArgumentError: there is none of that name.
     """
-    selectable = [method for method in methods() if method.is_selectable]
+    selectable = [method for method in all_methods() if method.is_selectable]
     for method in selectable:
         if (parsed := method.parsed(spelling)) is not None:
             return parsed
@@ -60,7 +60,7 @@ def choose_method(spelling: str | None, source: ModelSpec, target: ModelSpec) ->
         SpecError: the method has no step for something in the source.
     """
     if spelling is None:
-        method = next(method for method in methods() if method.is_default and method.suits(source, target))
+        method = next(method for method in all_methods() if method.is_default and method.suits(source, target))
     else:
         method = find_method(spelling)
         if not method.suits(source, target):

@@ -1,4 +1,4 @@
-"""What a model is shown to be studied on: a decoder running text, an encoder sentences as it reads them."""
+"""The windows a model is calibrated on: a decoder running text, an encoder sentences as it reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion.calibration.streams import descent_steps
+from headwise.conversion.calibration.text import descent_steps
 from headwise.errors import ArgumentError
 from headwise.texts import token_ids, wrapping_ids
 from headwise.texts.calibration import WINDOW, CalibrationTexts, check_texts, open_windows

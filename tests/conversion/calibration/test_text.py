@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 import headwise
 from headwise.checkpoints import open_checkpoint
+from headwise.conversion.calibration.candidate import Candidate
 from headwise.conversion.calibration.sensitivity import output_sensitivities
-from headwise.conversion.calibration.streams import Sequential, Tried
-from headwise.conversion.loop import read_layer
+from headwise.conversion.calibration.text import TextCalibrator
+from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers import layer as heads
 from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
 from headwise.conversion.solvers.refit import Cost, OutputRefit, Sample, refine
@@ -58,7 +59,7 @@ def test_a_layer_run_for_some_rows_is_the_models_own(
     hidden = model.begin(ids(1, 23))
     module = model.layer(0)
     call, _ = model.trace(0, module, hidden)
-    layer = read_layer(model.checkpoint, 0).float()
+    layer = read_layer(model.checkpoint, Place(0)).float()
     rotation = rotation_tables(layer.spec, 23)
     rows = torch.tensor([0, 4, 11, 22])
     some = layer.output(call.inputs[0], rotation, rows)
@@ -77,7 +78,7 @@ def test_sampled_rows_are_spread_and_move_on() -> None:
 def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
     """Written out: a score's derivative of the output, squared in the metric of the loss."""
     model = opened(tmp_path, "llama")
-    layer, T = read_layer(model.checkpoint, 0).float(), 11
+    layer, T = read_layer(model.checkpoint, Place(0)).float(), 11
     spec = layer.spec
     assert isinstance(spec, GroupedSpec)
     inputs = torch.randn(T, spec.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -206,7 +207,7 @@ def test_an_outlier_is_not_what_a_refit_serves() -> None:
 
 def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:
     model = opened(tmp_path, "llama")
-    layer = read_layer(model.checkpoint, 0).float()
+    layer = read_layer(model.checkpoint, Place(0)).float()
     rotation = rotation_tables(layer.spec, 13)  # type: ignore[arg-type]
     inputs = torch.randn(13, 48, generator=torch.Generator().manual_seed(1))
     rows = torch.arange(13)
@@ -234,14 +235,14 @@ def test_a_layer_is_refitted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...], refits: int
 ) -> None:
     (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)
-    made = list[Tried]()
-    refitted = Sequential._refitted
+    candidates = list[Candidate]()
+    refitted = TextCalibrator._refitted
 
-    def counted(self: Sequential, tried: Tried, cost: Cost) -> Tried:
-        made.append(tried)
-        return refitted(self, tried, cost)
+    def counted(self: TextCalibrator, candidate: Candidate, cost: Cost) -> Candidate:
+        candidates.append(candidate)
+        return refitted(self, candidate, cost)
 
-    monkeypatch.setattr(Sequential, "_refitted", counted)
+    monkeypatch.setattr(TextCalibrator, "_refitted", counted)
     headwise.convert(
         save_tiny(tmp_path / "tiny"),
         tmp_path / "out",
@@ -251,7 +252,7 @@ def test_a_layer_is_refitted_once(
         without=without,
         evaluate=False,
     )
-    assert len(made) == refits  # of two layers
+    assert len(candidates) == refits  # of two layers
 
 
 def test_the_root_is_symmetric_and_its_square_is_the_matrix() -> None:
@@ -264,9 +265,10 @@ def test_the_root_is_symmetric_and_its_square_is_the_matrix() -> None:
 def test_a_sensitivity_that_is_lost_is_not_one_that_is_left_out(tmp_path: Path) -> None:
     model, windows = opened(tmp_path / "source", "llama"), ids(4, 16)
     (tmp_path / "work").mkdir()
-    study = Sequential(model, windows, held=1, folder=tmp_path / "work")
-    assert study.sensitivity(1) is not None
-    study.sensitivities.file(1).unlink()
+    calibrator = TextCalibrator(model, windows, held=1, folder=tmp_path / "work")
+    calibrator.prepare()
+    assert calibrator.sensitivity(1) is not None
+    calibrator.sensitivities.file(1).unlink()
     with pytest.raises(CheckpointError, match="layer = 1: was lost"):
-        study.sensitivity(1)
-    assert Sequential(model, windows, held=1, folder=tmp_path / "none", stages=()).sensitivity(1) is None
+        calibrator.sensitivity(1)
+    assert TextCalibrator(model, windows, held=1, folder=tmp_path / "none", stages=()).sensitivity(1) is None
