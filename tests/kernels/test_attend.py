@@ -19,7 +19,7 @@ from tests.by_hand import attend_by_rows, may_attend
 from tests.closeness import assert_close
 
 PREFILL = "fused" if built().library is not None else "sdpa"
-DECODE = "packed" if built().library is None else "fused"
+FEW_TOKENS_CHOICE = "packed" if built().library is None else "fused"
 HOLDING_WEIGHTS: tuple[Backend, ...] = ("auto", "reference", "packed")
 
 
@@ -251,13 +251,13 @@ def test_returned_weights_are_those_after_dropout(backend: Backend) -> None:
         (
             (32, 8, 1, 8192, 128),
             False,
-            DECODE,
+            FEW_TOKENS_CHOICE,
             "few new tokens (1): reading 8 key–value heads once is the cost",
         ),
         (
             (128, 1, 1, 4096, 576),
             False,
-            DECODE,
+            FEW_TOKENS_CHOICE,
             "few new tokens (1): reading 1 key–value heads once is the cost",
         ),
         ((128, 1, 64, 4096, 576), False, PREFILL, "64 new tokens: blocked softmax"),
