@@ -197,7 +197,11 @@ class AttentionLayer(nn.Module):
                 if cache.length != T:
                     rule = f"must be the {cache.length} tokens the cross-attention cache was filled from"
                     raise ArgumentError("key_value_states tokens", T, rule)
-                return cache.views()
+                held = cache.views()
+                if held[0].shape[0] != states.shape[0]:
+                    rule = f"must be {held[0].shape[0]}, the batch size the cross-attention cache was filled with"
+                    raise ArgumentError("batch", states.shape[0], rule)
+                return held
             states = source
             rotation = None if self.rope is None else self.rope(positions(0, source, None), source.dtype, T)
         new = self._states_to_cache(states, rotation)
