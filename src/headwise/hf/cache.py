@@ -171,7 +171,7 @@ class GrowingLayer(DynamicLayer):
         """Append ``[B, K, S, D]`` keys and values; all that is held, as views.
 
         Raises:
-            ArgumentError: there would be more than ``max_length`` tokens, or the tokens held are of another batch size.
+            ArgumentError: there would be more than ``max_length`` tokens, or of another batch size than is held.
         """
         if not self.get_seq_length():  # an empty cache takes any batch
             self.lazy_initialization(key_states, value_states)
