@@ -45,6 +45,7 @@ _PUBLIC = {
     "SelfAttention": "headwise.attention",
     "SpecError": "headwise.errors",
     "attend": "headwise.kernels",
+    "attend_with_weights": "headwise.kernels",
     "calibrate": "headwise.conversion",
     "choose_backend": "headwise.kernels",
     "compare": "headwise.cost",
@@ -92,7 +93,7 @@ if TYPE_CHECKING:
     )
     from headwise.frontiers import Frontier, frontier
     from headwise.hf import Generation, generate, load, optimize
-    from headwise.kernels import attend, choose_backend
+    from headwise.kernels import attend, attend_with_weights, choose_backend
     from headwise.measurement import doctor
     from headwise.specs import (
         ExpertLatentSpec,
@@ -138,6 +139,7 @@ __all__ = [
     "SelfAttention",
     "SpecError",
     "attend",
+    "attend_with_weights",
     "calibrate",
     "choose_backend",
     "compare",

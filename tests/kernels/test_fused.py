@@ -252,7 +252,7 @@ def test_a_library_that_was_cut_is_made_again(afresh: Path) -> None:
         ("exit 0", "file too short"),
         ("echo 'ld: error: cannot go on' >&2; echo 'as: x.o: No space left on device' >&2; exit 1", "No space left"),
         ("printf 'caf\\351 error: none' >&2; exit 1", "failed: caf� error: none"),
-        ('for last; do :; done; echo "void f() {}" | c++ -x c++ -shared -fPIC - -o "$last"', "headwise_decode"),
+        ('for last; do :; done; echo "void f() {}" | c++ -x c++ -shared -fPIC - -o "$last"', "headwise_attention"),
     ],
 )
 def test_a_compiler_that_makes_something_else_is_told_of(

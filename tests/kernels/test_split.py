@@ -1,4 +1,4 @@
-"""The GPU's decoding kernel, run step by step on the CPU by Triton's interpreter, against the float64 definition."""
+"""The GPU kernel for few new tokens, run on the CPU by Triton's interpreter, against the float64 definition."""
 
 from __future__ import annotations
 

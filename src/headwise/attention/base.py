@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from headwise.attention.cache import AttentionCache
 from headwise.attention.rope import RotaryEmbedding, rotate
 from headwise.errors import ArgumentError, SpecError
-from headwise.kernels import BACKENDS, WITHOUT_WEIGHTS, Backend, as_bool_mask, attend
+from headwise.kernels import (
+    BACKENDS,
+    WITHOUT_WEIGHTS,
+    AttendOptions,
+    Backend,
+    as_bool_mask,
+    attend,
+    attend_with_weights,
+)
 from headwise.specs.base import AttentionSpec, RopeSpec, positive
 
 Rope = RopeSpec | RotaryEmbedding
@@ -189,7 +197,11 @@ class AttentionLayer(nn.Module):
                 if cache.length != T:
                     rule = f"must be the {cache.length} tokens the cross-attention cache was filled from"
                     raise ArgumentError("key_value_states tokens", T, rule)
-                return cache.views()
+                held = cache.views()
+                if held[0].shape[0] != states.shape[0]:
+                    rule = f"must be {held[0].shape[0]}, the batch size the cross-attention cache was filled with"
+                    raise ArgumentError("batch", states.shape[0], rule)
+                return held
             states = source
             rotation = None if self.rope is None else self.rope(positions(0, source, None), source.dtype, T)
         new = self._states_to_cache(states, rotation)
@@ -198,20 +210,18 @@ class AttentionLayer(nn.Module):
     def _kernel(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """`headwise.kernels.attend` as this call asks: the mixed values, and the weights or None."""
-        attended = attend(
-            query,
-            key,
-            value,
-            call.attention_mask,
-            self._dropout_p(),
-            call.is_causal,
-            scale,
-            window=self.spec.sliding_window,
-            backend=self.backend,
-            return_weights=call.return_weights,
-        )
-        return attended if isinstance(attended, tuple) else (attended, None)
+        """Mixed values ``[B, H, S, V]`` by `headwise.kernels.attend`, and the weights if the call asks for them."""
+        options: AttendOptions = {
+            "attn_mask": call.attention_mask,
+            "dropout_p": self._dropout_p(),
+            "is_causal": call.is_causal,
+            "scale": scale,
+            "window": self.spec.sliding_window,
+            "backend": self.backend,
+        }
+        if call.return_weights:
+            return attend_with_weights(query, key, value, **options)
+        return attend(query, key, value, **options), None
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """(heads, width) of each tensor this layer caches."""

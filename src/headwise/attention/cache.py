@@ -69,7 +69,7 @@ class AttentionCache:
         ``window − 1 + S`` tokens, copied.
 
         Raises:
-            ArgumentError: there is no room, or a shape or dtype does not fit.
+            ArgumentError: there is no room, or a batch size, shape or dtype does not fit.
         """
         S = new[0].shape[2]
         end = self.length + S
@@ -77,6 +77,8 @@ class AttentionCache:
             raise ArgumentError("cache length", end, f"is over max_length = {self.max_length}")
         for buffer, states in zip(self.buffers, new, strict=True):
             B, heads, _, width = buffer.shape
+            if states.shape[0] != B:
+                raise ArgumentError("batch", states.shape[0], f"must be {B}, the batch size the cache was made for")
             if states.shape != (B, heads, S, width) or states.dtype != buffer.dtype:
                 rule = f"must be {(B, heads, S, width)} {buffer.dtype}"
                 raise ArgumentError("cached states", (tuple(states.shape), states.dtype), rule)

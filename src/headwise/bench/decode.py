@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.bench.report import OURS, Bench, UnableError, Way, run_case
+from headwise.bench.report import OURS, Bench, Case, UnableError, Way, run_case
 from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
 from headwise.hf import as_device, as_dtype
@@ -110,74 +110,103 @@ SHAPES = tuple(Shape.parse(text) for text in ("9/3/64", "32/32/128", "32/8/128",
 QUICK = tuple(Shape.parse(text) for text in ("9/3/64", "32/8/128", "16/512+64"))
 
 
+GridPoint = tuple[torch.dtype, Shape, int, int]
+"""Dtype, shape, sequences and tokens in the cache of one case."""
+
+
+class GridOptions(TypedDict, total=False):
+    """The grid of `bench_decode`, which describes the fields; a field left out, empty or None is the grid's own."""
+
+    shapes: Sequence[Shape] | None
+    lengths: Sequence[int] | None
+    cache_mib: int | None
+    batches: Sequence[int] | None
+    dtypes: Sequence[str] | None
+
+
 @torch.inference_mode()
 def bench_decode(
     *,
-    shapes: Sequence[Shape] | None = None,
-    lengths: Sequence[int] | None = None,
-    cache_mib: int | None = None,
-    batches: Sequence[int] | None = None,
-    dtypes: Sequence[str] | None = None,
     tokens: int = 1,
     device: str = "cpu",
     quick: bool = False,
     progress: Progress = silent,
+    **grid: Unpack[GridOptions],
 ) -> Bench:
     """Time one decoding step of attention alone, over a grid; caches come from memory, as in a model of many layers.
 
     Args:
-        shapes: heads and widths; the grid's own when None.
-        lengths: tokens in the cache.
-        cache_mib: in the place of lengths, as many tokens as make a cache of so many MiB.
-        batches: sequences.
-        dtypes: of queries and cache.
-        tokens: new ones, S.
+        tokens: S, new tokens.
         device: ``cpu`` or ``cuda``.
         quick: a smaller grid, in less than a minute, without what has to be compiled.
-        progress: told of each case.
+        progress: called for each case.
+        grid: any of ``shapes`` (heads and widths), ``lengths`` (tokens in the cache), ``cache_mib`` (in the place of
+            lengths: as many tokens as make a cache of so many MiB), ``batches`` (sequences) and ``dtypes`` (of
+            queries and cache).
 
     Raises:
         ArgumentError: a size is not positive or does not fit in memory, ``lengths`` and ``cache_mib`` are both given,
             a dtype is not known, or there is no such device.
     """
+    check_sizes(tokens=(tokens,))
+    points = _points(quick=quick, **grid)
+    as_device(device)
+    for dtype, shape, B, T in points:
+        check_fits(shape, shape.nbytes(B, T, dtype.itemsize), device, length=T, batch=B)
+    probes = {dtype: Probes(dtype, device) for dtype in each(dtype for dtype, *_ in points)}
+    cases = []
+    for index, point in enumerate(points):
+        progress("decoding", index, len(points))
+        cases.append(_time_point(point, probes[point[0]], tokens=tokens, device=device, quick=quick))
+        torch._dynamo.reset()
+    progress("decoding", len(points), len(points))
+    return Bench("decode", cases, device)
+
+
+def _points(
+    *,
+    quick: bool,
+    shapes: Sequence[Shape] | None = None,
+    lengths: Sequence[int] | None = None,
+    cache_mib: int | None = None,
+    batches: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
+) -> list[GridPoint]:
+    """Every point of a grid; options as `bench_decode`'s."""
     if lengths and cache_mib is not None:
         raise ArgumentError("cache_mib", cache_mib, "must not be given beside lengths, which it makes")
     shapes = each(shapes or (QUICK if quick else SHAPES))
     lengths = each(lengths or ((512, 4096) if quick else LENGTHS))
     batches = each(batches or ((1,) if quick else BATCHES))
     kinds = each(as_dtype(text) for text in dtypes or DTYPES)
-    check_sizes(length=lengths, batch=batches, tokens=(tokens,), cache_mib=() if cache_mib is None else (cache_mib,))
-    as_device(device)
-    grid = list(itertools.product(kinds, shapes, batches, lengths))
-    if cache_mib is not None:
-        few = itertools.product(kinds, shapes, batches)
-        grid = [(*case, max(1, (cache_mib << 20) // case[1].nbytes(case[2], 1, case[0].itemsize))) for case in few]
-    for dtype, shape, B, T in grid:
-        check_fits(shape, shape.nbytes(B, T, dtype.itemsize), device, length=T, batch=B)
-    cases, probes = [], {dtype: Probes(dtype, device) for dtype in kinds}
-    for index, (dtype, shape, B, T) in enumerate(grid):
-        progress("decoding", index, len(grid))
-        query = torch.randn(B, shape.H, tokens, shape.D, device=device).to(dtype)
-        key = torch.randn(B, shape.K, T, shape.D, device=device).to(dtype)
-        nbytes = shape.nbytes(B, T, dtype.itemsize)
-        caches = _caches(key, shape, -(-_BETWEEN // nbytes))
-        ways = ways_to_attend(query, caches, with_compiled=not quick, is_causal=tokens > 1)
-        chosen = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
-        cases.append(
-            run_case(
-                f"{shape} × {T:,}" + (f" × {B}" if B > 1 else "") + f" {short_name(dtype)}",
-                {"shape": str(shape), "length": T, "batch": B, "dtype": dtype_name(dtype), "tokens": tokens},
-                ways,
-                nbytes=nbytes,
-                flops=shape.flops(B, T, tokens),
-                probes=probes[dtype],
-                budget=1.0 if quick else 3.0,
-                notes={OURS: chosen.backend},
-            )
-        )
-        torch._dynamo.reset()
-    progress("decoding", len(grid), len(grid))
-    return Bench("decode", cases, device)
+    check_sizes(length=lengths, batch=batches, cache_mib=() if cache_mib is None else (cache_mib,))
+    if cache_mib is None:
+        return list(itertools.product(kinds, shapes, batches, lengths))
+    return [
+        (dtype, shape, B, max(1, (cache_mib << 20) // shape.nbytes(B, 1, dtype.itemsize)))
+        for dtype, shape, B in itertools.product(kinds, shapes, batches)
+    ]
+
+
+def _time_point(point: GridPoint, probes: Probes, *, tokens: int, device: str, quick: bool) -> Case:
+    """Time every way to compute one point of the grid."""
+    dtype, shape, B, T = point
+    query = torch.randn(B, shape.H, tokens, shape.D, device=device).to(dtype)
+    key = torch.randn(B, shape.K, T, shape.D, device=device).to(dtype)
+    nbytes = shape.nbytes(B, T, dtype.itemsize)
+    caches = _caches(key, shape, -(-_BETWEEN // nbytes))
+    ways = ways_to_attend(query, caches, with_compiled=not quick, is_causal=tokens > 1)
+    choice = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
+    return run_case(
+        f"{shape} × {T:,}" + (f" × {B}" if B > 1 else "") + f" {short_name(dtype)}",
+        {"shape": str(shape), "length": T, "batch": B, "dtype": dtype_name(dtype), "tokens": tokens},
+        ways,
+        nbytes=nbytes,
+        flops=shape.flops(B, T, tokens),
+        probes=probes,
+        budget=1.0 if quick else 3.0,
+        notes={OURS: choice.backend},
+    )
 
 
 def _caches(key: Tensor, shape: Shape, count: int) -> list[tuple[Tensor, Tensor]]:

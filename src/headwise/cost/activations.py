@@ -84,16 +84,36 @@ def kept_norm(
     return entry, Kept(f"{name} inverse norms", rows, over, "wide"), Kept(f"{name} normed", width, over)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of softmax(QKᵀ)V: H query heads, K key–value heads, D wide for queries and keys and V for values.
+
+    The unfused way repeats keys and values to H heads, and the padded kernel widens the narrower of D and V.
+    """
+
+    H: Size
+    K: Size
+    D: Size
+    V: Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storages:
+    """Values a token of the tensors that query, key and value are views of; None where they are tensors of their own.
+
+    A value that is a view of the key's tensor has storage 0: it is counted with the key.
+    """
+
+    query: Size | None = None
+    key: Size | None = None
+    value: Size | None = None
+
+
 def kept_core(
     training: Training,
-    H: Size,
-    K: Size,
-    D: Size,
-    V: Size,
+    heads: Heads,
     *,
-    query_storage: Size | None = None,
-    key_storage: Size | None = None,
-    value_storage: Size | None = None,
+    storages: Storages = Storages(),
     contiguous: bool = True,
     read_from: Literal["merged", "heads", "nobody"] = "merged",
 ) -> tuple[Kept, ...]:
@@ -101,17 +121,13 @@ def kept_core(
 
     Args:
         training: how it is run.
-        H: query heads.
-        K: key–value heads, which the unfused way repeats to H.
-        D: width of a query or key head.
-        V: width of a value head; the padded kernel widens the narrower of the two.
-        query_storage: values a token of the tensor that the query is a view of, where they are more than H·D.
-        key_storage: of the tensor that the key is a view of.
-        value_storage: of the tensor that the value is a view of; 0 where it is the key's.
+        heads: its sizes.
+        storages: what query, key and value are views of.
         contiguous: whether the query is a tensor of its own, head by head; else the fused kernel's output is laid out
             token by token as the projection is, and merging its heads needs no copy.
         read_from: whether the heads are merged to be read, read as they are, or are the layer's output.
     """
+    H, K, D, V = heads.H, heads.K, heads.D, heads.V
     if training.fused:
         width = V if V > D else D
         scored, mixed = (width, width) if training.kernel == "padded" else (D, V)
@@ -120,16 +136,16 @@ def kept_core(
         copied = by_head if contiguous or scored > D else mixed > V > 1
         merged = (Kept("merged heads", H * V, "new"),) if copied and H > 1 and read_from == "merged" else ()
         return (
-            Kept("query", H * scored if scored > D or query_storage is None else query_storage, "new"),
-            Kept("key", K * scored if scored > D or key_storage is None else key_storage, "total"),
-            Kept("value", K * mixed if mixed > V or value_storage is None else value_storage, "total"),
+            Kept("query", H * scored if scored > D or storages.query is None else storages.query, "new"),
+            Kept("key", K * scored if scored > D or storages.key is None else storages.key, "total"),
+            Kept("value", K * mixed if mixed > V or storages.value is None else storages.value, "total"),
             *mask,
             Kept("attention output", H * mixed, "new"),
             Kept("log-sum-exp", H, "new", "wide"),
             *merged,
         )
     is_view = not training.half and (H == 1 or training.batch_of_one)
-    query = query_storage if is_view and query_storage is not None else H * D
+    query = storages.query if is_view and storages.query is not None else H * D
     output = () if read_from == "nobody" else (Kept("attention output", H * V, "new"),)
     return (
         Kept("query", query, "new", "wide"),

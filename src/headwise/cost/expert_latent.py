@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.cost.activations import (
+    Heads,
     Kept,
     KeptOver,
     Training,
@@ -142,7 +143,7 @@ def _kept_expanded(spec: ExpertLatentSpec, training: Training, by_sequence: bool
     H, D, K = Size(spec.num_heads, "H"), Size(spec.head_dim, "D"), Size(spec.latent_kv_heads, "K")
     C, X = Size(spec.kv_dim, "C"), Size(spec.num_experts, "X")
     if by_sequence:
-        core = kept_core(training, H, H, D, D, contiguous=spec.rope is not None)
+        core = kept_core(training, Heads(H, H, D, D), contiguous=spec.rope is not None)
         return [Kept("mixed decoders", 2 * H * C * D, "call"), Kept("latents", 2 * K * C, "total"), *core]
     return [
         *_kept_rotated_query(spec),
@@ -167,7 +168,7 @@ def _kept_absorbed(spec: ExpertLatentSpec, training: Training, by_sequence: bool
         kept += [Kept("gated query", X * H * (D - P), "new")]
         kept += [Kept("key decoders", X * H * C * (D - P), "once")] if X > 1 and P > 0 and D - P > 1 else []
     if spec.rope is None:
-        kept += kept_core(training, H, K, C, C, read_from="heads")
+        kept += kept_core(training, Heads(H, K, C, C), read_from="heads")
     else:
         kept += _kept_rotary(spec, training, by_sequence, H, K, C, X, P)
         kept += _kept_rotated_query(spec)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from headwise.cost.activations import Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
+from headwise.cost.activations import Heads, Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
@@ -74,4 +74,4 @@ def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[Kept,
     if spec.rope is not None:
         kept += kept_rotation(training, Size(spec.rope.dim, "P"))
     read_from: Literal["merged", "nobody"] = "merged" if spec.output_projection else "nobody"
-    return *kept, *kept_core(training, H, K, D, V, contiguous=spec.rope is not None, read_from=read_from)
+    return *kept, *kept_core(training, Heads(H, K, D, V), contiguous=spec.rope is not None, read_from=read_from)

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.cost.activations import Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
+from headwise.cost.activations import (
+    Heads,
+    Kept,
+    Storages,
+    Training,
+    kept_core,
+    kept_inputs,
+    kept_norm,
+    kept_rotation,
+)
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Over, Product, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
@@ -108,7 +117,7 @@ def activations(spec: LatentSpec, impl: str, training: Training) -> tuple[Kept, 
     if impl == "absorbed":
         return (*kept, *_kept_absorbed(spec, training, H, R, N, P, V))
     kept += [Kept("latent and rotary key", R + P, "total")]
-    kept += kept_core(training, H, H, N + P, V, value_storage=H * (N + V))
+    kept += kept_core(training, Heads(H, H, N + P, V), storages=Storages(value=H * (N + V)))
     return tuple(kept)
 
 
@@ -123,12 +132,8 @@ def _kept_absorbed(
     key_is_copied = training.kernel == "padded" and scored < mixed
     core = kept_core(
         training,
-        H,
-        Size(1),
-        scored,
-        mixed,
-        key_storage=R + P,
-        value_storage=mixed if biased else R + P if key_is_copied else Size(0),
+        Heads(H, Size(1), scored, mixed),
+        storages=Storages(key=R + P, value=mixed if biased else R + P if key_is_copied else Size(0)),
         read_from="heads",
     )
     copied = H > 1 and not training.batch_of_one and (training.fused or biased)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.cost.activations import Kept, Training, kept_core, kept_inputs, kept_rotation
+from headwise.cost.activations import Heads, Kept, Storages, Training, kept_core, kept_inputs, kept_rotation
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Stage
 from headwise.specs.latent_space import LatentSpaceSpec
@@ -39,11 +39,8 @@ def activations(spec: LatentSpaceSpec, impl: str, training: Training) -> tuple[K
         *rotation,
         *kept_core(
             training,
-            H,
-            H,
-            width,
-            width,
-            query_storage=H * D if spec.rope is None else None,
+            Heads(H, H, width, width),
+            storages=Storages(query=H * D if spec.rope is None else None),
             contiguous=spec.rope is not None,
         ),
         Kept("v_out_proj output", H * D, "new"),

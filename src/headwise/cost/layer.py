@@ -5,7 +5,7 @@ One multiply-add is 2 FLOPs. Symbols: B batch, S new tokens, T all key–value t
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Protocol, TypedDict, Unpack, cast
 
 from headwise.cost.activations import Kept, Training
 from headwise.cost.size import Size
@@ -89,18 +89,32 @@ def parameters(spec: AttentionSpec) -> int:
     return int(sum(stage.parameters for stage in stages(spec)))
 
 
+class CallOptions(TypedDict, total=False):
+    """What a forward pass runs over besides its new and all tokens.
+
+    Attributes:
+        batch: B, sequences; 1 when left out.
+        causal: True counts only the pairs that the causal mask (and the window) leaves; False counts all S·T, as
+            kernels that do not skip would; None, or left out, is as the spec says.
+        cross: the T tokens are another sequence's, whose keys and values are computed too; False when left out.
+        cached: with ``cross``, those keys and values are in the cache already; False when left out.
+    """
+
+    batch: int
+    causal: bool | None
+    cross: bool
+    cached: bool
+
+
 def forward_flops(
     spec: AttentionSpec,
     new_tokens: int,
     total_tokens: int | None = None,
     *,
-    batch: int = 1,
-    causal: bool | None = None,
     impl: str = "auto",
-    cross: bool = False,
-    cached: bool = False,
     kernel: Kernel = "unfused",
     softmax: bool = False,
+    **options: Unpack[CallOptions],
 ) -> int:
     """FLOPs of one forward pass of one layer: its matrix products, and the softmax when asked for.
 
@@ -108,19 +122,19 @@ def forward_flops(
         spec: the layer.
         new_tokens: S, tokens passed in; 1 for a decode step.
         total_tokens: T, tokens attended to; S when None (prefill). S of them are new, unless ``cross``.
-        batch: B.
-        causal: count only the pairs the causal mask (and the window) leaves; False counts all S·T, as kernels
-            that do not skip would; None is what the spec says.
         impl: one of the mechanism's implementations, or ``auto`` for the one with the fewest FLOPs.
-        cross: the T tokens are another sequence's, whose keys and values are computed too.
-        cached: with ``cross``, those keys and values are in the cache already.
-        kernel: one of `headwise.cost.KERNELS`; forward, only what ``padded`` pads makes a difference.
+        kernel: one of `headwise.cost.KERNELS`; in the forward pass only ``padded`` makes a difference.
         softmax: add ``SOFTMAX_FLOPS`` for each score.
+        options: ``batch``, ``causal``, ``cross`` and ``cached``, as in `CallOptions`.
 
     Raises:
         ArgumentError: a count is impossible, or the implementation or kernel is not known.
+
+    >>> layer = headwise.GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
+    >>> forward_flops(layer, 1, 1000, batch=2)
+    561152
     """
-    call = call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal, cross=cross, cached=cached)
+    call = call_of(spec, new_tokens, total_tokens, **options)
     check_kernel(kernel)
     work = stages(spec, chosen_impl(spec, impl, call), new_tokens=new_tokens)
     flops = sum(stage.forward_flops(call, kernel) for stage in work)
@@ -167,7 +181,7 @@ def call_of(
     cross: bool = False,
     cached: bool = False,
 ) -> Call:
-    """One forward pass in numbers that know their formula; arguments as `forward_flops`."""
+    """One forward pass in numbers that know their formula; arguments as `forward_flops` and `CallOptions`."""
     S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
     whole("new_tokens", S)
     whole("total_tokens", T)

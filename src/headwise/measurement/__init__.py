@@ -1,6 +1,6 @@
-"""Timing, memory, and the machine's own limits."""
+"""Times, memory, and the machine's limits."""
 
-from headwise.measurement.layer import LayerTimes, filled_cache, measure_comparison, measure_layers
+from headwise.measurement.layer_latency import LayerTimes, filled_cache, measure_comparison, measure_layers
 from headwise.measurement.machine import Health, doctor
 from headwise.measurement.memory import available_bytes, cache_nbytes, peak_rss_bytes
 from headwise.measurement.timing import matmul_flops_per_second, time_interleaved

@@ -1,5 +1,6 @@
 """What a model's attention is: frozen dataclasses, and the readers that fill them. No torch here."""
 
+from headwise.hub import fetch_hub
 from headwise.specs.base import AttentionSpec, RopeSpec, mechanism_module, spec_from_dict
 from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.feed_forward import FeedForwardSpec
@@ -10,7 +11,7 @@ from headwise.specs.latent import LatentSpec
 from headwise.specs.latent_space import LatentSpaceSpec
 from headwise.specs.model import BodySpec, ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
-from headwise.specs.sources import Source, catalog, fetch_hub, layer_spec, locate, read_json, read_spec
+from headwise.specs.sources import Source, catalog, layer_spec, locate, read_json, read_spec
 from headwise.specs.targets import as_grouped, as_latent, refuse_as_latent, rotary_width, rotated_dims, split_budget
 
 __all__ = [

@@ -77,73 +77,86 @@ def read_gguf_header(path: Path) -> GgufHeader:
                 ) from None
 
 
-def _parse(data: mmap.mmap) -> GgufHeader:
-    position = 4
+class _Reader:
+    """Reads a GGUF header's values one after the other.
 
-    def read(code: str) -> Any:
-        nonlocal position
-        (value,) = struct.unpack_from("<" + code, data, position)
-        position += struct.calcsize("<" + code)
+    Args:
+        data: the file; reading starts behind its first four bytes.
+    """
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = len(_MAGIC)
+
+    def number(self, code: str) -> Any:
+        """A number, of a format character of `struct`."""
+        (value,) = struct.unpack_from("<" + code, self._data, self.position)
+        self.position += struct.calcsize("<" + code)
         return value
 
-    def string() -> str:
-        nonlocal position
-        length = read("Q")
-        if length > len(data) - position:
+    def string(self) -> str:
+        """A string behind its length."""
+        length = self.number("Q")
+        if length > len(self._data) - self.position:
             raise IndexError
-        position += length
-        return data[position - length : position].decode()
+        self.position += length
+        return self._data[self.position - length : self.position].decode()
 
-    def value(kind: int) -> Any:
-        nonlocal position
+    def value(self, kind: int) -> Any:
+        """A value of one of GGUF's types; a long array is stepped over and its length returned."""
         if kind in _SCALARS:
-            return read(_SCALARS[kind])
+            return self.number(_SCALARS[kind])
         if kind == _STRING:
-            return string()
+            return self.string()
         if kind != _ARRAY:
             raise CheckpointError("GGUF value type", kind, "is not in the GGUF specification")
-        item, count = read("I"), read("Q")
-        if count > len(data):
+        item, count = self.number("I"), self.number("Q")
+        if count > len(self._data):
             raise IndexError
         if count <= _LONGEST_ARRAY:
-            return [value(item) for _ in range(count)]
-        _skip(item, count)
+            return [self.value(item) for _ in range(count)]
+        self._skip(item, count)
         return count
 
-    def _skip(item: int, count: int) -> None:
-        nonlocal position
+    def _skip(self, item: int, count: int) -> None:
         if item in _SCALARS:
-            position += count * struct.calcsize("<" + _SCALARS[item])
+            self.position += count * struct.calcsize("<" + _SCALARS[item])
             return
         unpack: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
         for _ in range(count):
             if item == _STRING:
-                position += 8 + unpack(data, position)[0]
+                self.position += 8 + unpack(self._data, self.position)[0]
             else:
-                value(item)
+                self.value(item)
 
-    version, tensor_count, entry_count = read("I"), read("Q"), read("Q")
+
+def _parse(data: mmap.mmap) -> GgufHeader:
+    reader = _Reader(data)
+    version, tensor_count, entry_count = reader.number("I"), reader.number("Q"), reader.number("Q")
     if version not in (2, 3):
         raise CheckpointError("GGUF version", version, "must be 2 or 3")
     metadata = {}
     for _ in range(entry_count):
-        key = string()
-        metadata[key] = value(read("I"))
-    table = []
-    for _ in range(tensor_count):
-        name = string()
-        dims = read("I")
-        if dims > _MAX_DIMS:
-            raise IndexError
-        shape = tuple(reversed([read("Q") for _ in range(dims)]))
-        table.append((name, shape, read("I"), read("Q")))
+        key = reader.string()
+        metadata[key] = reader.value(reader.number("I"))
+    table = [_read_entry(reader) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
-    # Stepping over a long array can lead past the end, where nothing is read any more.
-    if position > len(data) or not isinstance(alignment, int) or alignment < 1:
+    # Stepping over a long array can lead past the end, and nothing has been read there to notice it.
+    if reader.position > len(data) or not isinstance(alignment, int) or alignment < 1:
         raise IndexError
-    start = -(-position // alignment) * alignment
+    start = -(-reader.position // alignment) * alignment
     tensors = {name: GgufTensor(name, shape, kind, start + offset) for name, shape, kind, offset in table}
     return GgufHeader(metadata, tensors)
+
+
+def _read_entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+    """A row of the tensor table: name, shape, type, and offset behind the header."""
+    name = reader.string()
+    dims = reader.number("I")
+    if dims > _MAX_DIMS:
+        raise IndexError
+    shape = tuple(reversed([reader.number("Q") for _ in range(dims)]))
+    return name, shape, reader.number("I"), reader.number("Q")
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
+from headwise.hub import fetch_hub
 from headwise.specs.base import AttentionSpec
 from headwise.specs.gguf import read_gguf_spec
 from headwise.specs.huggingface import read_config
@@ -147,25 +148,3 @@ def catalog() -> dict[str, dict[str, Any]]:
     for entry in entries.values():
         entry["config"] = {key: None if value == "null" else value for key, value in entry["config"].items()}
     return entries
-
-
-def fetch_hub(name: str, *, config_only: bool = False) -> Path:
-    """Download a model the user named as ``hf://owner/name``; weights as safetensors, never code or pickles.
-
-    Returns:
-        The local folder, or the local ``config.json`` with ``config_only``.
-    """
-    from huggingface_hub import hf_hub_download, snapshot_download
-
-    repository, _, revision = name.removeprefix("hf://").partition("@")
-    if repository.count("/") != 1 or not all(repository.split("/")):
-        raise ArgumentError("source", name, "a hub model is written hf://owner/name or hf://owner/name@revision")
-    kwargs = {"revision": revision or None}
-    try:
-        if config_only:
-            return Path(hf_hub_download(repository, "config.json", **kwargs))
-        # Not what some repositories hold beside it: the same weights again, in another layout or in a subfolder.
-        wanted = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=["*/*"], **kwargs))
-    except Exception as error:  # the hub client raises many kinds: network, not found, gated
-        raise CheckpointError("source", name, f"could not be fetched: {type(error).__name__}: {error}") from None

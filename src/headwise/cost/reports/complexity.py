@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from headwise.cost import layer
-from headwise.cost.activations import kept_values, kept_width
+from headwise.cost.activations import Kept, kept_values, kept_width
 from headwise.cost.latent import expanded_cache_values
 from headwise.cost.size import Size
-from headwise.cost.stages import Core, Kernel, check_kernel
+from headwise.cost.stages import Call, Core, Kernel, check_kernel
 from headwise.cost.training import kept_activations
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
@@ -100,17 +101,23 @@ class Complexity:
         return asdict(self)
 
 
+class RunOptions(TypedDict, total=False):
+    """How a layer is run; `complexity` describes the fields."""
+
+    batch: int
+    causal: bool | None
+    impl: str
+    kernel: Kernel
+    dtype: str
+
+
 def complexity(
     source: str | Path | ModelSpec | AttentionSpec,
     new_tokens: int,
     total_tokens: int | None = None,
     *,
     index: int = 0,
-    batch: int = 1,
-    causal: bool | None = None,
-    impl: str = "auto",
-    kernel: Kernel = "fused",
-    dtype: str = "bfloat16",
+    **run: Unpack[RunOptions],
 ) -> Complexity:
     """Time and space of one layer by stage, as formulas and as numbers.
 
@@ -119,51 +126,56 @@ def complexity(
         new_tokens: S.
         total_tokens: T; S when None.
         index: which layer of a model.
-        batch: B.
-        causal: as `headwise.cost.forward_flops`.
-        impl: as `headwise.cost.forward_flops`.
-        kernel: one of `headwise.cost.KERNELS`.
-        dtype: of weights, activations and cache.
+        run: any of ``batch`` (B; 1 when left out), ``causal`` and ``impl`` (as in `headwise.cost.forward_flops`),
+            ``kernel`` (one of `headwise.cost.KERNELS`; ``"fused"``) and ``dtype`` (of weights, activations and cache;
+            ``"bfloat16"``).
 
     Raises:
         ArgumentError: a number is impossible, a name is not known, or there is no such source.
         SpecError: the architecture is not understood.
+
+    >>> headwise.complexity("llama-3-8b", 1, 8192).cache_bytes_per_token.formula
+    '2·K·D·e'
     """
-    spec = layer_spec(source, index)
+    return _layer_complexity(layer_spec(source, index), new_tokens, total_tokens, **run)
+
+
+def _layer_complexity(
+    spec: AttentionSpec,
+    new_tokens: int,
+    total_tokens: int | None,
+    *,
+    batch: int = 1,
+    causal: bool | None = None,
+    impl: str = "auto",
+    kernel: Kernel = "fused",
+    dtype: str = "bfloat16",
+) -> Complexity:
     call = layer.call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal)
     check_kernel(kernel)
     impl = layer.chosen_impl(spec, impl, call)
     work = layer.stages(spec, impl, new_tokens=new_tokens)
-    size = Size(layer.dtype_bytes(dtype), "e")
-    kept_bytes = {}
+    value_bytes = Size(layer.dtype_bytes(dtype), "e")
+    kept_bytes: dict[str, Size] = {}
     if call.total is call.new:
-        try:
+        with suppress(SpecError):  # a layer that is inspected and not run here
             kept, _ = kept_activations(
                 spec, new_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
             )
-        except SpecError:  # a layer that is inspected and not run here
-            kept = ()
-        kept_bytes = {
-            tensor.name: kept_values(tensor, batch=call.batch, new=call.new, total=call.total)
-            * (size if (width := kept_width(tensor, size)) == size else width)
-            for tensor in kept
-        }
+            kept_bytes = {tensor.name: _kept_bytes(tensor, call, value_bytes) for tensor in kept}
     costs = [
         (stage, stage.forward_flops(call, kernel), stage.backward_flops(call, kernel, input_gradient=True))
         for stage in work
     ]
-    per_token = _cached(spec, impl) * size
+    per_token = _cached(spec, impl) * value_bytes
     held = layer.held_tokens(spec, new_tokens if total_tokens is None else total_tokens)
     softmax = sum((stage.softmax_flops(call) for stage in work if isinstance(stage, Core)), Size(0))
-    symbols: dict[str, int] = {}
-    for amount in (*(flops for _, flops, _ in costs), *kept_bytes.values(), per_token):
-        symbols |= amount.symbols
     return Complexity(
         label=spec.label,
         impl=impl,
         kernel=kernel,
         dtype=dtype.removeprefix("torch."),
-        symbols={name: symbols[name] for name in (*SYMBOLS, "e") if name in symbols},
+        symbols=_symbols(*(flops for _, flops, _ in costs), *kept_bytes.values(), per_token),
         stages=tuple(
             StageCost(
                 name=stage.name,
@@ -183,6 +195,21 @@ def complexity(
         activations={name: _amount(amount) for name, amount in kept_bytes.items() if amount},
         activation_bytes=sum(int(amount) for amount in kept_bytes.values()) if kept_bytes else None,
     )
+
+
+def _kept_bytes(tensor: Kept, call: Call, value_bytes: Size) -> Size:
+    """Bytes of one kept tensor, in letters where its values are of the layer's dtype."""
+    width = kept_width(tensor, value_bytes)
+    values = kept_values(tensor, batch=call.batch, new=call.new, total=call.total)
+    return values * (value_bytes if width == value_bytes else width)
+
+
+def _symbols(*amounts: Size) -> dict[str, int]:
+    """The letters of some formulas and their values, in the order of `SYMBOLS`."""
+    values: dict[str, int] = {}
+    for amount in amounts:
+        values |= amount.symbols
+    return {name: values[name] for name in (*SYMBOLS, "e") if name in values}
 
 
 def _cached(spec: AttentionSpec, impl: str) -> Size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +90,6 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
     """
     layer.dtype_bytes(dtype)
     spec = source if isinstance(source, ModelSpec) else read_spec(source)
-
-    def common(value: Callable[[AttentionSpec], int | None]) -> int | None:
-        values = {value(own) for own in spec.layers}
-        return values.pop() if len(values) == 1 else None
-
-    def head_dim(own: AttentionSpec) -> int | None:
-        return own.qk_head_dim if isinstance(own, LatentSpec) else getattr(own, "head_dim", None)
-
-    def v_head_dim(own: AttentionSpec) -> int | None:
-        return own.value_dim if isinstance(own, GroupedSpec) else getattr(own, "v_head_dim", None)
-
     longest, rank = spec.max_position_embeddings, model.shard(spec, ranks)
     weights = active = first = last = None
     if spec.body is not None:
@@ -113,13 +103,7 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
         hidden_size=spec.hidden_size,
         max_position_embeddings=spec.max_position_embeddings,
         mechanism=spec.mechanism,
-        num_heads=common(lambda own: getattr(own, "num_heads", None)),
-        num_kv_heads=common(lambda own: getattr(own, "num_kv_heads", None)),
-        head_dim=common(head_dim),
-        v_head_dim=common(v_head_dim),
-        q_lora_rank=common(lambda own: getattr(own, "q_lora_rank", None)),
-        kv_lora_rank=common(lambda own: getattr(own, "kv_lora_rank", None)),
-        qk_rope_head_dim=common(lambda own: getattr(own, "qk_rope_head_dim", None)),
+        **_common_sizes(spec),
         dtype=dtype.removeprefix("torch."),
         kv_bytes_per_token=model.cache_bytes_per_token(spec, dtype),
         source_kv_bytes_per_token=model.source_cache_bytes_per_token(spec, dtype),
@@ -128,26 +112,58 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
         ranks=ranks,
         kv_bytes_per_token_of_rank=model.cache_bytes_per_token(rank, dtype),
         kv_bytes_at_longest_of_rank=None if longest is None else model.cache_bytes(rank, longest, dtype=dtype),
-        attention_parameters_per_layer=common(layer.parameters),
         weights=weights,
         active_weights=active,
         flops_of_first_token=first,
         flops_at_longest=last,
-        layers=tuple(
-            LayerGroup(
-                layers=indices,
-                label=own.label,
-                mechanism=own.mechanism,
-                kv_bytes_per_token=layer.cache_bytes_per_token(own, dtype),
-                state_bytes=layer.state_bytes(own, dtype=dtype),
-                kv_bytes_at_longest=None if longest is None else layer.cache_bytes(own, longest, dtype=dtype),
-                attention_parameters=layer.parameters(own),
-                sliding_window=own.sliding_window,
-                spec=own.to_dict(),
-            )
-            for own, indices in spec.distinct_layers()
-        ),
+        layers=_layer_groups(spec, dtype),
         body=None if spec.body is None else _body(spec.body),
+    )
+
+
+def _common_sizes(spec: ModelSpec) -> dict[str, int | None]:
+    """Sizes that all layers share; None for one that differs, or that the mechanism lacks."""
+
+    def common(value: Callable[[AttentionSpec], int | None]) -> int | None:
+        values = {value(one) for one in spec.layers}
+        return values.pop() if len(values) == 1 else None
+
+    def head_dim(one: AttentionSpec) -> int | None:
+        return one.qk_head_dim if isinstance(one, LatentSpec) else getattr(one, "head_dim", None)
+
+    def v_head_dim(one: AttentionSpec) -> int | None:
+        return one.value_dim if isinstance(one, GroupedSpec) else getattr(one, "v_head_dim", None)
+
+    names = ("num_heads", "num_kv_heads", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")
+    return {
+        **{name: common(partial(_field, name)) for name in names},
+        "head_dim": common(head_dim),
+        "v_head_dim": common(v_head_dim),
+        "attention_parameters_per_layer": common(layer.parameters),
+    }
+
+
+def _field(name: str, spec: AttentionSpec) -> int | None:
+    value: int | None = getattr(spec, name, None)
+    return value
+
+
+def _layer_groups(spec: ModelSpec, dtype: str) -> tuple[LayerGroup, ...]:
+    """Each distinct layer with its indices and costs."""
+    longest = spec.max_position_embeddings
+    return tuple(
+        LayerGroup(
+            layers=indices,
+            label=one.label,
+            mechanism=one.mechanism,
+            kv_bytes_per_token=layer.cache_bytes_per_token(one, dtype),
+            state_bytes=layer.state_bytes(one, dtype=dtype),
+            kv_bytes_at_longest=None if longest is None else layer.cache_bytes(one, longest, dtype=dtype),
+            attention_parameters=layer.parameters(one),
+            sliding_window=one.sliding_window,
+            spec=one.to_dict(),
+        )
+        for one, indices in spec.distinct_layers()
     )
 
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
 
 from headwise import cost
 from headwise.attention import GroupedQueryAttention
-from headwise.counting.count import count
+from headwise.counting.module import count
 from headwise.measurement import cache_nbytes
 from headwise.specs import read_config
 

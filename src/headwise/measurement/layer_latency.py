@@ -17,7 +17,7 @@ from headwise.specs import AttentionSpec
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Milliseconds of one layer, medians."""
+    """Median milliseconds of one layer: a decode step, and a prefill."""
 
     decode_ms: float
     prefill_ms: float
@@ -37,18 +37,21 @@ def measure_layers(
 
     Args:
         specs: the layers.
-        context: tokens in the cache for a decode step of one token, and in the prefill.
-        batch: sequences.
+        context: T, tokens in the cache after a decode step of one token, and in the prefill.
+        batch: B, sequences.
         dtype: of weights, activations and cache.
-        repeats: timed rounds over all of them.
-        progress: told of each round.
+        repeats: timed rounds over all layers.
+        progress: called at each round.
+
+    Returns:
+        The times of each layer, in the order of ``specs``.
     """
     layers = [build(spec).to(dtype).eval() for spec in specs]
     prompt = [torch.randn(batch, context, spec.hidden_size, dtype=dtype) for spec in specs]
     caches = [filled_cache(layer, batch, context, context) for layer in layers]
 
     def decode(i: int) -> None:
-        caches[i].length = context - 1  # a full window could not be cropped, and what it holds makes no difference
+        caches[i].length = context - 1  # not by `crop`, which refuses a full window; the contents make no difference
         layers[i](prompt[i][:, :1], is_causal=True, cache=caches[i])
 
     def prefill(layer: AttentionLayer, states: torch.Tensor) -> None:
@@ -71,7 +74,7 @@ def measure_layers(
 
 
 def filled_cache(layer: AttentionLayer, batch: int, length: int, max_length: int) -> AttentionCache:
-    """A layer's cache that holds noise in the place of ``length`` tokens."""
+    """A cache of a layer, filled with noise in the place of ``length`` tokens."""
     cache = layer.new_cache(batch, max_length)
     for buffer in cache.buffers:
         buffer.normal_()
@@ -82,7 +85,16 @@ def filled_cache(layer: AttentionLayer, batch: int, length: int, max_length: int
 def measure_comparison(
     comparison: Comparison, *, dtype: torch.dtype = torch.float32, progress: Progress = silent
 ) -> Comparison:
-    """The comparison with ``decode_ms`` and ``prefill_ms`` of one layer measured for every row."""
+    """Measure one layer of every row of a comparison.
+
+    Args:
+        comparison: a result of `headwise.compare`.
+        dtype: of weights, activations and cache.
+        progress: called at each round.
+
+    Returns:
+        The comparison with ``decode_ms`` and ``prefill_ms`` in its rows.
+    """
     context, batch = comparison.context, comparison.batch
     times = measure_layers(comparison.specs, context=context, batch=batch, dtype=dtype, progress=progress)
     rows = tuple(

@@ -1,4 +1,4 @@
-"""What other counters say of a module, each asked in its own way: thop, fvcore, torchinfo, calflops, torch itself."""
+"""FLOPs and parameters of a module as other packages count them: thop, fvcore, torchinfo, calflops, torch itself."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PeerCount:
     Attributes:
         name: the package.
         version: installed, or None when it is not.
-        printed: the number it gives, in its own unit.
+        printed: the number it gives, in ``unit``.
         unit: ``multiply-adds`` or ``FLOPs``.
-        parameters: what it counts of them, None when it does not say.
-        error: why there is no number.
+        parameters: how many it counts, None when it does not say.
+        error: why there is no number, None when there is one.
     """
 
     name: str
@@ -40,11 +40,12 @@ class PeerCount:
 
     @property
     def flops(self) -> int | None:
-        """The number at 2 FLOPs a multiply-add."""
+        """The number in FLOPs, 2 for each multiply-add."""
         return None if self.printed is None else self.printed * (2 if self.unit == "multiply-adds" else 1)
 
 
 Answer = tuple[int, int | None]
+"""A counter's number for a module, in its own unit, and how many parameters it counts."""
 
 
 def _thop(module: nn.Module, states: Tensor) -> Answer:
@@ -60,8 +61,8 @@ def _fvcore(module: nn.Module, states: Tensor) -> Answer:
 
 
 def _torchinfo(module: nn.Module, states: Tensor) -> Answer:
-    found = importlib.import_module("torchinfo").summary(module, input_data=(states,), verbose=0)
-    return int(found.total_mult_adds), int(found.total_params)
+    summary = importlib.import_module("torchinfo").summary(module, input_data=(states,), verbose=0)
+    return int(summary.total_mult_adds), int(summary.total_params)
 
 
 def _calflops(module: nn.Module, states: Tensor) -> Answer:
@@ -84,24 +85,28 @@ PEERS: dict[str, tuple[Callable[[nn.Module, Tensor], Answer], str]] = {
     "calflops": (_calflops, "FLOPs"),
     "torch": (_torch, "FLOPs"),
 }
+"""Each counter's function, and the unit of its number."""
 
 
 def peer_counts(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> list[PeerCount]:
     """Ask every installed counter about the call ``module(hidden_states, **kwargs)``.
 
-    Each gets copies of the module and of the arguments, caches among them, and its own output is kept off the
-    terminal. One that fails says so in its ``error``.
+    Each gets copies of the module and of the arguments, caches among them, and what it prints is discarded. For one
+    that fails, the answer's ``error`` says why.
 
     Args:
         module: any torch module.
         hidden_states: its input.
-        kwargs: the rest of the call.
+        kwargs: the other arguments of the call.
+
+    Returns:
+        One answer for each counter of `PEERS`.
     """
     return [_ask(name, *PEERS[name], module, hidden_states, kwargs) for name in PEERS]
 
 
-class _Called(nn.Module):
-    """A module with the rest of its arguments filled in: most counters pass inputs by position only."""
+class _WithArguments(nn.Module):
+    """A module with its keyword arguments filled in: most counters pass inputs by position only."""
 
     def __init__(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -124,13 +129,13 @@ def _ask(
     except importlib.metadata.PackageNotFoundError:
         return PeerCount(name=name, version=None, unit=unit, error="is not installed (pip install 'headwise[bench]')")
     disabled = logging.root.manager.disable
-    called = _Called(copy.deepcopy(module), copy.deepcopy(kwargs)).eval()
+    wrapped = _WithArguments(copy.deepcopy(module), copy.deepcopy(kwargs)).eval()
     try:
         with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             logging.disable(logging.WARNING)
-            printed, parameters = counter(called, hidden_states)
-    except Exception as error:  # somebody else's code on a module it may not know
+            printed, parameters = counter(wrapped, hidden_states)
+    except Exception as error:  # another package's code may raise anything
         return PeerCount(name=name, version=version, unit=unit, error=f"{type(error).__name__}: {error}"[:200])
     finally:
         logging.disable(disabled)

@@ -1,9 +1,8 @@
-"""Counting a real module: its parameters, the FLOPs it runs, what it keeps for the backward pass, its caches.
+"""Count any torch module while it runs: parameters, FLOPs, what it keeps for the backward pass, caches.
 
-FLOPs are torch's `FlopCounterMode`'s, with gaps of it closed: it knows no formula for attention on the CPU, for
-products with a vector and for grouped experts, which it counts as 0; it sees nothing inside the fused modules that
-torch has for inference and for recurrent networks, which are therefore not used; and it charges a causal kernel for
-every pair.
+FLOPs are those of torch's `FlopCounterMode`, with four gaps closed. It has no formula for attention on the CPU, for
+products with a vector or for grouped experts, which it counts as 0. It sees nothing inside torch's fused modules for
+inference and for recurrent networks, which are therefore switched off. And it charges a causal kernel for every pair.
 """
 
 from __future__ import annotations
@@ -20,26 +19,28 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.measurement.memory import cache_nbytes
 
-_SDPA = (
+_FUSED_ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
+"""torch's operators of ``scaled_dot_product_attention`` that `FlopCounterMode` has no formula for on every device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """What one call of a module costs, counted while it runs.
+    """The cost of one call of a module, counted while it runs.
 
     Attributes:
-        parameters: numbers in its parameters, shared ones once.
+        parameters: numbers in its parameters, shared parameters counted once.
         forward_flops: of its matrix products; a multiply-add is 2.
-        causal_flops: the same with fused attention that was told it is causal charged only for the pairs it computes.
+        causal_flops: ``forward_flops``, but fused attention that was told it is causal is charged only for the pairs
+            it computes.
         backward_flops: of the gradients of parameters and inputs, None unless asked for.
-        saved_bytes: what autograd keeps from the forward to the backward pass, parameters left out; None unless
+        saved_bytes: bytes that autograd keeps from the forward to the backward pass, parameters left out; None unless
             asked for.
-        cache_bytes: of the caches among the arguments, after the call.
+        cache_bytes: bytes of the caches among the arguments, after the call.
         by_operator: forward FLOPs by torch operator.
     """
 
@@ -53,17 +54,20 @@ class Count:
 
 
 def count(module: nn.Module, *args: Any, backward: bool = False, **kwargs: Any) -> Count:
-    """Call a module once and count.
+    """Call a module once and count its parameters, FLOPs and bytes.
 
-    A module on the ``meta`` device is counted without arithmetic; attention there takes unfused products. The call is
-    a real one: statistics and caches that it changes are changed. An operator torch has no formula for counts 0:
-    ``by_operator`` names those that have.
+    A module on the ``meta`` device is counted without arithmetic; attention there takes unfused products. Elsewhere
+    the call has its usual effects on statistics and caches. An operator for which torch has no formula counts 0:
+    ``by_operator`` names those that have one.
 
     Args:
         module: any torch module.
-        args: of the call.
+        args: positional arguments of the call.
         backward: also count the gradients of the sum of its outputs, and what is kept for them.
-        kwargs: of the call.
+        kwargs: keyword arguments of the call.
+
+    >>> count(torch.nn.Linear(3, 5), torch.zeros(2, 3)).forward_flops
+    60
     """
     counter = _Counter()
     saved: int | None = None
@@ -75,9 +79,9 @@ def count(module: nn.Module, *args: Any, backward: bool = False, **kwargs: Any) 
         if backward:
             saved = seen()
             outputs = [tensor for tensor in _tensors(out) if tensor.requires_grad]
-            given = [*module.parameters(), *_tensors([*args, *kwargs.values()])]
-            inputs = [tensor for tensor in given if tensor.requires_grad]
-            with counter.running():  # nobody's .grad is touched
+            leaves = [*module.parameters(), *_tensors([*args, *kwargs.values()])]
+            inputs = [tensor for tensor in leaves if tensor.requires_grad]
+            with counter.running():  # torch.autograd.grad leaves every .grad as it is
                 seeds = [torch.ones_like(tensor) for tensor in outputs]
                 torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
             gradients = counter.total
@@ -100,7 +104,7 @@ class _Counter:
         self.by_operator: dict[str, int] = {}
         self._skipped = 0
         self._formulas: dict[Any, Callable[..., int]] = {}
-        for name in _SDPA:
+        for name in _FUSED_ATTENTION:
             for op, products in ((name, (1, 1)), (f"{name}_backward", (3, 2))):
                 packet = getattr(torch.ops.aten, op, None)
                 if packet is not None:
@@ -121,10 +125,10 @@ class _Counter:
         names = [argument.name for argument in packet.default._schema.arguments]
 
         def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            (B, H, S, D), T, V = given["query"], given["key"][2], given["value"][3]
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            (B, H, S, D), T, V = arguments["query"], arguments["key"][2], arguments["value"][3]
             per_pair = 2 * B * H * (qk_products * D + v_products * V)
-            if given.get("is_causal"):
+            if arguments.get("is_causal"):
                 # torch's flag is top-left: query i sees keys 0 … i.
                 seen = min(S, T)
                 self._skipped += per_pair * (S * T - seen * (seen + 1) // 2 - (S - seen) * T)
@@ -145,7 +149,7 @@ def _dot(left: Shape, right: Shape, **_: Any) -> int:
 
 
 def _grouped(left: Shape, right: Shape, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Rows ``[M, K]`` by the matrix of each group ``[G, K, N]``; or, for its gradient, ``[N, M]`` by ``[M, K]``."""
+    """FLOPs of rows ``[M, K]`` by a matrix of each group ``[G, K, N]``; for its gradient ``[N, M]`` by ``[M, K]``."""
     if len(left) == len(right) == 2:
         return 2 * left[0] * left[1] * right[1]
     return 2 * math.prod(left) * right[-1]
@@ -153,7 +157,7 @@ def _grouped(left: Shape, right: Shape, *_: Any, out_val: Any = None, **__: Any)
 
 @contextmanager
 def _without_fused_modules() -> Iterator[None]:
-    """Torch's one-operator encoder layers and recurrent layers give way to the products they are made of."""
+    """Switch off torch's one-operator encoder and recurrent layers, so that the products inside them are seen."""
     fused, onednn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     torch._C._set_mkldnn_enabled(False)
@@ -168,16 +172,16 @@ def _without_fused_modules() -> Iterator[None]:
 def _saved_bytes(module: nn.Module) -> Iterator[Callable[[], int]]:
     """Add up the storages that autograd saves, each once; a view keeps all of its storage."""
     parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in parameters:
-            kept[storage._cdata] = storage  # held, so that no later one gets its address
+            storages[storage._cdata] = storage  # held, so that no later one gets its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(storage.nbytes() for storage in kept.values())
+        yield lambda: sum(storage.nbytes() for storage in storages.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""One layer of a model, counted by every counter at hand."""
+"""One attention layer counted three ways: by its closed forms, by `headwise.count` and by other packages."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 
 from headwise.attention import AttentionLayer, build
 from headwise.cost import forward_flops, parameters
-from headwise.counting.count import count
-from headwise.counting.peers import PeerCount, peer_counts
-from headwise.measurement.layer import filled_cache
+from headwise.counting.module import count
+from headwise.counting.other_counters import PeerCount, peer_counts
+from headwise.measurement.layer_latency import filled_cache
 from headwise.specs import AttentionSpec, ModelSpec, layer_spec
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCounts:
-    """What closed form, headwise's counter and the others say of one call of a layer.
+    """FLOPs and parameters of one call of a layer: by closed form, by `headwise.count` and by other counters.
 
     Attributes:
         label: the layer.
         new_tokens: S.
         total_tokens: T, those in the cache included.
-        parameters: by closed form, and equal to the layer's own.
+        parameters: by closed form, which is the number the layer has.
         formula_flops: by closed form, all S·T pairs.
         counted_flops: by `headwise.count`, all pairs.
         causal_flops: by `headwise.count`, causal kernels charged for the pairs they compute.
-        peers: the others.
+        peers: the other counters' answers.
     """
 
     label: str
@@ -41,7 +41,7 @@ class LayerCounts:
     peers: tuple[PeerCount, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values; a peer's FLOPs beside what it printed."""
+        """The counts as JSON-able values, with each peer's FLOPs beside the number it printed."""
         return {**asdict(self), "peers": [{**asdict(peer), "flops": peer.flops} for peer in self.peers]}
 
 
@@ -58,7 +58,7 @@ def count_layer(
     Args:
         source: a layer's spec, or a model as `headwise.inspect` takes it.
         new_tokens: S; 1 for a decode step.
-        total_tokens: T; S when None (prefill). The others are in the cache.
+        total_tokens: T; S when None (prefill). T − S tokens are in the cache.
         index: which layer of a model.
 
     Raises:
