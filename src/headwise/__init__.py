@@ -44,6 +44,7 @@ _PUBLIC = {
     "RotaryEmbedding": "headwise.attention",
     "SelfAttention": "headwise.attention",
     "SpecError": "headwise.errors",
+    "StorageError": "headwise.errors",
     "attend": "headwise.kernels",
     "calibrate": "headwise.conversion",
     "choose_backend": "headwise.kernels",
@@ -79,7 +80,14 @@ if TYPE_CHECKING:
     from headwise.conversion import Calibration, Conversion, calibrate, convert
     from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
     from headwise.counting import Count, LayerCounts, count, count_layer
-    from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, SpecError
+    from headwise.errors import (
+        ArgumentError,
+        CheckpointError,
+        HeadwiseError,
+        MissingExtraError,
+        SpecError,
+        StorageError,
+    )
     from headwise.evaluation import (
         ChoiceEvaluation,
         Evaluation,
@@ -137,6 +145,7 @@ __all__ = [
     "RotaryEmbedding",
     "SelfAttention",
     "SpecError",
+    "StorageError",
     "attend",
     "calibrate",
     "choose_backend",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
 from headwise.checkpoints.family import family_of, has_family
-from headwise.errors import CheckpointError
+from headwise.errors import CheckpointError, StorageError
 from headwise.specs import read_json
 
 SINGLE = "model.safetensors"
@@ -66,7 +66,9 @@ class FolderCheckpoint(Checkpoint):
                 # safetensors carries no code: a header of JSON, then numbers. They are read, not mapped: of a mapped
                 # file every tensor once touched counts as this process's memory until the file is closed.
                 self._open[file] = safe_open(file, framework="pt", backend="pread")
-            except (SafetensorError, OSError, ValueError) as error:
+            except OSError as error:
+                raise StorageError("file", str(file), f"could not be read: {error.strerror or error}") from None
+            except (SafetensorError, ValueError) as error:
                 rule = f"is not a whole safetensors file ({_one_line(error)})"
                 raise CheckpointError("file", str(file), rule) from None
         return self._open[file]

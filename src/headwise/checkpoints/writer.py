@@ -27,7 +27,7 @@ from headwise.checkpoints.disk import (
 )
 from headwise.checkpoints.folder import INDEX, SINGLE
 from headwise.checkpoints.shards import ShardWriter, is_whole, plan_shards
-from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError, StorageError
 
 MODEL = "config.json"
 SHARD_BYTES = 2 * 1024**3
@@ -62,7 +62,7 @@ class FolderWriter:
 
     Raises:
         ArgumentError: the destination is taken, or another process is writing it.
-        CheckpointError: there is no room on the disk, or it fills up.
+        StorageError: there is no room on the disk, or it fills up.
     """
 
     def __init__(
@@ -139,9 +139,10 @@ class FolderWriter:
             if error is None:
                 assert not self._missing, f"never added: {self.missing[:3]}"
                 self._move_into_place()
-            elif isinstance(error, CheckpointError) and isinstance(error.__context__, OSError) and self._is_kept():
-                raise CheckpointError(error.field, error.value, error.rule + self._kept) from error
-            elif isinstance(error, HeadwiseError) and not isinstance(error.__context__, OSError):
+            elif isinstance(error, StorageError):
+                if self._is_kept():
+                    raise StorageError(error.field, error.value, error.rule + self._kept) from error
+            elif isinstance(error, HeadwiseError):
                 self._run = None  # nothing to go on from: the same command would be refused again
             elif isinstance(error, KeyboardInterrupt) and self._is_kept():
                 error.add_note(self._kept.removeprefix("; "))
@@ -250,8 +251,8 @@ class FolderWriter:
         if self._overwrite:  # or the last copy of what was there, when a run was killed between the two moves
             shutil.rmtree(replaced, ignore_errors=True)
 
-    def _refusal(self, rule: str) -> CheckpointError:
-        return CheckpointError("output", str(self.output), rule + (self._kept if self._is_kept() else ""))
+    def _refusal(self, rule: str) -> StorageError:
+        return StorageError("output", str(self.output), rule + (self._kept if self._is_kept() else ""))
 
     def _clearly(self) -> AbstractContextManager[None]:
         return clearly("output", self.output)  # `__exit__` says what is kept

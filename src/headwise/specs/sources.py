@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
+from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError
 from headwise.specs.base import AttentionSpec
 from headwise.specs.gguf import read_gguf_spec
 from headwise.specs.huggingface import read_config
@@ -94,12 +94,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        CheckpointError: the file is missing, is not UTF-8 JSON, or does not hold an object.
+        CheckpointError: the file is not UTF-8 JSON, or does not hold an object.
+        StorageError: it is missing or cannot be read.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError("file", str(path), f"could not be read: {error.strerror}") from None
+        raise StorageError("file", str(path), f"could not be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or a nesting beyond reason
         raise CheckpointError("file", str(path), f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
