@@ -101,6 +101,11 @@ class Checkpoint(ABC):
         self.read_seconds += time.perf_counter() - start
         return tensor
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What lies beside the weights and `copy_companions` does not copy: links out of the folder, and no files."""
+        return ()
+
     @abstractmethod
     def _read(self, name: str) -> Tensor: ...
 

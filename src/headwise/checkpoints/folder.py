@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,47 @@ class FolderCheckpoint(Checkpoint):
 
     def copy_companions(self, destination: Path) -> None:
         """Copy what is beside the weights: tokenizer, chat template, settings, a sentence encoder's pooling."""
-        for folder in (self.path, *_module_folders(self.path)):
-            own = folder == self.path
+        for folder in _module_folders(self.path):  # one without files, such as a normalisation's, is a module too
             (destination / folder.relative_to(self.path)).mkdir(exist_ok=True)
-            for pattern in _COMPANIONS if own else (*_COMPANIONS, "*.safetensors"):
-                for file in folder.glob(pattern):
-                    if file.is_file() and not (own and file.name in ("config.json", INDEX)):
-                        shutil.copyfile(file, destination / file.relative_to(self.path))
+        for file in self._companions():
+            if (inner := inner_file(file, self.path)) is not None:
+                shutil.copyfile(inner, destination / file.relative_to(self.path))
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What lies beside the weights and is not copied, by its path in the folder: see `inner_file`."""
+        files = (file for file in self._companions() if inner_file(file, self.path) is None)
+        return tuple(str(file.relative_to(self.path)) for file in files)
+
+    def _companions(self) -> list[Path]:
+        """The paths beside the weights that have a companion's name, whatever they are; folders left out."""
+        paths = [path for pattern in _COMPANIONS for path in self.path.glob(pattern)]
+        paths = [path for path in paths if path.name not in ("config.json", INDEX)]
+        for folder in _module_folders(self.path):
+            paths += [path for pattern in (*_COMPANIONS, "*.safetensors") for path in folder.glob(pattern)]
+        return sorted(path for path in paths if path.is_symlink() or not path.is_dir())
+
+
+def inner_file(file: Path, folder: Path) -> Path | None:
+    """The regular file that a path in a model folder leads to, if it belongs to the model; None otherwise.
+
+    A link may lead elsewhere in the folder. In the hub's cache, where ``snapshots/<revision>/<file>`` is a link to
+    ``../../blobs/<hash>``, it may lead to a blob of the same model. Any other file is the user's own business.
+
+    Args:
+        file: a path in the folder, or in a folder within.
+        folder: the model folder.
+    """
+    try:
+        root, real = folder.resolve(strict=True), file.resolve(strict=True)
+        is_regular = stat.S_ISREG(real.stat().st_mode)
+    except (OSError, RuntimeError):  # a dangling link; links in a circle
+        return None
+    places = [root]
+    for snapshots in root.parents:
+        if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
+            places.append(snapshots.parent / "blobs")
+    return real if is_regular and any(real.is_relative_to(place) for place in places) else None
 
 
 def _module_folders(path: Path) -> list[Path]:

@@ -185,6 +185,14 @@ class FolderWriter:
         """Let the source write its tokenizer and settings into the folder."""
         with self._clearly():
             checkpoint.copy_companions(self.folder)
+        self.note_left_out(checkpoint)
+
+    def note_left_out(self, checkpoint: Checkpoint) -> None:
+        """Name in `notes` what of the source is not copied."""
+        if names := checkpoint.left_out:
+            listed = ", ".join(map(repr, names))
+            note = f"not copied, as links out of the source folder or no regular files: {listed}"
+            self.notes = (*self.notes, note)
 
     def _take_up(self) -> None:
         """Find what the last run left, and clear away what is of no use."""

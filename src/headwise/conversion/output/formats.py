@@ -173,6 +173,7 @@ def _write_stock(
     if rank() > 0:
         return Written(config, about["tokens"], about["window"])
     add_deepseek(writer, checkpoint, config, job.clock, progress)
+    writer.note_left_out(job.checkpoint)  # the folder between has no links
     report = StockReport(shared_plan_error=about.get("shared"), own_plan_error=about.get("own"))
     if exam:
         (text, windows), *_ = exam
