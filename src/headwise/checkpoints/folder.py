@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
 from headwise.checkpoints.family import family_of, has_family
+from headwise.checkpoints.unsafe import ADAPTER, refuse_unsafe
 from headwise.errors import CheckpointError, StorageError
-from headwise.specs import read_json
+from headwise.specs import LARGEST_CONFIG, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,7 +34,7 @@ class FolderCheckpoint(Checkpoint):
         self.path = path
         if not (path / "config.json").is_file():
             raise CheckpointError("folder", str(path), "has no config.json")
-        self.config = read_json(path / "config.json")
+        self.config = read_json(path / "config.json", LARGEST_CONFIG)
         refuse_unsafe(self.config, path)
         self._files = _shards(path)
         self._open: dict[Path, Any] = {}
@@ -99,7 +99,7 @@ class FolderCheckpoint(Checkpoint):
     def _companions(self) -> list[Path]:
         """The paths beside the weights that have a companion's name, whatever they are; folders left out."""
         paths = [path for pattern in _COMPANIONS for path in self.path.glob(pattern)]
-        paths = [path for path in paths if path.name not in ("config.json", INDEX)]
+        paths = [path for path in paths if path.name not in ("config.json", INDEX, ADAPTER)]
         for folder in _module_folders(self.path):
             paths += [path for pattern in (*_COMPANIONS, "*.safetensors") for path in folder.glob(pattern)]
         return sorted(path for path in paths if path.is_symlink() or not path.is_dir())
@@ -138,28 +138,6 @@ def _module_folders(path: Path) -> list[Path]:
     )
     names = [name for name in found if isinstance(name, str) and name not in ("", "..") and Path(name).name == name]
     return [path / name for name in names if (path / name).is_dir()]
-
-
-def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a config that needs code from its folder, or whose weights are quantised.
-
-    Raises:
-        CheckpointError: it does.
-    """
-    if config.get("auto_map"):
-        rule = f"asks to run code from {path}, which headwise never does"
-        raise CheckpointError("auto_map", config["auto_map"], rule)
-    for field in ("quantization_config", "compression_config"):
-        _refuse_quantized(field, config.get(field))
-    if other := config.get("transformers_weights"):
-        raise CheckpointError("transformers_weights", other, f"weights are read from {SINGLE} or {INDEX} only")
-
-
-def _refuse_quantized(field: str, quantization: Any) -> None:
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        rule = "quantised weights are not read; use the original"
-        raise CheckpointError(field, method, rule)
 
 
 def _shards(path: Path) -> dict[str, Path]:
