@@ -44,6 +44,7 @@ _PUBLIC = {
     "RotaryEmbedding": "headwise.attention",
     "SelfAttention": "headwise.attention",
     "SpecError": "headwise.errors",
+    "StorageError": "headwise.errors",
     "attend": "headwise.kernels",
     "attend_with_weights": "headwise.kernels",
     "calibrate": "headwise.conversion",
@@ -80,7 +81,14 @@ if TYPE_CHECKING:
     from headwise.conversion import Calibration, Conversion, calibrate, convert
     from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
     from headwise.counting import Count, LayerCounts, count, count_layer
-    from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, SpecError
+    from headwise.errors import (
+        ArgumentError,
+        CheckpointError,
+        HeadwiseError,
+        MissingExtraError,
+        SpecError,
+        StorageError,
+    )
     from headwise.evaluation import (
         ChoiceEvaluation,
         Evaluation,
@@ -138,6 +146,7 @@ __all__ = [
     "RotaryEmbedding",
     "SelfAttention",
     "SpecError",
+    "StorageError",
     "attend",
     "attend_with_weights",
     "calibrate",

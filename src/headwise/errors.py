@@ -32,6 +32,10 @@ class CheckpointError(HeadwiseError):
     """A model file is missing, damaged, or of a kind that is not read."""
 
 
+class StorageError(CheckpointError):
+    """The disk would not give or take a file: it is full, or the file may not be read or written."""
+
+
 class MissingExtraError(HeadwiseError):
     """An optional package is not installed; the rule is the pip line that installs it."""
 

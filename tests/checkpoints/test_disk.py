@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwise.checkpoints.disk import (
+    clearly,
     lock_folder,
     refuse_no_file,
     remove_locked,
@@ -17,7 +18,7 @@ from headwise.checkpoints.disk import (
     write_among_others,
     write_whole,
 )
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, CheckpointError, StorageError
 
 PROGRAM = """
 import os, sys
@@ -116,3 +117,11 @@ def test_what_is_no_file_is_refused_before_any_work(tmp_path: Path) -> None:
             refuse_no_file("html", path)
     refuse_no_file("html", tmp_path / "file")
     assert {file.name for file in tmp_path.iterdir()} == {"pipe", "loop", "file"}
+
+
+def test_what_the_disk_refuses_is_an_error_of_its_own_kind(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    said = f"file = '{missing}': could not be read: No such file"
+    with pytest.raises(StorageError, match=said), clearly("file", missing, "read"):
+        missing.read_bytes()
+    assert issubclass(StorageError, CheckpointError)  # as those who wrote `except CheckpointError` expect

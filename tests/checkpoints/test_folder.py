@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headwise.checkpoints import FolderCheckpoint, TensorInfo, open_checkpoint
-from headwise.errors import CheckpointError
+from headwise.errors import CheckpointError, StorageError
 
 INDEX = "model.safetensors.index.json"
 
@@ -191,3 +192,14 @@ def test_a_modules_file_that_says_nothing(tiny_llama: Path, tmp_path: Path, cont
     (tiny_llama / "modules.json").write_text(content)
     open_checkpoint(tiny_llama).copy_companions(tmp_path)
     assert (tmp_path / "modules.json").read_text() == content
+
+
+def test_a_file_that_may_not_be_read_is_no_damaged_one(
+    tiny_llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("headwise.checkpoints.folder.safe_open", refuse)
+    with pytest.raises(StorageError, match=r"^file = '.*model.safetensors': could not be read: Permission denied$"):
+        FolderCheckpoint(tiny_llama_folder)

@@ -193,3 +193,92 @@ def test_destinations_that_are_taken(tmp_path: Path) -> None:
     for name in ("", ".", "..", "/", "a/.."):
         with pytest.raises(ArgumentError, match=r"must name a folder"):
             check_output(Path(name), overwrite=True)
+
+
+# --- companion files that are links --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def linked(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A model folder whose companions are all kinds of links and files."""
+    (tmp_path / "private.json").write_text('{"secret": 1}')
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "modules.json").write_text('{"secret": 2}')
+    (tiny_llama / "within").mkdir()
+    (tiny_llama / "within" / "file.json").write_text('{"within": 1}')
+    for name, target in {
+        "outside.json": "../private.json",
+        "absolute.txt": str(tmp_path / "private.json"),
+        "twice.json": "outside.json",
+        "dangling.json": "nowhere",
+        "loop.json": "loop.json",
+        "folder.json": "within",
+        "device.json": "/dev/null",
+        "inside.json": "within/file.json",
+        "roundabout.json": f"../{tiny_llama.name}/within/file.json",
+    }.items():
+        (tiny_llama / name).symlink_to(target)
+    os.mkfifo(tiny_llama / "pipe.model")
+    return tiny_llama
+
+
+OUTSIDE = ("absolute.txt", "dangling.json", "device.json", "folder.json", "loop.json", "outside.json", "pipe.model")
+
+
+def test_links_out_of_the_folder_are_not_followed(linked: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = headwise.convert(linked, out, to="mla", kv_budget=0.5, evaluate=False)
+    copied = {path.name for path in out.iterdir()}
+    assert not copied & {*OUTSIDE, "twice.json"}
+    assert (out / "inside.json").read_text() == (out / "roundabout.json").read_text() == '{"within": 1}'
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+    assert all("secret" not in path.read_text() for path in out.glob("*.json"))
+    (note,) = (note for note in done.notes if note.startswith("not copied"))
+    assert note.endswith(": " + ", ".join(map(repr, sorted((*OUTSIDE, "twice.json")))))
+
+
+def test_a_stock_folder_names_what_was_left_out(linked: Path, tmp_path: Path) -> None:
+    done = headwise.convert(linked, tmp_path / "out", to="mla", kv_budget=0.5, format="deepseek", evaluate=False)
+    assert not (tmp_path / "out" / "outside.json").exists()
+    (note,) = (note for note in done.notes if note.startswith("not copied"))
+    assert "'outside.json'" in note
+
+
+def test_a_module_folder_that_is_a_link_is_not_followed(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "config.json").write_text('{"secret": 1}')
+    (tiny_llama / "1_Pooling").symlink_to("../private")
+    (tiny_llama / "2_Normalize").mkdir()
+    modules = [{"path": name} for name in ("", "1_Pooling", "2_Normalize")]
+    (tiny_llama / "modules.json").write_text(json.dumps(modules))
+    checkpoint = FolderCheckpoint(tiny_llama)
+    (tmp_path / "out").mkdir()
+    checkpoint.copy_companions(tmp_path / "out")
+    assert list((tmp_path / "out" / "1_Pooling").iterdir()) == []
+    assert (tmp_path / "out" / "2_Normalize").is_dir()
+    assert checkpoint.left_out == ("1_Pooling/config.json",)
+
+
+def test_files_of_the_hub_cache_are_copied(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    """There a file is a link to a blob beside the snapshots; one to another model's blob is not this model's."""
+    model, other = tmp_path / "hub" / "models--owner--name", tmp_path / "hub" / "models--other--private"
+    snapshot = model / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    for folder in (model, other):
+        (folder / "blobs").mkdir(parents=True)
+    (other / "blobs" / "secret").write_text('{"secret": 1}')
+    for number, file in enumerate(tiny_llama_folder.iterdir()):
+        shutil.copy(file, model / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (snapshot / "other.json").symlink_to("../../../models--other--private/blobs/secret")
+    (snapshot / "above.json").symlink_to("../../secret.json")
+    (model / "secret.json").write_text('{"secret": 2}')
+    checkpoint = FolderCheckpoint(snapshot)
+    with FolderWriter(tmp_path / "out", checkpoint.tensors) as writer:
+        for name in checkpoint.tensors:
+            writer.add(name, checkpoint.read(name))
+        writer.write_json("config.json", checkpoint.config)
+        writer.add_companions(checkpoint)
+    companions = {file.name for file in tiny_llama_folder.iterdir()}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == companions
+    assert checkpoint.left_out == ("above.json", "other.json")

@@ -165,6 +165,17 @@ def test_code_of_the_folder_is_never_run(
     assert "asks to run code" in line
 
 
+@every_reader
+def test_a_kernel_of_the_hub_is_never_fetched(
+    refused: Refused, edit_config: Edit, tiny_llama: Path, command: tuple[str, ...]
+) -> None:
+    for field in ("_attn_implementation", "attn_implementation", "experts_implementation"):
+        edit_config(**{field: "owner/kernel@main:function"})
+        line = refused(*command)
+        assert f"{field} = 'owner/kernel@main:function': must be a plain name such as sdpa: a kernel of the" in line
+        edit_config(**{field: ...})
+
+
 def test_code_of_a_tokenizer_is_never_run(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
     path = tiny_llama / "tokenizer_config.json"
     asks = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}

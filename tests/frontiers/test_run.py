@@ -334,15 +334,34 @@ def test_a_full_disk_ends_it(place: Path, tmp_path: Path, monkeypatch: pytest.Mo
             try:
                 raise OSError(errno.ENOSPC, "No space left on device")
             except OSError as error:
-                raise headwise.CheckpointError("results", "layers", f"could not be written: {error}") from None
-        except headwise.CheckpointError as error:
-            raise headwise.CheckpointError("results", "layers", "could not be written; it is kept") from error
+                raise headwise.StorageError("results", "layers", f"could not be written: {error}") from None
+        except headwise.StorageError as error:
+            raise headwise.StorageError("results", "layers", "could not be written; it is kept") from error
 
     monkeypatch.setitem(NAMES, "convert", full)
     for _ in range(2):
         with pytest.raises(headwise.CheckpointError, match="results = 'layers': could not be written"):
             climb(place, tmp_path / "out")
     assert tried == ["mla", "mla"]
+
+
+def test_an_error_is_not_of_the_disk_for_what_came_before_it(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal of one target that was raised while some file was missing does not end the others."""
+    tried = []
+
+    def failing(*_: Any, to: str, **__: Any) -> Any:
+        tried.append(to)
+        try:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        except FileNotFoundError:
+            raise headwise.CheckpointError("tensor", to, "does not fit in float16") from None
+
+    monkeypatch.setitem(NAMES, "convert", failing)
+    with pytest.raises(headwise.CheckpointError, match="does not fit"):
+        climb(place, tmp_path / "out")
+    assert len(tried) > 1
 
 
 def test_another_process_is_kept_out(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from headwise.checkpoints.identity import model_identity, run_identity, versions
 from headwise.checkpoints.layout import Layout
 from headwise.checkpoints.open import model_path, open_checkpoint
 from headwise.checkpoints.tokenizer import load_tokenizer, max_length, tokenize
+from headwise.checkpoints.unsafe import refuse_kernel, refuse_kernels, refuse_other_weights, refuse_unsafe
 from headwise.checkpoints.writer import FolderWriter, check_output
 
 __all__ = [
@@ -29,6 +30,10 @@ __all__ = [
     "model_identity",
     "model_path",
     "open_checkpoint",
+    "refuse_kernel",
+    "refuse_kernels",
+    "refuse_other_weights",
+    "refuse_unsafe",
     "run_identity",
     "tokenize",
     "versions",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.family import Family, family_of
-from headwise.errors import CheckpointError
+from headwise.errors import CheckpointError, StorageError
 from headwise.specs import ModelSpec, read_config
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -84,7 +84,8 @@ class Checkpoint(ABC):
         """One tensor, in memory of its own.
 
         Raises:
-            CheckpointError: there is none of that name, it could not be read, or it has NaN or infinite values.
+            CheckpointError: there is none of that name, or it has NaN or infinite values.
+            StorageError: its file could not be read.
         """
         if name not in self.tensors:
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
@@ -92,13 +93,18 @@ class Checkpoint(ABC):
         try:
             tensor = self._read(name)
         except OSError as error:
-            raise CheckpointError("tensor", name, f"could not be read: {error.strerror or error}") from None
+            raise StorageError("tensor", name, f"could not be read: {error.strerror or error}") from None
         # A piece at a time: asked of the whole, it takes the tensor's memory twice over.
         if not all(bool(torch.isfinite(piece).all()) for piece in torch.split(tensor.flatten(), _PIECE)):
             kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite values"
             raise CheckpointError("tensor", name, f"holds {kind}")
         self.read_seconds += time.perf_counter() - start
         return tensor
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What lies beside the weights and `copy_companions` does not copy: links out of the folder, and no files."""
+        return ()
 
     @abstractmethod
     def _read(self, name: str) -> Tensor: ...

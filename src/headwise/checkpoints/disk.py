@@ -11,22 +11,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headwise.errors import ArgumentError, CheckpointError
+from headwise.errors import ArgumentError, StorageError
 
 _LOCK = "lock"
 
 
 @contextmanager
 def clearly(field: str, path: str | Path, done: str = "written") -> Iterator[None]:
-    """Let what the system refuses the block say which file it is about, and what could not be done.
+    """Turn an OSError of the block into an error that names the file and what could not be done with it.
+
+    Args:
+        field: what the file is to the user, such as ``output``.
+        path: the file or folder.
+        done: what could not be done, such as ``read``.
 
     Raises:
-        CheckpointError: in the place of an OSError.
+        StorageError: in the place of an OSError.
     """
     try:
         yield
     except OSError as error:
-        raise CheckpointError(field, str(path), f"could not be {done}: {error.strerror or error}") from None
+        raise StorageError(field, str(path), f"could not be {done}: {error.strerror or error}") from None
 
 
 def refuse_file(output: Path) -> None:

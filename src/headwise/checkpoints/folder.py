@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
 from headwise.checkpoints.family import family_of, has_family
-from headwise.errors import CheckpointError
-from headwise.specs import read_json
+from headwise.checkpoints.unsafe import ADAPTER, refuse_unsafe
+from headwise.errors import CheckpointError, StorageError
+from headwise.specs import LARGEST_CONFIG, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,7 +34,7 @@ class FolderCheckpoint(Checkpoint):
         self.path = path
         if not (path / "config.json").is_file():
             raise CheckpointError("folder", str(path), "has no config.json")
-        self.config = read_json(path / "config.json")
+        self.config = read_json(path / "config.json", LARGEST_CONFIG)
         refuse_unsafe(self.config, path)
         self._files = _shards(path)
         self._open: dict[Path, Any] = {}
@@ -66,7 +67,9 @@ class FolderCheckpoint(Checkpoint):
                 # safetensors carries no code: a header of JSON, then numbers. They are read, not mapped: of a mapped
                 # file every tensor once touched counts as this process's memory until the file is closed.
                 self._open[file] = safe_open(file, framework="pt", backend="pread")
-            except (SafetensorError, OSError, ValueError) as error:
+            except OSError as error:
+                raise StorageError("file", str(file), f"could not be read: {error.strerror or error}") from None
+            except (SafetensorError, ValueError) as error:
                 rule = f"is not a whole safetensors file ({_one_line(error)})"
                 raise CheckpointError("file", str(file), rule) from None
         return self._open[file]
@@ -81,13 +84,47 @@ class FolderCheckpoint(Checkpoint):
 
     def copy_companions(self, destination: Path) -> None:
         """Copy what is beside the weights: tokenizer, chat template, settings, a sentence encoder's pooling."""
-        for folder in (self.path, *_module_folders(self.path)):
-            own = folder == self.path
+        for folder in _module_folders(self.path):  # one without files, such as a normalisation's, is a module too
             (destination / folder.relative_to(self.path)).mkdir(exist_ok=True)
-            for pattern in _COMPANIONS if own else (*_COMPANIONS, "*.safetensors"):
-                for file in folder.glob(pattern):
-                    if file.is_file() and not (own and file.name in ("config.json", INDEX)):
-                        shutil.copyfile(file, destination / file.relative_to(self.path))
+        for file in self._companions():
+            if (inner := inner_file(file, self.path)) is not None:
+                shutil.copyfile(inner, destination / file.relative_to(self.path))
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What lies beside the weights and is not copied, by its path in the folder: see `inner_file`."""
+        files = (file for file in self._companions() if inner_file(file, self.path) is None)
+        return tuple(str(file.relative_to(self.path)) for file in files)
+
+    def _companions(self) -> list[Path]:
+        """The paths beside the weights that have a companion's name, whatever they are; folders left out."""
+        paths = [path for pattern in _COMPANIONS for path in self.path.glob(pattern)]
+        paths = [path for path in paths if path.name not in ("config.json", INDEX, ADAPTER)]
+        for folder in _module_folders(self.path):
+            paths += [path for pattern in (*_COMPANIONS, "*.safetensors") for path in folder.glob(pattern)]
+        return sorted(path for path in paths if path.is_symlink() or not path.is_dir())
+
+
+def inner_file(file: Path, folder: Path) -> Path | None:
+    """The regular file that a path in a model folder leads to, if it belongs to the model; None otherwise.
+
+    A link may lead elsewhere in the folder. In the hub's cache, where ``snapshots/<revision>/<file>`` is a link to
+    ``../../blobs/<hash>``, it may lead to a blob of the same model. Any other file is the user's own business.
+
+    Args:
+        file: a path in the folder, or in a folder within.
+        folder: the model folder.
+    """
+    try:
+        root, real = folder.resolve(strict=True), file.resolve(strict=True)
+        is_regular = stat.S_ISREG(real.stat().st_mode)
+    except (OSError, RuntimeError):  # a dangling link; links in a circle
+        return None
+    places = [root]
+    for snapshots in root.parents:
+        if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
+            places.append(snapshots.parent / "blobs")
+    return real if is_regular and any(real.is_relative_to(place) for place in places) else None
 
 
 def _module_folders(path: Path) -> list[Path]:
@@ -101,28 +138,6 @@ def _module_folders(path: Path) -> list[Path]:
     )
     names = [name for name in found if isinstance(name, str) and name not in ("", "..") and Path(name).name == name]
     return [path / name for name in names if (path / name).is_dir()]
-
-
-def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a config that needs code from its folder, or whose weights are quantised.
-
-    Raises:
-        CheckpointError: it does.
-    """
-    if config.get("auto_map"):
-        rule = f"asks to run code from {path}, which headwise never does"
-        raise CheckpointError("auto_map", config["auto_map"], rule)
-    for field in ("quantization_config", "compression_config"):
-        _refuse_quantized(field, config.get(field))
-    if other := config.get("transformers_weights"):
-        raise CheckpointError("transformers_weights", other, f"weights are read from {SINGLE} or {INDEX} only")
-
-
-def _refuse_quantized(field: str, quantization: Any) -> None:
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        rule = "quantised weights are not read; use the original"
-        raise CheckpointError(field, method, rule)
 
 
 def _shards(path: Path) -> dict[str, Path]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
-from headwise.errors import CheckpointError
+from headwise.errors import CheckpointError, StorageError
 from headwise.specs import gguf_config, read_gguf_header
 
 
@@ -112,7 +112,7 @@ class GgufCheckpoint(Checkpoint):
             tokenizer.save_pretrained(destination)
         except Exception as error:  # a full disk is an Exception and no OSError to its Rust half
             reason = " ".join(str(error).split())
-            raise CheckpointError("tokenizer", str(destination), f"could not be written: {reason}") from None
+            raise StorageError("tokenizer", str(destination), f"could not be written: {reason}") from None
 
 
 @cache

@@ -8,6 +8,7 @@ import os
 from importlib.metadata import version
 
 from headwise.checkpoints.checkpoint import Checkpoint, dtype_name
+from headwise.checkpoints.disk import clearly
 
 _STRIDE, _PAGE = 1 << 20, 4096
 _SAID_BY_THE_WRITER = ("transformers_version", "_name_or_path")
@@ -54,9 +55,9 @@ def model_identity(checkpoint: Checkpoint) -> str:
     config = {key: value for key, value in checkpoint.config.items() if key not in _SAID_BY_THE_WRITER}
     total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for file in files:
-        size = file.stat().st_size
-        total.update(f"{size} ".encode())
-        with file.open("rb", buffering=0) as opened:
+        with clearly("file", file, "read"), file.open("rb", buffering=0) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            total.update(f"{size} ".encode())
             total.update(opened.read(_STRIDE))
             for start in range(_STRIDE, size, _STRIDE):
                 opened.seek(start)

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from headwise.checkpoints.unsafe import refuse_tokenizer_class
 from headwise.errors import CheckpointError
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -26,6 +27,7 @@ def load_tokenizer(path: Path) -> Any:
         raise CheckpointError("tokenizer", str(path), f"is missing: the folder has none of {', '.join(_FILES)}")
     from transformers import AutoTokenizer
 
+    refuse_tokenizer_class(path)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
@@ -56,8 +58,11 @@ def load_gguf_tokenizer(path: Path) -> Any:
 def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
     from transformers import AutoTokenizer
 
+    refuse_tokenizer_class(path.parent)  # whose tokenizer_config.json transformers reads beside the file
     try:
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         reason = shorten(str(error), 300, placeholder=" …")
         raise CheckpointError("tokenizer", str(path), f"could not be loaded: {reason}") from None

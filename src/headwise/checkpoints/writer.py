@@ -28,7 +28,7 @@ from headwise.checkpoints.disk import (
 )
 from headwise.checkpoints.folder import INDEX, SINGLE
 from headwise.checkpoints.shards import ShardWriter, is_whole, plan_shards
-from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError, StorageError
 
 MODEL = "config.json"
 SHARD_BYTES = 2 * 1024**3
@@ -64,7 +64,7 @@ class FolderWriter:
 
     Raises:
         ArgumentError: the destination is taken, or another process is writing it.
-        CheckpointError: there is no room on the disk, or it fills up.
+        StorageError: there is no room on the disk, or it fills up.
     """
 
     def __init__(
@@ -142,9 +142,10 @@ class FolderWriter:
             if error is None:
                 assert not self._missing, f"never added: {self.missing[:3]}"
                 self._move_into_place()
-            elif isinstance(error, CheckpointError) and isinstance(error.__context__, OSError) and self._is_kept():
-                raise CheckpointError(error.field, error.value, error.rule + self._kept) from error
-            elif isinstance(error, HeadwiseError) and not isinstance(error.__context__, OSError):
+            elif isinstance(error, StorageError):
+                if self._is_kept():
+                    raise StorageError(error.field, error.value, error.rule + self._kept) from error
+            elif isinstance(error, HeadwiseError):
                 self._run = None  # nothing to go on from: the same command would be refused again
             elif isinstance(error, KeyboardInterrupt) and self._is_kept():
                 error.add_note(self._kept.removeprefix("; "))
@@ -189,6 +190,14 @@ class FolderWriter:
         """Let the source write its tokenizer and settings into the folder."""
         with self._clearly():
             checkpoint.copy_companions(self.folder)
+        self.note_left_out(checkpoint)
+
+    def note_left_out(self, checkpoint: Checkpoint) -> None:
+        """Name in `notes` what of the source is not copied."""
+        if names := checkpoint.left_out:
+            listed = ", ".join(map(repr, names))
+            note = f"not copied, as links out of the source folder or no regular files: {listed}"
+            self.notes = (*self.notes, note)
 
     def _take_up(self) -> None:
         """Find what the last run left, and clear away what is of no use."""
@@ -255,8 +264,8 @@ class FolderWriter:
         if self._overwrite:  # or the last copy of what was there, when a run was killed between the two moves
             shutil.rmtree(replaced, ignore_errors=True)
 
-    def _refusal(self, rule: str) -> CheckpointError:
-        return CheckpointError("output", str(self.output), rule + (self._kept if self._is_kept() else ""))
+    def _refusal(self, rule: str) -> StorageError:
+        return StorageError("output", str(self.output), rule + (self._kept if self._is_kept() else ""))
 
     def _clearly(self) -> AbstractContextManager[None]:
         return clearly("output", self.output)  # `__exit__` says what is kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headwise.documents import finite
 from headwise.progress import Progress
@@ -26,8 +28,25 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Tab and newline stay. C0, DEL and C1 move the cursor, recolour or rename a terminal; the others turn text around.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Text out of a file as a terminal may have it: control characters are written as ``\\x1b``."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class PrintableConsole(Console):
+    """A console that lets no control character of a text through; its own colours it adds later."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """As `rich.console.Console`, through which every string goes, those in tables too."""
+        return super().render_str(printable(text), **options)
+
+
+out = PrintableConsole(highlight=False)
+err = PrintableConsole(stderr=True, highlight=False)
 
 SOURCES = "A model folder, a .gguf, smollm2-135m, or hf://owner/name."
 SOURCES_OR_NAME = "A model folder, a .gguf, a config.json, a catalog name, smollm2-135m, or hf://owner/name."

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
+from headwise.cli.app import SOURCES, Json, app, emit, printable, progress_bar
 
 
 @app.command(epilog='Example: headwise generate ./smollm2-mla --prompt "The capital of France is"')
@@ -28,4 +28,4 @@ def generate(
     if as_json:
         emit(found.to_dict())
         return
-    typer.echo(prompt + found.text)
+    typer.echo(printable(prompt + found.text))

@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
         generate,
         inspect,
     )
-    from headwise.cli.app import StoppedError, app
+    from headwise.cli.app import StoppedError, app, printable
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is tried again at the end
         sys.exit(1)
     if status == _INTERRUPTED:  # typer turns Ctrl-C into this by itself
-        sys.stderr.write(f"headwise: {word}\n")
+        sys.stderr.write(f"headwise: {printable(word)}\n")
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -87,5 +87,7 @@ def _usage(error: Exception, arguments: list[str]) -> str:
 
 
 def _complain(message: str) -> None:
-    sys.stderr.write(f"headwise: {' '.join(message.split())}\n")
+    from headwise.cli.app import printable
+
+    sys.stderr.write(f"headwise: {printable(' '.join(message.split()))}\n")
     sys.exit(2)

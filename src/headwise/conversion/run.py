@@ -175,6 +175,7 @@ def _write_exported(
     report = StockReport(shared_plan_error=about.get("shared"), own_plan_error=about.get("own"))
     if process_index() == 0:
         output_format.export(writer, checkpoint, config, inputs.progress)
+        writer.note_left_out(plan.checkpoint)  # the folder between has no links
         report = _compared(report, checkpoint, writer, inputs.exam)
     return WrittenFolder(
         config=config,

@@ -13,11 +13,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-from headwise.checkpoints import dtype_name, load_tokenizer, max_length, model_path, tokenize
+from headwise.checkpoints import (
+    dtype_name,
+    load_tokenizer,
+    max_length,
+    model_path,
+    refuse_other_weights,
+    refuse_unsafe,
+    tokenize,
+)
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.rate import Rate, rate
 from headwise.hf import as_device, as_dtype
 from headwise.progress import Progress, silent
+from headwise.specs import LARGEST_CONFIG, read_json
 from headwise.texts.files import read_jsonl
 
 _BATCH = 4096
@@ -271,6 +280,8 @@ def load_encoder(
 
 
 def _encoder_model(path: Path, dtype: torch.dtype | None) -> Any:
+    refuse_unsafe(read_json(path / "config.json", LARGEST_CONFIG), path)
+    refuse_other_weights(path)
     try:
         model, found = AutoModel.from_pretrained(
             path,

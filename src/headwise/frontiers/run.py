@@ -18,7 +18,7 @@ from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_id
 from headwise.checkpoints.disk import clearly, lock_folder, refuse_file, remove_locked, unlock, write_whole
 from headwise.conversion.convert import convert
 from headwise.conversion.proof import Exam, choose_exam, refuse_unexamined
-from headwise.errors import ArgumentError, CheckpointError
+from headwise.errors import ArgumentError, CheckpointError, StorageError
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.frontiers.ladder import Rung, plan_rungs
 from headwise.frontiers.page import markdown, page, refuse_no_plotly
@@ -129,9 +129,9 @@ def frontier(
             progress("frontier", step, len(rungs))
             try:
                 results.append((rung, _result(rung, common)))
+            except StorageError:  # the other targets need the disk too
+                raise
             except CheckpointError as error:
-                if _is_of_the_disk(error):  # which the others would need too
-                    raise
                 failed.append(CheckpointError(error.field, error.value, error.rule))  # its traceback holds models
                 notes.append(f"not measured: {rung.target}, {rung.way} ({error.field} {error.rule})")
         progress("frontier", len(rungs), len(rungs))
@@ -181,13 +181,6 @@ def _result(rung: Rung, common: _Common) -> dict[str, Any]:
         shutil.rmtree(model, ignore_errors=True)
         _stamp(model).unlink(missing_ok=True)
     return result
-
-
-def _is_of_the_disk(error: BaseException | None) -> bool:
-    """Whether a file could not be read or written, or there is no room for it."""
-    while isinstance(error, CheckpointError) and error.field != "output":
-        error = error.__context__
-    return isinstance(error, CheckpointError | OSError)
 
 
 def _held_out_loss(pair: Pair, common: _Common) -> float:
@@ -290,7 +283,7 @@ def _own(folder: Path) -> Iterator[Path]:
 
     Raises:
         ArgumentError: another process has it.
-        CheckpointError: it cannot be made.
+        StorageError: it cannot be made.
     """
     work = folder / _WORK
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -300,7 +293,7 @@ def _own(folder: Path) -> Iterator[Path]:
     except BlockingIOError as error:
         raise ArgumentError("output", str(folder), str(error.strerror)) from None
     except OSError as error:
-        raise CheckpointError("output", str(folder), f"cannot be written: {error.strerror}") from None
+        raise StorageError("output", str(folder), f"cannot be written: {error.strerror}") from None
     try:
         yield work
     except BaseException:

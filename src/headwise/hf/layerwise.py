@@ -277,7 +277,7 @@ def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = builder.from_config(config, dtype=dtype)
+            model = builder.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # a size, an activation or a scaling that only its modules look at
         raise refused("config.json", checkpoint.config.get("model_type"), error) from None
     # As from_pretrained does it: what is not stored, such as rotary frequencies, the model's own initialisation

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headwise.arguments import typed
@@ -21,6 +22,9 @@ from headwise.checkpoints import (
     has_family,
     model_path,
     open_checkpoint,
+    refuse_kernel,
+    refuse_kernels,
+    refuse_other_weights,
 )
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecError
 
@@ -52,10 +56,12 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
             None, config=stock_config(checkpoint.config), state_dict=state, dtype=wanted
         )
     else:
+        refuse_other_weights(checkpoint.path)
         try:
             loader = model_class(checkpoint.config) if known else transformers.AutoModelForCausalLM
             model, found = loader.from_pretrained(
                 checkpoint.path,
+                config=stock_config(checkpoint.config),  # or it would read one itself, which nobody has checked
                 dtype=wanted,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -145,12 +151,29 @@ def stock_config(config: dict[str, Any]) -> Any:
     """transformers' config object for a parsed ``config.json`` (a converted one's included).
 
     Raises:
-        CheckpointError: transformers does not accept it.
+        CheckpointError: transformers does not accept it, or it names a kernel of the hub.
     """
+    refuse_kernels(config)
     try:
-        return CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     except Exception as error:  # its validators raise many kinds
         raise refused("config.json", config.get("model_type"), error) from None
+    _refuse_kernels_of(made)
+    return made
+
+
+def _refuse_kernels_of(made: Any) -> None:
+    """Refuse a config object that names a kernel of the hub, by whatever way the name came into it."""
+    left = [made]
+    while left:
+        item = left.pop()
+        if isinstance(item, PreTrainedConfig):
+            for name in ("_attn_implementation", "_experts_implementation"):
+                if isinstance(text := getattr(item, name, None), str):
+                    refuse_kernel(name, text)
+            left += vars(item).values()
+        elif isinstance(item, dict | list | tuple):
+            left += item.values() if isinstance(item, dict) else item
 
 
 def model_class(config: dict[str, Any]) -> Any:

@@ -11,11 +11,20 @@ from headwise.specs.latent import LatentSpec
 from headwise.specs.latent_space import LatentSpaceSpec
 from headwise.specs.model import BodySpec, ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
-from headwise.specs.sources import Source, catalog, layer_spec, locate, read_json, read_spec
+from headwise.specs.sources import (
+    LARGEST_CONFIG,
+    Source,
+    catalog,
+    layer_spec,
+    locate,
+    read_json,
+    read_spec,
+)
 from headwise.specs.targets import as_grouped, as_latent, refuse_as_latent, rotary_width, rotated_dims, split_budget
 
 __all__ = [
     "HOSTED_PREFIX",
+    "LARGEST_CONFIG",
     "AttentionSpec",
     "BodySpec",
     "ExpertLatentSpec",

