@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,14 @@ def test_it_ends_on_what_the_calibration_left_of_its_text(source: Path, text: Pa
     rest = tmp_path / "rest.txt"
     rest.write_text(TEXT[1976:])  # a character is a token
     again = headwise.evaluate(tmp_path / "out", against=source, text=rest, windows=2)
-    for name in ("perplexity", "reference_perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
+    for name in ("perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
         assert getattr(found, name) == getattr(again, name), name
+    assert found.reference is not None
+    assert again.reference is not None
+    assert found.reference.perplexity == again.reference.perplexity
     assert (found.model, found.against) == (str(tmp_path / "out"), str(source))
     assert found.cache_bytes_per_token == done.kv_bytes_per_token_after
-    assert done.to_dict()["evaluation"] == asdict(found)
+    assert done.to_dict()["evaluation"] == found.to_dict()
 
 
 def test_of_several_texts_what_is_left_of_each(source: Path, text: Path, tmp_path: Path) -> None:
@@ -265,7 +267,8 @@ def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path)
     assert "Theirs" not in told
     assert str(tmp_path) not in told
     score = done.evaluation
-    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference_perplexity:.3f}" in told
+    assert score.reference is not None
+    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference.perplexity:.3f}" in told
     assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in told
     assert (
         "- steps: sensitivity, spread, channels, sequence, refit\n"

@@ -33,6 +33,7 @@ from headwise.conversion.planning.plan import POOLINGS, Job
 from headwise.conversion.planning.target import parse_target
 from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
 from headwise.cost import model as cost
+from headwise.documents import as_document
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.hf import as_dtype
@@ -99,7 +100,7 @@ class Conversion:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
-        return asdict(self)
+        return as_document(self)
 
 
 @typed
