@@ -18,7 +18,7 @@ from headwise.cli.app import (
     out,
     progress_bar,
 )
-from headwise.cli.evaluate import show_text
+from headwise.cli.scores import show_text
 from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError
 
