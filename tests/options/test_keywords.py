@@ -16,9 +16,7 @@ from headwise.options import EvaluateOptions, Options, at_least, option, takes_o
 class ReadOptions(Options):
     """How a text is read."""
 
-    text: str = option(
-        "a file of ``UTF-8``, whose name may be so long that the entry has to go on in another line, such as this one"
-    )
+    text: str = option(f"a file of ``UTF-8`` text, named {'x' * 100}")
     windows: int = option("how many windows", default=6, rule=at_least(1))
 
 
@@ -84,8 +82,8 @@ def test_signature_and_help_show_every_keyword() -> None:
         "    source: a model.",
         "    options: the keywords below as one object,",
         "        in their place.",
-        "    text: a file of ``UTF-8``, whose name may be so long that the entry has to go on in another line, such as",
-        "        this one.",
+        "    text: a file of ``UTF-8`` text, named",
+        f"        {'x' * 100}.",
         "    windows: how many windows.",
         "    loud: whether to say so.",
         "",
