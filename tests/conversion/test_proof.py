@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import metadata_load
 
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion import proof
+from headwise.conversion import STAGES, proof
 from headwise.conversion.proof import REFERENCE, choose_exam
 from headwise.texts import calibration_windows, language_reference, text_identity
 from headwise.texts.calibration import CalibrationTexts
@@ -299,3 +300,30 @@ def test_unmeasured_folders_are_the_same_to_the_last_file(source: Path, text: Pa
     assert "README.md" in files
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
+
+
+SHARED = "tokens evaluated on lie in passages of 20 or more tokens that the calibration text has too"
+
+
+def test_an_exam_that_repeats_the_calibration_is_noted(source: Path, text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("Pack my box with five dozen jugs: " + "".join(f"{n * n}, " for n in range(400)))
+    done = {}
+    for name, exam in (("repeated", tmp_path / "copy.txt"), ("other", other)):
+        (tmp_path / "copy.txt").write_text(f"{TEXT}\n")
+        study = {**STUDY, "without": STAGES}  # what is solved for does not matter here
+        done[name] = headwise.convert(source, tmp_path / name, calibrate=text, **study, evaluate=exam)
+    (note,) = [note for note in done["repeated"].notes if SHARED in note]
+    assert f"- {note}\n" in card(tmp_path / "repeated")
+    assert not any(SHARED in note for note in done["other"].notes)
+    lossless = headwise.convert(source, tmp_path / "whole", to="mla", kv_budget=1.0, calibrate=text, evaluate=other)
+    assert not any(SHARED in note for note in lossless.notes)  # no text was needed
+
+
+def test_how_much_an_exam_repeats_is_counted_on_the_windows_that_are_calibrated_on(source: Path, text: Path) -> None:
+    checkpoint, texts = open_checkpoint(source), CalibrationTexts((text,), 512)
+    tokens = torch.tensor(load_tokenizer(source)(TEXT)["input_ids"])
+    (line,) = proof.overlap_notes(checkpoint, [("a", tokens[:256][None])], texts)
+    assert line.startswith(f"100.0% of the 256 {SHARED}")
+    assert proof.overlap_notes(checkpoint, [], texts) == []
+    assert proof.overlap_notes(checkpoint, [("a", tokens[:256][None])], CalibrationTexts()) == []

@@ -417,3 +417,10 @@ def test_a_failure_before_the_first_result_leaves_nothing(place: Path, tmp_path:
     with pytest.raises(headwise.ArgumentError, match="at least 4 tokens"):
         climb(place, tmp_path / "deep/out", calibrate=tmp_path / "tiny.txt")
     assert not (tmp_path / "deep").exists()
+
+
+def test_an_exam_that_repeats_the_calibration_is_noted(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy.txt").write_text(TEXT + "And so it ends.")
+    repeated = climb(place, tmp_path / "out", targets=("mqa",), evaluate=tmp_path / "copy.txt")
+    assert any("passages of 20 or more tokens that the calibration text has too" in note for note in repeated.notes)
+    assert not climb(place, tmp_path / "other", targets=("mqa",)).notes

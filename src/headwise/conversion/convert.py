@@ -31,7 +31,7 @@ from headwise.conversion.output.card import card_facts, model_card, parameters_o
 from headwise.conversion.output.formats import StockReport, plan_folder, write_folder
 from headwise.conversion.planning.plan import POOLINGS, Job
 from headwise.conversion.planning.target import parse_target
-from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
+from headwise.conversion.proof import WINDOWS, Exam, find_exam, overlap_notes, prove
 from headwise.cost import model as cost
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
@@ -243,6 +243,8 @@ def convert(
         notes = _notes(job, made.tokens, format=format, is_studied=is_studied) + made.notes(
             in_nats="sensitivity" in stages
         )
+        if evaluate is not False and not job.is_lossless:
+            notes += overlap_notes(checkpoint, exam, texts)
         about |= {"calibration_tokens": made.tokens, "calibration_window": made.window, "notes": notes}
         about["tensors"] = tensors if made.spread is None else job.tensors
         read = texts.sources if saved is None else saved.texts

@@ -18,6 +18,7 @@ from headwise.specs import ModelSpec
 from headwise.texts import (
     cut_windows,
     language_reference,
+    overlap_note,
     read_source,
     refuse_twice,
     text_identity,
@@ -26,7 +27,7 @@ from headwise.texts import (
     usual_window,
     windows_beyond,
 )
-from headwise.texts.calibration import NO_TEXTS, CalibrationTexts, refuse_unknown_tokens
+from headwise.texts.calibration import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
 
 WINDOWS = 2
 """Of each text, unless more are asked for: enough to see a failed conversion by, in seconds."""
@@ -122,6 +123,15 @@ def choose_exam(
         exam = [(REFERENCE, token_windows(tokenizer, language_reference(), window=width, windows=windows))]
     refuse_unknown_tokens(checkpoint, *(batch for _, batch in exam))
     return exam
+
+
+def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationTexts) -> list[str]:
+    """A note for the user where the exam repeats more than 1 % of what is calibrated on; see `overlap_note`."""
+    if not (exam and calibrate):
+        return []
+    windows, _ = open_windows(checkpoint, calibrate)
+    note = overlap_note([batch for _, batch in exam], [windows])
+    return [] if note is None else [note]
 
 
 def find_exam(

@@ -18,7 +18,7 @@ from headwise.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_id
 from headwise.checkpoints.disk import clearly, lock_folder, refuse_file, remove_locked, unlock, write_whole
 from headwise.conversion.convert import convert
 from headwise.conversion.planning.plan import POOLINGS
-from headwise.conversion.proof import Exam, choose_exam, refuse_unexamined
+from headwise.conversion.proof import Exam, choose_exam, overlap_notes, refuse_unexamined
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.frontiers.ladder import Rung, plan_rungs
@@ -112,6 +112,7 @@ def frontier(
     refuse_unexamined(checkpoint.spec)
     rungs, notes = plan_rungs(checkpoint, targets, methods=methods, dtype=out_dtype)
     exam = choose_exam(checkpoint, named, calibrate=texts, window=window, windows=windows)
+    notes += overlap_notes(checkpoint, exam, texts)
 
     with _own(folder) as work:
         common = _Common(
