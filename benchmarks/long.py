@@ -18,7 +18,7 @@ from benchmarks.kept import Kept, say
 import headwise
 from benchmarks import data
 from headwise.evaluation import Pair, evaluate, evaluate_planted, open_pair
-from headwise.evaluation.planted import DEPTHS
+from headwise.options.evaluate import DEPTHS
 
 SOURCE = "smollm2-135m"
 
@@ -58,7 +58,8 @@ def measure(pair: Pair, texts: dict[str, Path], kept: Kept) -> None:
             )
             kept.add(f"text/{name}", found.to_dict())
             for score in found.texts[0].by_position:
-                say(f"{name:10} {score.start:5}–{score.stop - 1:5}  {score.nll:.4f}  {score.reference_nll:.4f}")
+                assert score.reference is not None
+                say(f"{name:10} {score.start:5}–{score.stop - 1:5}  {score.nll:.4f}  {score.reference.nll:.4f}")
     for depth in DEPTHS:
         if f"planted/{depth}" not in kept.rows:
             # One seed for all: the same codes in the same texts, at another depth.
@@ -71,10 +72,11 @@ def measure(pair: Pair, texts: dict[str, Path], kept: Kept) -> None:
                 seed=wanted["seed"],
             )
             kept.add(f"planted/{depth}", planted.to_dict())
-            own = planted.depths[0]
+            (score,) = planted.depths
+            assert score.reference is not None
             say(
-                f"depth {depth:4}  found {own.found:.2f} / {own.reference_found:.2f}"
-                f"  nll {own.nll:.2f} / {own.reference_nll:.2f}"
+                f"depth {depth:4}  found {score.found:.2f} / {score.reference.found:.2f}"
+                f"  nll {score.nll:.2f} / {score.reference.nll:.2f}"
             )
 
 

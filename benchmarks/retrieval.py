@@ -99,8 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         seconds = round(time.perf_counter() - start, 1)
         found = rated(exam.ranks(load_encoder(folder, like=reference)), original)
-        rates = {name: asdict(found[name]) for name in ("recall_at_1", "recall_at_10")}
-        kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **found, **rates})
+        rates = {name: found[name].to_dict() for name in ("recall_at_1", "recall_at_10")}
+        mrr = {"mrr": found["mrr"], "reference_mrr": rated(original)["mrr"]}
+        kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **rates, **mrr})
         near = {key: 100 * value for key, value in rates["recall_at_1"].items()}
         say(
             f"{row.name:30} R@1 {near['reference_rate']:.2f} → {near['rate']:.2f}: {near['difference']:+.2f}"

@@ -20,6 +20,7 @@ _PUBLIC = {
     "Complexity": "headwise.cost",
     "Conversion": "headwise.conversion",
     "Count": "headwise.counting",
+    "EvaluateOptions": "headwise.options",
     "Evaluation": "headwise.evaluation",
     "ExpertLatentAttention": "headwise.attention",
     "ExpertLatentSpec": "headwise.specs",
@@ -103,6 +104,7 @@ if TYPE_CHECKING:
     from headwise.hf import Generation, generate, load, optimize
     from headwise.kernels import attend, attend_with_weights, choose_backend
     from headwise.measurement import doctor
+    from headwise.options import EvaluateOptions
     from headwise.specs import (
         ExpertLatentSpec,
         GroupedSpec,
@@ -122,6 +124,7 @@ __all__ = [
     "Complexity",
     "Conversion",
     "Count",
+    "EvaluateOptions",
     "Evaluation",
     "ExpertLatentAttention",
     "ExpertLatentSpec",

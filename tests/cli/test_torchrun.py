@@ -109,7 +109,7 @@ from pathlib import Path
 from headwise.cli import app, main
 from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError
-import headwise.cli.convert
+import headwise.cli.commands.convert
 
 class StoppedError(ArgumentError):
     def __str__(self):  # torchrun stops this process when it is about to say why it fails

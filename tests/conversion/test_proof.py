@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import metadata_load
 
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion import proof
+from headwise.conversion import STAGES, proof
 from headwise.conversion.proof import REFERENCE, choose_exam
 from headwise.texts import calibration_windows, language_reference, text_identity
 from headwise.texts.calibration import CalibrationTexts
@@ -47,11 +47,14 @@ def test_it_ends_on_what_the_calibration_left_of_its_text(source: Path, text: Pa
     rest = tmp_path / "rest.txt"
     rest.write_text(TEXT[1976:])  # a character is a token
     again = headwise.evaluate(tmp_path / "out", against=source, text=rest, windows=2)
-    for name in ("perplexity", "reference_perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
+    for name in ("perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
         assert getattr(found, name) == getattr(again, name), name
+    assert found.reference is not None
+    assert again.reference is not None
+    assert found.reference.perplexity == again.reference.perplexity
     assert (found.model, found.against) == (str(tmp_path / "out"), str(source))
     assert found.cache_bytes_per_token == done.kv_bytes_per_token_after
-    assert done.to_dict()["evaluation"] == asdict(found)
+    assert done.to_dict()["evaluation"] == found.to_dict()
 
 
 def test_of_several_texts_what_is_left_of_each(source: Path, text: Path, tmp_path: Path) -> None:
@@ -265,7 +268,8 @@ def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path)
     assert "Theirs" not in told
     assert str(tmp_path) not in told
     score = done.evaluation
-    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference_perplexity:.3f}" in told
+    assert score.reference is not None
+    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference.perplexity:.3f}" in told
     assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in told
     assert (
         "- steps: sensitivity, spread, channels, sequence, refit\n"
@@ -296,3 +300,30 @@ def test_unmeasured_folders_are_the_same_to_the_last_file(source: Path, text: Pa
     assert "README.md" in files
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
+
+
+SHARED = "tokens evaluated on lie in passages of 20 or more tokens that the calibration text has too"
+
+
+def test_an_exam_that_repeats_the_calibration_is_noted(source: Path, text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("Pack my box with five dozen jugs: " + "".join(f"{n * n}, " for n in range(400)))
+    done = {}
+    for name, exam in (("repeated", tmp_path / "copy.txt"), ("other", other)):
+        (tmp_path / "copy.txt").write_text(f"{TEXT}\n")
+        study = {**STUDY, "without": STAGES}  # what is solved for does not matter here
+        done[name] = headwise.convert(source, tmp_path / name, calibrate=text, **study, evaluate=exam)
+    (note,) = [note for note in done["repeated"].notes if SHARED in note]
+    assert f"- {note}\n" in card(tmp_path / "repeated")
+    assert not any(SHARED in note for note in done["other"].notes)
+    lossless = headwise.convert(source, tmp_path / "whole", to="mla", kv_budget=1.0, calibrate=text, evaluate=other)
+    assert not any(SHARED in note for note in lossless.notes)  # no text was needed
+
+
+def test_how_much_an_exam_repeats_is_counted_on_the_windows_that_are_calibrated_on(source: Path, text: Path) -> None:
+    checkpoint, texts = open_checkpoint(source), CalibrationTexts((text,), 512)
+    tokens = torch.tensor(load_tokenizer(source)(TEXT)["input_ids"])
+    (line,) = proof.overlap_notes(checkpoint, [("a", tokens[:256][None])], texts)
+    assert line.startswith(f"100.0% of the 256 {SHARED}")
+    assert proof.overlap_notes(checkpoint, [], texts) == []
+    assert proof.overlap_notes(checkpoint, [("a", tokens[:256][None])], CalibrationTexts()) == []

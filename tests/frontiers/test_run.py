@@ -118,10 +118,11 @@ def test_it_is_what_convert_and_evaluate_say(place: Path, tmp_path: Path) -> Non
         assert (point.kl, point.top1_agreement) == (evaluation.kl, evaluation.top1_agreement)
         assert point.ratios == {score.text: score.perplexity_ratio for score in evaluation.texts}
         assert point.cache_bytes_per_token == evaluation.cache_bytes_per_token
-        assert found.cache_bytes_per_token == evaluation.reference_cache_bytes_per_token
+        assert evaluation.reference is not None
+        assert found.cache_bytes_per_token == evaluation.reference.cache_bytes_per_token
         assert point.cache_fraction == point.cache_bytes_per_token / found.cache_bytes_per_token
         assert point.conversion["parameters_after"] == conversion.parameters_after
-    assert found.perplexities == {score.text: score.reference_perplexity for score in evaluation.texts}
+    assert found.perplexities == {score.text: score.perplexity for score in evaluation.reference.texts}
     assert json.loads(json.dumps(found.to_dict())) == document(tmp_path / "out")
     assert document(tmp_path / "out")["versions"]["torch"] == torch.__version__
 
@@ -435,3 +436,10 @@ def test_a_failure_before_the_first_result_leaves_nothing(place: Path, tmp_path:
     with pytest.raises(headwise.ArgumentError, match="at least 4 tokens"):
         climb(place, tmp_path / "deep/out", calibrate=tmp_path / "tiny.txt")
     assert not (tmp_path / "deep").exists()
+
+
+def test_an_exam_that_repeats_the_calibration_is_noted(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy.txt").write_text(TEXT + "And so it ends.")
+    repeated = climb(place, tmp_path / "out", targets=("mqa",), evaluate=tmp_path / "copy.txt")
+    assert any("passages of 20 or more tokens that the calibration text has too" in note for note in repeated.notes)
+    assert not climb(place, tmp_path / "other", targets=("mqa",)).notes

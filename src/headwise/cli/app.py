@@ -51,8 +51,6 @@ err = PrintableConsole(stderr=True, highlight=False)
 SOURCES = "A model folder, a .gguf, smollm2-135m, or hf://owner/name."
 SOURCES_OR_NAME = "A model folder, a .gguf, a config.json, a catalog name, smollm2-135m, or hf://owner/name."
 
-CalibrationTokens = Annotated[int | None, typer.Option(help="How many tokens to calibrate on; 16384 when left out.")]
-CalibrationWindow = Annotated[int | None, typer.Option(help="Tokens in each window of them; 1024 when left out.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
 _PATIENCE = 2.0

@@ -18,7 +18,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for bad input (one line on stderr), 1 for a failure."""
     import typer
 
-    from headwise.cli import (  # noqa: F401  (they register)
+    from headwise.cli.app import StoppedError, app, printable
+    from headwise.cli.commands import (  # noqa: F401  (they register)
         bench,
         calibrate,
         compare,
@@ -32,7 +33,6 @@ def main(arguments: list[str] | None = None) -> None:
         generate,
         inspect,
     )
-    from headwise.cli.app import StoppedError, app, printable
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():

@@ -1,9 +1,8 @@
-"""`calibrate`: study a model on a text once, for any number of conversions."""
+"""`calibrate`: statistics of a model on a text, for any number of conversions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from headwise.conversion.solvers.statistics import statistics_of
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf import LayerwiseModel
 from headwise.measurement import peak_rss_bytes
+from headwise.options import CalibrateOptions, takes_options
 from headwise.processes import first_enters, my_windows, process_index
 from headwise.progress import Progress, silent
 from headwise.texts.calibration import check_texts, open_windows, refuse_cross_layers
@@ -31,7 +31,7 @@ from headwise.texts.calibration import check_texts, open_windows, refuse_cross_l
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What a study of a model did.
+    """What a calibration of a model did.
 
     Attributes:
         source: the model.
@@ -56,30 +56,22 @@ class Calibration:
         return asdict(self)
 
 
+@takes_options(CalibrateOptions)
 @typed
 @torch.inference_mode(False)
 def calibrate(
-    source: str | Path,
-    output: str | Path,
-    *,
-    calibrate: str | Path | Sequence[str | Path],
-    calibration_tokens: int | None = None,
-    calibration_window: int | None = None,
-    overwrite: bool = False,
-    progress: Progress = silent,
+    source: str | Path, output: str | Path, options: CalibrateOptions, *, progress: Progress = silent
 ) -> Calibration:
-    """Study a model on a text and keep what `convert` needs to know of it, whatever the target.
+    """Collect what `convert` needs to know of a model from a text, whatever the target.
 
     A conversion by these statistics runs no model, and holds one layer at a time: fast, and small. It is not as good
-    as one that is given the text itself, in which each layer makes up for those before it.
+    as one that is given the text itself, in which each layer makes up for those before it. For example
+    ``calibrate("smollm2-135m", "./statistics", calibrate="text.txt")``.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
-        calibrate: a text, or several; see `headwise.evaluation.read_source`.
-        calibration_tokens: how many of their tokens; 16 384 when None.
-        calibration_window: tokens in each window of them; 1024 when None, or as many as the model or a text has.
-        overwrite: replace statistics at ``output``.
+        options: the keywords below as one object, in their place.
         progress: told of each layer.
 
     Raises:
@@ -87,8 +79,8 @@ def calibrate(
         SpecError: the source's attention is of a kind that is not converted.
         CheckpointError: the source cannot be read, or the output cannot be written.
     """
-    start = time.perf_counter()
-    texts = check_texts(calibrate, calibration_tokens, calibration_window)
+    start, overwrite = time.perf_counter(), options.overwrite
+    texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     destination = Path(output)
     check_output(destination, overwrite=overwrite, mark=ABOUT)
     checkpoint = open_checkpoint(source)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -19,15 +18,15 @@ from headwise.conversion.methods import refuse_stages
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.planning.options import EVALUATION_WINDOWS, ConvertOptions
 from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_inputs
 from headwise.conversion.planning.target import Target, parse_target
-from headwise.conversion.proof import Exam, find_exam, prove
+from headwise.conversion.proof import Exam, find_exam, overlap_notes, prove
 from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.run import ConversionInputs, WrittenFolder, write_folder
 from headwise.errors import ArgumentError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
+from headwise.options import ConvertOptions, takes_options
 from headwise.processes import first_enters, process_index
 from headwise.progress import Progress, silent
 from headwise.texts import CalibrationTexts, check_texts, refuse_cross_layers
@@ -36,63 +35,26 @@ UNKNOWN_SPREAD = "how the cache is spread over layers is found on the text; para
 """What a dry run cannot know."""
 
 
+@takes_options(ConvertOptions)
 @typed
-@torch.inference_mode(False)  # layers are studied by their derivatives, whatever the caller is doing
+@torch.inference_mode(False)  # sensitivities are derivatives, whatever the caller is doing
 def convert(
-    source: str | Path,
-    output: str | Path,
-    *,
-    to: str,
-    kv_budget: float | None = None,
-    kv_lora_rank: int | None = None,
-    qk_rope_head_dim: int | None = None,
-    calibrate: str | Path | Sequence[str | Path] | None = None,
-    calibration_tokens: int | None = None,
-    calibration_window: int | None = None,
-    statistics: str | Path | None = None,
-    method: str | None = None,
-    without: Collection[str] = (),
-    dtype: str | None = None,
-    format: Literal["headwise", "deepseek"] = "headwise",  # noqa: A002
-    evaluate: bool | str | Path | Sequence[str | Path] = True,
-    evaluation_windows: int = EVALUATION_WINDOWS,
-    dry_run: bool = False,
-    overwrite: bool = False,
-    progress: Progress = silent,
+    source: str | Path, output: str | Path, options: ConvertOptions, *, progress: Progress = silent
 ) -> Conversion:
     """Convert a model's attention and write the result as a model folder.
 
-    MHA results are stock folders of the source's family, and GQA and MQA results where that has numbers of key–value
+    MHA results are stock folders of the source's family, and GQA and MQA results where that has a number of key–value
     heads. Others, and MLA, are the family's model with headwise's attention: ``headwise.load``, or ``import
-    headwise.hf`` and transformers, run them.
+    headwise.hf`` and transformers, run them. For example
+    ``convert("smollm2-135m", "./half", to="mla", kv_budget=0.5, calibrate="text.txt")``.
+
+    ``calibrate`` and ``evaluate`` take what `headwise.texts.read_source` reads. ``evaluate=False`` leaves the
+    evaluation out; where it is asked for and cannot be done, a note of the report says why.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
-        to: ``mha``, ``gqa:K``, ``mqa`` or ``mla``.
-        kv_budget: for mla: the fraction of the source's cache to keep, above 0 and at most 1 (1 is lossless).
-        kv_lora_rank: for mla, with ``qk_rope_head_dim``: the widths themselves.
-        qk_rope_head_dim: see ``kv_lora_rank``.
-        calibrate: a text, or several, that layers are studied on, where anything can be lost; see
-            `headwise.evaluation.read_source`. Without any, weights alone decide.
-        calibration_tokens: how many of their tokens; 16 384 when None.
-        calibration_window: tokens in each window of them; 1024 when None, or as many as the model or a text has.
-        statistics: a folder of `headwise.calibrate` in the place of a text: the model is then not run, and each
-            layer is solved by itself, for what the source's own layers hand on to it.
-        method: how heads come to be shared: ``aligned`` (when None), ``mean`` or ``first_head``. For mla a published
-            method to compare with: ``mha2mla``, or ``transmla`` (``transmla:F`` with F frequencies to a fold).
-        without: stages of calibration to leave out, of `headwise.conversion.STAGES`; ``spread`` goes with
-            ``sensitivity``.
-        dtype: of the output; the source's (float32 for quantised GGUF) when None.
-        format: of mla results: ``headwise``, or ``deepseek`` for a stock ``deepseek_v3`` folder, which has one plan
-            for all layers and loads where there is no headwise.
-        evaluate: whether to end by measuring the result beside its source, or the text, or texts, to do it on.
-            Unless named it is what the calibration leaves of its own, or Python's language reference. What cannot
-            be evaluated is said in a note.
-        evaluation_windows: of each text, of 2048 tokens or as many as the model has positions; shorter where a single
-            text that is named has fewer.
-        dry_run: only say what it would take; nothing is written.
-        overwrite: replace a model folder at ``output``.
+        options: the keywords below as one object, in their place.
         progress: told of each layer.
 
     Raises:
@@ -101,24 +63,6 @@ def convert(
         CheckpointError: the source cannot be read, or the output cannot be written.
     """
     start = time.perf_counter()
-    options = ConvertOptions(
-        to=to,
-        kv_budget=kv_budget,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        calibrate=calibrate,
-        calibration_tokens=calibration_tokens,
-        calibration_window=calibration_window,
-        statistics=statistics,
-        method=method,
-        without=without,
-        dtype=dtype,
-        format=format,
-        evaluate=evaluate,
-        evaluation_windows=evaluation_windows,
-        dry_run=dry_run,
-        overwrite=overwrite,
-    )
     prepared = _prepare(source, Path(output), options, progress)
     if options.dry_run:
         return _foretell(prepared, progress)
@@ -131,11 +75,13 @@ def convert(
             progress=progress,
         )
         written = write_folder(prepared.plan, inputs, writer, prepared.format)
-        report = _describe(prepared, written, writer, start)
+        notes = _notes(prepared, written)
+        report = _describe(prepared, written, [*notes, *writer.notes], start)
+        report = replace(report, seconds_writing=writer.write_seconds + written.write_seconds)
         if process_index() == 0:
             # Before the folder is in its place: a run that is killed here measures again, and converts nothing twice.
             report = _prove(prepared, report, writer, progress)
-            writer.write_text("README.md", model_card(_card_facts(prepared, written, report)))
+            writer.write_text("README.md", model_card(_card_facts(prepared, written, notes, report)))
     return report
 
 
@@ -204,8 +150,6 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     """Check everything that is given, before any work."""
     target = _target(options)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
-    if options.evaluation_windows < 1:
-        raise ArgumentError("evaluation_windows", options.evaluation_windows, "must be at least 1")
     refuse_stages(options.without)
     dtype = None if options.dtype is None else as_dtype(options.dtype)
     check_output(output, overwrite=options.overwrite)
@@ -286,10 +230,16 @@ def _foretell(prepared: _Prepared, progress: Progress) -> Conversion:
     )
 
 
-def _describe(prepared: _Prepared, written: WrittenFolder, writer: FolderWriter, start: float) -> Conversion:
+def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:
+    """What a user should know of the result, wherever it was made."""
+    plan, is_proved = prepared.plan, prepared.options.evaluate is not False
+    overlap = overlap_notes(plan.checkpoint, prepared.exam, prepared.texts) if is_proved and not plan.is_exact else []
+    return [*prepared.notes(written.tokens), *written.notes(in_nats="sensitivity" in plan.stages), *overlap]
+
+
+def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str], start: float) -> Conversion:
     """The report of a folder that is written, without its evaluation."""
     plan = prepared.plan
-    in_nats = "sensitivity" in plan.stages
     return describe(
         plan,
         written.config,
@@ -300,11 +250,10 @@ def _describe(prepared: _Prepared, written: WrittenFolder, writer: FolderWriter,
         calibration_window=written.window,
         seconds=time.perf_counter() - start,
         seconds_reading=plan.checkpoint.read_seconds + written.read_seconds,
-        seconds_writing=writer.write_seconds + written.write_seconds,
         peak_rss_bytes=peak_rss_bytes(),
         stock=written.stock,
         spread=written.spread,
-        notes=[*prepared.notes(written.tokens), *written.notes(in_nats=in_nats), *writer.notes],
+        notes=notes,
     )
 
 
@@ -320,10 +269,9 @@ def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progre
     return replace(report, evaluation=replace(evaluation, model=report.output))
 
 
-def _card_facts(prepared: _Prepared, written: WrittenFolder, report: Conversion) -> CardFacts:
+def _card_facts(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str], report: Conversion) -> CardFacts:
     """What the model card tells; without an evaluation, nothing of this machine."""
     plan, statistics = prepared.plan, prepared.statistics
-    in_nats = "sensitivity" in plan.stages
     facts = card_facts(
         plan,
         written.config,
@@ -334,7 +282,7 @@ def _card_facts(prepared: _Prepared, written: WrittenFolder, report: Conversion)
             tokens=written.tokens,
             window=written.window,
         ),
-        notes=[*prepared.notes(written.tokens), *written.notes(in_nats=in_nats)],
+        notes=notes,
     )
     if report.evaluation is None:
         return facts

@@ -10,15 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, load_tokenizer
-from headwise.conversion.planning.options import EVALUATION_WINDOWS
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.evaluation import WINDOW, Evaluation, evaluate_windows, open_pair
 from headwise.measurement import available_bytes
+from headwise.options import EVALUATION_WINDOWS
 from headwise.progress import Progress, silent
 from headwise.specs import ModelSpec
 from headwise.texts import (
     cut_windows,
     language_reference,
+    overlap_note,
     read_source,
     refuse_twice,
     text_identity,
@@ -27,7 +28,7 @@ from headwise.texts import (
     usual_window,
     windows_beyond,
 )
-from headwise.texts.calibration import NO_TEXTS, CalibrationTexts, refuse_unknown_tokens
+from headwise.texts.calibration import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
 
 REFERENCE = "Python's language reference"
 _PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))  # what `headwise demo` writes as texts are its halves
@@ -120,6 +121,15 @@ def choose_exam(
         exam = [(REFERENCE, token_windows(tokenizer, language_reference(), window=width, windows=windows))]
     refuse_unknown_tokens(checkpoint, *(batch for _, batch in exam))
     return exam
+
+
+def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationTexts) -> list[str]:
+    """A note for the user where the exam repeats more than 1 % of what is calibrated on; see `overlap_note`."""
+    if not (exam and calibrate):
+        return []
+    windows, _ = open_windows(checkpoint, calibrate)
+    note = overlap_note([batch for _, batch in exam], [windows])
+    return [] if note is None else [note]
 
 
 def find_exam(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from headwise.checkpoints import TensorInfo, dtype_name
@@ -13,6 +13,7 @@ from headwise.conversion.output.card import parameters_of
 from headwise.conversion.output.formats import StockReport
 from headwise.conversion.planning.plan import ConversionPlan
 from headwise.cost import model as cost
+from headwise.documents import as_document
 from headwise.evaluation import Evaluation
 from headwise.specs import read_config
 
@@ -70,7 +71,7 @@ class Conversion:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
-        return asdict(self)
+        return as_document(self)
 
 
 def describe(

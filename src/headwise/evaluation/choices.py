@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.documents import as_document
 from headwise.errors import ArgumentError
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.rate import Rate, rate
@@ -54,7 +55,7 @@ class ChoiceEvaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements as JSON-able values."""
-        return asdict(self)
+        return as_document(self)
 
 
 @torch.inference_mode()

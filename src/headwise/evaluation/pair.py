@@ -54,11 +54,15 @@ class Pair:
         stated = (checkpoint.spec.max_position_embeddings for checkpoint in self.checkpoints.values())
         return min((count for count in stated if count is not None), default=None)
 
-    def about(self) -> dict[str, Any]:
-        """What every measurement says of the run it was made in."""
+    def about(self, name: str = "model") -> dict[str, Any]:
+        """The fields of every measurement that tell its models and the run it was made in.
+
+        Args:
+            name: ``model``, or ``against`` for a measurement of the reference, which has none itself.
+        """
         return {
-            "model": self.sources["model"],
-            "against": self.sources.get("against"),
+            "model": self.sources[name],
+            "against": self.sources.get("against") if name == "model" else None,
             "dtype": dtype_name(self.dtype),
             "device": str(self.device),
             "threads": torch.get_num_threads(),

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
+
+from headwise.evaluation.paired import Paired
 
 _Z = 1.959963984540054
 _RESAMPLES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rate:
-    """A fraction of items, with its 95 % interval; the rest is None without a reference.
+class Rate(Paired, compared=("rate", "low", "high")):
+    """A fraction of items, with its 95 % interval; what compares it with the reference's is None without one.
 
     Attributes:
         items: how many.
-        rate: the fraction the model has right.
-        low: of its Wilson interval.
-        high: of its Wilson interval.
-        reference_rate: the fraction the reference has right.
+        rate: the fraction that is answered rightly.
+        low: lower end of its Wilson interval.
+        high: upper end of its Wilson interval.
         only_model: items that only the model has right.
         only_reference: items that only the reference has right.
         difference: the model's rate less the reference's.
@@ -35,9 +36,6 @@ class Rate:
     rate: float
     low: float
     high: float
-    reference_rate: float | None = None
-    reference_low: float | None = None
-    reference_high: float | None = None
     only_model: int | None = None
     only_reference: int | None = None
     difference: float | None = None
@@ -56,23 +54,18 @@ def rate(right: Sequence[bool], reference: Sequence[bool] | None = None, *, seed
     """
     items = len(right)
     low, high = wilson(sum(right), items)
+    alone = Rate(items=items, rate=sum(right) / items, low=low, high=high)
     if reference is None:
-        return Rate(items=items, rate=sum(right) / items, low=low, high=high)
-    only_model = sum(own and not other for own, other in zip(right, reference, strict=True))
-    only_reference = sum(other and not own for own, other in zip(right, reference, strict=True))
-    reference_low, reference_high = wilson(sum(reference), items)
+        return alone
+    only_model = sum(ours and not theirs for ours, theirs in zip(right, reference, strict=True))
+    only_reference = sum(theirs and not ours for ours, theirs in zip(right, reference, strict=True))
     # Items are alike within each of three kinds, so to resample them is to draw how many of each kind there are.
     kinds = np.array([only_model, only_reference, items - only_model - only_reference]) / items
     drawn = np.random.default_rng(seed).multinomial(items, kinds, size=_RESAMPLES)
     difference_low, difference_high = np.percentile((drawn[:, 0] - drawn[:, 1]) / items, [2.5, 97.5])
-    return Rate(
-        items=items,
-        rate=sum(right) / items,
-        low=low,
-        high=high,
-        reference_rate=sum(reference) / items,
-        reference_low=reference_low,
-        reference_high=reference_high,
+    return replace(
+        alone,
+        reference=rate(reference),
         only_model=only_model,
         only_reference=only_reference,
         difference=(only_model - only_reference) / items,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -23,6 +23,7 @@ from headwise.checkpoints import (
     tokenize,
 )
 from headwise.errors import ArgumentError, CheckpointError
+from headwise.evaluation.paired import Paired
 from headwise.evaluation.rate import Rate, rate
 from headwise.hf import as_device, as_dtype
 from headwise.progress import Progress, silent
@@ -64,7 +65,7 @@ class Encoder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalEvaluation:
+class RetrievalEvaluation(Paired, compared=("mrr",)):
     """Question → passage retrieval of an encoder, and of its reference on the same questions.
 
     Attributes:
@@ -84,14 +85,9 @@ class RetrievalEvaluation:
     recall_at_1: Rate
     recall_at_10: Rate
     mrr: float
-    reference_mrr: float | None = None
     dtype: str
     device: str
     threads: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """The measurements as JSON-able values."""
-        return asdict(self)
 
 
 def evaluate_retrieval(
@@ -127,17 +123,25 @@ def evaluate_retrieval(
         encoders["against"] = _loaded(against, dtype, device)
     encoders["model"] = _loaded(model, dtype, device, like=encoders.get("against"))
     ranks = {name: exam.ranks(encoder, progress) for name, encoder in encoders.items()}
-    own = encoders["model"].model
+    encoder = encoders["model"].model
+    run: dict[str, Any] = {
+        "file": str(file),
+        "questions": len(exam.questions),
+        "passages": len(exam.passages),
+        "dtype": dtype_name(encoder.dtype),
+        "device": str(encoder.device),
+        "threads": torch.get_num_threads(),
+    }
+    reference = None
+    if "against" in encoders:
+        name = encoders["against"].name
+        reference = RetrievalEvaluation(model=name, against=None, **rated(ranks["against"]), **run)
     return RetrievalEvaluation(
         model=encoders["model"].name,
-        against=encoders["against"].name if "against" in encoders else None,
-        file=str(file),
-        questions=len(exam.questions),
-        passages=len(exam.passages),
+        against=None if reference is None else reference.model,
         **rated(ranks["model"], ranks.get("against"), seed=seed),
-        dtype=dtype_name(own.dtype),
-        device=str(own.device),
-        threads=torch.get_num_threads(),
+        **run,
+        reference=reference,
     )
 
 
@@ -171,16 +175,21 @@ class Questions:
         return answer_ranks(asked, embed(encoder, self.passages, progress=progress), self.answers)
 
 
-def rated(ranks: Tensor, reference: Tensor | None, *, seed: int = 0) -> dict[str, Any]:
-    """What ranks ``[Q]`` come to, beside a reference's of the same questions: fields of `RetrievalEvaluation`."""
-    near = {
+def rated(ranks: Tensor, reference: Tensor | None = None, *, seed: int = 0) -> dict[str, Any]:
+    """Recall and mean reciprocal rank, as fields of `RetrievalEvaluation`.
+
+    Args:
+        ranks: ``[Q]``, of each question's passage.
+        reference: ``[Q]``, the reference's of the same questions; the rates are compared with its own.
+        seed: of the intervals' resampling.
+    """
+    recall = {
         f"recall_at_{count}": rate(
             (ranks <= count).tolist(), None if reference is None else (reference <= count).tolist(), seed=seed
         )
         for count in (1, 10)
     }
-    reference_mrr = None if reference is None else float((1 / reference).mean())
-    return {**near, "mrr": float((1 / ranks).mean()), "reference_mrr": reference_mrr}
+    return {**recall, "mrr": float((1 / ranks).mean())}
 
 
 @torch.inference_mode()

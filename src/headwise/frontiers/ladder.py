@@ -23,7 +23,7 @@ TARGETS = "mla:F (a fraction of the source's cache), mla:R+P (latent and rotary 
 
 
 @dataclass(frozen=True)
-class Rung:
+class Candidate:
     """One conversion to try.
 
     Attributes:
@@ -93,9 +93,9 @@ def read_target(text: str) -> str:
     return own
 
 
-def plan_rungs(
+def list_candidates(
     checkpoint: Checkpoint, targets: Sequence[str] = (), *, methods: bool = False, dtype: torch.dtype | None = None
-) -> tuple[list[Rung], list[str]]:
+) -> tuple[list[Candidate], list[str]]:
     """What to try, and what is left out of it and why.
 
     Args:
@@ -113,25 +113,27 @@ def plan_rungs(
     """
     refused: dict[str, HeadwiseError] = {}
     if targets:
-        rungs = [Rung(target) for target in dict.fromkeys(map(read_target, targets))]
-        for rung in rungs:
-            make_plan(checkpoint, rung.parsed(), dtype=dtype)
+        candidates = [Candidate(target) for target in dict.fromkeys(map(read_target, targets))]
+        for candidate in candidates:
+            make_plan(checkpoint, candidate.parsed(), dtype=dtype)
     else:
-        rungs = _possible([Rung(target) for target in default_targets(checkpoint)], checkpoint, dtype, refused)
-        if not rungs:
+        candidates = _possible(
+            [Candidate(target) for target in default_targets(checkpoint)], checkpoint, dtype, refused
+        )
+        if not candidates:
             raise next(iter(refused.values()))
         if methods:
-            rungs = sorted(rungs, key=lambda rung: rung.target != "mla:0.5")[:1]
+            candidates = sorted(candidates, key=lambda candidate: candidate.target != "mla:0.5")[:1]
     if methods:
-        rungs = [
+        candidates = [
             way
-            for rung in rungs
+            for candidate in candidates
             for way in (
-                *_own_ways(rung, checkpoint, dtype),
-                *_possible(_baselines(rung), checkpoint, dtype, refused),
+                *_own_ways(candidate, checkpoint, dtype),
+                *_possible(_baselines(candidate), checkpoint, dtype, refused),
             )
         ]
-    return rungs, [f"not tried: {what} ({error})" for what, error in refused.items()]
+    return candidates, [f"not tried: {what} ({error})" for what, error in refused.items()]
 
 
 def default_targets(checkpoint: Checkpoint) -> list[str]:
@@ -143,41 +145,44 @@ def default_targets(checkpoint: Checkpoint) -> list[str]:
     return [*(f"mla:{budget:g}" for budget in BUDGETS), *grouped]
 
 
-def _own_ways(rung: Rung, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Rung]:
+def _own_ways(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:
     """Headwise's conversion, without each stage that it has in turn, and what goes with it, and without all."""
 
     def stages_without(*left_out: str) -> tuple[str, ...]:
-        return make_plan(checkpoint, rung.parsed(), dtype=dtype, without=left_out).stages
+        return make_plan(checkpoint, candidate.parsed(), dtype=dtype, without=left_out).stages
 
     stages = stages_without()
     fewer = [[other for other in stages if other not in stages_without(stage)] for stage in stages]
-    return [replace(rung, without=tuple(left_out)) for left_out in ((), *fewer, *([STAGES] if stages else []))]
+    return [replace(candidate, without=tuple(left_out)) for left_out in ((), *fewer, *([STAGES] if stages else []))]
 
 
-def _baselines(rung: Rung) -> list[Rung]:
+def _baselines(candidate: Candidate) -> list[Candidate]:
     """The other methods for the same target."""
-    mechanism = rung.parsed().mechanism
+    mechanism = candidate.parsed().mechanism
     spellings = [
         spelling
         for method in all_methods()
         if method.is_selectable and not method.is_default and mechanism in method.targets
         for spelling in method.variants or (method.name,)
     ]
-    return [replace(rung, method=spelling) for spelling in spellings]
+    return [replace(candidate, method=spelling) for spelling in spellings]
 
 
 def _possible(
-    rungs: Sequence[Rung], checkpoint: Checkpoint, dtype: torch.dtype | None, refused: dict[str, HeadwiseError]
-) -> list[Rung]:
+    candidates: Sequence[Candidate],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    refused: dict[str, HeadwiseError],
+) -> list[Candidate]:
     """Those that can be made; of the others the reason goes into ``refused``."""
     found = []
-    for rung in rungs:
+    for candidate in candidates:
         try:
-            make_plan(checkpoint, rung.parsed(), dtype=dtype, method=rung.method)
+            make_plan(checkpoint, candidate.parsed(), dtype=dtype, method=candidate.method)
         except HeadwiseError as error:
-            refused[rung.method or rung.target] = error
+            refused[candidate.method or candidate.target] = error
         else:
-            found.append(rung)
+            found.append(candidate)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from headwise.conversion.methods import find_method
 from headwise.documents import finite
 from headwise.errors import ArgumentError
-from headwise.frontiers.ladder import Rung
+from headwise.frontiers.ladder import Candidate
 
 LOSSES = (1.05, 1.15, 1.5)
 """Ratios of perplexity that a user may be ready to accept."""
@@ -105,7 +105,7 @@ class Frontier:
 
 
 def collect(
-    results: Sequence[tuple[Rung, Mapping[str, Any]]], *, label: str, notes: Sequence[str], **about: Any
+    results: Sequence[tuple[Candidate, Mapping[str, Any]]], *, label: str, notes: Sequence[str], **about: Any
 ) -> Frontier:
     """Points of results, each a ``conversion`` and an ``evaluation``; ``about`` is the rest of a `Frontier`."""
     spots = [
@@ -116,8 +116,8 @@ def collect(
     whole = float(first["reference_cache_bytes_per_token"])
     points = tuple(
         Point(
-            target=rung.target,
-            way=rung.way,
+            target=candidate.target,
+            way=candidate.way,
             label=result["conversion"]["label"],
             mechanism=_MECHANISMS[result["conversion"]["mechanism"]],
             cache_bytes_per_token=spot[0],
@@ -132,7 +132,7 @@ def collect(
             conversion=dict(result["conversion"]),
             evaluation=dict(result["evaluation"]),
         )
-        for (rung, result), spot in zip(results, spots, strict=True)
+        for (candidate, result), spot in zip(results, spots, strict=True)
     )
     return Frontier(
         label=label,

@@ -30,19 +30,24 @@ def read_text(path: str | Path, *, characters: int | None = None, name: str = "t
 
 
 def language_reference(topics: slice = slice(None)) -> str:
-    """Python's own language reference: English prose that is on every machine that runs this.
+    """Python's own language reference as one text; see `reference_topics`."""
+    return "\n\n".join(reference_topics(topics))
+
+
+def reference_topics(topics: slice = slice(None)) -> list[str]:
+    """The topics of Python's own language reference: English prose that is on every machine that runs this.
 
     Args:
-        topics: which of its topics, in order of their names.
+        topics: which of them, in order of their names.
 
     Raises:
         ArgumentError: this Python came without it.
     """
     try:
-        from pydoc_data.topics import topics as known
+        from pydoc_data.topics import topics as texts
     except ImportError:
         raise ArgumentError("pydoc_data.topics", None, "is missing from this Python; name another text") from None
-    return "\n\n".join(known[name] for name in sorted(known)[topics])
+    return [texts[name] for name in sorted(texts)[topics]]
 
 
 def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list[dict[str, Any]]:

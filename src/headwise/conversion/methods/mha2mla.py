@@ -34,7 +34,7 @@ class Mha2Mla(Method):
         Raises:
             ArgumentError: a layer is one.
         """
-        refuse_partial_rotation(source)
+        refuse_partial_rotation(source, self.spelling)
 
     def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
         """See `mha2mla`."""

@@ -67,7 +67,7 @@ class TransMla(Method):
         Raises:
             ArgumentError: a layer is one.
         """
-        refuse_partial_rotation(source)
+        refuse_partial_rotation(source, self.spelling)
         for layer in (*source.layers, *source.cross_layers):
             assert isinstance(layer, GroupedSpec)
             _refuse_fold(self.freqfold, layer.head_dim // 2)

@@ -41,8 +41,12 @@ class OrthogonalChannels:
     frequency: Tensor
 
 
-def refuse_partial_rotation(source: ModelSpec) -> None:
+def refuse_partial_rotation(source: ModelSpec, method: str) -> None:
     """Refuse a model some of whose layers do not rotate all of their heads' dims.
+
+    Args:
+        source: the model.
+        method: that has no step for such a layer.
 
     Raises:
         ArgumentError: a layer is one.
@@ -50,7 +54,7 @@ def refuse_partial_rotation(source: ModelSpec) -> None:
     for layer in (*source.layers, *source.cross_layers):
         assert isinstance(layer, GroupedSpec)
         if rotated_dims(layer) != layer.head_dim:
-            raise ArgumentError("method", source.model_type, "must rotate all of a head's dims for this method")
+            raise ArgumentError("method", method, "needs rotary embeddings on all of a head's dims")
 
 
 def share_out(score: Tensor, count: int) -> Tensor:

@@ -43,7 +43,7 @@ def demo(
         raise ArgumentError("windows", windows, "must be at least 1")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        study, exam = _texts(output)
+        study, exam = write_texts(output)
     except OSError as error:
         raise ArgumentError("output", str(output), f"cannot be written: {error.strerror}") from None
     original = output / "original"
@@ -96,7 +96,7 @@ def demo(
     seconds = time.perf_counter() - start
     document = {
         "model": "SmolLM2-135M-Instruct, dequantised from Q4_1",
-        "text": "Python's language reference (pydoc_data.topics), every second topic",
+        "text": "Python's language reference (pydoc_data.topics): every second topic, unless it repeats others",
         "calibration": "its other topics, for mla-half",
         "machine": {"processor": platform.machine(), "python": platform.python_version(), **_versions()},
         "inspect": inspection.to_dict(),
@@ -116,14 +116,25 @@ def demo(
     out.print(f"{seconds:.0f} s; everything measured is in {output / 'result.json'}")
 
 
-def _texts(folder: Path) -> tuple[Path, Path]:
-    """The two halves of Python's own language reference: one to study, one to be examined on."""
-    from headwise.texts import language_reference
+def write_texts(folder: Path) -> tuple[Path, Path]:
+    """Write a text to calibrate on and one to evaluate on, out of Python's own language reference.
 
-    paths = folder / "study.txt", folder / "exam.txt"
-    for path, first in zip(paths, (0, 1), strict=True):
-        path.write_text(language_reference(slice(first, None, 2)), encoding="utf-8")
-    return paths
+    Topics quote each other. Every second one is calibrated on; of the others those are left that share no passage
+    with the calibration, so that it cannot be evaluated on what it has seen.
+
+    Args:
+        folder: for ``study.txt`` and ``exam.txt``.
+    """
+    from headwise.checkpoints import load_tokenizer
+    from headwise.specs.sources import bundled_gguf
+    from headwise.texts import language_reference, passages_apart, reference_topics
+
+    study, exam = folder / "study.txt", folder / "exam.txt"
+    text = language_reference(slice(0, None, 2))
+    others = passages_apart(load_tokenizer(bundled_gguf()), reference_topics(slice(1, None, 2)), text)
+    study.write_text(text, encoding="utf-8")
+    exam.write_text("\n\n".join(others), encoding="utf-8")
+    return study, exam
 
 
 def _versions() -> dict[str, str]:
