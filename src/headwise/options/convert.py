@@ -12,6 +12,18 @@ EVALUATION_WINDOWS = 2
 """Windows of each text that a conversion is evaluated on, unless more are asked for: some seconds' worth."""
 
 
+STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
+"""The stages that a method can have; each can be left out by name, as an ablation.
+
+- ``sensitivity``: errors are counted in nats, by the derivative of the loss at each layer's attention output.
+- ``spread``: one total of cached values is divided unevenly over layers.
+- ``channels``: key heads are mixed so that rotation is concentrated in few rotary channels.
+- ``sequence``: each layer is solved for the inputs that the converted layers before it produce.
+- ``refine``: a short descent on each layer's own error.
+- ``refit``: a closed-form regression of the output projection.
+"""
+
+
 class CalibrationOptions(Options):
     """How much of a text is calibrated on."""
 
@@ -51,13 +63,13 @@ class ConvertOptions(CalibrationOptions):
         metavar="FOLDER",
     )
     method: str | None = option(
-        "the baseline to use instead of headwise's own method: mean or first_head for gqa and mqa, mha2mla or "
-        "transmla:F for mla",
+        "the baseline to use instead of headwise's own method, such as mean or transmla:4; any other word gets "
+        "the list of them",
         default=None,
     )
     without: Collection[str] = option(
-        "a stage to leave out, to measure its worth: sensitivity (and spread with it), spread, channels, sequence, "
-        "refine or refit",
+        f"a stage to leave out, to measure its worth: {', '.join(STAGES[:-1])} or {STAGES[-1]}; spread goes with "
+        "sensitivity",
         default=(),
         metavar="STAGE",
     )

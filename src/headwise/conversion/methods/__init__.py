@@ -10,8 +10,9 @@ import pkgutil
 from collections.abc import Iterable
 from functools import cache
 
-from headwise.conversion.methods.base import LONGEST, STAGES, Evidence, LayerTarget, Method
+from headwise.conversion.methods.base import LONGEST, Evidence, LayerTarget, Method
 from headwise.errors import ArgumentError
+from headwise.options import STAGES
 from headwise.specs import ModelSpec
 
 __all__ = [

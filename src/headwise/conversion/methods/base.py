@@ -13,17 +13,6 @@ from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.specs import GroupedSpec, LatentSpec, ModelSpec
 
-STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
-"""The stages that a method can have; each can be left out by name (an ablation).
-
-- ``sensitivity``: errors are counted in nats, by the derivative of the loss at each layer's attention output.
-- ``spread``: one total of cached values is divided unevenly over layers.
-- ``channels``: key heads are mixed so that rotation is concentrated in few rotary channels.
-- ``sequence``: each layer is solved for the inputs that the converted layers before it produce.
-- ``refine``: a short descent on each layer's own error.
-- ``refit``: a closed-form regression of the output projection.
-"""
-
 LONGEST = 2048
 """Without a text, the longest distance between query and key that is taken to be attended to, in tokens."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from headwise.conversion.methods.base import STAGES, Evidence, LayerTarget, Method
+from headwise.conversion.methods.base import Evidence, LayerTarget, Method
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
 from headwise.conversion.solvers.layer import Layer
+from headwise.options import STAGES
 from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, rotary_width
 
 
