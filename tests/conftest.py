@@ -19,8 +19,8 @@ settings.load_profile("headwise")
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Files of a toy mechanism, for `test_adding_a_mechanism.py` to lay over a copy of the package.
-collect_ignore = ["adding_a_mechanism"]
+# Toys for `test_adding.py` to lay over a copy of the package.
+collect_ignore = ["adding_a_mechanism", "adding_a_method", "adding_a_family"]
 
 TINY = {
     "hidden_size": 32,
