@@ -21,7 +21,7 @@ from headwise.conversion.budget.layer_trials import LayerTrials
 from headwise.conversion.budget.sizes import narrowed, sizes_to_try
 from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.planning.plan import Place, read_layer
-from headwise.conversion.solvers.latent import convert_to_latent
+from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
 from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
@@ -257,9 +257,9 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
             weights[id(layer)] = key_weight
             yield size, layer
 
-    def solved(*args: Any, key_weight: float, **kwargs: Any) -> Any:
-        given.append(key_weight)
-        return solve(*args, key_weight=key_weight, **kwargs)
+    def solved(*args: Any, options: LatentOptions, **kwargs: Any) -> Any:
+        given.append(options.key_weight)
+        return solve(*args, options=options, **kwargs)
 
     def errors(_: Trial, index: int, *rest: Any) -> Callable[[Layer], float]:
         return lambda layer: 0.5 if weights[id(layer)] == wanted[index] else 1.0
