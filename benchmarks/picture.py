@@ -17,7 +17,7 @@ from benchmarks.tables import METHODS, RESULTS
 WIDTH, HEIGHT = 720, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 36, 56
 COLOURS = {"headwise": "#3f7fd9", "transmla": "#d98218", "mha2mla": "#c2487f"}
-TICKS = (1, 1.2, 1.5, 2, 3, 5, 10, 30, 100)
+TICKS = (1, 1.5, 2, 3, 5, 10, 30, 100)
 TEXT = "wikitext-2.test"
 
 

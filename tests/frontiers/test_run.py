@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ import torch
 
 import headwise
 from headwise.checkpoints import open_checkpoint
-from headwise.frontiers import frontier as room_function
+from headwise.frontiers import results
 from headwise.texts.calibration import CalibrationTexts, open_windows
 from tests.conversion.test_resumed import StoppedError
 from tests.real_models import save_tiny
@@ -26,7 +25,7 @@ from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 OTHER = "pack my box with five dozen liquor jugs, said the judge to the wizard. " * 40
-NAMES: dict[str, Any] = inspect.unwrap(room_function).__globals__
+NAMES: dict[str, Any] = vars(results)
 SMALL: dict[str, Any] = {"calibration_tokens": 256, "window": 48, "windows": 2, "plot": False}
 TARGETS = ("mla:0.5", "mqa")
 
@@ -134,7 +133,7 @@ STOPS = [
     ("evaluate_windows", 1, True),
     ("convert", 2, False),
     ("evaluate_windows", 2, True),
-    ("_result", 2, True),
+    ("write_file", 4, True),
 ]
 
 
@@ -383,7 +382,7 @@ def test_another_process_is_kept_out(place: Path, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"calibrate": ()}, "calibrate = None: is required"),
+        ({"calibrate": ()}, "calibrate = (): is required"),
         ({"calibrate": "nowhere.txt"}, "calibrate = 'nowhere.txt': could not be read"),
         ({"calibration_tokens": 1}, "calibration_tokens = 1: must be at least 2"),
         ({"evaluate": "nowhere.txt"}, "evaluate = 'nowhere.txt': could not be read"),

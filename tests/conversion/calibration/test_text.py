@@ -15,7 +15,7 @@ import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.candidate import Candidate
 from headwise.conversion.calibration.sensitivity import output_sensitivities
-from headwise.conversion.calibration.text import TextCalibrator
+from headwise.conversion.calibration.text import TextCalibrator, descent_steps
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers import layer as heads
 from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
@@ -272,3 +272,51 @@ def test_a_sensitivity_that_is_lost_is_not_one_that_is_left_out(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="layer = 1: was lost"):
         calibrator.sensitivity(1)
     assert TextCalibrator(model, windows, held=1, folder=tmp_path / "none", stages=()).sensitivity(1) is None
+
+
+def calibrator_of(folder: Path, **options: Any) -> TextCalibrator:
+    """On random windows of a tiny model, ready for layer 0."""
+    model = opened(folder / "source", "llama")
+    (folder / "work").mkdir()
+    calibrator = TextCalibrator(model, ids(5, 32), held=1, folder=folder / "work", **options)
+    calibrator.prepare()
+    return calibrator
+
+
+def test_what_is_worse_on_held_out_text_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrator = calibrator_of(tmp_path, stages=("sequence", "refine"))
+    source = read_layer(calibrator.model.checkpoint, Place(0))
+
+    def spoil(layer: Layer, *_: Any, **__: Any) -> Layer:
+        return Layer(layer.spec, {name: torch.randn_like(tensor) for name, tensor in layer.state.items()})
+
+    monkeypatch.setattr("headwise.conversion.calibration.text.descend", spoil)
+    calibrator.evidence(Place(0), source)
+    near = {name: tensor * 1.01 for name, tensor in source.state.items()}
+    refined = calibrator.refine(Place(0), Layer(source.spec, near))
+    assert refined.errors["refine"] > refined.errors["solved"] > 0
+    assert refined.chosen == "solved"
+    assert torch.equal(refined.layer.state["o_proj.weight"], near["o_proj.weight"].float())
+
+
+def test_a_layer_is_asked_to_make_up_for_the_drift_of_the_stream(tmp_path: Path) -> None:
+    """What it should give is the source's output and the difference of the streams before it."""
+    calibrator = calibrator_of(tmp_path, stages=("sequence",))
+    model = calibrator.model
+    source = read_layer(model.checkpoint, Place(0))
+    calibrator.evidence(Place(0), source)
+    near = {name: tensor * 1.1 for name, tensor in source.state.items()}
+    calibrator.advance(Place(0), calibrator.refine(Place(0), Layer(source.spec, near)))
+    own, converted = (calibrator.streams.read(name, 0, 1) for name in ("source", "converted"))
+    assert (own - converted).abs().max() > 1e-3
+    call, _ = model.trace(1, model.layer(1), own)
+    inputs = model.attention_inputs(1, model.layer(1), converted)
+    calibrator.evidence(Place(1), read_layer(model.checkpoint, Place(1)))
+    assert torch.allclose(calibrator._wanted.read(0), (call.output + own - converted)[0], atol=1e-5)
+    assert torch.allclose(calibrator._inputs.read(0), inputs[0], atol=1e-5)
+
+
+def test_the_descent_passes_eight_times_over_the_text() -> None:
+    """Once a window, or once for every 1024 tokens of longer ones."""
+    assert descent_steps(ids(3, 1024)) == descent_steps(ids(3, 16)) == 24
+    assert descent_steps(ids(2, 4096)) == 64
