@@ -205,7 +205,7 @@ def test_what_a_recurrent_spec_refuses(fields: Config, message: str) -> None:
 
 
 def test_no_layer_is_built_for_what_has_only_a_cost() -> None:
-    with pytest.raises(SpecError, match=r"^attention = 'Mamba 128 × 5': has costs and no layer that runs"):
+    with pytest.raises(SpecError, match=r"^attention = 'Mamba 128 × 5': has costs, but no layer that runs"):
         build(read_config(TOYS["jamba"]).layers[0])
     with pytest.raises(SpecError, match=r"^shares_kv = True: is not supported by the layers yet$"):
         build(grouped("gemma3n_text", 5))
