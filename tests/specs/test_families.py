@@ -259,7 +259,7 @@ def test_a_search_leaves_layers_without_attention() -> None:
     ("blocks", "message"),
     [
         (None, r"block_configs = None: must list one for each of 3 layers"),
-        ([{}] * 3, r"block_configs = \{\}: must say each layer's attention"),
+        ([{}] * 3, r"block_configs = \{\}: must have each layer's attention"),
         ([{"attention": {"replace_with_linear": True}}] * 3, r"replace_with_linear = True: is not understood"),
         ([{"attention": {"n_heads_in_group": None}}] * 3, r"n_heads_in_group = None: is required"),
     ],
