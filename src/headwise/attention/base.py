@@ -164,10 +164,10 @@ class AttentionLayer(nn.Module):
     def _check_rotation(self, tables: tuple[Tensor, Tensor] | None, S: int) -> None:
         if tables is None or self.rope is None:
             return
-        wanted = (S, self.rope.spec.dim // 2)
+        expected = (S, self.rope.spec.dim // 2)
         for table in tables:
-            if table.shape[1:] != wanted:
-                rule = f"must be [B or 1, {wanted[0]}, {wanted[1]}]"
+            if table.shape[1:] != expected:
+                rule = f"must be [B or 1, {expected[0]}, {expected[1]}]"
                 raise ArgumentError("position_embeddings shape", tuple(table.shape), rule)
 
     def _as_mask(self, mask: Tensor, states: Tensor, keys: int) -> Tensor:

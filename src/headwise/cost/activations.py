@@ -14,8 +14,9 @@ from headwise.cost.size import Size
 from headwise.cost.stages import Kernel
 
 KeptOver = Literal["new", "total", "scores", "mask", "queries", "keys", "call", "once"]
-"""What a kept tensor has one entry for: each new token, each token attended to, each (query, key) pair of a sequence,
-each pair of positions, each position of a query or of a key, or each sequence; ``once`` is a single entry."""
+"""A kept tensor has one entry for each of these: each new token, each token attended to, each (query, key) pair of a
+sequence, each pair of positions, each position of a query or of a key, or each sequence; ``once`` is a single
+entry."""
 
 Width = Literal["own", "wide", "byte", "index"]
 """Width of a kept value: the layer's dtype (``own``), at least float32 (``wide``), a mask's byte, an 8-byte index."""
@@ -126,7 +127,7 @@ def kept_core(
         contiguous: whether the query is a tensor of its own, laid out head by head; else the fused kernel's output is
             laid out token by token as the projection is, and merging its heads needs no copy.
         read_from: whether the heads are merged before they are read, read head by head, or are the layer's output,
-            which nobody reads.
+            which nothing else reads.
     """
     H, K, D, V = heads.H, heads.K, heads.D, heads.V
     if training.fused:

@@ -29,7 +29,7 @@ class Size(int):
 
     @property
     def formula(self) -> str:
-        """Such as ``2·E·(H·D + 64)``."""
+        """The formula, such as ``2·E·(H·D + 64)``."""
         return _written(self._terms())
 
     @property

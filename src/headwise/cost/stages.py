@@ -18,7 +18,7 @@ KERNELS: tuple[Kernel, ...] = ("unfused", "fused", "padded")
 backward pass; ``padded`` is fused and pads keys and values of a head to one width, as headwise does on the CPU."""
 
 Over = Literal["new", "source", "total", "call"]
-"""What a stage is done once for: each new token (``new``), each token whose keys and values are computed
+"""A stage is done once for each of these: each new token (``new``), each token whose keys and values are computed
 (``source``), each token attended to (``total``), or each sequence (``call``)."""
 
 SOFTMAX_FLOPS = 5

@@ -234,12 +234,12 @@ def bias_names(
     if isinstance(bias, str):
         if bias not in shorthands:
             raise SpecError("bias", bias, f"must be True, False, one of {sorted(shorthands)} or projection names")
-        wanted: Collection[str] = shorthands[bias]
+        names: Collection[str] = shorthands[bias]
     elif isinstance(bias, Collection):
-        wanted = bias
+        names = bias
     else:
         raise SpecError("bias", bias, f"must be True, False, one of {sorted(shorthands)} or projection names")
-    for name in wanted:
+    for name in names:
         if name not in projections:
             raise SpecError("bias", name, f"must name one of {list(projections)}")
-    return tuple(name for name in projections if name in wanted)
+    return tuple(name for name in projections if name in names)

@@ -57,7 +57,7 @@ class ExpertLatentSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``experts 2×64 2/8 P16``: latent heads and their width, experts kept of all, rotated dims."""
+        """A label such as ``experts 2×64 2/8 P16``: latent heads × width, experts kept of all, rotated dims."""
         rotated = "" if self.rope is None else f" P{self.rope.dim}"
         return f"experts {self.latent_kv_heads}×{self.kv_dim} {self.top_k}/{self.num_experts}{rotated}"
 

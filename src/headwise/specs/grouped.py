@@ -81,7 +81,7 @@ class GroupedSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``GQA 32/8 × 128``: heads, key–value heads, head dim."""
+        """A label such as ``GQA 32/8 × 128``: heads, key–value heads, head dim."""
         if self.num_heads == 1:
             return f"single head × {self.head_dim}"
         shared = " shared" if self.shares_kv else ""

@@ -62,7 +62,7 @@ class LatentSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``MLA 512 + 64``: widths of the latent and the rotary key; ``MLA 512`` without RoPE."""
+        """A label such as ``MLA 512 + 64``: widths of the latent and the rotary key; ``MLA 512`` without RoPE."""
         rope = f" + {self.qk_rope_head_dim}" if self.qk_rope_head_dim else ""
         return f"MLA {self.kv_lora_rank}{rope}"
 

@@ -49,7 +49,7 @@ class LatentSpaceSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``latent-space 256``: the latent's width."""
+        """A label such as ``latent-space 256``: the latent's width."""
         return f"latent-space {self.latent_dim}"
 
 

@@ -72,6 +72,6 @@ class RecurrentSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``Mamba-2 128 × 64 × 128``: heads, values of a head, numbers kept for each."""
+        """A label such as ``Mamba-2 128 × 64 × 128``: heads, values of a head, numbers kept for each."""
         sizes = [size for size in (self.num_heads, self.head_dim, self.state_size) if size > 1]
         return " ".join([NAMES[self.form], " × ".join(map(str, sizes))]).rstrip()

@@ -94,17 +94,17 @@ def flag(config: Config, name: str, default: bool) -> bool:
     return value
 
 
-def listed(config: Config, name: str, num_layers: int, known: Mapping[str, str]) -> list[str] | None:
-    """Read a list with a word for each layer, and return what ``known`` maps them to; None where it is absent."""
+def listed(config: Config, name: str, num_layers: int, meanings: Mapping[str, str]) -> list[str] | None:
+    """Read a list with a word for each layer, and return what ``meanings`` maps them to; None where it is absent."""
     words = config.get(name)
     if words is None:
         return None
     if not isinstance(words, list) or len(words) != num_layers:
         raise SpecError(name, words, f"must list one type for each of {num_layers} layers")
     for word in words:
-        if not isinstance(word, str) or word not in known:
-            raise SpecError(name, word, f"is not understood; known: {', '.join(known)}")
-    return [known[word] for word in words]
+        if not isinstance(word, str) or word not in meanings:
+            raise SpecError(name, word, f"is not understood; known: {', '.join(meanings)}")
+    return [meanings[word] for word in words]
 
 
 def num_layers(config: Config, *names: str) -> int:

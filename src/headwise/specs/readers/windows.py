@@ -13,7 +13,7 @@ from headwise.specs.readers.fields import Config, NotSaidError, count, flag, lis
 Windows = list[int | None]
 Rule = Callable[[Config, int], Windows]
 FULL, SLIDING = "full_attention", "sliding_attention"
-_KNOWN = {FULL: FULL, SLIDING: SLIDING}
+_TYPES = {FULL: FULL, SLIDING: SLIDING}
 
 
 def no_window(config: Config, num_layers: int) -> Windows:
@@ -106,7 +106,7 @@ def above_max_window_layers(config: Config, num_layers: int) -> Windows:
 
 
 def _by_type(config: Config, num_layers: int, window: int | None, types: list[str], *, off: bool = False) -> Windows:
-    types = listed(config, "layer_types", num_layers, _KNOWN) or types
+    types = listed(config, "layer_types", num_layers, _TYPES) or types
     if SLIDING in types and window is None and not off:
         raise SpecError("sliding_window", None, "is required where layer_types has sliding_attention")
     return [window if name == SLIDING else None for name in types]
