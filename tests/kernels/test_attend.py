@@ -252,17 +252,17 @@ def test_returned_weights_are_those_after_dropout(backend: Backend) -> None:
             (32, 8, 1, 8192, 128),
             False,
             FEW_TOKENS_CHOICE,
-            "few new tokens (1): reading 8 key–value heads once is the cost",
+            "few new tokens (1): reading 8 key–value heads once takes most of the time",
         ),
         (
             (128, 1, 1, 4096, 576),
             False,
             FEW_TOKENS_CHOICE,
-            "few new tokens (1): reading 1 key–value heads once is the cost",
+            "few new tokens (1): reading 1 key–value heads once takes most of the time",
         ),
         ((128, 1, 64, 4096, 576), False, PREFILL, "64 new tokens: blocked softmax"),
         ((8, 8, 512, 512, 64), False, PREFILL, "512 new tokens: blocked softmax, no 512 × 512 scores held"),
-        ((8, 8, 512, 512, 64), True, "packed", "the weights are asked for, and no other way holds them"),
+        ((8, 8, 512, 512, 64), True, "packed", "the weights are asked for, and no other backend holds them"),
     ],
 )
 def test_auto_says_what_it_chose(shape: tuple[int, ...], weights: bool, backend: str, reason: str) -> None:

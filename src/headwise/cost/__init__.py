@@ -1,4 +1,4 @@
-"""What attention costs: closed forms over specs, exact. No torch here."""
+"""Exact costs of attention as closed forms over specs: parameters, FLOPs, cache, activations. No torch here."""
 
 from headwise.cost import model
 from headwise.cost.layer import (

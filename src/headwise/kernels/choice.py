@@ -58,7 +58,7 @@ def choose_backend(query: Shape, key: Shape, *, return_weights: bool = False, **
     'sdpa'
     """
     if return_weights:
-        return Choice("packed", "the weights are asked for, and no other way holds them")
+        return Choice("packed", "the weights are asked for, and no other backend holds them")
     return _choose_without_weights(query, key, **traits)
 
 
@@ -75,7 +75,7 @@ def _choose_without_weights(
 ) -> Choice:
     S, K, T = query[2], key[1], key[2]
     is_few = S <= FEW_TOKENS
-    why = f"few new tokens ({S}): reading {K} key–value heads once is the cost"
+    why = f"few new tokens ({S}): reading {K} key–value heads once takes most of the time"
     if not is_few:
         why = f"{S} new tokens: blocked softmax, no {S} × {T} scores held"
     if torch.device(device).type == "cuda":
@@ -86,11 +86,11 @@ def _choose_without_weights(
             return Choice("packed", why)
         width = query[3] if value_dim is None else value_dim
         if why_not_flash(dtype, torch.device(device), query[3], width, has_mask=has_mask) is None:
-            return Choice("flash", f"{why}; grouped heads, windows and old tokens taken as they are")
+            return Choice("flash", f"{why}; it takes grouped heads, windows and cached tokens without copies")
         return Choice("sdpa", why)
     reason = why_not(dtype, torch.device(device), needs_grad=needs_grad)
     if dropout_p:
-        reason = "it knows no dropout"
+        reason = "it has no dropout"
     elif reason is None and not is_few and dtype.itemsize < 4 and not (dtype == torch.bfloat16 and built().has_pairs):
         reason = f"it would widen {dtype} first"
     if reason is None:
@@ -110,7 +110,7 @@ def refuse_backend(
 ) -> None:
     """Raise an `ArgumentError` where a backend that was asked for by name cannot compute the call."""
     if dropout_p and backend != "flash":
-        raise ArgumentError("backend", backend, "knows no dropout; use another, or auto")
+        raise ArgumentError("backend", backend, "has no dropout; use another, or auto")
     reason = None
     if backend == "fused":
         reason = why_not(query.dtype, query.device, needs_grad=needs_grad)
@@ -120,7 +120,7 @@ def refuse_backend(
     elif backend == "split":
         reason = why_not_split(query.dtype, query.device, query.shape[3], needs_grad=needs_grad)
     if reason is not None:
-        raise ArgumentError("backend", backend, f"cannot serve: {reason}; use another, or auto")
+        raise ArgumentError("backend", backend, f"cannot compute this call: {reason}; use another, or auto")
     if not fits(backend, query, key, value, mask):
         raise ArgumentError("backend", backend, "takes plain tensors on one device, of one dtype")
 

@@ -33,10 +33,10 @@ def why_not_flash(
     if device.type != "cuda":
         return f"it is for CUDA GPUs, not {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"it knows float16 and bfloat16, not {dtype}"
+        return f"it takes float16 and bfloat16, not {dtype}"
     if width > _FLASH_WIDEST or width != value_width:
         return f"heads are {width} and {value_width} wide, and it takes one width to {_FLASH_WIDEST}"
-    return "it knows no masks" if has_mask else None
+    return "it takes no masks" if has_mask else None
 
 
 @cache

@@ -69,7 +69,7 @@ def as_bool_mask(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
             rule = f"a 2-D mask is padding, [batch, keys] = [{B}, {T}]; write an [S, T] mask as mask[None, None]"
             raise ArgumentError("attention_mask shape", sizes, rule)
         return attn_mask[:, None, None, :]  # [B, 1, 1, T]
-    if attn_mask.dim() != 4 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
+    if attn_mask.dim() != 4 or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
         rule = f"must be [{B}, {T}] or broadcast to [B, H, S, T] = {list(shape)}"
         raise ArgumentError("attention_mask shape", sizes, rule)
     return attn_mask

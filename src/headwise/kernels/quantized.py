@@ -85,8 +85,8 @@ def attend_quantized(
     check_shapes(query, key[0], value[0])
     check_window(window, is_causal)
     needs_grad = torch.is_grad_enabled() and query.requires_grad
-    serves = why_not(query.dtype, query.device, needs_grad=needs_grad) is None
-    if not serves or not are_plain(query, *key, *value, attn_mask):
+    can_fuse = why_not(query.dtype, query.device, needs_grad=needs_grad) is None
+    if not can_fuse or not are_plain(query, *key, *value, attn_mask):
         keys, values = (dequantize(*states, query.dtype) for states in (key, value))
         return attend(query, keys, values, attn_mask, is_causal=is_causal, scale=scale, window=window)
     B, H, S, D = query.shape

@@ -1,4 +1,4 @@
-"""What a model's attention is: frozen dataclasses, and the readers that fill them. No torch here."""
+"""Descriptions of a model's architecture: frozen dataclasses, and the readers that fill them. No torch here."""
 
 from headwise.hub import fetch_hub
 from headwise.specs.base import AttentionSpec, RopeSpec, mechanism_module, spec_from_dict

@@ -1,7 +1,7 @@
-"""Read a GGUF file's header: its metadata, its tensor table, and the `ModelSpec` they describe.
+"""Read a GGUF file's header: metadata, the tensor table, and the `ModelSpec` they describe.
 
-The gguf package's own reader materialises every vocabulary string, which takes seconds; a question about a
-model's attention needs a few dozen numbers, so this one steps over long arrays.
+The gguf package's reader makes a string of every vocabulary entry, which takes seconds. A model's attention is
+described by a few dozen numbers, so this reader steps over long arrays.
 Source: the GGUF specification, version 3 (ggml).
 """
 
@@ -22,16 +22,18 @@ _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LONGEST_ARRAY = 1024
+"""Items up to which an array is read; longer ones are stepped over."""
 _MAX_DIMS = 8
+"""The most dimensions of a tensor; more of them mean a damaged file."""
 _LARGEST_FLOAT32 = 3.4028234e38
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""GGUF's ``general.architecture`` → transformers' ``model_type``, for those whose metadata are understood."""
+"""GGUF's ``general.architecture`` → transformers' ``model_type``, for architectures whose metadata are understood."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where one tensor lies. ``shape`` is torch's order; ``offset`` counts from the start of the file."""
+    """The place of one tensor; ``shape`` is in torch's order, and ``offset`` in bytes from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +43,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Everything before the weights."""
+    """The part of a GGUF file before the weights."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -55,7 +57,7 @@ class GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Parse the header of a GGUF file.
 
-    Arrays of more than 1024 items (the vocabulary) are stepped over and appear as their length.
+    An array of more than 1024 items (the vocabulary) is stepped over, and its value is its length.
 
     Raises:
         CheckpointError: the file is not GGUF, is of an unknown version, or ends before its header does.
@@ -89,13 +91,13 @@ class _Reader:
         self.position = len(_MAGIC)
 
     def number(self, code: str) -> Any:
-        """A number, of a format character of `struct`."""
+        """Read a number of the type that a `struct` format character names."""
         (value,) = struct.unpack_from("<" + code, self._data, self.position)
         self.position += struct.calcsize("<" + code)
         return value
 
     def string(self) -> str:
-        """A string behind its length."""
+        """Read a string, which stands behind its length."""
         length = self.number("Q")
         if length > len(self._data) - self.position:
             raise IndexError
@@ -103,7 +105,7 @@ class _Reader:
         return self._data[self.position - length : self.position].decode()
 
     def value(self, kind: int) -> Any:
-        """A value of one of GGUF's types; a long array is stepped over and its length returned."""
+        """Read a value of one of GGUF's types; a long array is stepped over, and its length returned."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:
@@ -150,7 +152,7 @@ def _parse(data: mmap.mmap) -> GgufHeader:
 
 
 def _read_entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
-    """A row of the tensor table: name, shape, type, and offset behind the header."""
+    """Read a row of the tensor table: name, shape, type, and offset behind the header."""
     name = reader.string()
     dims = reader.number("I")
     if dims > _MAX_DIMS:
@@ -160,15 +162,15 @@ def _read_entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
-    """The ``config.json`` a GGUF header amounts to.
+    """The fields of the ``config.json`` that a GGUF header is equivalent to.
 
     Raises:
         SpecError: the architecture's metadata are not understood, or a needed number is missing.
     """
     metadata, architecture = header.metadata, header.architecture
     if architecture not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise SpecError("general.architecture", architecture, f"is not understood in GGUF; known: {known}")
+        names = ", ".join(sorted(ARCHITECTURES))
+        raise SpecError("general.architecture", architecture, f"is not understood in GGUF; known: {names}")
 
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"{architecture}.{key}", default)
@@ -205,7 +207,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         "dtype": "float32",
     }
     if config["rms_norm_eps"] is not None:
-        # A float32 in the file; the shortest decimal that gives it back is the number its author wrote.
+        # The file holds a float32; the shortest decimal that rounds to it is the number its author wrote.
         config["rms_norm_eps"] = _shortest_float32(config["rms_norm_eps"])
     for key, name in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
         if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
@@ -214,11 +216,12 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def read_gguf_spec(path: Path) -> ModelSpec:
-    """What the model in a GGUF file is."""
+    """Read the spec of the model in a GGUF file."""
     return read_config(gguf_config(read_gguf_header(path)))
 
 
 def _shortest_float32(value: float) -> float:
+    """The shortest decimal that rounds to a float32."""
     if abs(value) > _LARGEST_FLOAT32:
         return value
     for digits in range(1, 10):

@@ -1,4 +1,4 @@
-"""Time and space of one attention layer, stage by stage: every number beside the formula it is the value of."""
+"""`complexity`: time and space of one attention layer by stage, each number with its formula."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ SYMBOLS = {
     "Δ": "rank of the time step",
     "w": "sliding window",
 }
+"""The letters of formulas, and what they stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Complexity:
 
     Attributes:
         label: the layer.
-        impl: the implementation the stages are of.
+        impl: the implementation whose stages these are.
         kernel: one of `headwise.cost.KERNELS`.
         dtype: of weights, activations and cache.
         symbols: the letters of the formulas and their values.
@@ -74,11 +75,11 @@ class Complexity:
         forward_flops: of all stages.
         backward_flops: of all stages.
         parameters: of all stages.
-        cache_bytes_per_token: what one token adds to the cache.
-        cache_bytes: of all tokens, or those a window holds.
-        activations: what a training step keeps for its backward pass, in bytes, by tensor; none where T is not S, or
-            where headwise has no layer that would tell.
-        activation_bytes: all of that, or None.
+        cache_bytes_per_token: bytes that one token adds to the cache.
+        cache_bytes: bytes of all tokens, or of those that a window holds.
+        activations: bytes that a training step keeps for its backward pass, by tensor; none where T is not S, or
+            where headwise has no such layer.
+        activation_bytes: the sum of those, or None.
     """
 
     label: str
@@ -97,7 +98,7 @@ class Complexity:
     activation_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """The report as JSON-able values."""
         return asdict(self)
 
 
@@ -158,7 +159,7 @@ def _layer_complexity(
     value_bytes = Size(layer.dtype_bytes(dtype), "e")
     kept_bytes: dict[str, Size] = {}
     if call.total is call.new:
-        with suppress(SpecError):  # a layer that is inspected and not run here
+        with suppress(SpecError):  # headwise inspects such layers and does not run them
             kept, _ = kept_activations(
                 spec, new_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
             )
@@ -213,7 +214,7 @@ def _symbols(*amounts: Size) -> dict[str, int]:
 
 
 def _cached(spec: AttentionSpec, impl: str) -> Size:
-    """Values a token adds to the cache: none in an encoder, every head's where an MLA layer caches them decoded."""
+    """Values that a token adds to the cache: none in an encoder, every head's where MLA caches decoded keys."""
     if not spec.is_causal:
         return Size(0)
     if isinstance(spec, LatentSpec) and impl == "cached_kv":

@@ -1,4 +1,4 @@
-"""`inspect`: what a model is and what it costs, from its config alone."""
+"""`inspect`: a model's architecture and costs, from its config alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwise.specs import AttentionSpec, BodySpec, FeedForwardSpec, GroupedSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers of one spec: their indices, and one layer's costs."""
+    """Layers with equal specs: their indices, and the costs of one of them."""
 
     layers: tuple[int, ...]
     label: str
@@ -29,16 +29,17 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A model: its weights, its attention, its cache for a token and at the longest context it was made for.
+    """A model's weights, attention and cache, for one token and at the longest context that the model was made for.
 
-    A number that differs from layer to layer, or that the mechanism lacks, is None; so is what needs the whole model
+    A number that differs between layers, or that the mechanism lacks, is None; so are numbers of the whole model
     (``weights``, ``active_weights``, ``flops_…``, ``body``) where only its attention is known.
 
-    ``kv_bytes_per_token`` is all layers', in ``dtype``, and ``state_bytes`` what no token adds to; a decoder that
-    attends to an encoder's output keeps ``source_kv_bytes_per_token`` of each of its tokens besides.
-    ``kv_bytes_at_longest`` counts both, and windows. ``head_dim`` is a head's whole query–key width. The FLOPs
-    are one token's, with nothing before it and at the longest context. ``kv_bytes_…_of_rank`` is what each of
-    ``ranks`` tensor-parallel ranks holds of the cache.
+    ``kv_bytes_per_token`` are the cache bytes that a token adds in all layers, in ``dtype``, and ``state_bytes``
+    those that do not grow with tokens. A decoder that attends to an encoder's output caches
+    ``source_kv_bytes_per_token`` for each token of that besides. ``kv_bytes_at_longest`` counts all layers at the
+    longest context, within their windows, and their states. ``head_dim`` is a head's whole query–key width. The FLOPs
+    are those of one token, without context and at the longest one. ``kv_bytes_…_of_rank`` is the part of the cache on
+    each of ``ranks`` tensor-parallel ranks.
     """
 
     source: str
@@ -71,22 +72,25 @@ class Inspection:
     body: dict[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """The report as JSON-able values."""
         return asdict(self)
 
 
 def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: int = 1) -> Inspection:
-    """What a model is, its attention above all, and what it costs, without weights and without torch.
+    """Report a model's architecture, above all its attention, and its costs, without its weights and without torch.
 
     Args:
         source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
-        dtype: the cache's.
+        dtype: of the cache.
         ranks: tensor-parallel ranks that the heads are split over.
 
     Raises:
         SpecError: the architecture is not understood.
         ArgumentError: there is no such source or dtype, or the heads cannot be split so.
         CheckpointError: its files are damaged.
+
+    >>> headwise.inspect("llama-3-8b").kv_bytes_per_token
+    131072
     """
     layer.dtype_bytes(dtype)
     spec = source if isinstance(source, ModelSpec) else read_spec(source)
@@ -172,7 +176,7 @@ def _parts(counts: model.Weights | model.Flops) -> dict[str, int]:
 
 
 def _body(body: BodySpec) -> dict[str, Any]:
-    """As JSON-able values, layers with the same network together."""
+    """The body as JSON-able values, where layers with equal networks are one entry."""
     networks: dict[FeedForwardSpec | None, list[int]] = {}
     for index, network in enumerate(body.feed_forward):
         networks.setdefault(network, []).append(index)

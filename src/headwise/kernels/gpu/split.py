@@ -38,7 +38,7 @@ def why_not_split(dtype: torch.dtype, device: torch.device, width: int, *, needs
     if device.type != "cuda" and not is_interpreted():
         return f"it is for CUDA GPUs, not {device.type}"
     if dtype not in _DTYPES:
-        return f"it knows {', '.join(str(supported) for supported in _DTYPES)}, not {dtype}"
+        return f"it takes {', '.join(str(supported) for supported in _DTYPES)}, not {dtype}"
     if width > _WIDEST:
         return f"heads are {width} wide, and it takes {_WIDEST} at most"
     if needs_grad:
@@ -184,5 +184,5 @@ def _parts(units: int, T: int, device: torch.device) -> int:
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = -(-_PROGRAMS_A_PROCESSOR * processors // units)
-    return max(1, min(wanted, T // _LEAST_TOKENS))
+    enough = -(-_PROGRAMS_A_PROCESSOR * processors // units)
+    return max(1, min(enough, T // _LEAST_TOKENS))

@@ -49,7 +49,7 @@ class Build:
         path: of the library's file.
         reason: one line: how it was built, or why it was not.
         has_pairs: whether the processor multiplies pairs of bfloat16; without that, bfloat16 saves memory only.
-        has_half: whether the compiler knows float16.
+        has_half: whether the compiler supports float16.
     """
 
     library: ctypes.CDLL | None
@@ -90,7 +90,7 @@ def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = Fals
     if device.type != "cpu":
         return f"it is for the CPU, not {device.type}"
     if dtype not in TYPES:
-        return f"it knows {', '.join(str(supported) for supported in TYPES)}, not {dtype}"
+        return f"it takes {', '.join(str(supported) for supported in TYPES)}, not {dtype}"
     if needs_grad:
         return "it has no backward pass"
     if _is_watched():
@@ -98,7 +98,7 @@ def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = Fals
     build = built()
     if build.library is None:
         return build.reason
-    return "its compiler does not know float16" if dtype == torch.float16 and not build.has_half else None
+    return "its compiler does not support float16" if dtype == torch.float16 and not build.has_half else None
 
 
 def _is_watched() -> bool:
