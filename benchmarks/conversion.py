@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from benchmarks.kept import Kept, say
+from benchmarks.shared import exam_windows, shared_fractions
 
 import headwise
 from benchmarks import data
@@ -34,6 +35,7 @@ from headwise.conversion.calibration.saved import write_statistics
 from headwise.evaluation import evaluate, evaluate_choices, open_pair, score_window
 from headwise.specs import AttentionSpec, split_budget
 from headwise.texts import calibration_windows, read_text, token_windows
+from headwise.texts.calibration import CalibrationTexts
 
 SOURCE = "smollm2-135m"
 MLA = ("216", "192", "128", "96")
@@ -43,6 +45,8 @@ ROTATED = (32, 48, 64)
 """Dims of a shared rotary key that the published methods may choose from."""
 FOLDS = (1, 2, 4, 8, 16)
 TUNING_WINDOWS = 2
+PUBLISHED = ("transmla", "mha2mla")
+"""Methods that are given statistics of windows as long as those that are measured on."""
 
 TEXTS: dict[str, Callable[[Path], Path]] = {
     "wikitext": lambda cache: data.wikitext("train", cache),
@@ -98,7 +102,7 @@ def plan(layer: AttentionSpec, sizes: Iterable[str], wanted: Sequence[str] = ("*
         latent, _, rotary = size.partition("+")
         R, P = (int(latent), int(rotary)) if rotary else split_budget(layer, int(latent))
         name = f"mla-{R + P}"
-        for method in ("headwise", "transmla", "mha2mla"):
+        for method in ("headwise", *PUBLISHED):
             rows.append(Row(f"{name}/{method}", method, R, P, ("wikitext",)))
         if str(R + P) == MIXED:
             rows.append(Row(f"{name}/headwise-mixture", "headwise", R, P, tuple(TEXTS)))
@@ -157,6 +161,7 @@ class Bench:
         # As the cache's own tensors have them.
         values = result.cache_bytes_per_token / 4 / self.checkpoint.spec.num_layers
         measured: dict[str, Any] = {"values": round(values), "evaluate": result.to_dict()}
+        measured["shared"] = self._shared(row)
         if row.method == "headwise" and self.split == "test" and self.items:
             measured["choices"] = evaluate_choices(pair, file=data.piqa(self.cache), limit=self.items).to_dict()
         measured["evaluation_seconds"] = round(time.perf_counter() - start, 1)
@@ -167,9 +172,17 @@ class Bench:
             shutil.rmtree(folder)
             report.unlink()
 
+    def _shared(self, row: Row) -> dict[str, float]:
+        """How much of each text that is measured on stands in what the row was calibrated on."""
+        texts = {str(path): path for path in self._exams()}
+        exam = exam_windows(self.checkpoint, texts, window=self.window, windows=self.windows)
+        window = self.window if row.method in PUBLISHED else None
+        studied = tuple(TEXTS[name](self.cache) for name in row.texts)
+        return shared_fractions(self.checkpoint, exam, CalibrationTexts(studied, self.tokens, window))
+
     def _convert(self, row: Row, folder: Path) -> dict[str, Any]:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if row.method in ("transmla", "mha2mla"):
+        if row.method in PUBLISHED:
             return self._convert_published(row, folder)
         texts = [TEXTS[name](self.cache) for name in row.texts]
         report = headwise.convert(

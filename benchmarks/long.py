@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.kept import Kept, say
+from benchmarks.shared import exam_windows, shared_fractions
 
 import headwise
 from benchmarks import data
 from headwise.evaluation import Pair, evaluate, evaluate_planted, open_pair
 from headwise.options.evaluate import DEPTHS
+from headwise.texts.calibration import CalibrationTexts
 
 SOURCE = "smollm2-135m"
 
@@ -42,21 +44,26 @@ def convert(folder: Path, text: Path, kept: Kept) -> None:
     kept.add("conversion", done.to_dict())
 
 
-def measure(pair: Pair, texts: dict[str, Path], kept: Kept) -> None:
-    """Whatever of both is not kept yet.
+def measure(pair: Pair, texts: dict[str, Path], study: Path, kept: Kept) -> None:
+    """Measure the texts and the depths that are not kept yet.
 
     Args:
         pair: the conversion and its original.
         texts: files by the names of their rows; facts are planted in the first.
+        study: the text that was calibrated on.
         kept: its settings say how much is measured.
     """
     wanted = kept.settings
+    source = pair.checkpoints["against"]
+    calibrate = CalibrationTexts((study,), wanted["calibration_tokens"], wanted["calibration_window"])
+    exam = exam_windows(source, texts, window=wanted["context"], windows=max(wanted["windows"], wanted["trials"]))
+    shared = shared_fractions(source, exam, calibrate)
     for name, text in texts.items():
         if f"text/{name}" not in kept.rows:
             found = evaluate(
                 pair, text=text, window=wanted["context"], windows=wanted["windows"], context=wanted["context"] - 1
             )
-            kept.add(f"text/{name}", found.to_dict())
+            kept.add(f"text/{name}", {**found.to_dict(), "shared": shared.get(name)})
             for score in found.texts[0].by_position:
                 assert score.reference is not None
                 say(f"{name:10} {score.start:5}–{score.stop - 1:5}  {score.nll:.4f}  {score.reference.nll:.4f}")
@@ -71,7 +78,7 @@ def measure(pair: Pair, texts: dict[str, Path], kept: Kept) -> None:
                 trials=wanted["trials"],
                 seed=wanted["seed"],
             )
-            kept.add(f"planted/{depth}", planted.to_dict())
+            kept.add(f"planted/{depth}", {**planted.to_dict(), "shared": shared.get(next(iter(texts)))})
             (score,) = planted.depths
             assert score.reference is not None
             say(
@@ -116,8 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Another conversion has another place: the rows of one are never measured on the other.
     decides = ("kv_budget", "calibration_tokens", "calibration_window")
     folder = options.work / "-".join([Path(options.source).name, *(str(settings[name]) for name in decides)])
-    convert(folder, data.wikitext("train", options.cache), kept)
-    measure(open_pair(folder, against=options.source, dtype="float32"), texts, kept)
+    study = data.wikitext("train", options.cache)
+    convert(folder, study, kept)
+    measure(open_pair(folder, against=options.source, dtype="float32"), texts, study, kept)
 
 
 if __name__ == "__main__":

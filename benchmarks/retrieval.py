@@ -20,12 +20,15 @@ from pathlib import Path
 
 import torch
 from benchmarks.kept import Kept, say
+from benchmarks.shared import shared_fractions
 
 import headwise
 from benchmarks import data
+from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.evaluation import load_encoder
 from headwise.evaluation.retrieval import Questions, rated
-from headwise.texts import read_jsonl
+from headwise.texts import read_jsonl, token_ids
+from headwise.texts.calibration import CalibrationTexts
 
 HEADS = (6, 3)
 TOKENS = (16_384, 65_536)
@@ -98,10 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             evaluate=False,
         )
         seconds = round(time.perf_counter() - start, 1)
+        texts = (study(row.text, options.cache, options.work),) if row.text else ()
+        shared = shared_passages(source, exam.passages, CalibrationTexts(texts, row.tokens))
         found = rated(exam.ranks(load_encoder(folder, like=reference)), original)
         rates = {name: found[name].to_dict() for name in ("recall_at_1", "recall_at_10")}
         mrr = {"mrr": found["mrr"], "reference_mrr": rated(original)["mrr"]}
-        kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **rates, **mrr})
+        kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **shared, **rates, **mrr})
         near = {key: 100 * value for key, value in rates["recall_at_1"].items()}
         say(
             f"{row.name:30} R@1 {near['reference_rate']:.2f} → {near['rate']:.2f}: {near['difference']:+.2f}"
@@ -109,6 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         if not options.keep:
             shutil.rmtree(folder)
+
+
+def shared_passages(source: Path, passages: Sequence[str], calibrate: CalibrationTexts) -> dict[str, float]:
+    """A row's ``shared``: the fraction of the passages' tokens that was calibrated on; none without calibration."""
+    tokenizer = load_tokenizer(source)
+    ids = [torch.tensor(token_ids(tokenizer, passage), dtype=torch.long) for passage in passages]
+    return shared_fractions(open_checkpoint(source), {"shared": ids}, calibrate)
 
 
 def study(text: str, cache: Path, work: Path) -> Path:

@@ -15,6 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import shared_mark
+
+from headwise.texts.overlap import SHARED
+
 RESULTS = Path("benchmarks/results")
 Document = dict[str, Any]
 
@@ -32,7 +36,7 @@ def conversion(document: Document) -> str:
     texts, rows = _texts(document), []
     for row in _conversions(document):
         scores = row["evaluate"]["texts"]
-        ratios = [f"{_number(score['perplexity'])} ({_ratio(score['perplexity_ratio'])})" for score in scores]
+        ratios = [f"{_number(score['perplexity'])} ({_text_ratio(row, score)})" for score in scores]
         rows.append([_target(row), _method(row), *ratios, *_piqa(row), _minutes(row)])
     for row in _conversions(document)[:1]:
         found = row["evaluate"]
@@ -56,10 +60,10 @@ def conversion_short(document: Document) -> str:
     lines = []
     for target in targets:
         own = {row["method"]: row for row in rows if line(row) == target}
-        first = [_ratio(own[m]["evaluate"]["texts"][0]["perplexity_ratio"]) if m in own else "" for m in shown]
+        first = [_text_ratio(own[m], own[m]["evaluate"]["texts"][0]) if m in own else "" for m in shown]
         others = [""] * len(texts)
         if "headwise" in own:
-            others = [_ratio(score["perplexity_ratio"]) for score in own["headwise"]["evaluate"]["texts"][1:]]
+            others = [_text_ratio(own["headwise"], score) for score in own["headwise"]["evaluate"]["texts"][1:]]
             others += _piqa(own["headwise"])
         lines.append([target, *first, *others])
     head = ["values", *(METHODS[method] for method in shown), *(f"headwise, {text}" for text in texts[1:])]
@@ -76,6 +80,7 @@ def retrieval(document: Document) -> str:
             lost, low, high = (-100 * found[key] for key in ("difference", "difference_high", "difference_low"))
             method = METHODS.get(row["method"], row["method"])
             on = f"{row['tokens']:,} tokens of {row['text']}".replace(",", " ") if row["text"] else ""
+            on += shared_mark(row.get("shared"))
             rows.append(
                 [
                     name.partition("/")[0],
@@ -100,7 +105,7 @@ def positions(document: Document) -> str:
             for score in row["texts"][0]["by_position"]:
                 more = score["nll"] - score["reference_nll"]
                 place = f"{score['start']}–{score['stop'] - 1}"
-                text = name.removeprefix("text/")
+                text = name.removeprefix("text/") + shared_mark(row.get("shared"))
                 rows.append([text, place, f"{score['reference_nll']:.3f}", f"{score['nll']:.3f}", f"{more:+.3f}"])
     return table(["text", "positions", "original (nats)", "converted", "more"], rows, left=2)
 
@@ -112,7 +117,8 @@ def planted(document: Document) -> str:
         if name.startswith("planted/"):
             own = row["depths"][0]
             pairs = [(own[f"reference_{key}"], own[key]) for key in ("found", "first", "nll")]
-            rows.append([name.removeprefix("planted/"), *(f"{was:.2f} → {now:.2f}" for was, now in pairs)])
+            depth = name.removeprefix("planted/") + shared_mark(row.get("shared"))
+            rows.append([depth, *(f"{was:.2f} → {now:.2f}" for was, now in pairs)])
     return table(["depth", "found", "likeliest of ten", "nats of the code"], rows)
 
 
@@ -131,7 +137,8 @@ def ablation(document: Document) -> str:
         for point in document["points"]
         if point not in folds or point is best
     ]
-    return table(["", *names, "KL (nats)", "minutes"], rows)
+    shared = [f"\n\n{note}" for note in document.get("notes", ()) if SHARED in note]
+    return table(["", *names, "KL (nats)", "minutes"], rows) + "".join(shared)
 
 
 def large(document: Document) -> str:
@@ -307,6 +314,11 @@ def _minutes(row: dict[str, Any]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:,.0f}".replace(",", " ")
+
+
+def _text_ratio(row: dict[str, Any], score: dict[str, Any]) -> str:
+    """A text's ratio of perplexities, and how much of the text was calibrated on where that is not nothing."""
+    return _ratio(score["perplexity_ratio"]) + shared_mark(row.get("shared", {}).get(score["text"]))
 
 
 def _ratio(value: float) -> str:

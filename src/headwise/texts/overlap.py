@@ -17,6 +17,8 @@ from headwise.texts.windows import token_ids
 
 RUN = 20
 """Tokens in a row that are a passage: some twelve words, more than two texts have in common by chance."""
+SHARED = "that the calibration text has too"
+"""How a note about shared passages is known."""
 TOLERATED = 0.01
 """The fraction of an exam's tokens in shared passages that nothing is said about."""
 
@@ -38,15 +40,10 @@ def shared_tokens(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int =
     """
     asked, studied = [_rows(windows) for windows in exam], [_rows(windows) for windows in study]
     hashes, known = [_hashes(rows, run) for rows in asked], [_hashes(rows, run) for rows in studied]
-    wanted = _values(hashes)
-    runs = {
-        found.tobytes()
-        for rows, hashed in zip(studied, known, strict=True)
-        for found in _runs(rows, run)[np.isin(hashed, wanted)]
-    }
-    familiar, shared = _values(known), []
-    for windows, rows, hashed in zip(exam, asked, hashes, strict=True):
-        starts = np.isin(hashed, familiar)
+    candidates = zip(studied, _among(known, hashes), strict=True)
+    runs = {found.tobytes() for rows, starts in candidates for found in _runs(rows, run)[starts]}
+    shared = []
+    for windows, rows, starts in zip(exam, asked, _among(hashes, known), strict=True):
         starts[starts] = [found.tobytes() in runs for found in _runs(rows, run)[starts]]
         covered = np.zeros(rows.shape, bool)
         for offset in range(run if starts.size else 0):
@@ -69,8 +66,8 @@ def overlap_note(exam: Sequence[Tensor], study: Sequence[Tensor]) -> str | None:
         return None
     tokens = sum(windows.numel() for windows in exam)
     return (
-        f"{fraction:.1%} of the {tokens:,} tokens evaluated on lie in passages of {RUN} or more tokens that the"
-        " calibration text has too: expect a worse result on other text"
+        f"{fraction:.1%} of the {tokens:,} tokens evaluated on lie in passages of {RUN} or more tokens {SHARED}:"
+        " expect a worse result on other text"
     )
 
 
@@ -109,5 +106,11 @@ def _runs(rows: np.ndarray[Any, Any], run: int) -> np.ndarray[Any, Any]:
     return sliding_window_view(rows, run, axis=1)
 
 
-def _values(hashes: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    return np.concatenate([hashed.ravel() for hashed in hashes] or [np.zeros(0, np.uint64)])
+def _among(hashes: Sequence[np.ndarray[Any, Any]], others: Sequence[np.ndarray[Any, Any]]) -> list[Any]:
+    """Which of these hashes are among the others, as masks of their shapes."""
+    if not hashes or not others:
+        return [np.zeros(hashed.shape, bool) for hashed in hashes]
+    ours, theirs = (np.concatenate([hashed.ravel() for hashed in each]) for each in (hashes, others))
+    mask = np.isin(ours, theirs)
+    ends = np.cumsum([hashed.size for hashed in hashes])
+    return [part.reshape(hashed.shape) for part, hashed in zip(np.split(mask, ends[:-1]), hashes, strict=True)]
