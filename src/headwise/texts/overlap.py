@@ -1,4 +1,4 @@
-"""Passages that two texts share: what a model was calibrated on is no exam for it.
+"""Passages that two texts share: a model must not be evaluated on what it was calibrated on.
 
 Shapes: N windows of W tokens; a run is L tokens in a row within one window.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 from headwise.texts.windows import token_ids
 
 RUN = 20
-"""Tokens in a row that are a passage: some twelve words, more than two texts have in common by chance."""
+"""Tokens in a row that make a passage: some twelve words, more than two texts have in common by chance."""
 SHARED = "that the calibration text has too"
-"""How a note about shared passages is known."""
+"""Words by which a note about shared passages is recognised."""
 TOLERATED = 0.01
-"""The fraction of an exam's tokens in shared passages that nothing is said about."""
+"""The fraction of an exam's tokens that may lie in shared passages without a note."""
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -38,13 +38,13 @@ def shared_tokens(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int =
     Returns:
         For each tensor of the exam one of its shape: True where a token lies in such a run.
     """
-    asked, studied = [_rows(windows) for windows in exam], [_rows(windows) for windows in study]
-    hashes, known = [_hashes(rows, run) for rows in asked], [_hashes(rows, run) for rows in studied]
-    candidates = zip(studied, _among(known, hashes), strict=True)
-    runs = {found.tobytes() for rows, starts in candidates for found in _runs(rows, run)[starts]}
+    examined, studied = [_rows(windows) for windows in exam], [_rows(windows) for windows in study]
+    exam_hashes, study_hashes = [_hashes(rows, run) for rows in examined], [_hashes(rows, run) for rows in studied]
+    candidates = zip(studied, _among(study_hashes, exam_hashes), strict=True)
+    runs = {passage.tobytes() for rows, starts in candidates for passage in _runs(rows, run)[starts]}
     shared = []
-    for windows, rows, starts in zip(exam, asked, _among(hashes, known), strict=True):
-        starts[starts] = [found.tobytes() in runs for found in _runs(rows, run)[starts]]
+    for windows, rows, starts in zip(exam, examined, _among(exam_hashes, study_hashes), strict=True):
+        starts[starts] = [passage.tobytes() in runs for passage in _runs(rows, run)[starts]]
         covered = np.zeros(rows.shape, bool)
         for offset in range(run if starts.size else 0):
             covered[:, offset : offset + starts.shape[1]] |= starts
