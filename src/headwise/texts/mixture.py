@@ -16,7 +16,7 @@ from headwise.texts.sources import read_source
 from headwise.texts.windows import cut_windows, token_ids
 
 SPREAD = 128
-"""Characters of a long text that windows are spread over, for each token asked for, so that they differ in content."""
+"""Characters of a long text that windows are spread over for each token asked for, so that their subjects differ."""
 
 _RESERVE = 8
 """One in so many tokens of a text, at its end, is left for an evaluation, and a few windows at least."""

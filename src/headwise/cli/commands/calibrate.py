@@ -1,4 +1,4 @@
-"""``headwise calibrate``: study a model on a text once, for any number of conversions."""
+"""``headwise calibrate``: run a model on a text once, and keep its statistics for any number of conversions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def calibrate(
     text: Annotated[
         list[str],
         typer.Option(
-            "--calibrate", metavar="TEXT", help="What to study it on; again for a mixture.", show_default=False
+            "--calibrate",
+            metavar="TEXT",
+            help="A text to calibrate on; may be repeated, for a mixture.",
+            show_default=False,
         ),
     ],
     calibration_tokens: CalibrationTokens = None,
@@ -36,11 +39,11 @@ def calibrate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace statistics at OUT.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Keep what a conversion needs to know of a model, whatever the target: convert --statistics OUT."""
+    """Keep the statistics of a model that conversions to any target use: convert --statistics OUT."""
     with as_one_process(), progress_bar() as progress:
-        from headwise.conversion import calibrate as study
+        from headwise.conversion import calibrate as run_calibration
 
-        done = study(
+        done = run_calibration(
             source,
             output,
             calibrate=text,
@@ -52,8 +55,7 @@ def calibrate(
     if as_json:
         emit(done.to_dict())
         return
-    out.print(
-        f"[bold]{escape(source)}[/bold] studied on {done.tokens:,} tokens, {done.layers} layers, in {escape(output)}"
-    )
+    size = f"{done.tokens:,} tokens, {done.layers} layers"
+    out.print(f"[bold]{escape(source)}[/bold] calibrated on {size}, in {escape(output)}")
     out.print(f"on disk  {bytes_text(done.disk_bytes)}")
     out.print(f"{done.seconds:.1f} s, peak memory {bytes_text(done.peak_rss_bytes)}")
