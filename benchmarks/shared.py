@@ -16,7 +16,7 @@ from headwise.texts.overlap import TOLERATED
 def shared_fractions(
     checkpoint: Checkpoint, texts: Mapping[str, Sequence[Tensor]], calibrate: CalibrationTexts
 ) -> dict[str, float]:
-    """The fraction of each text's tokens in passages of the calibration; nothing where there was no calibration.
+    """The fraction of each text's tokens that lie in passages of the calibration; empty without a calibration.
 
     Args:
         checkpoint: the source.
@@ -41,5 +41,5 @@ def exam_windows(
 
 
 def shared_mark(fraction: float | None) -> str:
-    """What a table's cell says of a text that is shared in part: nothing up to 1 %."""
+    """The words of a table's cell about a text that was calibrated on in part; none up to 1 %."""
     return f", {fraction:.0%} shared" if fraction is not None and fraction > TOLERATED else ""
