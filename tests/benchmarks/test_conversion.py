@@ -130,6 +130,9 @@ def test_rows_are_measured_once_and_the_published_ones_at_their_best(
     assert rows["mla-24/headwise"]["choices"]["items"] == 3
     assert "choices" not in best
     assert rows["mla-24/headwise"]["conversion"]["calibration_tokens"] == 512
+    for name, shared in (("mla-24/headwise", 1.0), ("mla-24/transmla", 1.0), ("mqa/mean", None)):
+        texts = [score["text"] for score in rows[name]["evaluate"]["texts"]]  # each the calibration's, rotated
+        assert rows[name]["shared"] == ({} if shared is None else dict.fromkeys(texts, shared))
     assert [path.name for path in (root / "work").iterdir()] == ["statistics-source-wikitext-512"]
 
     assert [line.split(" | ")[0] for line in tables.conversion(document).splitlines()[2:]] == [
@@ -199,6 +202,7 @@ def test_what_is_lost_at_length_is_kept_text_by_text_and_depth_by_depth(
     assert [rows[f"planted/{depth}"]["depths"][0]["depth"] for depth in long.DEPTHS] == list(long.DEPTHS)
     stops = [score["stop"] for score in rows["text/brown"]["texts"][0]["by_position"]]
     assert stops[-1] == 224
+    assert {row["shared"] for name, row in rows.items() if name != "conversion"} == {1.0}
     (half,) = (root / "half").iterdir()
     whole = headwise.evaluation.evaluate_planted(
         half,

@@ -201,7 +201,9 @@ def test_an_open_pair_is_measured_as_the_same_two_by_name(root: Path) -> None:
     found, named = evaluate(pair, **options), evaluate(root / "half", against=root / "source", **options)
     assert (found.model, found.against, found.device) == (named.model, named.against, "cpu")
     assert (found.texts, found.dtype) == (named.texts, named.dtype)
-    with pytest.raises(headwise.ArgumentError, match="dtype = 'float32': is the pair's own already"):
+    with pytest.raises(
+        headwise.ArgumentError, match="dtype = 'float32': must be left out: the open pair has its own"
+    ):
         evaluate(pair, **options, dtype="float32")
 
 

@@ -1,4 +1,4 @@
-"""The command line's own manners: one-line errors, JSON on stdout, progress on stderr."""
+"""The command-line application, and what all commands share: JSON on stdout, progress on stderr, tables, units."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SOURCES_OR_NAME = "A model folder, a .gguf, a config.json, a catalog name, smoll
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
 _PATIENCE = 2.0
-"""Seconds before a progress bar appears."""
+"""Seconds until a progress bar appears."""
 
 
 @app.callback(invoke_without_command=True)
@@ -74,22 +74,22 @@ def root(
 
 
 def emit(value: dict[str, Any]) -> None:
-    """Print a JSON document; a number that JSON has no word for becomes null."""
+    """Print a JSON document; infinities and NaN, which JSON cannot write, become null."""
     text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # a plain terminal, or a file name that is not UTF-8
+    except UnicodeEncodeError:  # a terminal without Unicode, or a file name that is not UTF-8
         text = json.dumps(finite(value), indent=2, allow_nan=False)
     sys.stdout.write(text + "\n")
 
 
 class StoppedError(Exception):
-    """Ctrl-C, with what there is to say of the work it ended; typer would let that go."""
+    """Ctrl-C with a message about the work it ended; typer would drop the message of a KeyboardInterrupt."""
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr that appears once the work has taken two seconds."""
+    """Show a progress bar on stderr once the work has taken two seconds."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
@@ -104,14 +104,14 @@ def progress_bar() -> Iterator[Progress]:
         if stage not in tasks:
             tasks[stage] = bar.add_task(stage, total=total)
         elif done == 0:
-            bar.reset(tasks[stage])  # the same stage of another model
+            bar.reset(tasks[stage])  # the stage begins again, for another model
         bar.update(tasks[stage], completed=done, total=total)
 
     try:
         yield report
     except BaseException as error:
         patience.cancel()
-        # The error is all there is to see; the bar's own stop would put an empty line before it.
+        # Nothing but the error shall be seen; the bar's own stop would print an empty line before it.
         bar.live.transient = True
         bar.live.stop()
         if isinstance(error, KeyboardInterrupt) and (notes := getattr(error, "__notes__", ())):
@@ -124,7 +124,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' own bars and advice off our stderr."""
+    """Keep transformers' progress bars and warnings off stderr."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
@@ -133,7 +133,7 @@ def quiet_transformers() -> None:
 
 
 def numbers_table(*headings: str) -> Table:
-    """A plain table: names on the left, numbers to the right."""
+    """Make a plain table: the first column is left-aligned, the others, of numbers, right-aligned."""
     table = Table(*headings, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(table.columns):
         column.no_wrap = True
@@ -142,7 +142,7 @@ def numbers_table(*headings: str) -> Table:
 
 
 def bytes_text(count: float) -> str:
-    """Bytes in the unit that reads best."""
+    """Bytes with a binary unit, such as ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(count) < 1024 or unit == "PiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -151,7 +151,7 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A large number with the prefix that reads best."""
+    """A large number with a decimal prefix, such as ``134.5 M``."""
     for prefix in ("", "k", "M", "G", "T", "P", "E"):
         if abs(count) < 1000 or prefix == "E":
             return f"{count:.1f} {prefix}".rstrip()

@@ -1,4 +1,4 @@
-"""A typer command's parameters, made from an options class: each of its fields becomes an option or a flag."""
+"""A typer command's parameters, made from an options class: each field becomes an option or a flag."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from headwise.errors import ArgumentError
 from headwise.options import Declaration, Options, declarations
 
 _NO = "no_"
-"""Before the name of a field that a flag of its own sets to False."""
+"""Begins the name of the parameter whose flag sets a field to False."""
 
 
 def takes_options(kind: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a typer command that takes ``options``, an object of a kind, an option for each of the kind's fields.
 
-    A field is told by its type: ``bool`` is a flag, several strings an option that may be repeated, and
-    ``bool | str`` an option beside a flag ``--no-…`` that stands for False. For example::
+    The field's type decides: ``bool`` makes a flag, ``Sequence[str]`` an option that may be repeated, and
+    ``bool | str`` an option and a flag ``--no-…`` that stands for False. For example::
 
         @app.command()
         @takes_options(ReadOptions)
@@ -34,21 +34,21 @@ def takes_options(kind: type[Options]) -> Callable[[Callable[..., None]], Callab
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
-        shown = list[inspect.Parameter]()
+        parameters = list[inspect.Parameter]()
         for name, parameter in inspect.signature(command).parameters.items():
             if name == "options":
-                shown += [made for one in declarations(kind).values() for made in _parameters(one)]
+                parameters += [made for one in declarations(kind).values() for made in _parameters(one)]
             else:
-                shown.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+                parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
         @wraps(command)
         def run(**given: Any) -> None:
-            own = {name: given.pop(name) for name in hints if name in given}
-            command(**own, options=kind(**_values(kind, given)))
+            others = {name: given.pop(name) for name in hints if name in given}
+            command(**others, options=kind(**_values(kind, given)))
 
         # typer reads the signature, and its types a second time.
-        run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate

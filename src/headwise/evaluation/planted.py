@@ -1,4 +1,4 @@
-"""A fact planted in a long context: whether a model, asked at the end, still has it; beside its reference."""
+"""Planted facts: a code is hidden in a long text, and the model is asked for it at the end; beside its reference."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ QUESTION = "\nQuestion: What is the secret code?\nAnswer: The secret code is"
 
 @dataclass(frozen=True, kw_only=True)
 class DepthScore(Paired, compared=("found", "first", "rank", "probability", "nll")):
-    """How a fact at one depth was found again; means over the trials.
+    """How well codes at one depth are recalled: means over the trials.
 
     Attributes:
         depth: 0 at the beginning of the context, 1 right before the question.
         found: fraction of greedy continuations that hold the code.
         first: fraction of trials in which the code was the likeliest of the candidates.
-        rank: of the code among the candidates, 1 the likeliest.
-        probability: of the code, the candidates' probabilities adding up to 1.
+        rank: the code's among the candidates, 1 the likeliest.
+        probability: the code's, the candidates' probabilities adding up to 1.
         nll: the code's own negative log-likelihood, in nats.
     """
 
@@ -50,16 +50,22 @@ class DepthScore(Paired, compared=("found", "first", "rank", "probability", "nll
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedEvaluation:
-    """Retrieval of a planted fact by a model, and by its reference from the same contexts.
+    """Recall of planted codes by a model, and by its reference from the same contexts.
 
     Attributes:
-        text: what the context is made of.
-        context: tokens of the context, the fact, the question and a code.
+        model: as it was named.
+        against: the reference, as it was named.
+        text: the file that contexts are cut from.
+        context: tokens of the text, the fact, the question and the code together.
         codes: candidates, the right one among them.
         trials: contexts at each depth.
+        seed: of the codes.
         found: over all contexts, how often the greedy continuation holds the code.
         first: over all contexts, how often the code was the likeliest of the candidates.
-        depths: the same by depth.
+        depths: the scores at each depth.
+        dtype: both were run in.
+        device: both were run on.
+        threads: torch's.
     """
 
     model: str
@@ -83,7 +89,13 @@ class PlantedEvaluation:
 
 @dataclass(frozen=True)
 class _Context:
-    """One question: the tokens up to the code, and the candidates, the right one first."""
+    """One question.
+
+    Attributes:
+        ids: ``[1, T]``, the tokens up to the code.
+        candidates: each code's tokens, the right one's first.
+        code: the right one, as text.
+    """
 
     ids: Tensor
     candidates: list[list[int]]
@@ -92,6 +104,8 @@ class _Context:
 
 @dataclass(frozen=True)
 class _Answer:
+    """What one model made of one question; see `DepthScore`."""
+
     found: bool
     rank: int
     probability: float
@@ -106,8 +120,9 @@ def evaluate_planted(
 ) -> PlantedEvaluation:
     """Plant a random code of five digits in a text, and ask for it at the end.
 
-    Trial i's text is its i-th stretch of ``context`` tokens (from the beginning again when it is too short for all);
-    the code is another one each time. A weak model that cannot say the code may still find it likelier than others.
+    Trial i uses the i-th ``context`` tokens of the text (from the beginning again when it is too short for all), and
+    each trial another code. A weak model that cannot say the code may still find it likelier than others. For example
+    ``evaluate_planted("./mla", against="smollm2-135m", text="text.txt", context=2048).first.rate``.
 
     Args:
         model: a source with weights, or an open pair.
@@ -164,7 +179,7 @@ def _answers(
 
 
 def _context(tokenizer: Any, stretch: list[int], depth: float, codes: list[str]) -> _Context:
-    """As many tokens as the stretch has, the last of them for the code."""
+    """A question as long as the stretch of text it is made from, a code's own tokens included."""
     fact = token_ids(tokenizer, FACT.format(code=codes[0]))
     split = [ending_ids(tokenizer, QUESTION, f" {code}") for code in codes]
     question = split[0][0]
@@ -181,7 +196,7 @@ def _context(tokenizer: Any, stretch: list[int], depth: float, codes: list[str])
 def _ask(model: Any, tokenizer: Any, asked: _Context) -> _Answer:
     out = model(asked.ids.to(model.device), use_cache=True, logits_to_keep=1)
     cache, last = out.past_key_values, out.logits[0, -1].float()
-    cache.activate_past_recording()  # a layer with a sliding window has to be told that tokens will be taken back
+    cache.activate_past_recording()  # layers with a sliding window must keep what cropping takes back
     scores = []
     for candidate in asked.candidates:
         ids = torch.tensor(candidate, device=model.device)
@@ -192,12 +207,12 @@ def _ask(model: Any, tokenizer: Any, asked: _Context) -> _Answer:
             rows = torch.cat([rows, logits])
         scores.append(rows.log_softmax(-1).gather(-1, ids[:, None]).double().sum())
     likelihoods = torch.stack(scores)
-    said = [int(last.argmax())]
-    for _ in range(max(map(len, asked.candidates))):  # one more than its own: a space may be a token
-        step = model(torch.tensor([said[-1:]], device=model.device), past_key_values=cache, use_cache=True)
-        said.append(int(step.logits[0, -1].argmax()))
+    continuation = [int(last.argmax())]
+    for _ in range(max(map(len, asked.candidates))):  # one more than a code has: a space may be a token
+        step = model(torch.tensor([continuation[-1:]], device=model.device), past_key_values=cache, use_cache=True)
+        continuation.append(int(step.logits[0, -1].argmax()))
     return _Answer(
-        found=asked.code in tokenizer.decode(said),
+        found=asked.code in tokenizer.decode(continuation),
         rank=int((likelihoods >= likelihoods[0]).sum()),  # a tie counts against the code
         probability=float(likelihoods.softmax(0)[0]),
         nll=-float(likelihoods[0]),

@@ -1,4 +1,4 @@
-"""How often a model is right, with an interval, and paired with its reference on the same items."""
+"""How often a model is right, with an interval; and compared with its reference on the same items."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import numpy as np
 from headwise.evaluation.paired import Paired
 
 _Z = 1.959963984540054
+"""The normal distribution's 97.5 % quantile."""
 _RESAMPLES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rate(Paired, compared=("rate", "low", "high")):
-    """A fraction of items, with its 95 % interval; what compares it with the reference's is None without one.
+    """A fraction of items with its 95 % interval, and its difference from the reference's.
+
+    Without a reference ``only_model`` and all that follow are None.
 
     Attributes:
         items: how many.
@@ -27,9 +30,10 @@ class Rate(Paired, compared=("rate", "low", "high")):
         only_model: items that only the model has right.
         only_reference: items that only the reference has right.
         difference: the model's rate less the reference's.
-        difference_low: of its bootstrap interval, items resampled.
-        difference_high: of its bootstrap interval.
-        p_value: McNemar's exact test: how likely so uneven a split of the items that only one has right is by chance.
+        difference_low: lower end of its 95 % bootstrap interval, items resampled.
+        difference_high: upper end.
+        p_value: McNemar's exact test: the probability that the items only one of the two has right split so unevenly
+            by chance.
     """
 
     items: int
@@ -45,12 +49,14 @@ class Rate(Paired, compared=("rate", "low", "high")):
 
 
 def rate(right: Sequence[bool], reference: Sequence[bool] | None = None, *, seed: int = 0) -> Rate:
-    """The rate of a list of rights and wrongs, and what a reference's list over the same items says about it.
+    """Summarise whether a model was right on each item, beside its reference on the same items.
+
+    For example ``rate([True, False], [True, True]).difference`` is -0.5.
 
     Args:
-        right: one an item, at least one.
-        reference: the same items.
-        seed: of the resampling.
+        right: for each item whether the model has it right; at least one.
+        reference: for each item whether the reference has it right.
+        seed: of the interval's resampling.
     """
     items = len(right)
     low, high = wilson(sum(right), items)
@@ -76,16 +82,26 @@ def rate(right: Sequence[bool], reference: Sequence[bool] | None = None, *, seed
 
 
 def wilson(right: int, items: int) -> tuple[float, float]:
-    """The 95 % interval of a fraction. Source: Wilson 1927."""
-    share, spread = right / items, _Z**2 / items
-    middle = share + spread / 2
-    half = _Z * math.sqrt(share * (1 - share) / items + spread / (4 * items))
+    """The 95 % interval of a fraction. Source: Wilson 1927.
+
+    Args:
+        right: items that count.
+        items: all of them.
+    """
+    fraction, spread = right / items, _Z**2 / items
+    middle = fraction + spread / 2
+    half = _Z * math.sqrt(fraction * (1 - fraction) / items + spread / (4 * items))
     low, high = (middle - half) / (1 + spread), (middle + half) / (1 + spread)
     return max(low, 0.0), min(high, 1.0)
 
 
 def mcnemar(first: int, second: int) -> float:
-    """The two-sided exact probability of so uneven a split or a worse one, when either side is as likely."""
+    """The two-sided exact probability of a split at least as uneven, if both sides are equally likely.
+
+    Args:
+        first: items on one side.
+        second: items on the other.
+    """
     total, least = first + second, min(first, second)
     tail = sum(math.comb(total, count) for count in range(least + 1))
     return min(1.0, float(Fraction(tail, 2**total) * 2))

@@ -1,4 +1,4 @@
-"""Text as windows of tokens: sources, mixtures, calibration."""
+"""Texts as windows of tokens: sources, mixtures to calibrate on, passages that two texts share."""
 
 from headwise.texts.calibration import (
     NO_TEXTS,

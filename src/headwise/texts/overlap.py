@@ -1,4 +1,4 @@
-"""Passages that two texts share: what a model was calibrated on is no exam for it.
+"""Passages that two texts share: a model must not be evaluated on what it was calibrated on.
 
 Shapes: N windows of W tokens; a run is L tokens in a row within one window.
 """
@@ -16,9 +16,11 @@ from torch import Tensor
 from headwise.texts.windows import token_ids
 
 RUN = 20
-"""Tokens in a row that are a passage: some twelve words, more than two texts have in common by chance."""
+"""Tokens in a row that make a passage: some twelve words, more than two texts have in common by chance."""
+SHARED = "that the calibration text has too"
+"""Words by which a note about shared passages is recognised."""
 TOLERATED = 0.01
-"""The fraction of an exam's tokens in shared passages that nothing is said about."""
+"""The fraction of an exam's tokens that may lie in shared passages without a note."""
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -36,18 +38,13 @@ def shared_tokens(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int =
     Returns:
         For each tensor of the exam one of its shape: True where a token lies in such a run.
     """
-    asked, studied = [_rows(windows) for windows in exam], [_rows(windows) for windows in study]
-    hashes, known = [_hashes(rows, run) for rows in asked], [_hashes(rows, run) for rows in studied]
-    wanted = _values(hashes)
-    runs = {
-        found.tobytes()
-        for rows, hashed in zip(studied, known, strict=True)
-        for found in _runs(rows, run)[np.isin(hashed, wanted)]
-    }
-    familiar, shared = _values(known), []
-    for windows, rows, hashed in zip(exam, asked, hashes, strict=True):
-        starts = np.isin(hashed, familiar)
-        starts[starts] = [found.tobytes() in runs for found in _runs(rows, run)[starts]]
+    examined, studied = [_rows(windows) for windows in exam], [_rows(windows) for windows in study]
+    exam_hashes, study_hashes = [_hashes(rows, run) for rows in examined], [_hashes(rows, run) for rows in studied]
+    candidates = zip(studied, _among(study_hashes, exam_hashes), strict=True)
+    runs = {passage.tobytes() for rows, starts in candidates for passage in _runs(rows, run)[starts]}
+    shared = []
+    for windows, rows, starts in zip(exam, examined, _among(exam_hashes, study_hashes), strict=True):
+        starts[starts] = [passage.tobytes() in runs for passage in _runs(rows, run)[starts]]
         covered = np.zeros(rows.shape, bool)
         for offset in range(run if starts.size else 0):
             covered[:, offset : offset + starts.shape[1]] |= starts
@@ -69,8 +66,8 @@ def overlap_note(exam: Sequence[Tensor], study: Sequence[Tensor]) -> str | None:
         return None
     tokens = sum(windows.numel() for windows in exam)
     return (
-        f"{fraction:.1%} of the {tokens:,} tokens evaluated on lie in passages of {RUN} or more tokens that the"
-        " calibration text has too: expect a worse result on other text"
+        f"{fraction:.1%} of the {tokens:,} tokens evaluated on lie in passages of {RUN} or more tokens {SHARED}:"
+        " expect a worse result on other text"
     )
 
 
@@ -109,5 +106,11 @@ def _runs(rows: np.ndarray[Any, Any], run: int) -> np.ndarray[Any, Any]:
     return sliding_window_view(rows, run, axis=1)
 
 
-def _values(hashes: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    return np.concatenate([hashed.ravel() for hashed in hashes] or [np.zeros(0, np.uint64)])
+def _among(hashes: Sequence[np.ndarray[Any, Any]], others: Sequence[np.ndarray[Any, Any]]) -> list[Any]:
+    """Which of these hashes are among the others, as masks of their shapes."""
+    if not hashes or not others:
+        return [np.zeros(hashed.shape, bool) for hashed in hashes]
+    ours, theirs = (np.concatenate([hashed.ravel() for hashed in each]) for each in (hashes, others))
+    mask = np.isin(ours, theirs)
+    ends = np.cumsum([hashed.size for hashed in hashes])
+    return [part.reshape(hashed.shape) for part, hashed in zip(np.split(mask, ends[:-1]), hashes, strict=True)]

@@ -1,4 +1,4 @@
-"""``headwise bench``: ways to compute attention side by side, and the machine's limits beside them."""
+"""``headwise bench``: time implementations of attention side by side, beside the machine's limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OURS = "headwise"
 
-commands = typer.Typer(help="Time ways to compute attention side by side, beside the machine's limits.")
+commands = typer.Typer(help="Time implementations of attention side by side, beside the machine's limits.")
 app.add_typer(commands, name="bench")
 
 Shapes = Annotated[
@@ -28,7 +28,7 @@ Shapes = Annotated[
 ]
 Lengths = Annotated[list[int] | None, typer.Option("--length", help="Tokens; may be repeated.")]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bfloat16 or float16; may be repeated.")]
-Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where.")]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to run on.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; torch's own number when left out.", min=1, max=1024)]
 Quick = Annotated[bool, typer.Option("--quick", help="A smaller grid, in less than a minute.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")]
@@ -39,23 +39,24 @@ def decode(
     shape: Shapes = None,
     length: Lengths = None,
     cache_mib: Annotated[
-        int | None, typer.Option("--cache-mib", help="Instead of --length: tokens for a cache of so many MiB.")
+        int | None,
+        typer.Option("--cache-mib", help="Instead of --length: as many tokens as make a cache of so many MiB."),
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
     dtype: Dtypes = None,
-    tokens: Annotated[int, typer.Option(help="New tokens a step.")] = 1,
+    tokens: Annotated[int, typer.Option(help="New tokens in a step.")] = 1,
     device: Device = "cpu",
     threads: Threads = None,
     quick: Quick = False,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """One decoding step of attention: headwise, SDPA, FlexAttention, and copies for every head."""
+    """Time one decoding step of attention: headwise, SDPA, FlexAttention, and keys copied for every head."""
     with progress_bar() as progress:
         _prepare(threads, html)
         from headwise.bench import Shape, bench_decode
 
-        found = bench_decode(
+        report = bench_decode(
             shapes=[Shape.parse(text) for text in shape or ()],
             lengths=length,
             cache_mib=cache_mib,
@@ -66,7 +67,7 @@ def decode(
             quick=quick,
             progress=progress,
         )
-    _show(found, html, as_json=as_json)
+    _show(report, html, as_json=as_json)
 
 
 @commands.command(epilog="Example: headwise bench prefill --shape 32/8/128 --length 4096")
@@ -80,12 +81,12 @@ def prefill(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Causal attention over a prompt."""
+    """Time causal attention over a prompt."""
     with progress_bar() as progress:
         _prepare(threads, html)
         from headwise.bench import Shape, bench_prefill
 
-        found = bench_prefill(
+        report = bench_prefill(
             shapes=[Shape.parse(text) for text in shape or ()],
             lengths=length,
             dtypes=dtype,
@@ -93,7 +94,7 @@ def prefill(
             quick=quick,
             progress=progress,
         )
-    _show(found, html, as_json=as_json)
+    _show(report, html, as_json=as_json)
 
 
 @commands.command(epilog="Example: headwise bench module --hidden-size 2048 --heads 32 --kv-heads 8")
@@ -108,12 +109,12 @@ def module(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Whole attention layers: headwise, transformers, x-transformers, torch's, and the guides' way."""
+    """Time whole attention layers: headwise, transformers, x-transformers, torch, and a textbook layer."""
     with progress_bar() as progress:
         _prepare(threads, html)
         from headwise.bench import bench_module
 
-        found = bench_module(
+        report = bench_module(
             hidden_size=hidden_size,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -122,31 +123,31 @@ def module(
             quick=quick,
             progress=progress,
         )
-    _show(found, html, as_json=as_json)
+    _show(report, html, as_json=as_json)
 
 
 @commands.command(epilog="Example: headwise bench generate smollm2-135m --context 64 --context 2048")
 def generate(
     source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
     beside: Annotated[
-        list[str] | None, typer.Option(metavar="DIR", help="Another model, optimised; may be repeated.")
+        list[str] | None, typer.Option(metavar="DIR", help="Another model to time, optimised; may be repeated.")
     ] = None,
     context: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; may be repeated.")] = None,
-    dtype: Annotated[str, typer.Option(help="To run in.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Dtype to run in.")] = "float32",
     engines: Annotated[
-        bool, typer.Option("--engines/--no-engines", help="Ask llama.cpp and CTranslate2 too.")
+        bool, typer.Option("--engines/--no-engines", help="Time llama.cpp and CTranslate2 too.")
     ] = True,
     threads: Threads = None,
     quick: Quick = False,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """A whole model, one token after another: stock, optimised, and other engines."""
+    """Time a whole model that generates token by token: stock, optimised, and in other engines."""
     with progress_bar() as progress:
         _prepare(threads, html)
         from headwise.bench import bench_generate
 
-        found = bench_generate(
+        report = bench_generate(
             source,
             beside=beside or (),
             contexts=context,
@@ -155,11 +156,11 @@ def generate(
             engines=engines,
             progress=progress,
         )
-    _show(found, html, as_json=as_json)
+    _show(report, html, as_json=as_json)
 
 
 def _prepare(threads: int | None, html: Path | None) -> None:
-    """What is to be found out, or set, before anything is measured."""
+    """Check that the page can be written, and set torch's threads, before anything is measured."""
     if html is not None:
         from headwise.checkpoints.disk import refuse_no_file
 
@@ -170,51 +171,51 @@ def _prepare(threads: int | None, html: Path | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _show(found: Bench, html: Path | None, *, as_json: bool) -> None:
+def _show(report: Bench, html: Path | None, *, as_json: bool) -> None:
     command = shlex.join(["headwise", *sys.argv[1:]])
     if as_json:
-        emit({**found.to_dict(), "command": command})
+        emit({**report.to_dict(), "command": command})
     else:
-        _print(found)
+        _print(report)
     if html is not None:
         from headwise.bench import page
         from headwise.checkpoints.disk import clearly, write_among_others
 
         with clearly("html", html):
-            write_among_others(html, page(found, command).encode())
+            write_among_others(html, page(report, command).encode())
         if not as_json:
             out.print(f"wrote {escape(str(html))}")
 
 
-def _print(found: Bench) -> None:
-    out.print(_wide(found) if len(found.ways()) <= _SIDE_BY_SIDE else _long(found))
+def _print(report: Bench) -> None:
+    out.print(_wide(report) if len(report.ways()) <= _SIDE_BY_SIDE else _long(report))
     out.print("ms: medians of interleaved runs. limit: the larger of bytes over the read")
     out.print("bandwidth and FLOPs over 0.7 of the matmul peak, both measured beside each case;")
-    out.print("×: how many times that")
-    for way, ratio in found.speedups().items():
+    out.print("×: headwise's time over the limit")
+    for way, ratio in report.speedups().items():
         out.print(f"{escape(way)}: {ratio:.1f} × the time of headwise, in the median")
-    for note in (*found.notes, *_errors(found)):
+    for note in (*report.notes, *_errors(report)):
         out.print(escape(note))
 
 
 _SIDE_BY_SIDE = 6
-"""Ways that fit beside each other in a terminal."""
+"""The most ways that fit beside each other in a terminal."""
 
 
-def _wide(found: Bench) -> Table:
-    """A row a case, a column a way."""
-    others = [way for way in found.ways() if way != OURS]
+def _wide(report: Bench) -> Table:
+    """A table with a row for each case and a column for each way."""
+    others = [way for way in report.ways() if way != OURS]
     table = numbers_table("ms", "limit", OURS, "×", *(way.replace(", ", ",\n") for way in others))
-    for case in found.cases:
+    for case in report.cases:
         cells = [_ms(case, way) for way in others]
         table.add_row(escape(case.name), f"{case.limit_ms:.3g}", _ms(case, OURS), _times(case, OURS), *cells)
     return table
 
 
-def _long(found: Bench) -> Table:
-    """A row a way, under its case."""
+def _long(report: Bench) -> Table:
+    """A table with a row for each way, under its case."""
     table = numbers_table("", "ms", "×", "GB/s", "GFLOP/s")
-    for case in found.cases:
+    for case in report.cases:
         table.add_row(f"[bold]{escape(case.name)}[/bold], limit", f"{case.limit_ms:.3g}", "1.00", "", "")
         for way, timing in case.ways.items():
             rates = [] if timing.ms is None else [f"{n / timing.ms / 1e6:.3g}" for n in (case.nbytes, case.flops)]
@@ -232,7 +233,7 @@ def _ms(case: Case, way: str) -> str:
     return "–" if timing is None or timing.ms is None else f"{timing.ms:.3g}"
 
 
-def _errors(found: Bench) -> list[str]:
+def _errors(report: Bench) -> list[str]:
     """Why some ways could not be run, each reason once."""
-    said = ((way, timing.error) for case in found.cases for way, timing in case.ways.items() if timing.error)
-    return list(dict.fromkeys(f"{way} {error}" for way, error in said))
+    errors = ((way, timing.error) for case in report.cases for way, timing in case.ways.items() if timing.error)
+    return list(dict.fromkeys(f"{way} {error}" for way, error in errors))

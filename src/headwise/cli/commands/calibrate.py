@@ -21,7 +21,7 @@ def calibrate(
     options: CalibrateOptions,
     as_json: Json = False,
 ) -> None:
-    """Keep what a conversion needs to know of a model, whatever the target: convert --statistics OUT."""
+    """Keep the statistics of a model that conversions to any target use: convert --statistics OUT."""
     with as_one_process(), progress_bar() as progress:
         from headwise.conversion import calibrate as collect
 

@@ -1,4 +1,4 @@
-"""``headwise compare``: what each mechanism would cost in the place of a model's own."""
+"""``headwise compare``: the cost of each mechanism in a model, side by side."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def compare(
     dtype: Annotated[str, typer.Option(help="The cache's dtype.")] = "bfloat16",
     match: Annotated[
         Literal["cache", "parameters"] | None,
-        typer.Option(help="Each mechanism at the size nearest the model's own in this, in place of a ladder."),
+        typer.Option(help="Compare each mechanism at the one size nearest the model's own cache or parameters."),
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Also time one layer of each, float32.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Also time one layer of each, in float32.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Set mechanisms side by side: cache, parameters, FLOPs, intensity. Reads the config alone."""
+    """Compare the costs of mechanisms: cache, parameters, FLOPs, intensity. Reads only the config."""
     from headwise.cost import compare as compare_source
 
     comparison = compare_source(source, context=context, batch=batch, dtype=dtype, match=match)
@@ -47,7 +47,7 @@ def compare(
         return
     out.print(f"[bold]{escape(source)}[/bold] at {context:,} tokens × {batch}, {dtype} cache, causal")
     table = numbers_table("", "B/token", "cache", "params", "prefill", "decode", "FLOP/B")
-    made = [index for index, row in enumerate(comparison.rows) if row.is_source or row.convert_to is not None]
+    convertible = [index for index, row in enumerate(comparison.rows) if row.is_source or row.convert_to is not None]
     for index, row in enumerate(comparison.rows):
         table.add_row(
             f"{row.label}{' ◂' if row.is_source else ''}",
@@ -57,14 +57,14 @@ def compare(
             count_text(row.prefill_flops),
             count_text(row.decode_flops),
             f"{row.decode_intensity:.1f}",
-            end_section=match is None and index == made[-1],
+            end_section=match is None and index == convertible[-1],
         )
     out.print(table)
     out.print("params: of one attention layer; prefill, decode: FLOPs of all of them, for the")
     out.print("prompt and for a token")
-    if match is None and len(made) > 1:
+    if match is None and len(convertible) > 1:
         out.print("MLA R + P: a latent of R numbers and a rotary key of P in each layer")
-        out.print("above the gap: what `headwise convert` can make, --json says how; below: to compare with")
+        out.print("above the gap: `headwise convert` makes these, --json says how; below: for comparison")
     if measure:
         timed = numbers_table("one layer, float32", "decode ms", "prefill ms")
         for row in comparison.rows:

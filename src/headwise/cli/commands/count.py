@@ -1,4 +1,4 @@
-"""``headwise count``: one layer's FLOPs by closed form, by counting it run, and by other counters."""
+"""``headwise count``: one layer's FLOPs by closed form, counted while it runs, and by other counters."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from headwise.cli.app import SOURCES_OR_NAME, Json, app, emit, numbers_table, ou
 def count(
     source: Annotated[str, typer.Argument(help=SOURCES_OR_NAME, show_default=False)],
     tokens: Annotated[int, typer.Option(help="S, new tokens: 1 for a decode step.")] = 256,
-    context: Annotated[int | None, typer.Option(help="T, tokens attended to; the new ones when not given.")] = None,
+    context: Annotated[int | None, typer.Option(help="T, tokens attended to; the new ones when left out.")] = None,
     layer: Annotated[int, typer.Option(help="Which layer of the model.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Run one layer with random weights and set counters side by side: thop, fvcore, torchinfo, calflops, torch."""
+    """Run one layer with random weights and compare counters: thop, fvcore, torchinfo, calflops, torch."""
     from headwise.counting import count_layer
 
-    found = count_layer(source, tokens, context, index=layer)
+    counts = count_layer(source, tokens, context, index=layer)
     if as_json:
-        emit(found.to_dict())
+        emit(counts.to_dict())
         return
     out.print(
-        f"[bold]{escape(source)}[/bold], layer {layer}: {found.label},"
-        f" {found.new_tokens:,} new of {found.total_tokens:,} tokens"
+        f"[bold]{escape(source)}[/bold], layer {layer}: {counts.label},"
+        f" {counts.new_tokens:,} new of {counts.total_tokens:,} tokens"
     )
     table = numbers_table("counter", "prints", "FLOPs", "error", "parameters")
     table.columns[1].justify = "left"
 
     def row(name: str, prints: str, flops: int | None, parameters: int | None) -> None:
-        error = "" if flops is None else f"{100 * (flops / found.formula_flops - 1):+.1f} %"
+        error = "" if flops is None else f"{100 * (flops / counts.formula_flops - 1):+.1f} %"
         table.add_row(
             name,
             prints,
             "" if flops is None else f"{flops:,}",
-            "0" if flops == found.formula_flops else error,
+            "0" if flops == counts.formula_flops else error,
             "" if parameters is None else f"{parameters:,}",
         )
 
-    row("headwise, closed form", "FLOPs", found.formula_flops, found.parameters)
-    row("headwise, counted", "FLOPs", found.counted_flops, found.parameters)
-    for peer in found.peers:
+    row("headwise, closed form", "FLOPs", counts.formula_flops, counts.parameters)
+    row("headwise, counted", "FLOPs", counts.counted_flops, counts.parameters)
+    for peer in counts.peers:
         name = peer.name if peer.version is None else f"{peer.name} {peer.version}"
         row(name, peer.error or peer.unit, peer.flops, peer.parameters)
     out.print(table)
     out.print("errors are of FLOPs at 2 a multiply-add, against the closed form of all pairs")
-    if found.counted_flops > found.formula_flops:
+    if counts.counted_flops > counts.formula_flops:
         out.print("counted: with the padding that attention on the CPU gives heads of unequal widths")
-    if found.causal_flops != found.counted_flops:
-        out.print(f"a causal kernel computes about half of the pairs: {found.causal_flops:,} FLOPs")
+    if counts.causal_flops != counts.counted_flops:
+        out.print(f"a causal kernel computes about half of the pairs: {counts.causal_flops:,} FLOPs")

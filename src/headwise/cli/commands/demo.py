@@ -1,4 +1,4 @@
-"""``headwise demo``: the whole chain on SmolLM2-135M's real weights, from model folder to proof."""
+"""``headwise demo``: every step on SmolLM2-135M's real weights, from model folder to evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def demo(
     windows: Annotated[int, typer.Option(help="Windows of 2048 tokens to evaluate on.")] = 2,
     as_json: Json = False,
 ) -> None:
-    """Run the whole chain on SmolLM2-135M's real weights and write what was measured."""
+    """Inspect, compare, convert, evaluate and generate on SmolLM2-135M's real weights, and write the results."""
     start = time.perf_counter()
     console = err if as_json else out
     import headwise
@@ -81,17 +81,17 @@ def demo(
             evaluation = conversion.evaluation
             if evaluation is None:
                 raise CheckpointError("evaluation", name, conversion.notes[-1])
-            said = headwise.generate(folder, PROMPT, max_new_tokens=12)
+            continuation = headwise.generate(folder, PROMPT, max_new_tokens=12)
             console.print(f"  {name}: perplexity × {evaluation.perplexity_ratio:.4f}")
             results.append(
                 {
                     "name": name,
                     "convert": {k: v for k, v in conversion.to_dict().items() if k != "evaluation"},
                     "evaluate": evaluation.to_dict(),
-                    "generate": said.to_dict(),
+                    "generate": continuation.to_dict(),
                 }
             )
-        source_said = headwise.generate(original, PROMPT, max_new_tokens=12)
+        of_original = headwise.generate(original, PROMPT, max_new_tokens=12)
 
     seconds = time.perf_counter() - start
     document = {
@@ -101,7 +101,7 @@ def demo(
         "machine": {"processor": platform.machine(), "python": platform.python_version(), **_versions()},
         "inspect": inspection.to_dict(),
         "compare": [row.to_dict() for row in comparison.rows],
-        "generate": source_said.to_dict(),
+        "generate": of_original.to_dict(),
         "conversions": results,
         "seconds": seconds,
     }
@@ -111,7 +111,7 @@ def demo(
         return
     out.print(_table(results))
     out.print(f"{PROMPT}…", markup=False)
-    for name, text in [("original", source_said.text), *((r["name"], r["generate"]["text"]) for r in results)]:
+    for name, text in [("original", of_original.text), *((r["name"], r["generate"]["text"]) for r in results)]:
         out.print(f"  {name:<13} {text!r}", markup=False)
     out.print(f"{seconds:.0f} s; everything measured is in {output / 'result.json'}")
 
@@ -154,15 +154,15 @@ def _versions() -> dict[str, str]:
 def _table(results: list[dict[str, Any]]) -> Table:
     table = numbers_table("", "B/token", "perplexity", "ratio", "KL", "top-1", "ms (orig)", "size")
     first = results[0]
-    found = first["evaluate"]
+    measured = first["evaluate"]
     reference = {
-        "cache_bytes_per_token": found["reference_cache_bytes_per_token"],
-        "perplexity": found["reference_perplexity"],
+        "cache_bytes_per_token": measured["reference_cache_bytes_per_token"],
+        "perplexity": measured["reference_perplexity"],
         "perplexity_ratio": 1.0,
         "kl": 0.0,
         "top1_agreement": 1.0,
-        "decode_ms": found["reference_decode_ms"],
-        "reference_decode_ms": found["reference_decode_ms"],
+        "decode_ms": measured["reference_decode_ms"],
+        "reference_decode_ms": measured["reference_decode_ms"],
     }
     rows = [("original", reference, first["convert"]["parameters_before"])]
     rows += [(result["name"], result["evaluate"], result["convert"]["parameters_after"]) for result in results]

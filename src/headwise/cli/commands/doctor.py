@@ -1,4 +1,4 @@
-"""``headwise doctor``: what this machine can do, and what of headwise serves on it."""
+"""``headwise doctor``: this machine's limits, and which of headwise's kernels run on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headwise.cli.app import Json, app, emit, out, progress_bar
 
 @app.command(epilog="Example: headwise doctor")
 def doctor(as_json: Json = False) -> None:
-    """Say whether the fast ways are there, and what limits this machine sets."""
+    """Say whether headwise's kernels run here, and measure this machine's limits."""
     with progress_bar() as progress:
         from headwise.measurement.machine import doctor as examine
 
@@ -17,10 +17,11 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         emit(health.to_dict())
         return
-    told = health.machine
-    gpu = f", {told['gpu']}" if "gpu" in told else ""
+    machine = health.machine
+    gpu = f", {machine['gpu']}" if "gpu" in machine else ""
     out.print(
-        escape(f"machine   {told['cpu']}, {told['cores']} cores, {told['threads']} threads{gpu}"), soft_wrap=True
+        escape(f"machine   {machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads{gpu}"),
+        soft_wrap=True,
     )
     peaks = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in health.matmul_flops_per_second.items())
     out.print(f"limits    reading {health.read_bytes_per_second / 1e9:.1f} GB/s; matmul {peaks}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``headwise generate``: let a model finish a sentence."""
+"""``headwise generate``: continue a text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from headwise.cli.app import SOURCES, Json, app, emit, printable, progress_bar
 def generate(
     model: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
     prompt: Annotated[str, typer.Option(help="The beginning of the text.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(help="How many tokens to add at most.")] = 40,
-    dtype: Annotated[str | None, typer.Option(help="To run in; as stored when left out.")] = None,
-    device: Annotated[str | None, typer.Option(help="To run on, such as cuda; the CPU when left out.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to add.")] = 40,
+    dtype: Annotated[str | None, typer.Option(help="Dtype to run in; as stored when left out.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device to run on, such as cuda; the CPU when left out.")] = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt greedily."""
@@ -23,9 +23,9 @@ def generate(
         from headwise.hf import generate as generate_text
 
         progress("generating", 0, 1)
-        found = generate_text(model, prompt, max_new_tokens=max_new_tokens, dtype=dtype, device=device)
+        continuation = generate_text(model, prompt, max_new_tokens=max_new_tokens, dtype=dtype, device=device)
         progress("generating", 1, 1)
     if as_json:
-        emit(found.to_dict())
+        emit(continuation.to_dict())
         return
-    typer.echo(printable(prompt + found.text))
+    typer.echo(printable(prompt + continuation.text))

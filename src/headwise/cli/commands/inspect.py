@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NAMES = {**RECURRENT_NAMES, "none": "without attention", "short_conv": "short convolution"}
 _LONGEST_LIST = 20
-"""Characters of a list of layers that is still shown whole."""
+"""The most characters of a list of layers that is shown whole."""
 
 
 @app.command(epilog="Example: headwise inspect llama-3-8b --dtype float16")
@@ -30,7 +30,7 @@ def inspect(
     names: Annotated[bool, typer.Option("--list", help="List the catalog's names instead.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a model is, layer by layer, and what it stores, caches and computes. Reads the config alone."""
+    """Describe a model layer by layer: what it stores, caches and computes. Reads only the config."""
     from headwise.cost import inspect as inspect_source
     from headwise.specs import catalog
 
@@ -43,75 +43,75 @@ def inspect(
         return
     if source is None:
         raise ArgumentError("source", source, "is required (or --list)")
-    found = inspect_source(source, dtype=dtype, ranks=ranks)
+    report = inspect_source(source, dtype=dtype, ranks=ranks)
     if as_json:
-        emit(found.to_dict())
+        emit(report.to_dict())
         return
-    out.print(f"[bold]{escape(source)}[/bold]: {found.model_type}, hidden {found.hidden_size}")
-    out.print(f"layers   {_attention(found)}")
-    _print_cache(found)
-    _print_flops(found)
+    out.print(f"[bold]{escape(source)}[/bold]: {report.model_type}, hidden {report.hidden_size}")
+    out.print(f"layers   {_attention(report)}")
+    _print_cache(report)
+    _print_flops(report)
     out.print()
-    out.print(_layers_table(found))
+    out.print(_layers_table(report))
     out.print()
-    if found.weights is None:
+    if report.weights is None:
         out.print("the whole model's weights and FLOPs are not known from this config")
     else:
-        out.print(_weights_table(found))
+        out.print(_weights_table(report))
 
 
-def _attention(found: Inspection) -> str:
-    """``32 GQA``, or ``36 Gated DeltaNet, 12 GQA`` of a mixed stack."""
+def _attention(report: Inspection) -> str:
+    """How many layers of each kind: ``32 GQA``, or ``36 Gated DeltaNet, 12 GQA`` for a mixed stack."""
     counts: Counter[str] = Counter()
-    for group in found.layers:
+    for group in report.layers:
         counts[_NAMES.get(group.mechanism, group.mechanism.upper())] += len(group.layers)
     return ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 
-def _print_cache(found: Inspection) -> None:
-    if not found.kv_bytes_per_token and not found.state_bytes:
+def _print_cache(report: Inspection) -> None:
+    if not report.kv_bytes_per_token and not report.state_bytes:
         out.print("cache    none: every token sees every other")
         return
     out.print(
-        f"cache    {bytes_text(found.kv_bytes_per_token)} a token ({found.kv_bytes_per_token:,} B, {found.dtype})"
-        + (f" and {bytes_text(found.state_bytes)} of state" if found.state_bytes else "")
+        f"cache    {bytes_text(report.kv_bytes_per_token)} a token ({report.kv_bytes_per_token:,} B, {report.dtype})"
+        + (f" and {bytes_text(report.state_bytes)} of state" if report.state_bytes else "")
     )
-    if found.source_kv_bytes_per_token:
-        source = found.source_kv_bytes_per_token
+    if report.source_kv_bytes_per_token:
+        source = report.source_kv_bytes_per_token
         out.print(f"         {bytes_text(source)} a token of the encoder's output ({source:,} B)")
-    if found.kv_bytes_at_longest:
-        out.print(f"         {bytes_text(found.kv_bytes_at_longest)} at {found.max_position_embeddings:,} tokens")
-    if found.ranks > 1:
-        whole = found.kv_bytes_at_longest_of_rank
+    if report.kv_bytes_at_longest:
+        out.print(f"         {bytes_text(report.kv_bytes_at_longest)} at {report.max_position_embeddings:,} tokens")
+    if report.ranks > 1:
+        whole = report.kv_bytes_at_longest_of_rank
         out.print(
-            f"         {bytes_text(found.kv_bytes_per_token_of_rank)} a token on each of {found.ranks} ranks"
-            + (f", {bytes_text(whole)} at {found.max_position_embeddings:,}" if whole else "")
+            f"         {bytes_text(report.kv_bytes_per_token_of_rank)} a token on each of {report.ranks} ranks"
+            + (f", {bytes_text(whole)} at {report.max_position_embeddings:,}" if whole else "")
         )
 
 
-def _print_flops(found: Inspection) -> None:
-    if found.weights is None or found.active_weights is None or found.flops_of_first_token is None:
+def _print_flops(report: Inspection) -> None:
+    if report.weights is None or report.active_weights is None or report.flops_of_first_token is None:
         return
-    total, active = found.weights["total"], found.active_weights["total"]
+    total, active = report.weights["total"], report.active_weights["total"]
     sparse = f", {count_text(active)} active for a token" if active != total else ""
-    tied = "" if found.weights["head"] else ", the head tied to the embedding"
+    tied = "" if report.weights["head"] else ", the head tied to the embedding"
     out.print(f"weights  {count_text(total)}{sparse}{tied}")
     last = ""
-    if found.flops_at_longest is not None and found.max_position_embeddings is not None:
-        last = f", {count_text(found.flops_at_longest['total'])} at {found.max_position_embeddings:,} tokens"
-    out.print(f"FLOPs    {count_text(found.flops_of_first_token['total'])} for the first token{last}")
+    if report.flops_at_longest is not None and report.max_position_embeddings is not None:
+        last = f", {count_text(report.flops_at_longest['total'])} at {report.max_position_embeddings:,} tokens"
+    out.print(f"FLOPs    {count_text(report.flops_of_first_token['total'])} for the first token{last}")
 
 
-def _layers_table(found: Inspection) -> Table:
-    """One row for each kind of layer; columns that would be empty are left out."""
-    windows = any(group.sliding_window is not None for group in found.layers)
-    states = any(group.state_bytes for group in found.layers)
+def _layers_table(report: Inspection) -> Table:
+    """A table with a row for each kind of layer; columns that would be empty are left out."""
+    windows = any(group.sliding_window is not None for group in report.layers)
+    states = any(group.state_bytes for group in report.layers)
     headings = ["layers", "attention", *(["window"] if windows else []), "B/token", *(["state"] if states else [])]
     table = numbers_table(*headings, "weights")
     table.columns[1].justify = "left"
-    rotated = any(group.spec["rope"] for group in found.layers)
-    named = _names_of([group.layers for group in found.layers])
-    for group, name in zip(found.layers, named, strict=True):
+    rotated = any(group.spec["rope"] for group in report.layers)
+    named = _names_of([group.layers for group in report.layers])
+    for group, name in zip(report.layers, named, strict=True):
         window = "" if group.sliding_window is None else f"{group.sliding_window:,}"
         state = bytes_text(group.state_bytes) if group.state_bytes else ""
         unrotated = rotated and group.spec["kind"] != "recurrent" and group.spec["rope"] is None
@@ -126,25 +126,25 @@ def _layers_table(found: Inspection) -> Table:
     return table
 
 
-def _weights_table(found: Inspection) -> Table:
-    assert found.weights is not None
-    assert found.active_weights is not None
-    sparse = found.weights != found.active_weights
+def _weights_table(report: Inspection) -> Table:
+    assert report.weights is not None
+    assert report.active_weights is not None
+    sparse = report.weights != report.active_weights
     table = numbers_table("weights", "all", "share", *(["active"] if sparse else []))
-    for part, count in found.weights.items():
+    for part, count in report.weights.items():
         if count:
             table.add_row(
                 part.replace("_", " "),
                 f"{count:,}",
-                f"{100 * count / found.weights['total']:.1f}%",
-                *([f"{found.active_weights[part]:,}"] if sparse else []),
+                f"{100 * count / report.weights['total']:.1f}%",
+                *([f"{report.active_weights[part]:,}"] if sparse else []),
                 style="bold" if part == "total" else None,
             )
     return table
 
 
 def _names_of(groups: Sequence[tuple[int, ...]]) -> list[str]:
-    """``0–29``, ``every 6th of 5–23``; the one group without a pattern among several is ``the other 22``."""
+    """Name each group of layers: ``0–29``, ``every 6th of 5–23``, or ``the other 22`` for one with no pattern."""
     names = [_pattern(group) for group in groups]
     irregular = names.count(None)
     return [
