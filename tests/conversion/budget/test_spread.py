@@ -45,7 +45,7 @@ def opened(folder: Path, model_type: str = "llama", **overrides: Any) -> Layerwi
 def studied(model: LayerwiseModel) -> tuple[Layer, Statistics]:
     """Layer 0 and its statistics."""
     layer = read_layer(model.checkpoint, Place(0)).float()
-    call, _ = model.trace(0, model.layer(0), model.begin(ids(4, 32)))
+    call, _ = model.trace(0, model.module(0), model.begin(ids(4, 32)))
     return layer, statistics_of(layer, None, enumerate(call.inputs), 32)
 
 
@@ -94,11 +94,11 @@ def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
     layer = read_layer(model.checkpoint, Place(0)).float()
     blurred = {name: x + 0.2 * x.std() * torch.randn_like(x) for name, x in layer.state.items()}
     trial = Trial(model, pieces)
-    module = model.layer(0)
+    module = model.module(0)
     streams = [trial.replaced(0, module, trial.source, Layer(layer.spec, x)) for x in (layer.state, blurred)]
     assert trial.errors(0, module, torch.eye(48))(layer) == pytest.approx(0.0, abs=1e-9)
     trial.source = trial.model.run(0, module, trial.source)
-    last = model.layer(1)
+    last = model.module(1)
     streams = [trial.model.run(1, last, stream) for stream in streams]
     trial.source = trial.model.run(1, last, trial.source)
     same, other = trial.divergences(streams)

@@ -78,7 +78,7 @@ class LayerTrials:
         estimates = []
         for index in range(layers):
             self.progress("spreading", index, 2 * layers)
-            module = self.calibrator.model.layer(index)
+            module = self.calibrator.model.module(index)
             sizes = self._sizes(index)
             tried.append(sizes)
             losses = torch.zeros(len(sizes) + len(KEY_WEIGHTS) - 1, dtype=torch.float64)
@@ -128,7 +128,7 @@ class LayerTrials:
             self.progress("spreading", layers + index, 2 * layers)
             if not streams:
                 break
-            module = trial.model.layer(index)
+            module = trial.model.module(index)
             if waiting := [at for at in streams if past[at] == index]:
                 source, evidence = self._source(index), saved.evidence(Place(index))
             for at in waiting:

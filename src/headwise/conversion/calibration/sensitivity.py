@@ -69,7 +69,7 @@ def _weigh(model: LayerwiseModel, windows: Tensor, results: LayerFiles, folder: 
             progress("weighing", index, 2 * layers)
             refuse_no_numbers(hidden, index)
             _put_aside(hidden, files[index])
-            module = model.layer(index)
+            module = model.module(index)
             hidden = torch.cat(
                 [hidden[:0], *(model.run(index, module, one[None]).to(hidden.dtype) for one in hidden)]
             )
@@ -77,7 +77,7 @@ def _weigh(model: LayerwiseModel, windows: Tensor, results: LayerFiles, folder: 
     gradient = _loss_gradient(model, hidden, mine.start)
     for index in reversed(range(layers)):
         progress("weighing", 2 * layers - index - 1, 2 * layers)
-        module = model.layer(index)
+        module = model.module(index)
         with clearly("activations", files[index], "read"):
             inputs = load_file(files[index])["hidden"]
         gram = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)

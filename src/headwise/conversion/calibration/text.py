@@ -141,7 +141,7 @@ class TextCalibrator(Calibrator):
         assert place.index == self.position
         source = source.float()
         assert isinstance(source.spec, GroupedSpec)
-        module = self.model.layer(place.index)
+        module = self.model.module(place.index)
         sensitivity = self.sensitivity(place.index)
         statistics = self._statistics(place.index, module, source, sensitivity)
         rotation = rotation_tables(source.spec, self.window)
@@ -203,7 +203,7 @@ class TextCalibrator(Calibrator):
         stream = self.source_stream()
         for place in plan.places:
             source = plan.source_layer(place)
-            module, sensitivity = self.model.layer(place.index), self.sensitivity(place.index)
+            module, sensitivity = self.model.module(place.index), self.sensitivity(place.index)
             yield source, Evidence(stream.statistics(place.index, module, source.float(), sensitivity), sensitivity)
 
     @property
