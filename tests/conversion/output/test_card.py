@@ -1,4 +1,4 @@
-"""The card says what was done and measured, in metadata the hub reads, and nothing of where it was made."""
+"""The card: the conversion and its measurements, metadata that the hub reads, and nothing of the user's machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def score(text: str, **values: Any) -> dict[str, Any]:
 
 
 def evaluation(*texts: dict[str, Any], **values: Any) -> dict[str, Any]:
-    """As `evaluate` reports it, so that the card's names are held to that class."""
+    """An evaluation as `evaluate` reports it, so that the card's names are tested against that class."""
     buckets = (PositionScore(start=1, stop=256, nll=3.0),)
     return paired(
         Evaluation,
@@ -81,7 +81,7 @@ def evaluation(*texts: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 def paired(kind: type[Any], values: dict[str, Any]) -> Any:
-    """A result from the values of its JSON, those of the reference among them."""
+    """A result from the values of its JSON, the reference's included."""
     own = {name: value for name, value in values.items() if not name.startswith("reference_")}
     others = {name.removeprefix("reference_"): value for name, value in values.items() if name not in own}
     is_alone = all(value is None for value in others.values())
@@ -149,12 +149,12 @@ def test_windows_encoders_and_cross_attention() -> None:
     assert "| 0 | GQA" in rows
     assert rows.count(", window 16 |") == 2
     encoder = model(grouped(H, is_causal=False))
-    assert "- cache: none, an encoder keeps none" in model_card(replace(FACTS, before=encoder, after=encoder))
+    assert "- cache: none (an encoder has none)" in model_card(replace(FACTS, before=encoder, after=encoder))
     crossed = model(grouped(H), cross_layers=(grouped(H, is_causal=False),))
     smaller = model(grouped(K), cross_layers=(grouped(K, is_causal=False),))
     card = model_card(replace(FACTS, before=crossed, after=smaller))
     assert f"| cross 0 | {grouped(H).label} | {grouped(K).label} | 128 → 64 |" in card
-    assert "- cache of each of the encoder's outputs: 256 → 128 bytes in bfloat16 (50.0%)" in card
+    assert "- cache of each encoder output: 256 → 128 bytes in bfloat16 (50.0%)" in card
 
 
 def test_what_was_measured() -> None:
@@ -164,7 +164,7 @@ def test_what_was_measured() -> None:
         "| `wiki.txt` | 12,282 | 22.901 | 28.346 | 1.238 | 0.2123 | 75.1% |",
         "",
         "- windows of 2048 tokens, in float32",
-        "- one more token with 512 tokens in the cache: 10.25 → 11.13 ms (cpu, 2 threads)",
+        "- decoding a token with 512 tokens in the cache: 10.25 → 11.13 ms (cpu, 2 threads)",
     ]
     two = evaluation(score("/data/wiki.txt", perplexity=float("inf")), score("/data/brown|.txt", kl=0.5))
     rows = section(model_card(replace(FACTS, evaluation=two)), "Measured").splitlines()[2:5]
@@ -188,7 +188,7 @@ def test_how_it_was_made() -> None:
     assert bare.splitlines() == [
         "- source: `small`",
         "- method: joint latent",
-        "- calibrated on nothing: the weights alone decided",
+        "- not calibrated: converted by its weights alone",
     ]
     full = replace(
         FACTS,

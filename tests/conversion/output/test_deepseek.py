@@ -1,4 +1,4 @@
-"""A converted model as stock deepseek_v3: what it computes, what it is made of, what is refused."""
+"""A converted model as stock deepseek_v3: its outputs, its tensors, and the refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_so_is_a_lossy_one_with_one_plan(name: str, tmp_path: Path, ids: torch.T
     own = lossy(tmp_path, model_type, **overrides)
     export_deepseek(own, tmp_path / "stock")
     expected = logits(own, ids)
-    assert float((expected - logits(tmp_path / "source", ids)).abs().max()) > 0.1  # it is lossy
+    assert float((expected - logits(tmp_path / "source", ids)).abs().max()) > 0.1  # the conversion is lossy
     assert_close(logits(tmp_path / "stock", ids), expected, FLOAT32_NORM)
 
 
@@ -98,7 +98,7 @@ def test_what_comes_along_and_what_it_says_of_itself(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
         assert (tmp_path / "stock" / name).read_bytes() == (own / name).read_bytes()
     found = headwise.inspect(tmp_path / "stock", dtype="float64")
-    # The constant is one more value than the plan's 12 + 8.
+    # The constant is one value more than the layer's 12 + 8.
     assert found.kv_bytes_per_token == 2 * (12 + 1 + 8) * 8
     assert found.weights is not None
     stored = load_file(tmp_path / "stock/model.safetensors")
@@ -127,7 +127,7 @@ def test_frequencies_are_the_sources_to_the_last_bit_or_nearly(name: str, tmp_pa
     assert model.model.rotary_emb.attention_scaling == source.model.rotary_emb.attention_scaling
     layer = model.model.layers[0].self_attn
     assert layer.scaling == layer.qk_head_dim**-0.5  # no mscale
-    with torch.inference_mode():  # longer than the source was scaled for: the same list
+    with torch.inference_mode():  # beyond the positions that the source was scaled for, with the same list
         cos, _ = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(250, 300)[None])
     assert torch.equal(model.model.rotary_emb.inv_freq, found)
     assert cos.isfinite().all()
@@ -183,7 +183,7 @@ def latent_layer(bias: bool | str | tuple[str, ...], **more: Any) -> headwise.Mu
 @pytest.mark.parametrize("bias", [False, "qkv", True, ("kv_b_proj",), ("o_proj", "kv_a_proj_with_mqa")])
 @pytest.mark.parametrize("impl", ["expanded", "absorbed"])
 def test_one_layer_in_float64(bias: bool | str | tuple[str, ...], impl: str) -> None:
-    """Against our own layer with norms, whose mean square is as wide as its input; for inputs as long as they get."""
+    """The stock layer in headwise's code, whose norms are float64, for the longest inputs that a norm gives."""
     own = latent_layer(bias, latent_norm=False, softmax_scale=0.37)
     with torch.no_grad():
         for parameter in own.parameters():
@@ -198,10 +198,10 @@ def test_one_layer_in_float64(bias: bool | str | tuple[str, ...], impl: str) -> 
     stock.load_state_dict(made)
     states = torch.randn(2, 9, 24, dtype=torch.float64)
     _, _, longest = torch.linalg.svd(own.kv_a_proj_with_mqa.weight[:10].detach() * gain)
-    states[0, 0] = longest[0]  # nothing that comes out of the norm has a longer latent
+    states[0, 0] = longest[0]  # no output of the norm has a longer latent
     states = gain * torch.nn.functional.rms_norm(states, (24,))
     with torch.inference_mode():
-        # At worst 5e-7 of a latent, and what the scores make of it.
+        # At worst 5e-7 of a latent, and its effect on the scores.
         assert_close(stock(states, is_causal=True), own(states, is_causal=True), 5e-6)
 
 

@@ -1,4 +1,4 @@
-"""``format="deepseek"``: one plan for all layers, a folder that loads alone, and what it says it cost."""
+"""``format="deepseek"``: one size and one list of channels for all layers, a stock folder, and its reported loss."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_it_loads_where_headwise_cannot_be_imported(
     add = deepseek.add_deepseek
 
     def looking(writer: FolderWriter, checkpoint: Any, *args: Any) -> None:
-        own.append(logits(checkpoint.path, ids))  # of headwise's own format, which does not stay
+        own.append(logits(checkpoint.path, ids))  # the folder in headwise's own format, which is removed
         add(writer, checkpoint, *args)
 
     monkeypatch.setattr(formats, "add_deepseek", looking)
@@ -95,7 +95,7 @@ torch.save([type(model).__name__, model(ids).logits.detach(), made], {str(tmp_pa
     assert name == "DeepseekV3ForCausalLM"
     assert made.shape == (2, 56)
     assert float((said - own[0]).abs().max()) < 1e-3
-    assert float((said - logits(source, ids)).abs().max()) > 0.1  # and it is lossy
+    assert float((said - logits(source, ids)).abs().max()) > 0.1  # and the conversion is lossy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "said.pt", "source", "text.txt"]
 
 
@@ -133,8 +133,8 @@ def test_the_difference_of_logits_is_the_models_own(tmp_path: Path, ids: torch.T
     assert found == pytest.approx(float((one - other).abs().max()), rel=1e-4)
 
 
-def test_one_layers_plan_is_its_own(text: Path, tmp_path: Path) -> None:
-    """And so it costs nothing beside that."""
+def test_the_channels_of_one_layer_are_its_own(text: Path, tmp_path: Path) -> None:
+    """So sharing channels costs nothing."""
     source = save_tiny(tmp_path / "source", num_hidden_layers=1)
     done = headwise.convert(source, tmp_path / "out", **STOCK, calibrate=text, calibration_tokens=512)
     assert done.stock is not None
@@ -151,8 +151,10 @@ def test_one_layers_plan_is_its_own(text: Path, tmp_path: Path) -> None:
     assert layer.channels == own.nonzero()[:, 0].tolist()
 
 
-def test_a_plan_is_for_what_all_layers_lose_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers that want channels 0 and 1 most, and both 2 nearly as much."""
+def test_shared_channels_are_chosen_by_what_all_layers_lose_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer loses most without channel 0, one without 1, and both nearly as much without 2."""
     plan = plan_of(save_tiny(tmp_path / "source"))
     layers = tuple(replace(layer, qk_rope_head_dim=2) for layer in plan.after.layers)  # type: ignore[type-var]
     plan = replace(plan, after=replace(plan.after, layers=layers))
@@ -176,7 +178,7 @@ def test_every_layer_keeps_the_same(text: Path, tmp_path: Path, monkeypatch: pyt
     first, *others = seen[-1]["headwise"]["rope_channels"]
     assert len(first) == 3
     assert all(other == first for other in others)
-    # Alone they would not have.
+    # Chosen layer by layer, the lists differ.
     headwise.convert(
         source, tmp_path / "own", **{**STOCK, "format": "headwise"}, calibrate=text, calibration_tokens=512
     )
@@ -206,11 +208,11 @@ def test_what_it_would_take(text: Path, tmp_path: Path) -> None:
     ("owner", "name", "call"),
     [
         (Activations, "commit", 2),
-        (LayerFiles, "save", 3),  # of the channels
-        (LayerFiles, "save", 5),  # of a layer, with its costs
-        (LayerFiles, "save", 6),  # of the summary
-        (FolderWriter, "_move_into_place", 1),  # of headwise's own format
-        (FolderWriter, "add", 30),  # of a stock tensor
+        (LayerFiles, "save", 3),  # saving the channels
+        (LayerFiles, "save", 5),  # saving a layer with its losses
+        (LayerFiles, "save", 6),  # saving the summary
+        (FolderWriter, "_move_into_place", 1),  # moving the folder in headwise's own format
+        (FolderWriter, "add", 30),  # writing a stock tensor
         (FolderWriter, "_move_into_place", 2),
     ],
 )
@@ -232,7 +234,7 @@ def test_it_goes_on(
         with pytest.raises(StoppedError):
             headwise.convert(source, tmp_path / "out", **options, overwrite=True)
     if (name, call, after) == ("_move_into_place", 2, True):
-        assert (tmp_path / "out/config.json").is_file()  # stopped when all was done but clearing up
+        assert (tmp_path / "out/config.json").is_file()  # stopped when all was done but removing the working folder
     done = headwise.convert(source, tmp_path / "out", **options, overwrite=True)
     assert done.stock == whole.stock
     assert done.calibration_tokens == 512

@@ -1,4 +1,4 @@
-"""Hidden states on disk: what is read is what was committed, whenever the run was killed."""
+"""Hidden states on disk: the last commit is read, whenever the run was killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def embedded(stream: str) -> torch.Tensor:
 
 
 def go_on(store: Activations) -> dict[str, torch.Tensor]:
-    """A run of some layers, from wherever the store is; returns what came of it."""
+    """Run some layers from where the store stands; the final states."""
     if store.layer is None:
         for stream, window in itertools.product(STREAMS, range(N)):
             store.write(stream, window, embedded(stream)[window : window + 1])
@@ -40,7 +40,7 @@ def go_on(store: Activations) -> dict[str, torch.Tensor]:
         for stream, start in itertools.product(STREAMS, range(0, N, 2)):
             stop = min(start + 2, N)
             states = store.read(stream, start, stop)
-            # The streams differ, and so do layers: work done twice, or left out, shows.
+            # The streams differ, and so do layers, so that a layer run twice or left out shows.
             store.write(stream, start, (states * 1.1 + layer + len(stream)).sin())
         store.commit()
     return {stream: store.read(stream, 0, N) for stream in STREAMS}
@@ -78,11 +78,11 @@ def test_a_layer_with_a_window_missing_is_not_committed(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The process is gone: nobody catches this."""
+    """The process is killed: no handler catches this."""
 
 
 def test_a_run_killed_at_any_moment_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file that is opened, renamed or removed is a moment; each time the run is begun anew until it is done."""
+    """The run is killed at every opening, renaming and removal of a file, and started again until it finishes."""
     expected = go_on(opened(tmp_path / "whole"))
     stops = 0
     for moment in itertools.count(1):

@@ -1,4 +1,4 @@
-"""A layer's result is loaded as it was saved, or not at all."""
+"""A saved layer is loaded unchanged, or not at all."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_any_damaged_byte_is_noticed(tmp_path: Path) -> None:
     for at in range(len(whole)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         found = results.load(3)
-        # A byte of the header's own spelling may change nothing of what it says.
+        # A changed byte of the header's spelling may leave its content as it is.
         if found is not None:
             assert found[1] == ABOUT, at
             assert found[0].keys() == tensors.keys(), at

@@ -1,6 +1,6 @@
-"""Ways to convert a layer: headwise's own and those it is compared with, one file each.
+"""Methods to convert a layer: headwise's own, and the baselines it is compared with, one file each.
 
-A file of this room that assigns ``METHOD`` is a method; nothing else lists them.
+A file of this folder that assigns ``METHOD`` is a method; nothing else lists them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = [
 
 @cache
 def all_methods() -> tuple[Method, ...]:
-    """Every method, by name."""
+    """All methods, sorted by name: ``[method.name for method in all_methods()]``."""
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     declared = (module.METHOD for module in modules if hasattr(module, "METHOD"))
     return tuple(sorted(declared, key=lambda method: method.name))
 
 
 def find_method(spelling: str) -> Method:
-    """The method that a user names.
+    """Find the method that a user names, such as ``find_method("transmla:4")``.
 
     Raises:
-        ArgumentError: there is none of that name.
+        ArgumentError: no method has that name.
     """
     selectable = [method for method in all_methods() if method.is_selectable]
     for method in selectable:
@@ -54,11 +54,16 @@ def find_method(spelling: str) -> Method:
 
 
 def choose_method(spelling: str | None, source: ModelSpec, target: ModelSpec) -> Method:
-    """The method a user named, or the default for what a model becomes.
+    """Choose the method that a user named, or the default for the target.
+
+    Args:
+        spelling: the method's name with its parameters; None for the default.
+        source: the source model.
+        target: the converted model.
 
     Raises:
-        ArgumentError: there is no such method, or it does not make that target.
-        SpecError: the method has no step for something in the source.
+        ArgumentError: no method has that name, or it does not make that target.
+        SpecError: the method cannot convert a layer of the source.
     """
     if spelling is None:
         method = next(method for method in all_methods() if method.is_default and method.suits(source, target))
@@ -73,7 +78,7 @@ def choose_method(spelling: str | None, source: ModelSpec, target: ModelSpec) ->
 
 
 def refuse_stages(without: Iterable[str]) -> None:
-    """Refuse to leave out what is no stage.
+    """Refuse names of stages to leave out that are not stages.
 
     Raises:
         ArgumentError: a name is not one of `STAGES`.

@@ -1,4 +1,4 @@
-"""headwise's own merging of key–value heads: those that come to share one are aligned with each other first."""
+"""headwise's own merging of key–value heads: the heads of a group are aligned with each other first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Aligned(MergingMethod):
         """Refuse layers with no place to undo a mixture of heads in.
 
         Raises:
-            SpecError: a layer is one.
+            SpecError: see `refuse_unaligned`.
         """
         for layer in (*source.layers, *source.cross_layers):
             assert isinstance(layer, GroupedSpec)

@@ -1,4 +1,4 @@
-"""What every conversion method declares, and how it is asked to solve one layer."""
+"""`Method`: the declaration of a conversion method, and its call for one layer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from headwise.conversion.solvers.statistics import Statistics
 from headwise.specs import GroupedSpec, LatentSpec, ModelSpec
 
 LONGEST = 2048
-"""Without a text, the longest distance between query and key that is taken to be attended to, in tokens."""
+"""The longest distance between query and key that counts without a text, in tokens."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of one layer beside its weights.
+    """Measurements of one layer on a text.
 
     Attributes:
         statistics: means over a text; None where no text was read.
-        sensitivity: ``[E, E]`` float64, the cost of an error of the layer's output; None for the same cost in every
+        sensitivity: ``[E, E]`` float64, the cost of an error of the layer's output; None for equal cost in every
             direction.
     """
 
@@ -33,15 +33,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class LayerTarget:
-    """What one layer becomes.
+    """The target of one layer.
 
     Attributes:
-        spec: the converted layer.
+        spec: the converted layer's spec.
         key_weight: for MLA, the cost of an error of the keys relative to one of the values.
         rotary_channels: for MLA, bool ``[F, K]``, the channels that keep their rotation; when None, the layer keeps
-            those that it needs most.
+            those that lose most without it.
         mixes_heads: for MLA, whether key heads are mixed into rotary channels (the stage ``channels``).
-        longest: without a text, the longest distance that counts, in tokens.
+        longest: the longest distance that counts without a text, in tokens.
     """
 
     spec: GroupedSpec | LatentSpec
@@ -52,22 +52,24 @@ class LayerTarget:
 
 
 class Method(ABC):
-    """A way to make a layer's new attention. A subclass is one file of this room, which assigns ``METHOD``.
+    """A method to convert a layer's attention. A subclass is one file of this folder, which assigns ``METHOD``.
+
+    For example ``convert(source, output, to="mqa", method="mean")`` uses the method whose name is ``mean``.
 
     Attributes:
-        name: what a user writes after ``--method``.
-        label: what tables call it.
+        name: the name that users give after ``--method``.
+        label: the name in tables.
         usage: every spelling of the name, for help and error messages; the name alone when empty.
-        targets: the mechanisms it makes: ``mha``, ``gqa``, ``mqa``, ``mla``.
-        stages: the `STAGES` it has.
-        variants: the spellings that a comparison of methods tries, the best of which is shown; the name alone when
+        targets: the mechanisms that it converts to: ``mha``, ``gqa``, ``mqa``, ``mla``.
+        stages: those of `STAGES` that it has.
+        variants: the spellings that a comparison of methods tries, of which the best is shown; the name alone when
             empty.
-        is_default: whether it is chosen where the user names none.
+        is_default: whether it is chosen where the user names no method.
         is_selectable: whether a user can name it.
-        uses_text: whether a text, or statistics of one, can make its result better.
-        needs_text: whether it is refused without.
-        is_cheap: whether a layer is made as fast as it is read, so that keeping it for a later run saves nothing.
-        shares_channels: whether all layers can be given the same rotary channels, as some folder formats need.
+        uses_text: whether a text, or statistics of one, can improve its result.
+        needs_text: whether it is refused without a text or statistics.
+        is_cheap: whether a layer is solved as fast as it is read, so that saving it for a later run gains nothing.
+        shares_channels: whether all layers can have one list of rotary channels, as some folder formats need.
     """
 
     name: ClassVar[str]
@@ -94,47 +96,47 @@ class Method(ABC):
         return self.label
 
     def parsed(self, spelling: str) -> Self | None:
-        """The method that a user's spelling names, or None where it is another's."""
+        """The method that a user's spelling names; None if the spelling is another method's."""
         return self if spelling == self.name else None
 
     def suits(self, source: ModelSpec, target: ModelSpec) -> bool:
-        """Whether the method makes ``target`` of ``source``."""
+        """Whether the method converts ``source`` to ``target``."""
         return target.mechanism in self.targets
 
-    def check(self, source: ModelSpec) -> None:  # noqa: B027  (most have a step for every model)
-        """Refuse a model that the method has no step for.
+    def check(self, source: ModelSpec) -> None:  # noqa: B027  (most methods convert every model)
+        """Refuse a model that the method cannot convert.
 
         Raises:
-            HeadwiseError: the model is one.
+            HeadwiseError: the model has such a layer.
         """
 
     def is_exact(self, source: ModelSpec, target: ModelSpec) -> bool:
-        """Whether the result computes what the source does, beyond rounding."""
+        """Whether the result computes what the source computes, apart from rounding."""
         return False
 
     @abstractmethod
     def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
-        """One layer's new attention.
+        """Convert one layer's attention.
 
         Args:
-            source: the layer as it is, in the dtype it is stored in.
-            target: what it becomes.
-            evidence: what is known of it beside its weights.
+            source: the source layer, in the dtype it is stored in.
+            target: the converted layer's spec and settings.
+            evidence: the layer's measurements on a text, if there is one.
         """
 
 
 class MergingMethod(Method):
-    """A method by which several key–value heads come to share one."""
+    """A method that merges several key–value heads into one."""
 
     targets = frozenset({"gqa", "mqa"})
 
     def suits(self, source: ModelSpec, target: ModelSpec) -> bool:
-        """There are fewer key–value heads afterwards."""
+        """Whether the target has fewer key–value heads."""
         return super().suits(source, target) and kv_heads(target) < kv_heads(source)
 
 
 def kv_heads(model: ModelSpec) -> int:
-    """The key–value heads of a model's first layer."""
+    """The number of key–value heads of a model's first layer."""
     layer = model.layers[0]
     assert isinstance(layer, GroupedSpec)
     return layer.num_kv_heads

@@ -1,4 +1,4 @@
-"""As many key–value heads as before: the layer stays as it is."""
+"""Copy a layer whose number of key–value heads does not change."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from headwise.specs import ModelSpec
 
 
 class Copy(Repeat):
-    """Heads repeated once."""
+    """`Repeat`, once for each head."""
 
     name = "copy"
     label = "copied heads"
 
     def suits(self, source: ModelSpec, target: ModelSpec) -> bool:
-        """The number of key–value heads does not change."""
+        """Whether the target has as many key–value heads as the source."""
         return target.mechanism in self.targets and kv_heads(target) == kv_heads(source)
 
 

@@ -1,4 +1,4 @@
-"""Fewer key–value heads by keeping the first of those that come to share one.
+"""Reduce key–value heads by keeping the first head of each group.
 
 The GQA paper's second choice (Ainslie et al. 2023, figure 4), behind mean pooling and ahead of a random head.
 """
@@ -31,12 +31,17 @@ class FirstHead(MergingMethod):
 
 
 def first_head(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:
-    """A layer with fewer key–value heads: of those that come to share one, the first stays.
+    """Reduce a layer's key–value heads to the first head of each group of neighbours.
+
+    For example ``first_head(state, source, as_grouped(source, 1))`` keeps the first head alone.
 
     Args:
         state: the layer's tensors by its own names.
-        source: what they are.
-        target: the same layer with a divisor of the key–value heads.
+        source: the layer's spec.
+        target: the layer's spec with fewer key–value heads, a divisor of the source's.
+
+    Returns:
+        The converted layer's tensors, in the dtype of ``state``.
     """
     step = source.num_kv_heads // target.num_kv_heads
     out = dict(state)

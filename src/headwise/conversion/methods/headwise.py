@@ -1,4 +1,4 @@
-"""headwise's own conversion to MLA: rotation concentrated in few channels, one latent in the metric of the loss."""
+"""headwise's own conversion to MLA: rotary energy in few channels, and a latent in the metric of the loss."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Headwise(Method):
     shares_channels = True
 
     def is_exact(self, source: ModelSpec, target: ModelSpec) -> bool:
-        """Every rotary channel is kept, and the latent is as wide as all the rest."""
+        """Whether every layer keeps all rotary channels, and its latent is as wide as all the rest."""
         before, after = ((*model.layers, *model.cross_layers) for model in (source, target))
         return all(
-            _is_whole(old, new)
+            _is_lossless(old, new)
             for old, new in zip(before, after, strict=True)
             if isinstance(old, GroupedSpec) and isinstance(new, LatentSpec)
         )
@@ -48,9 +48,9 @@ class Headwise(Method):
         return Layer(target.spec, state, channels)
 
 
-def _is_whole(old: GroupedSpec, new: LatentSpec) -> bool:
+def _is_lossless(old: GroupedSpec, new: LatentSpec) -> bool:
     content = old.num_kv_heads * (old.head_dim + old.value_dim) - rotary_width(old)
-    # The content is a linear map of E inputs and a constant, however many numbers it has.
+    # However wide the content, it is a linear map of E inputs and a constant.
     inputs = old.hidden_size + ("kv_a_proj_with_mqa" in new.bias)
     return new.qk_rope_head_dim == rotary_width(old) and new.kv_lora_rank >= min(content, inputs)
 

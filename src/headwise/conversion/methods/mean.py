@@ -1,4 +1,4 @@
-"""Fewer key–value heads by mean pooling, the GQA paper's way (Ainslie et al. 2023, section 2.1)."""
+"""Reduce key–value heads by mean pooling, as the GQA paper does (Ainslie et al. 2023, section 2.1)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Mean(MergingMethod):
 
 
 def mean_heads(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:
-    """A layer with fewer key–value heads, each the mean of neighbours, biases included."""
+    """Reduce a layer's key–value heads to the means of neighbours, biases included."""
     out = dict(state)
     for name in head_tensors(state, source):
         size = source.num_kv_heads // target.num_kv_heads

@@ -1,4 +1,4 @@
-"""MHA2MLA (Ji et al. 2025, arXiv:2502.14837) with its joint SVD, before any training: a baseline for MLA."""
+"""MHA2MLA (Ji et al. 2025, arXiv:2502.14837) with its joint SVD, without training: a baseline for MLA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Mha2Mla(Method):
         """Refuse layers that do not rotate all of their heads' dims.
 
         Raises:
-            ArgumentError: a layer is one.
+            ArgumentError: a layer has dims without rotation.
         """
         refuse_partial_rotation(source, self.spelling)
 
@@ -52,27 +52,29 @@ def mha2mla(
     *,
     moments: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """An MLA layer by MHA2MLA.
+    """Convert one layer to MLA by MHA2MLA.
 
-    Each key head keeps the rotation of its pairs with the largest ``‖q‖·‖k‖`` (the best of the paper's rankings), the
-    same number for every head (where P does not divide by 2·K, the last go to the heads that rank them highest). The
-    rest and the values get the truncated SVD of their stacked weights.
+    Each key head keeps the rotation of its pairs with the largest ``‖q‖·‖k‖`` (the best of the paper's orders),
+    equally many in every head; if P is no multiple of 2·K, the remaining pairs are the best of the heads' next ones.
+    The other pairs and the values are decoded from the truncated SVD of their stacked weights.
+
+    For example ``mha2mla(state, source, as_latent(source, 96, 32))`` converts a layer by its weights alone.
 
     Args:
         state: the layer's tensors by its own names (``q_proj.weight`` …).
-        source: what they are.
-        target: what to make; from `headwise.specs.as_latent`.
-        moments: ``[E, E]`` or ``[E + 1, E + 1]``, E[x xᵀ]: norms are then those of queries and keys on real text,
-            as the paper takes them; those of the weights when None. The SVD looks at weights in any case.
+        source: the layer's spec.
+        target: the MLA layer's spec, from `headwise.specs.as_latent`.
+        moments: ``[E, E]`` or ``[E + 1, E + 1]``, E[x xᵀ]: norms are then those of queries and keys on a text, as in
+            the paper; those of the weights when None. The SVD is of weights in any case.
 
     Returns:
-        Tensors by the MLA layer's names, and the model frequency of each rotary pair.
+        The MLA layer's tensors by its own names, float64, and the model frequency of each rotary pair.
     """
     w_q, w_k, _ = projections(state, target)
     K, F, pairs = source.num_kv_heads, source.head_dim // 2, target.qk_rope_head_dim // 2
     gram = input_gram(moments, w_k)
     queries, keys = (_pair_norms(rows, source, gram) for rows in (w_q, w_k))  # [H, F], [K, F]
-    score = keys * queries.view(K, -1, F).sum(1)
+    score = keys * queries.view(K, -1, F).sum(1)  # [K, F]
     identity = torch.eye(K * F, dtype=torch.float64).view(K * F, K, F)
     channels = OrthogonalChannels(identity, share_out(score, pairs).flatten(), torch.arange(F).repeat(K))
     return latent_layer(state, source, target, channels, torch.eye(w_k.shape[1], dtype=torch.float64), balance=False)
@@ -80,7 +82,7 @@ def mha2mla(
 
 def _pair_norms(weight: Tensor, source: GroupedSpec, gram: Tensor) -> Tensor:
     """The root mean square of each rotated pair, ``[heads, F]``."""
-    pairs = rotated_pairs(weight, source)
+    pairs = rotated_pairs(weight, source)  # [heads, F, E']
     return ((pairs @ gram.to(pairs.dtype)) * pairs.conj()).sum(-1).real.clamp_min(0).sqrt()
 
 

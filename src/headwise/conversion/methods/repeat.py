@@ -1,4 +1,4 @@
-"""More key–value heads: each is repeated for the query heads that read it. No logit changes."""
+"""Increase key–value heads by repeating each for the query heads that read it. No logit changes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Repeat(Method):
     is_cheap = True
 
     def suits(self, source: ModelSpec, target: ModelSpec) -> bool:
-        """There are more key–value heads afterwards."""
+        """Whether the target has more key–value heads."""
         return super().suits(source, target) and kv_heads(target) > kv_heads(source)
 
     def is_exact(self, source: ModelSpec, target: ModelSpec) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
@@ -38,7 +38,7 @@ class Repeat(Method):
 
 
 def repeat_heads(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:
-    """A layer with a multiple of its key–value heads, equal ones side by side; bit for bit the source's numbers."""
+    """Repeat a layer's key–value heads, equal heads side by side; the numbers are the source's, bit for bit."""
     times = target.num_kv_heads // source.num_kv_heads
     out = dict(state)
     for name in head_tensors(state, source):

@@ -1,4 +1,4 @@
-"""TransMLA (Meng et al. 2025, arXiv:2502.07864), a baseline for MLA: RoRoPE, FreqFold, balanced PCA."""
+"""TransMLA (Meng et al. 2025, arXiv:2502.07864): RoRoPE, FreqFold and balanced PCA, a baseline for MLA."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TransMla(Method):
     """See `transmla`.
 
     Attributes:
-        freqfold: neighbouring frequencies that are treated as one.
-        spelled: as the user wrote it, with the fold or without.
+        freqfold: the number of neighbouring frequencies that are treated as one.
+        spelled: the spelling that the user gave, with the fold or without.
     """
 
     freqfold: int = 1
@@ -48,16 +48,16 @@ class TransMla(Method):
 
     @property
     def spelling(self) -> str:
-        """The name, and the fold where the user gave one."""
+        """The name, with the fold if the user gave one."""
         return self.spelled
 
     @property
     def title(self) -> str:
-        """The label and the fold."""
+        """The label with the fold."""
         return f"{self.label} (fold {self.freqfold})"
 
     def parsed(self, spelling: str) -> Self | None:
-        """``transmla`` or ``transmla:F``."""
+        """The method that ``transmla`` or ``transmla:F`` names; None for another spelling."""
         match = re.fullmatch(r"transmla(?::([0-9]{1,4}))?", spelling)
         return None if match is None else type(self)(freqfold=int(match[1] or 1), spelled=spelling)
 
@@ -65,7 +65,7 @@ class TransMla(Method):
         """Refuse layers that do not rotate all of their heads' dims, or whose frequencies the fold does not divide.
 
         Raises:
-            ArgumentError: a layer is one.
+            ArgumentError: the model has such a layer.
         """
         refuse_partial_rotation(source, self.spelling)
         for layer in (*source.layers, *source.cross_layers):
@@ -91,19 +91,21 @@ def transmla(
     moments: Tensor,
     freqfold: int = 1,
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """An MLA layer by TransMLA.
+    """Convert one layer to MLA by TransMLA.
+
+    For example ``transmla(state, source, as_latent(source, 96, 32), moments=moments, freqfold=4)``.
 
     Args:
         state: the layer's tensors by its own names.
-        source: what they are.
-        target: what to make; from `headwise.specs.as_latent`.
-        moments: ``[E, E]`` or ``[E + 1, E + 1]``, E[x xᵀ]: keys and values are linear in x, so their PCA on real
-            text follows from it.
-        freqfold: how many neighbouring frequencies are treated as one. The authors take the best of several by
-            perplexity.
+        source: the layer's spec.
+        target: the MLA layer's spec, from `headwise.specs.as_latent`.
+        moments: ``[E, E]`` or ``[E + 1, E + 1]``, E[x xᵀ] on a text: keys and values are linear in x, so that their
+            PCA follows from it.
+        freqfold: the number of neighbouring frequencies that are treated as one. The authors report the best of
+            several by perplexity.
 
     Returns:
-        Tensors by the MLA layer's names, and the model frequency of each rotary pair.
+        The MLA layer's tensors by its own names, float64, and the model frequency of each rotary pair.
 
     Raises:
         ArgumentError: ``freqfold`` does not divide a head's frequencies.
@@ -115,19 +117,18 @@ def transmla(
 
 
 def rotate_rope(keys: Tensor, gram: Tensor, pairs: int, *, freqfold: int = 1) -> OrthogonalChannels:
-    """RoRoPE with FreqFold: per fold of frequencies, PCA across heads of real and imaginary parts alike.
+    """RoRoPE with FreqFold: in each fold of frequencies, a PCA across heads of real and imaginary parts together.
 
-    One real orthogonal matrix for both parts commutes with a rotation of all of them by one angle. With
-    ``freqfold`` 1 the angle is one and scores do not change; a fold of more holds its frequencies to be one, and
-    concentrates better. Every fold keeps as many of its principal components as every other (what does not
-    divide goes where the next component is largest); the n of a fold turn at n of its frequencies, evenly spaced
-    from the highest.
+    One real orthogonal matrix for both parts commutes with a rotation of all of them by one angle. With ``freqfold``
+    1 there is one angle, and scores do not change; a larger fold treats its frequencies as equal, and concentrates
+    better. Every fold keeps equally many of its principal components (a remainder goes where the next component is
+    largest); the n components of a fold rotate at n of its frequencies, evenly spaced from the highest.
 
     Args:
         keys: ``[K, F, E']`` complex.
-        gram: ``[E', E']``.
-        pairs: P/2, channels that stay rotated.
-        freqfold: frequencies to a fold.
+        gram: ``[E', E']``, the second moments of the inputs.
+        pairs: P/2, the number of channels that stay rotated.
+        freqfold: the number of frequencies in a fold.
 
     Raises:
         ArgumentError: ``freqfold`` does not divide F.
@@ -135,19 +136,19 @@ def rotate_rope(keys: Tensor, gram: Tensor, pairs: int, *, freqfold: int = 1) ->
     K, F, _ = keys.shape
     _refuse_fold(freqfold, F)
     folds, width = F // freqfold, K * freqfold
-    z = keys.view(K, folds, freqfold, -1).transpose(0, 1).flatten(1, 2)
+    z = keys.view(K, folds, freqfold, -1).transpose(0, 1).flatten(1, 2)  # [folds, width, E']
     # E[Re z Re zᵀ + Im z Im zᵀ]: both parts are samples of one distribution.
-    covariance = (z @ gram.to(z.dtype) @ z.mH).real
+    covariance = (z @ gram.to(z.dtype) @ z.mH).real  # [folds, width, width]
     energy, vectors = torch.linalg.eigh(covariance)
     energy, components = energy.flip(-1), vectors.mT.flip(1)
-    kept = share_out(energy, pairs)
+    mask = share_out(energy, pairs)  # [folds, width]
 
     fold = torch.arange(folds)
     matrix = torch.zeros(folds, width, K, folds, freqfold, dtype=torch.float64)
     matrix[fold, :, :, fold] = components.reshape(folds, width, K, freqfold)
-    place = torch.arange(width) * freqfold // kept.sum(1, keepdim=True).clamp_min(1)
-    frequency = fold[:, None] * freqfold + place.clamp_max(freqfold - 1)
-    return OrthogonalChannels(matrix.view(K * F, K, F), kept.flatten(), frequency.flatten())
+    offset = torch.arange(width) * freqfold // mask.sum(1, keepdim=True).clamp_min(1)
+    frequency = fold[:, None] * freqfold + offset.clamp_max(freqfold - 1)
+    return OrthogonalChannels(matrix.view(K * F, K, F), mask.flatten(), frequency.flatten())
 
 
 def _refuse_fold(freqfold: int, frequencies: int) -> None:

@@ -1,1 +1,1 @@
-"""What a conversion writes: folder formats and the model card."""
+"""The output of a conversion: the folder's layout, its formats, and the model card."""

@@ -1,4 +1,4 @@
-"""The model card of a converted folder: what it came from, what was done to it and what that did."""
+"""The model card of a converted folder: its source, its conversion, and the measured loss."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from headwise.specs import HOSTED_PREFIX, AttentionSpec, ModelSpec, read_config
 from headwise.specs.sources import BUNDLED
 
 Layout = Literal["stock", "headwise", "deepseek"]
+"""The owner of the classes that load a folder."""
 
 _LICENSE = ("license", "license_name", "license_link")
 _BUNDLED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -27,28 +28,28 @@ _BUNDLED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What a model card tells.
+    """The content of a model card.
 
     Attributes:
-        name: the model's, such as its folder's.
-        source: what it was converted from, as the user named it.
-        before: what that is.
-        after: what it became.
-        dtype: of the weights and of the caches that are compared.
-        layout: whose classes run the folder.
-        method: how the layers were made.
-        stages: the method's steps that were done, in order.
-        calibration: the texts it was calibrated on.
-        calibration_tokens: how many tokens of them; 0 for none.
-        calibration_window: tokens in each window of them.
-        evaluation: an `Evaluation` as a dict, or None where nothing was measured.
-        base_model: the source's name on the hub, when known (`base_model_of`).
-        license: the source's, as its card names it (`source_license`).
-        versions: of what did it, by name.
-        auto_class: of transformers, that loads it.
-        parameters: learned numbers before and after.
-        seconds: that the conversion took; None leaves them out.
-        notes: what else a user should know.
+        name: the model's name.
+        source: the source, as the user named it.
+        before: the source's spec.
+        after: the converted model's spec.
+        dtype: the dtype of the weights and of the compared caches.
+        layout: the owner of the classes that load the folder.
+        method: the method that converted the layers.
+        stages: the stages that were carried out, in order.
+        calibration: the calibration texts.
+        calibration_tokens: the number of calibration tokens; 0 without a text.
+        calibration_window: tokens in each calibration window.
+        evaluation: an `Evaluation` as a dict; None if the result was not evaluated.
+        base_model: the source's name on the hub, if it has one (`base_model_of`).
+        license: the licence that the source's card names (`source_license`).
+        versions: the versions of headwise and its libraries, by name.
+        auto_class: the class of transformers that loads the folder.
+        parameters: the numbers of parameters before and after.
+        seconds: the seconds that the conversion took; None leaves them out.
+        notes: other facts for the user.
     """
 
     name: str
@@ -75,7 +76,8 @@ class CardFacts:
 def model_card(facts: CardFacts) -> str:
     """The text of a converted folder's ``README.md``, with the metadata that the hub reads.
 
-    Nothing of the source's own card is in it but its licence, and no folder of the machine it was made on.
+    Of the source's own card it has the licence alone. Of paths it has the last name alone, so that nothing of the
+    user's machine is in it.
     """
     parts = {
         "": [_introduction(facts)],
@@ -93,11 +95,11 @@ def model_card(facts: CardFacts) -> str:
 
 
 class CalibrationFacts(NamedTuple):
-    """What a model was calibrated on.
+    """The calibration texts of a model.
 
     Attributes:
-        texts: by name.
-        tokens: how many of them; 0 for none.
+        texts: their names.
+        tokens: the number of calibration tokens; 0 without a text.
         window: tokens in each window.
     """
 
@@ -115,14 +117,14 @@ def card_facts(
     calibration: CalibrationFacts,
     notes: Sequence[str],
 ) -> CardFacts:
-    """What there is to tell of a conversion whose folder is written.
+    """The card's content for a conversion whose folder is written, without its evaluation.
 
     Args:
         plan: the conversion.
-        config: of the result.
-        tensors: of the result.
-        source: as the user named it.
-        calibration: what it was calibrated on.
+        config: the result's config.
+        tensors: the result's tensors.
+        source: the source, as the user named it.
+        calibration: the calibration texts.
         notes: see `CardFacts`.
     """
     after, base_model = read_config(config), base_model_of(source)
@@ -149,27 +151,27 @@ def card_facts(
 
 
 def parameters_of(tensors: Mapping[str, TensorInfo]) -> int:
-    """How many learned numbers there are in a folder's tensors."""
+    """The number of parameters in a folder's tensors."""
     return sum(info.numel for info in tensors.values())
 
 
 def source_license(source: Path) -> dict[str, str]:
     """The licence that a model folder's own card names: ``license``, ``license_name``, ``license_link``, if any.
 
-    A link to a file beside that card leads nowhere in another folder, and is left out.
+    A link to a file beside that card is left out: it leads nowhere in another folder.
     """
     try:
-        found = metadata_load(source / "README.md") or {}
-    except Exception:  # no card, no UTF-8, or YAML of any kind that is none
+        metadata = metadata_load(source / "README.md") or {}
+    except Exception:  # no card, or neither UTF-8 nor YAML
         return {}
-    named = {key: found[key] for key in _LICENSE if isinstance(found.get(key), str)}
-    if "://" not in named.get("license_link", ""):
-        named.pop("license_link", None)
-    return named
+    license_fields = {key: metadata[key] for key in _LICENSE if isinstance(metadata.get(key), str)}
+    if "://" not in license_fields.get("license_link", ""):
+        license_fields.pop("license_link", None)
+    return license_fields
 
 
 def base_model_of(source: str | Path) -> str | None:
-    """The hub's name of a source, where what the user typed says it."""
+    """A source's name on the hub, if the user's name for it says so; otherwise None."""
     name = str(source)
     if name.lower() == BUNDLED:
         return _BUNDLED_MODEL
@@ -178,30 +180,30 @@ def base_model_of(source: str | Path) -> str | None:
 
 def _metadata(facts: CardFacts) -> str:
     tags = ["headwise", facts.after.mechanism, "kv-cache", *(["deepseek_v3"] if facts.layout == "deepseek" else [])]
-    kept = {key: value for key, value in facts.license.items() if key in _LICENSE}
-    data = ModelCardData(library_name="transformers", base_model=facts.base_model, tags=tags, **kept)
+    license_fields = {key: value for key, value in facts.license.items() if key in _LICENSE}
+    data = ModelCardData(library_name="transformers", base_model=facts.base_model, tags=tags, **license_fields)
     return f"{data.to_yaml()}\n"
 
 
 def _introduction(facts: CardFacts) -> str:
-    linked = _code(_place(facts.source))
+    source = _code(_place(facts.source))
     if facts.base_model:
-        linked = f"[{_line(facts.base_model)}](https://huggingface.co/{_line(facts.base_model)})"
+        source = f"[{_line(facts.base_model)}](https://huggingface.co/{_line(facts.base_model)})"
     old, new = facts.before.mechanism.upper(), facts.after.mechanism.upper()
-    # The same mechanism may have other sizes.
+    # A conversion can keep the mechanism and change its sizes.
     change = f"from {old} to {new}" if old != new else f"within {new}"
-    return f"{linked} with its attention converted {change} by headwise."
+    return f"{source} with its attention converted {change} by headwise."
 
 
 def _attention(facts: CardFacts) -> list[str]:
     before, after = facts.before, facts.after
     rows = [
-        (kind, at, _label(old), _label(new), f"{layer_cost.cache_values(old)} → {layer_cost.cache_values(new)}")
+        (kind, index, _label(old), _label(new), f"{layer_cost.cache_values(old)} → {layer_cost.cache_values(new)}")
         for kind, olds, news in (
             ("", before.layers, after.layers),
             ("cross ", before.cross_layers, after.cross_layers),
         )
-        for at, (old, new) in enumerate(zip(olds, news, strict=True))
+        for index, (old, new) in enumerate(zip(olds, news, strict=True))
     ]
     table = ["| layers | before | after | numbers cached a token and layer |", "|---|---|---|---|"]
     for (kind, *sizes), run in groupby(rows, key=lambda row: (row[0], *row[2:])):
@@ -218,11 +220,11 @@ def _totals(facts: CardFacts) -> Iterator[str]:
         new = model_cost.cache_bytes_per_token(after, dtype)
         lines.append(f"- cache a token, all layers: {old:,} → {new:,} bytes in {dtype} ({new / old:.1%})")
     else:
-        lines.append("- cache: none, an encoder keeps none")
+        lines.append("- cache: none (an encoder has none)")
     if old := model_cost.source_cache_bytes_per_token(before, dtype):
         new = model_cost.source_cache_bytes_per_token(after, dtype)
         share = f"{new / old:.1%}"
-        lines.append(f"- cache of each of the encoder's outputs: {old:,} → {new:,} bytes in {dtype} ({share})")
+        lines.append(f"- cache of each encoder output: {old:,} → {new:,} bytes in {dtype} ({share})")
     if facts.parameters:
         lines.append(f"- parameters: {facts.parameters[0]:,} → {facts.parameters[1]:,}")
     yield "\n".join(lines)
@@ -233,9 +235,9 @@ def _measured(evaluation: Mapping[str, Any] | None) -> Iterator[str]:
         yield "Not measured."
         return
     rows = ["| text | tokens | perplexity before | after | ratio | KL, nats | top-1 agreement |", "|" + "---|" * 7]
-    whole = {**evaluation, "text": "all"}
+    total = {**evaluation, "text": "all"}
     texts = list(evaluation.get("texts") or ())
-    for score in [*texts, whole] if len(texts) > 1 else texts or [evaluation]:
+    for score in [*texts, total] if len(texts) > 1 else texts or [evaluation]:
         cells = (
             _cell(", ".join(_place(name) for name in str(score["text"]).split(", "))),
             f"{score['tokens']:,}",
@@ -254,7 +256,7 @@ def _measured(evaluation: Mapping[str, Any] | None) -> Iterator[str]:
         place = f"{evaluation.get('device', 'cpu')}, {evaluation.get('threads', 1)} threads"
         context = f"{evaluation['context']} tokens in the cache" if "context" in evaluation else "a cache"
         before = _number(evaluation.get("reference_decode_ms"), ".2f")
-        lines.append(f"- one more token with {context}: {before} → {after:.2f} ms ({place})")
+        lines.append(f"- decoding a token with {context}: {before} → {after:.2f} ms ({place})")
     if lines:
         yield "\n".join(lines)
 
@@ -268,7 +270,7 @@ def _making(facts: CardFacts) -> Iterator[str]:
         windows = f", in windows of {facts.calibration_window}" if facts.calibration_window else ""
         lines.append(f"- calibrated on {facts.calibration_tokens:,} tokens of {texts or 'a text'}{windows}")
     else:
-        lines.append("- calibrated on nothing: the weights alone decided")
+        lines.append("- not calibrated: converted by its weights alone")
     if facts.seconds is not None:
         lines.append(f"- took {facts.seconds:,.0f} s")
     if facts.versions:
@@ -282,27 +284,26 @@ def _loading(facts: CardFacts) -> list[str]:
     code = f"from transformers import {facts.auto_class}\n\n{load}"
     if facts.layout == "headwise":
         words = "With headwise installed, transformers loads it like any model; so does `headwise.load(folder)`."
-        code = f"import headwise.hf  # tells transformers of the model's class\n{code}"
+        code = f"import headwise.hf  # registers the model's class with transformers\n{code}"
     elif facts.layout == "deepseek":
         words = (
-            "A stock `deepseek_v3` model: transformers loads it alone, and caches the latent. With headwise, "
-            "`headwise.optimize(model)` also attends to it without decoding keys and values."
+            "A stock `deepseek_v3` model: transformers loads it without headwise, and caches the latent. "
+            "`headwise.optimize(model)` also attends to the latent without decoding keys and values."
         )
     else:
-        words = f"A stock `{facts.after.model_type}` model: transformers loads it alone."
+        words = f"A stock `{facts.after.model_type}` model: transformers loads it without headwise."
     return [words, f"```python\n{code}\n```"]
 
 
 def _limits(facts: CardFacts) -> Iterator[str]:
     lines = [
-        "- Not trained: no weight was moved by a gradient through the whole model, so some quality is lost wherever "
-        "the cache is smaller than the source needs.",
-        "- Not the original, and not endorsed by those who made it; its licence, uses and limits hold here too.",
-        "- Not tested beyond the table above: other languages, tasks, longer texts and its safety may have suffered "
-        "more."
+        "- Not trained: no gradient through the whole model updated a weight, so some quality is lost wherever the "
+        "cache is smaller than the source needs.",
+        "- Not the original model, and not endorsed by its authors; its licence, uses and limits apply here too.",
+        "- Not tested beyond the table above: other languages, tasks, longer texts and safety may have suffered more."
         if facts.evaluation is not None
-        else "- Not tested: measure it with `headwise evaluate` before it is used.",
-        "- Not a compression of the weights: what got smaller is the cache.",
+        else "- Not tested: measure it with `headwise evaluate` before you use it.",
+        "- Not a compression of the weights: the cache is smaller, not the model.",
     ]
     if facts.layout == "headwise":
         lines.append("- Not for tools that do not know headwise, such as vLLM or llama.cpp.")
@@ -315,7 +316,7 @@ def _label(spec: AttentionSpec) -> str:
 
 
 def _place(source: str | Path) -> str:
-    """A source without the folders it lies in: they are the maker's, and nobody else's business."""
+    """A source's name without its folders, which are private to the user's machine."""
     name = str(source)
     return name if "://" in name or "/" not in name.replace("\\", "/") else Path(name.replace("\\", "/")).name
 
@@ -325,7 +326,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Text that begins nothing in Markdown but a word: one line, no HTML, no link."""
+    """Text as one line of plain Markdown: no HTML, no link, no heading."""
     return re.sub(r"([\\`*<>\[\]|])", r"\\\1", " ".join(text.split()))
 
 

@@ -1,11 +1,12 @@
-"""A converted MLA model as stock transformers' ``deepseek_v3``: a folder that loads where there is no headwise.
+"""Export a converted MLA model as transformers' stock ``deepseek_v3``: a folder that loads without headwise.
 
-That model always passes a latent through an RMSNorm, which ours do not have, and its decoders carry no bias. One more
-channel of the latent, a constant b far above the rest, settles both: the root mean square is then ``b / sqrt(R')``
-whatever the rest is, the norm's weight undoes it, and decoder biases are the constant's column.
+``deepseek_v3`` passes every latent through an RMSNorm, which headwise's layers do not have, and its decoders have no
+bias. One more channel of the latent, a constant b far above the others, solves both: the root mean square is then
+``b / sqrt(R')`` whatever the other channels are, the norm's weight undoes it, and decoder biases are the constant's
+column.
 
-What an RMSNorm gives is at most ``gain · sqrt(E)`` long, so that b can be chosen from weights alone: the latent is at
-most ``|c|``, and what the norm changes is below ``|c|² / 2b²`` of it.
+The output of an RMSNorm is at most ``gain · sqrt(E)`` long, so that b follows from weights alone: the latent c is at
+most ``|c|`` long, and the norm changes it by a share of less than ``|c|² / 2b²``.
 
 Shapes: E hidden, R a layer's latent rank, R' the folder's, P rotary dims, H heads, N content dims, V value dim.
 """
@@ -27,7 +28,7 @@ from headwise.progress import Progress, silent
 from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, read_config
 
 BLOCKS = ("llama", "mistral", "qwen2")
-"""Families that are deepseek_v3's dense layers in everything but the attention, tensor names included."""
+"""Families whose layers equal deepseek_v3's dense layers, tensor names included, except for the attention."""
 
 _MODEL = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
@@ -36,21 +37,28 @@ _MODEL = (
 )  # fmt: skip
 _ATTENTION = "model.layers.{layer}.self_attn."
 _INPUT_NORM = "model.layers.{layer}.input_layernorm.weight"
-_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
-_HEADROOM = {torch.float16: 8.0}
+_NORM_EPS = 1e-6
+"""The epsilon of the latents' norms, which does not follow ``rms_norm_eps``."""
+
 _WIDE_HEADROOM = 1024.0
-"""How far the constant is above the longest latent: worst change 5e-7. float16 would lose the rest to underflow."""
+"""The ratio of the constant to the longest latent: the norm changes latents by at most 5e-7."""
+
+_HEADROOM = {torch.float16: 8.0}
+"""The ratio in dtypes of a smaller range, in which other channels would underflow beside a larger constant."""
 
 
 def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The ``config.json`` of a converted model as ``deepseek_v3``.
 
+    For example ``deepseek_config(json.loads(Path("smollm2-half/config.json").read_text()))``.
+
     Args:
-        config: of a folder in headwise's own format: ``model_type`` ``headwise_llama`` …, ``headwise`` and ``dtype``.
+        config: the config of a folder in headwise's own format: ``model_type`` ``headwise_llama`` …, ``headwise`` and
+            ``dtype``.
 
     Raises:
-        ArgumentError: the layers differ in what deepseek_v3 has once for all of them.
-        SpecError: it is no such folder, or its family has something that deepseek_v3 has not.
+        ArgumentError: the layers differ in a setting that deepseek_v3 has once for all of them.
+        SpecError: the folder is in another format, or its family has something that deepseek_v3 does not have.
     """
     family = str(config["model_type"]).removeprefix(HOSTED_PREFIX)
     if family == config["model_type"]:
@@ -71,7 +79,7 @@ def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
         **{name: full[name] for name in _MODEL if name in full},
         "num_key_value_heads": first.num_heads,
         "kv_lora_rank": max(layer.kv_lora_rank for layer in latents) + 1,
-        # Its plain query projection has no bias; behind a query latent as wide as the input, a bias has a place.
+        # A plain query projection has no bias; a query latent as wide as the input makes room for one.
         "q_lora_rank": first.hidden_size + 1 if any("q_proj" in layer.bias for layer in latents) else None,
         "qk_nope_head_dim": first.qk_nope_head_dim,
         "qk_rope_head_dim": first.qk_rope_head_dim,
@@ -81,7 +89,7 @@ def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_parameters": _rope_parameters(source, channels[0], full["max_position_embeddings"]),
         "first_k_dense_replace": len(layers),
         "num_nextn_predict_layers": 0,
-        # Of experts there are none; readers of the format ask for the numbers all the same.
+        # There are no experts, but readers of the format expect these numbers.
         "moe_intermediate_size": full["intermediate_size"],
         "n_routed_experts": 1,
         "n_shared_experts": 1,
@@ -93,28 +101,34 @@ def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_plan(layers: Sequence[AttentionSpec], channels: Sequence[Sequence[int]]) -> LatentSpec:
-    """The first layer of a plan that deepseek_v3 can hold: all sizes but the latent rank, and the channels, alike.
+    """Check that layers have one list of channels, and equal sizes but for the latent's, as deepseek_v3 needs.
+
+    For example ``one_plan(model.layers, config["headwise"]["rope_channels"])``.
 
     Args:
-        layers: every layer's spec.
-        channels: the model's frequency of each rotary pair of each layer.
+        layers: the spec of each layer.
+        channels: the model frequency of each rotary pair of each layer.
+
+    Returns:
+        The first layer's spec.
 
     Raises:
-        ArgumentError: a layer differs from the first in one of them.
-        SpecError: a layer is not MLA, or is of a kind that deepseek_v3 is not.
+        ArgumentError: a layer's sizes or channels differ from the first's.
+        SpecError: a layer is not MLA, or of a kind that deepseek_v3 does not have.
     """
     first, *_ = layers
-    for index, (layer, own) in enumerate(zip(layers, channels, strict=True)):
+    for index, (layer, layer_channels) in enumerate(zip(layers, channels, strict=True)):
         if not isinstance(layer, LatentSpec) or layer.latent_norm or layer.q_lora_rank is not None:
             raise SpecError("attention", layer.label, "must be MLA as convert makes it to become deepseek_v3's")
         if layer.sliding_window is not None:
             raise SpecError("sliding_window", layer.sliding_window, "deepseek_v3 has none")
         for name in ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if (value := getattr(layer, name)) != (one := getattr(first, name)):
-                raise ArgumentError(f"{name} of layer {index}", value, f"must be {one}, layer 0's, for deepseek_v3")
-        if list(own) != list(channels[0]):
+            if (value := getattr(layer, name)) != (common := getattr(first, name)):
+                rule = f"must be {common}, layer 0's, for deepseek_v3"
+                raise ArgumentError(f"{name} of layer {index}", value, rule)
+        if list(layer_channels) != list(channels[0]):
             rule = "must be layer 0's, in its order: deepseek_v3 has one list of frequencies for all layers"
-            raise ArgumentError(f"rope_channels of layer {index}", list(own), rule)
+            raise ArgumentError(f"rope_channels of layer {index}", list(layer_channels), rule)
     assert isinstance(first, LatentSpec)
     return first
 
@@ -122,21 +136,26 @@ def one_plan(layers: Sequence[AttentionSpec], channels: Sequence[Sequence[int]])
 def deepseek_layer(
     state: Mapping[str, Tensor], spec: LatentSpec, config: Mapping[str, Any], input_norm: Tensor
 ) -> dict[str, Tensor]:
-    """One layer's attention under deepseek_v3's own names, in the config's dtype.
+    """One layer's attention with deepseek_v3's names, in the config's dtype.
+
+    For example ``deepseek_layer(state, spec, deepseek_config(config), input_norm)``.
 
     Args:
-        state: its tensors by the names of headwise's format; any dtype.
-        spec: what they are.
+        state: the layer's tensors by the names of headwise's format; any dtype.
+        spec: the layer's spec.
         config: from `deepseek_config`.
-        input_norm: ``[E]``, the weight of the RMSNorm before the layer; it bounds what the layer can be given.
+        input_norm: ``[E]``, the weight of the RMSNorm before the layer, which bounds the layer's inputs.
+
+    Returns:
+        The layer's tensors by deepseek_v3's names within a layer's attention.
     """
     dtype = as_dtype(config["dtype"])
     wide = {name: tensor.double() for name, tensor in state.items()}
     gain = input_norm.double().abs()
     R, E = spec.kv_lora_rank, spec.hidden_size
-    down = wide["kv_a_proj_with_mqa.weight"]
+    down = wide["kv_a_proj_with_mqa.weight"]  # [R + P, E]
     bias = wide.get("kv_a_proj_with_mqa.bias", down.new_zeros(len(down)))
-    latent = _behind_a_norm(
+    latent = _add_norm(
         _Pair(down[:R], bias[:R], wide["kv_b_proj.weight"], wide.get("kv_b_proj.bias")),
         config["kv_lora_rank"],
         gain,
@@ -150,7 +169,7 @@ def deepseek_layer(
         "o_proj.weight": wide["o_proj.weight"],
         "o_proj.bias": wide.get("o_proj.bias", down.new_zeros(E)),
     }
-    # Its softmax scale is the plain one.
+    # deepseek_v3 has the plain softmax scale: another one goes into the queries.
     scale = 1.0 if spec.softmax_scale is None else spec.softmax_scale * spec.qk_head_dim**0.5
     query, query_bias = wide["q_proj.weight"] * scale, wide.get("q_proj.bias")
     if config["q_lora_rank"] is None:
@@ -159,9 +178,9 @@ def deepseek_layer(
     else:
         inputs = torch.eye(E, dtype=torch.float64)
         pair = _Pair(inputs, inputs.new_zeros(E), query, None if query_bias is None else query_bias * scale)
-        normed = _behind_a_norm(pair, config["q_lora_rank"], gain, dtype)
-        out["q_a_proj.weight"], out["q_a_proj.bias"] = normed.down, normed.down_bias
-        out["q_a_layernorm.weight"], out["q_b_proj.weight"] = normed.norm, normed.up
+        query_latent = _add_norm(pair, config["q_lora_rank"], gain, dtype)
+        out["q_a_proj.weight"], out["q_a_proj.bias"] = query_latent.down, query_latent.down_bias
+        out["q_a_layernorm.weight"], out["q_b_proj.weight"] = query_latent.norm, query_latent.up
     return {name: tensor.to(dtype) for name, tensor in out.items()}
 
 
@@ -170,15 +189,17 @@ def export_deepseek(
 ) -> None:
     """Write a folder in headwise's own MLA format as a stock ``deepseek_v3`` folder, one layer in memory at a time.
 
+    For example ``export_deepseek("./smollm2-mla", "./smollm2-stock")``.
+
     Args:
-        source: the folder that `headwise.convert` wrote.
+        source: a folder that `headwise.convert` wrote.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
         overwrite: replace a model folder at ``output``.
         progress: told of each layer.
 
     Raises:
-        ArgumentError: the output is taken, or the layers differ in what deepseek_v3 has once for all.
-        SpecError: the source is of a family or plan that deepseek_v3 cannot hold.
+        ArgumentError: the output exists, or the layers differ in a setting that deepseek_v3 has once for all.
+        SpecError: deepseek_v3 cannot hold the source's family or layers.
         CheckpointError: the source cannot be read, or the output cannot be written.
     """
     check_output(Path(output), overwrite=overwrite)
@@ -196,10 +217,10 @@ def add_deepseek(
     config: Mapping[str, Any],
     progress: Progress = silent,
 ) -> None:
-    """Add all that a stock folder needs and its writer has not, from a folder in headwise's own format.
+    """Add everything that a stock folder lacks, from a folder in headwise's own format.
 
     Args:
-        writer: of the stock folder, whose tensors are those of `config`.
+        writer: the writer of the stock folder, with the tensors of ``config``.
         checkpoint: the folder in headwise's own format.
         config: from `deepseek_config`.
         progress: told of each layer.
@@ -213,23 +234,23 @@ def add_deepseek(
 def _exported(
     checkpoint: Checkpoint, config: Mapping[str, Any], names: Sequence[str], progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder, in its order."""
+    """The named tensors of the stock folder, in order."""
     layers = checkpoint.spec.layers
     owner = {name: index for index in range(len(layers)) for name in names if name.startswith(_prefix(index))}
-    done, made = -1, dict[str, Tensor]()
+    current, tensors = -1, dict[str, Tensor]()
     for name in names:
         if name not in owner:
             yield name, checkpoint.read(name).to(checkpoint.dtype)
             continue
-        if owner[name] != done:
-            done = owner[name]
-            progress("exporting", done, len(layers))
-            prefix, spec = _prefix(done), layers[done]
+        if owner[name] != current:
+            current = owner[name]
+            progress("exporting", current, len(layers))
+            prefix, spec = _prefix(current), layers[current]
             assert isinstance(spec, LatentSpec)
-            stored = [key for key in checkpoint.tensors if key.startswith(prefix)]
-            state = {key.removeprefix(prefix): checkpoint.read(key) for key in stored}
-            made = deepseek_layer(state, spec, config, checkpoint.read(_INPUT_NORM.format(layer=done)))
-        yield name, made[name.removeprefix(_prefix(done))]
+            keys = [key for key in checkpoint.tensors if key.startswith(prefix)]
+            state = {key.removeprefix(prefix): checkpoint.read(key) for key in keys}
+            tensors = deepseek_layer(state, spec, config, checkpoint.read(_INPUT_NORM.format(layer=current)))
+        yield name, tensors[name.removeprefix(_prefix(current))]
     progress("exporting", len(layers), len(layers))
 
 
@@ -238,7 +259,7 @@ def _prefix(layer: int) -> str:
 
 
 class _Pair(NamedTuple):
-    """``up (down x + down_bias) + up_bias`` with down ``[R, E]`` and up ``[O, R]``."""
+    """A map through a latent: ``up (down x + down_bias) + up_bias`` with down ``[R, E]`` and up ``[O, R]``."""
 
     down: Tensor
     down_bias: Tensor
@@ -247,7 +268,7 @@ class _Pair(NamedTuple):
 
 
 class _NormedPair(NamedTuple):
-    """``up (norm · c / rms(c))`` with ``c = down x + down_bias`` of R' channels, the constant last."""
+    """A map through a normed latent c: ``up (norm · c / rms(c))``, ``c = down x + down_bias``, the constant last."""
 
     down: Tensor
     down_bias: Tensor
@@ -255,26 +276,26 @@ class _NormedPair(NamedTuple):
     up: Tensor
 
 
-def _behind_a_norm(pair: _Pair, rank: int, gain: Tensor, dtype: torch.dtype) -> _NormedPair:
-    """The same map with an RMSNorm on a latent of ``rank`` channels, for inputs that come out of an RMSNorm.
+def _add_norm(pair: _Pair, rank: int, gain: Tensor, dtype: torch.dtype) -> _NormedPair:
+    """Add an RMSNorm to a map's latent without changing the map, for inputs that come from an RMSNorm.
 
     Args:
         pair: the map; float64.
-        rank: R', at least one more than the pair's own R.
+        rank: R', the number of the new latent's channels, at least R + 1.
         gain: ``[E]``, the weight of the norm that the inputs come from, not negative.
-        dtype: what the weights are rounded to.
+        dtype: the dtype that the weights will be rounded to.
     """
     R, E = pair.down.shape
     zeros = pair.down.new_zeros
     longest = _spectral_norm(pair.down * gain) * E**0.5 + float(pair.down_bias.norm())
-    wanted = _HEADROOM.get(dtype, _WIDE_HEADROOM) * (longest or 1.0)
-    largest = min(torch.finfo(dtype).max / 4, 1e15)  # squared, in float32
-    # A power of two multiplies without rounding; what the constant's own rounding leaves over goes to the decoder.
-    scale = 2.0 ** torch.tensor(min(wanted, largest) / rank**0.5).log2().ceil()
+    ideal = _HEADROOM.get(dtype, _WIDE_HEADROOM) * (longest or 1.0)
+    largest = min(torch.finfo(dtype).max / 4, 1e15)  # its square is finite in float32
+    # A power of two multiplies without rounding; the decoder corrects the rounding of the constant itself.
+    scale = 2.0 ** torch.tensor(min(ideal, largest) / rank**0.5).log2().ceil()
     constant = _rounded(scale * rank**0.5, dtype)
     rms = (constant**2 / rank + _NORM_EPS) ** 0.5
     norm = torch.full((rank,), float(scale), dtype=torch.float64)
-    norm[-1] = 1.0  # the constant is cached as sqrt(R'), which stands out less than b
+    norm[-1] = 1.0  # the constant is cached as sqrt(R'), which is nearer to the other channels than b
     up = torch.cat((pair.up * (rms / scale), zeros(len(pair.up), rank - R)), dim=1)
     if pair.up_bias is not None:
         up[:, -1] = pair.up_bias / _rounded(constant / rms, dtype)
@@ -291,13 +312,18 @@ def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _spectral_norm(matrix: Tensor) -> float:
-    """The most it can lengthen a vector."""
+    """The largest singular value of a matrix."""
     gram = matrix @ matrix.mT if matrix.shape[0] <= matrix.shape[1] else matrix.mT @ matrix
     return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
 
 
 def _rope_parameters(source: GroupedSpec, channels: Sequence[int], longest: int) -> dict[str, Any]:
-    """One list of frequencies, repeats and all, as the factors of a ``longrope`` whose grid is all ones.
+    """The RoPE parameters of a list of frequencies, with repeats: factors of a ``longrope`` with a grid of ones.
+
+    Args:
+        source: the source layer's spec.
+        channels: the model frequency of each rotary pair.
+        longest: the model's positions.
 
     Raises:
         SpecError: the model's frequencies change with the length of the text.
@@ -320,7 +346,7 @@ def _rope_parameters(source: GroupedSpec, channels: Sequence[int], longest: int)
 
 
 def _reciprocal(frequency: float) -> float:
-    """The float32 whose reciprocal, in float32, is nearest: an ulp of frequency is 1e-4 rad at position 2000."""
-    about = (1.0 / torch.tensor(frequency, dtype=torch.float64)).float()
-    near = torch.stack((about, about.nextafter(about * 0), about.nextafter(about * 2)))
-    return float(near[(1.0 / near - frequency).abs().argmin()])
+    """The float32 whose reciprocal, in float32, is nearest: one ulp of frequency is 1e-4 rad at position 2000."""
+    rounded = (1.0 / torch.tensor(frequency, dtype=torch.float64)).float()
+    candidates = torch.stack((rounded, rounded.nextafter(rounded * 0), rounded.nextafter(rounded * 2)))
+    return float(candidates[(1.0 / candidates - frequency).abs().argmin()])

@@ -1,4 +1,4 @@
-"""The difference between two folders of one model, by their logits."""
+"""Compare two folders of one model by their logits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from headwise.hf import LayerwiseModel
 
 @torch.no_grad()
 def logits_difference(first: Checkpoint, second: Checkpoint, ids: Tensor) -> float:
-    """The largest difference of two models' logits, in float32, with one layer of one of them in memory at a time.
+    """The largest absolute difference of two models' logits, in float32, with one layer in memory at a time.
 
     Args:
-        first: a folder whose layers are where Llama's are.
-        second: another.
-        ids: ``[B, W]`` tokens.
+        first: a folder whose layers have Llama's names.
+        second: the other folder, likewise.
+        ids: ``[B, W]`` token ids.
     """
     models, states = [], []
     for checkpoint in (first, second):
@@ -24,9 +24,9 @@ def logits_difference(first: Checkpoint, second: Checkpoint, ids: Tensor) -> flo
         model = LayerwiseModel(checkpoint, torch.float32, layer=place, attention=f"{place}.self_attn")
         hidden = model.begin(ids)
         for index in range(model.num_layers):
-            hidden = model.run(index, model.module(index), hidden)
+            hidden = model.run(index, model.module(index), hidden)  # [B, W, E]
         model.release()
         models.append(model)
         states.append(hidden)
     pieces = zip(*(model.finish_in_pieces(hidden) for model, hidden in zip(models, states, strict=True)), strict=True)
-    return max(float((one - other).abs().max()) for one, other in pieces)
+    return max(float((first_logits - second_logits).abs().max()) for first_logits, second_logits in pieces)

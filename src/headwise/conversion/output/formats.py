@@ -1,4 +1,4 @@
-"""The folder formats of a result: headwise's own, and those that are exported from it."""
+"""The formats of the output folder: headwise's own, and formats that are exported from it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from headwise.progress import Progress
 
 
 class OutputFormat(ABC):
-    """A format of the folder.
+    """A format of the output folder.
 
     Attributes:
-        name: what a user writes after ``--format``.
+        name: the name that users give after ``--format``.
         is_exported: whether it is written from a folder in headwise's own format.
     """
 
@@ -28,16 +28,16 @@ class OutputFormat(ABC):
 
     @abstractmethod
     def config(self, layout: OutputLayout) -> dict[str, Any]:
-        """The folder's config, whatever rotary channels are kept.
+        """The folder's config before its rotary channels are chosen.
 
         Raises:
             ArgumentError: the result cannot have the format.
-            SpecError: the source's family is one that the format cannot hold.
+            SpecError: the format cannot hold the source's family.
         """
 
     @abstractmethod
     def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
-        """Every tensor of the folder, in its order."""
+        """All tensors of the folder, in the folder's order."""
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The folder's config, from that of a folder in headwise's own format."""
@@ -46,12 +46,12 @@ class OutputFormat(ABC):
     def export(
         self, writer: FolderWriter, checkpoint: Checkpoint, config: Mapping[str, Any], progress: Progress
     ) -> None:
-        """Add all that the folder lacks, from a folder in headwise's own format."""
+        """Add everything that the folder lacks, from a folder in headwise's own format."""
         raise NotImplementedError
 
 
 class HeadwiseFormat(OutputFormat):
-    """The source family's own format where that has a place for the result, and headwise's elsewhere."""
+    """The source family's own format where that can hold the result, and headwise's elsewhere."""
 
     name = "headwise"
     is_exported = False
@@ -97,16 +97,18 @@ class DeepseekFormat(OutputFormat):
         add_deepseek(writer, checkpoint, config, progress)
 
 
-_FORMATS: dict[str, OutputFormat] = {known.name: known for known in (HeadwiseFormat(), DeepseekFormat())}
+_FORMATS: dict[str, OutputFormat] = {
+    folder_format.name: folder_format for folder_format in (HeadwiseFormat(), DeepseekFormat())
+}
 FORMATS = tuple(_FORMATS)
 """The names of the formats."""
 
 
 def output_format(name: str) -> OutputFormat:
-    """The format of a name.
+    """The format with a name.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: no format has the name.
     """
     if name not in _FORMATS:
         raise ArgumentError("format", name, f"must be {' or '.join(FORMATS)}")
@@ -115,16 +117,16 @@ def output_format(name: str) -> OutputFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class StockReport:
-    """What it cost to be a stock folder.
+    """The loss by a stock folder's format.
 
     Attributes:
-        text: that the two formats were compared on; None where there was none.
-        tokens: how many of it.
-        logits_difference: the largest between them, in float32.
-        shared_plan_error: what the layers lose with the channels they share, before any refit: nats a token on
+        text: the text that the two formats were compared on; None if there was none.
+        tokens: the number of its tokens.
+        logits_difference: the largest difference between the two formats' logits, in float32.
+        shared_plan_error: the loss of the layers with shared rotary channels, before any refit: nats a token on
             held-out windows, estimated and summed over layers (without sensitivities, half the squared error of their
             outputs); None without a text.
-        own_plan_error: what they would lose, were each to keep the channels that it needs most.
+        own_plan_error: the loss that the layers would have if each kept its own choice of channels.
     """
 
     text: str | None = None
@@ -134,7 +136,7 @@ class StockReport:
     own_plan_error: float | None = None
 
     def notes(self, *, in_nats: bool) -> list[str]:
-        """The cost in words."""
+        """The loss in words, for a user."""
         notes = []
         if self.logits_difference is not None:
             notes.append(
@@ -144,8 +146,8 @@ class StockReport:
         if self.shared_plan_error is not None and self.own_plan_error is not None:
             unit = "nats a token" if in_nats else "of squared error"
             notes.append(
-                f"one plan for all layers: about {self.shared_plan_error:.4f} {unit} are lost before refits, and "
-                f"{self.own_plan_error:.4f} with channels of each layer's own (estimates on held-out "
-                "calibration windows, all layers of one size)"
+                f"rotary channels shared by all layers lose about {self.shared_plan_error:.4f} {unit} before refits, "
+                f"and channels chosen layer by layer {self.own_plan_error:.4f} (estimates on held-out calibration "
+                "windows, all layers of one size)"
             )
         return notes

@@ -1,4 +1,4 @@
-"""The layout of the folder that a conversion writes: its config, its tensors, and which layer each belongs to."""
+"""The layout of the folder that a conversion writes: its config, its tensors, and the layer that each belongs to."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from headwise.hf import expected_tensors, model_class
 from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, hosted_attention
 
 FORMAT = 1
-"""Version of the ``headwise`` block in a converted ``config.json``."""
+"""The version of the ``headwise`` block in a converted ``config.json``."""
 
 
 @dataclass(frozen=True, eq=False)
 class OutputLayout:
-    """The folder of a plan's result in its own family's format, or in headwise's where that has no place for it.
+    """The folder of a plan's result, in its own family's format or, where that cannot hold it, in headwise's.
 
     Attributes:
         plan: the conversion.
@@ -33,20 +33,20 @@ class OutputLayout:
 
     @cached_property
     def is_hosted(self) -> bool:
-        """Whether headwise's layers stand in the family's model: for MLA, and where it has no number of KV heads."""
+        """Whether headwise's layers replace the family's: for MLA, and in families without a number of KV heads."""
         after, family = self.plan.after, self.plan.checkpoint.family
         return after.mechanism == "mla" or (
-            not family.stock_kv_heads and any(_is_shared(layer) for layer in after.layers)
+            not family.stock_kv_heads and any(_shares_heads(layer) for layer in after.layers)
         )
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every tensor of the folder, in its order."""
+        """All tensors of the folder, in the folder's order."""
         return {name: TensorInfo(shape, self.plan.dtype) for name, shape in expected_tensors(self.config()).items()}
 
     @cached_property
     def owner(self) -> dict[str, Place]:
-        """The attention layer of each tensor that belongs to one, in the folder's order."""
+        """The attention layer of each tensor that belongs to one, by the tensor's name, in the folder's order."""
         owner = {name: place for place in self.plan.places for name in self._names(place)}
         return {name: owner[name] for name in self.tensors if name in owner}
 
@@ -54,7 +54,7 @@ class OutputLayout:
         """The folder's ``config.json``.
 
         Args:
-            channels: the model frequency of each rotary pair, of each MLA layer; zeros where it is not known yet.
+            channels: the model frequency of each rotary pair, by MLA layer; zeros for layers that are not solved yet.
         """
         checkpoint, after = self.plan.checkpoint, self.plan.after
         family = checkpoint.family
@@ -70,8 +70,10 @@ class OutputLayout:
                 config["headwise"]["cross_attention"] = hosted_attention(after, cross=True)
             pairs = [layer.qk_rope_head_dim // 2 for layer in after.layers if isinstance(layer, LatentSpec)]
             if pairs:
-                known = channels or {}
-                config["headwise"]["rope_channels"] = [known.get(i, [0] * count) for i, count in enumerate(pairs)]
+                frequencies = channels or {}
+                config["headwise"]["rope_channels"] = [
+                    frequencies.get(index, [0] * count) for index, count in enumerate(pairs)
+                ]
         elif family.stock_kv_heads:
             layer = after.layers[0]
             assert isinstance(layer, GroupedSpec)
@@ -83,29 +85,29 @@ class OutputLayout:
         """A converted layer's tensors by the folder's names, in its dtype."""
         family = self.plan.checkpoint.family
         if isinstance(layer.spec, GroupedSpec) and not self.is_hosted:
-            named = family.write_attention(layer.state, place.index, layer.spec, cross=place.cross)
+            tensors = family.write_attention(layer.state, place.index, layer.spec, cross=place.cross)
         else:
             prefix = family.place(place.index, cross=place.cross, hosted=True)
-            named = {f"{prefix}.{name}": tensor for name, tensor in layer.state.items()}
-        return {name: self.cast(name, tensor) for name, tensor in named.items()}
+            tensors = {f"{prefix}.{name}": tensor for name, tensor in layer.state.items()}
+        return {name: self.cast(name, tensor) for name, tensor in tensors.items()}
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor in the folder's dtype, whose range may be smaller than the source's.
+        """Cast a tensor to the folder's dtype, whose range may be smaller than the source's.
 
         Raises:
-            CheckpointError: a number does not fit.
+            CheckpointError: a number does not fit, or is NaN or infinite.
         """
         dtype = self.plan.dtype
         cast = tensor.to(dtype)
         if not bool(torch.isfinite(cast).all()):
             rule = f"does not fit in {dtype_name(dtype)}; choose a wider dtype"
-            if not bool(torch.isfinite(tensor).all()):  # no dtype would do
+            if not bool(torch.isfinite(tensor).all()):  # fits no dtype
                 rule = f"came out {'NaN' if bool(tensor.isnan().any()) else 'infinite'}"
             raise CheckpointError("tensor", name, rule)
         return cast
 
     def _names(self, place: Place) -> list[str]:
-        """The folder's names of one layer's attention."""
+        """The folder's names of the tensors of one layer's attention."""
         family = self.plan.checkpoint.family
         if self.is_hosted:
             prefix = family.place(place.index, cross=place.cross, hosted=True) + "."
@@ -115,5 +117,5 @@ class OutputLayout:
         return list(family.stored_shapes(place.index, spec, cross=place.cross))
 
 
-def _is_shared(layer: AttentionSpec) -> bool:
+def _shares_heads(layer: AttentionSpec) -> bool:
     return isinstance(layer, GroupedSpec) and layer.num_kv_heads < layer.num_heads

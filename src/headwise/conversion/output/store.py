@@ -1,4 +1,4 @@
-"""Converted layers on their way to the folder, and on disk for a run that goes on where this one was killed."""
+"""Converted layers before they are written to the folder, and on disk for a run that continues a killed one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ConvertedLayer:
     """One converted layer.
 
     Attributes:
-        place: which.
-        tensors: by the folder's names and in its dtype; emptied as they are written.
+        place: its place in the model.
+        tensors: its tensors by the folder's names, in the folder's dtype; each is removed when it is written.
         channels: the model frequency of each rotary pair (MLA).
-        about: what was measured of it: ``errors``, ``chosen``, ``shared``, ``own``.
+        about: its measurements: ``errors``, ``chosen``, ``shared``, ``own``.
     """
 
     place: Place
@@ -36,11 +36,11 @@ class LayerStore:
     """Converted layers on disk, one file each, and the time that reading and writing them takes.
 
     Args:
-        folder: for the files, such as within `FolderWriter.work`; None to keep nothing.
+        folder: the folder of the files, such as one within `FolderWriter.work`; None to save nothing.
 
     Attributes:
-        read_seconds: spent on reading.
-        write_seconds: spent on writing.
+        read_seconds: seconds spent on reading.
+        write_seconds: seconds spent on writing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -48,7 +48,7 @@ class LayerStore:
         self.read_seconds = self.write_seconds = 0.0
 
     def save(self, layer: ConvertedLayer) -> None:
-        """Keep a layer; when this returns, it is on the disk.
+        """Save a layer; when this returns, it is on disk.
 
         Raises:
             CheckpointError: the disk is full, or the file cannot be written.
@@ -59,18 +59,18 @@ class LayerStore:
                 self._files[layer.place.cross].save(layer.place.index, layer.tensors, about)
 
     def load(self, place: Place) -> ConvertedLayer | None:
-        """A layer that was kept, or None when it was not or is damaged."""
+        """A saved layer; None if it was not saved or is damaged."""
         if not self._files:
             return None
         with self._timed("read_seconds"):
-            kept = self._files[place.cross].load(place.index)
-        if kept is None:
+            result = self._files[place.cross].load(place.index)
+        if result is None:
             return None
-        tensors, about = kept
+        tensors, about = result
         return ConvertedLayer(place, tensors, about.pop("channels"), about)
 
     def about(self, place: Place) -> dict[str, Any]:
-        """What was measured of a layer that was kept."""
+        """A saved layer's measurements; empty if it was not saved."""
         return (self._files[place.cross].about(place.index) if self._files else None) or {}
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""What was asked for, and what each layer becomes."""
+"""The target that a user asks for, and the plan of its conversion."""

@@ -1,4 +1,4 @@
-"""The plan of a conversion: what is read, what each layer becomes and how, decided before any weight is read."""
+"""The plan of a conversion: source, target, method and stages, decided before any weight is read."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, as
 Calibration = Literal["text", "statistics"]
 
 _NEEDS_TEXT = ("spread", "sequence", "refine", "refit")
-"""Stages that run the model on a text; saved statistics serve the others."""
+"""Stages that run the model on a text; the others can use saved statistics."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One attention layer of a model.
+    """The place of one attention layer in a model.
 
     Attributes:
         index: the layer's number.
-        cross: whether it is the layer's attention to an encoder's output.
+        cross: whether it is the layer's cross-attention.
     """
 
     index: int
@@ -42,7 +42,7 @@ class LayerSize(NamedTuple):
     """The size of one MLA layer.
 
     Attributes:
-        rank: R, of the latent.
+        rank: R, the width of the latent.
         rotary: P, the width of the rotary key.
         key_weight: the cost of an error of its keys relative to one of its values.
     """
@@ -54,18 +54,18 @@ class LayerSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConversionPlan:
-    """What is read, what each layer becomes, and how.
+    """The source, the converted model, and the method that converts its layers.
 
     Attributes:
         checkpoint: the source.
-        after: the converted model.
-        method: how its layers are made.
-        dtype: of the output.
-        stages: those of the method that are carried out.
+        after: the converted model's spec.
+        method: the method that converts each layer.
+        dtype: the dtype of the output.
+        stages: the method's stages that are carried out.
         mixes_heads: whether key heads are mixed into rotary channels (the stage ``channels``).
-        key_weights: of each MLA layer; None where all have the usual one.
-        rotary_channels: bool ``[F, K]``, the channels that every MLA layer keeps rotated; None where each layer
-            chooses.
+        key_weights: the key weight of each MLA layer (`LayerSize`); None if all have the usual one.
+        rotary_channels: bool ``[F, K]``, the channels that keep their rotation in every MLA layer; None if each layer
+            chooses its own.
     """
 
     checkpoint: Checkpoint
@@ -79,17 +79,17 @@ class ConversionPlan:
 
     @property
     def before(self) -> ModelSpec:
-        """The source model."""
+        """The source model's spec."""
         return self.checkpoint.spec
 
     @property
     def is_exact(self) -> bool:
-        """Whether the result computes what the source does, beyond rounding."""
+        """Whether the result computes what the source computes, apart from rounding."""
         return self.method.is_exact(self.before, self.after)
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Every attention layer of the model."""
+        """The places of all attention layers, cross-attention last."""
         return tuple(
             Place(index, cross)
             for cross, layers in ((False, self.after.layers), (True, self.after.cross_layers))
@@ -97,11 +97,11 @@ class ConversionPlan:
         )
 
     def source_layer(self, place: Place) -> Layer:
-        """One layer of the source with its weights, by the layer's own names, in the dtype they are stored in."""
+        """One layer of the source with its weights, by the layer's own names, in their stored dtype."""
         return read_layer(self.checkpoint, place)
 
     def layer_target(self, place: Place) -> LayerTarget:
-        """What one layer becomes."""
+        """The target of one layer."""
         spec = (self.after.cross_layers if place.cross else self.after.layers)[place.index]
         assert isinstance(spec, GroupedSpec | LatentSpec)
         return LayerTarget(
@@ -121,7 +121,7 @@ class ConversionPlan:
         return replace(self, after=replace(self.after, layers=layers), key_weights=key_weights)
 
     def sharing(self, rotary_channels: Tensor | None) -> ConversionPlan:
-        """The plan with the same rotary channels for all layers."""
+        """The plan with one list of rotary channels for all layers."""
         return replace(self, rotary_channels=rotary_channels)
 
 
@@ -134,26 +134,26 @@ def make_plan(
     without: Collection[str] = (),
     calibration: Calibration | None = "text",
 ) -> ConversionPlan:
-    """The plan of a conversion, with every stage that its method has and that it can use.
+    """Plan a conversion with all stages that its method has and that apply.
 
     Args:
         checkpoint: the source.
-        target: what it is to become.
-        method: how a user names the method; the default for the target when None.
-        dtype: of the output; the source's when None.
-        without: stages left out; ``spread`` goes with ``sensitivity``.
-        calibration: what layers are solved from beside their weights; None for nothing.
+        target: the mechanism and size to convert to.
+        method: the user's spelling of the method; the default for the target when None.
+        dtype: the dtype of the output; the source's when None.
+        without: the stages to leave out; without ``sensitivity``, ``spread`` is left out too.
+        calibration: the kind of evidence that layers are solved from; None for weights alone.
 
     Raises:
-        ArgumentError: the size is outside what a layer has to give, or the method does not go with the target.
+        ArgumentError: a layer cannot have the size, or the method does not go with the target.
         SpecError: a layer is of a kind that is not converted.
-        CheckpointError: the checkpoint lacks tensors that its config claims.
+        CheckpointError: the checkpoint lacks tensors that its config names.
     """
     before = checkpoint.spec
-    refuse_latent(before)  # a better reason than that its family has no file
-    _ = checkpoint.family  # refused by name, where there is none
+    refuse_latent(before)  # first: this reason is clearer than that the family has no file
+    _ = checkpoint.family  # refuses a family without a file by name
     after = convert_spec(before, target)
-    check_complete(checkpoint)  # before anything is made of the sizes the config claims
+    check_complete(checkpoint)  # before anything as large as the config claims is built
     plan = ConversionPlan(
         checkpoint=checkpoint,
         after=after,
@@ -168,7 +168,7 @@ def make_plan(
 
 def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
     """The stages of a plan's method that are carried out, in order."""
-    # One cache of several layers to spread, and logits that say what comes of it.
+    # Spreading needs several layers that share the cache, and logits to measure the result by.
     model = plan.before
     is_decoder = model.is_causal and not model.cross_layers
     can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without
@@ -180,7 +180,7 @@ def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
 
 
 def read_layer(checkpoint: Checkpoint, place: Place) -> Layer:
-    """One layer's attention of a model, by the layer's own names."""
+    """Read one attention layer of a model, by the layer's own names."""
     spec = (checkpoint.spec.cross_layers if place.cross else checkpoint.spec.layers)[place.index]
     assert isinstance(spec, GroupedSpec)
     was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
@@ -196,17 +196,17 @@ def refuse_inputs(
 
     Args:
         plan: the conversion.
-        texts: that are calibrated on.
-        statistics: the folder in the place of a text.
-        without: stages that are left out.
+        texts: the calibration texts.
+        statistics: the folder of statistics to use in place of a text.
+        without: the stages to leave out.
 
     Raises:
         ArgumentError: they do not go together.
     """
     method = plan.method
-    for field, given in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
-        if given is not None and not method.uses_text:
-            raise ArgumentError(field, str(given), f"goes with mla and aligned heads, not with {method.name}")
+    for field, value in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
+        if value is not None and not method.uses_text:
+            raise ArgumentError(field, str(value), f"goes with mla and aligned heads, not with {method.name}")
     if statistics is not None and texts:
         raise ArgumentError("statistics", str(statistics), "goes without calibrate: it stands in for a text")
     rule = None

@@ -1,4 +1,4 @@
-"""The target of a conversion, as a user writes it, and the spec of every layer that follows from it."""
+"""The target of a conversion, as a user writes it, and the spec of every converted layer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from headwise.specs import (
 )
 
 TARGETS = "mha, gqa:K, mqa or mla"
+"""The spellings of targets, for messages."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A mechanism and its size.
+    """A mechanism and its size, such as ``Target("mla", kv_budget=0.5)``.
 
     Attributes:
         mechanism: ``mha``, ``gqa``, ``mqa`` or ``mla``.
-        num_kv_heads: for ``gqa``.
-        kv_budget: for ``mla``: the fraction of the source's cache to keep.
-        kv_lora_rank: for ``mla``, with ``qk_rope_head_dim``, in place of a budget.
-        qk_rope_head_dim: see ``kv_lora_rank``.
+        num_kv_heads: for ``gqa``, the number of key–value heads.
+        kv_budget: for ``mla``, the fraction of the source's cache to keep.
+        kv_lora_rank: for ``mla``, the width of the latent, in place of a budget.
+        qk_rope_head_dim: for ``mla``, the width of the rotary key, with ``kv_lora_rank``.
     """
 
     mechanism: str
@@ -48,10 +49,16 @@ def parse_target(
     kv_lora_rank: int | None = None,
     qk_rope_head_dim: int | None = None,
 ) -> Target:
-    """Read ``mha``, ``gqa:K``, ``mqa`` or ``mla`` and the sizes that go with it.
+    """Read a target, such as ``parse_target("gqa:2")`` or ``parse_target("mla", kv_budget=0.5)``.
+
+    Args:
+        to: ``mha``, ``gqa:K``, ``mqa`` or ``mla``.
+        kv_budget: see `Target`.
+        kv_lora_rank: see `Target`.
+        qk_rope_head_dim: see `Target`.
 
     Raises:
-        ArgumentError: it is none of those, or the sizes do not go with it.
+        ArgumentError: ``to`` is no target, or the sizes do not go with it.
     """
     match = re.fullmatch(r"(mha|mqa|mla|gqa:([0-9]{1,9}))", to.strip().lower())
     if match is None:
@@ -76,10 +83,10 @@ def parse_target(
 
 
 def refuse_latent(source: ModelSpec) -> None:
-    """Refuse what cannot be a source.
+    """Refuse a source that is MLA already.
 
     Raises:
-        SpecError: a layer is MLA already.
+        SpecError: a layer is MLA, or another kind without key–value heads.
     """
     for layer in source.layers:
         if not isinstance(layer, GroupedSpec):
@@ -87,10 +94,10 @@ def refuse_latent(source: ModelSpec) -> None:
 
 
 def convert_spec(source: ModelSpec, target: Target) -> ModelSpec:
-    """The converted model, without its weights.
+    """The spec of the converted model, such as ``convert_spec(source, parse_target("mqa"))``.
 
     Raises:
-        ArgumentError: the size is outside what a layer has to give.
+        ArgumentError: a layer cannot have the size.
         SpecError: a layer is of a kind that is not converted.
     """
     refuse_latent(source)
@@ -101,7 +108,7 @@ def convert_spec(source: ModelSpec, target: Target) -> ModelSpec:
 
 
 def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:
-    """One layer of `convert_spec`."""
+    """The spec of one converted layer."""
     assert isinstance(source, GroupedSpec)
     if target.mechanism != "mla":
         counts = {"mha": source.num_heads, "mqa": 1, "gqa": target.num_kv_heads}
@@ -110,10 +117,10 @@ def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:
         return as_grouped(source, count)
     refuse_as_latent(source)
     if target.kv_budget is not None:
-        whole = formulas(source).cache_values(source)
-        values = int(target.kv_budget * whole + 1e-9)
+        total = formulas(source).cache_values(source)
+        values = int(target.kv_budget * total + 1e-9)
         if values < (3 if rotary_width(source) else 1):
-            rule = f"leaves {values} of the {whole} values a layer caches; at least 3: a latent and a rotary pair"
+            rule = f"leaves {values} of the {total} values a layer caches; at least 3: a latent and a rotary pair"
             raise ArgumentError("kv_budget", target.kv_budget, rule)
         return as_latent(source, *split_budget(source, values))
     assert target.kv_lora_rank is not None

@@ -1,1 +1,1 @@
-"""What a conversion keeps on disk while it runs: hidden states between layers, and converted layers."""
+"""Files of a running conversion: hidden states between layers, and converted layers."""

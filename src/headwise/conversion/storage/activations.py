@@ -1,4 +1,4 @@
-"""The hidden states of all windows between two layers, on disk, so that memory does not grow with their number.
+"""The hidden states of all windows between two layers, on disk, so that memory does not grow with the windows.
 
 Shapes: N windows, W tokens in each, E hidden size.
 """
@@ -24,21 +24,21 @@ _PIECE = 1 << 20
 
 
 class Activations:
-    """Streams of hidden states ``[N, W, E]``, read as the last layer left them and written as the next one does.
+    """Streams of hidden states ``[N, W, E]``: the inputs of the next layer are read, and its outputs are written.
 
-    Nothing is held in memory: where there is room, the operating system keeps the files there. What was written
-    takes the place of what is read at `commit`, for all streams at once or not at all, and of a run that was killed
-    the last commit is found again. Processes that share a conversion share the folder, each with windows of its own.
+    Nothing is held in memory; the operating system caches the files where there is room. `commit` replaces the inputs
+    by the outputs, for all streams at once or not at all, and a run that continues a killed one starts from the last
+    commit. Processes that share a conversion share the folder, each with its own windows.
 
     Args:
-        folder: to keep the files in; made if need be.
-        streams: what they are called, such as ``source`` and ``converted``.
+        folder: the folder of the files; made if it is missing.
+        streams: the streams' names, such as ``source`` and ``converted``.
         shape: N, W and E.
-        dtype: of the states.
-        run: whatever tells this run from another; states of any other are thrown away.
+        dtype: the dtype of the states.
+        run: the identity of the run; states of another run are discarded.
 
     Attributes:
-        layer: how many layers' work was committed, 0 being the embeddings'; None when nothing was.
+        layer: the number of layers whose outputs are committed, 0 after the embeddings; None before any commit.
 
     Raises:
         CheckpointError: the folder cannot be used.
@@ -64,7 +64,7 @@ class Activations:
         barrier()
 
     def __len__(self) -> int:
-        """N."""
+        """The number of windows, N."""
         return self.shape[0]
 
     def read(self, stream: str, start: int, stop: int) -> Tensor:
@@ -83,7 +83,7 @@ class Activations:
         return states
 
     def write(self, stream: str, start: int, states: Tensor) -> None:
-        """What the next layer makes of the windows from ``start`` on, ``[n, W, E]``.
+        """Write the next layer's outputs of the windows from ``start`` on, ``[n, W, E]``.
 
         Raises:
             CheckpointError: the disk is full, or the file cannot be written.
@@ -100,9 +100,9 @@ class Activations:
             self._written.update((stream, window) for window in range(start, start + len(states)))
 
     def commit(self) -> None:
-        """Make what was written what is read: a run killed after this goes on from here.
+        """Make the outputs the next layer's inputs: a run that is killed after this continues from here.
 
-        Nothing waits for the disk. What a power cut takes is missed by its checksum, and made again from layer 0.
+        Nothing waits for the disk. A checksum tells if a power cut lost states; the run then begins at layer 0.
 
         Raises:
             CheckpointError: the disk is full, or the files cannot be written.
@@ -128,23 +128,25 @@ class Activations:
         return self.folder / f"{stream}-{layer}.activations"
 
     def _last_commit(self) -> int | None:
-        """Its layer, if it is of this run and whole: a power cut may keep a commit and lose what was committed."""
+        """The last commit's layer, if this run's and whole: a power cut may keep a commit and lose its states."""
         try:
-            found = json.loads((self.folder / _STATE).read_text())
-            if not isinstance(found, dict) or found | self._about != found:
+            state = json.loads((self.folder / _STATE).read_text())
+            if not isinstance(state, dict) or state | self._about != state:
                 return None
-            sums = {stream: _checksum(self._file(stream, found["layer"])) for stream in self.streams}
+            sums = {stream: _checksum(self._file(stream, state["layer"])) for stream in self.streams}
         except (OSError, ValueError):
             return None
-        return int(found["layer"]) if sums == found["sums"] else None
+        return int(state["layer"]) if sums == state["sums"] else None
 
     def _clear(self) -> None:
-        """Begin the next layer: all but the last commit goes."""
+        """Begin the next layer: remove all files but those of the last commit."""
         self._written: set[tuple[str, int]] = set()
         if process_index() == 0:
-            kept = {self._file(stream, self.layer) for stream in self.streams} if self.layer is not None else set()
+            committed = (
+                {self._file(stream, self.layer) for stream in self.streams} if self.layer is not None else set()
+            )
             for file in self.folder.glob("*.activations"):
-                if file not in kept:
+                if file not in committed:
                     file.unlink()
         barrier()
 
@@ -153,7 +155,7 @@ class Spill:
     """Windows ``[N, W, E]`` float32 in a file, for as long as one layer needs them.
 
     Args:
-        path: of the file; of one that is there, what is written takes the place.
+        path: the file's path; an existing file is overwritten window by window.
         shape: N, W and E.
     """
 
@@ -162,7 +164,7 @@ class Spill:
         self._bytes = shape[1] * shape[2] * 4
 
     def write(self, window: int, states: Tensor) -> None:
-        """Put one window ``[W, E]`` in its place.
+        """Write one window ``[W, E]``.
 
         Raises:
             CheckpointError: the disk is full, or the file cannot be written.
@@ -175,7 +177,7 @@ class Spill:
             file.write(_bytes(states.detach().float().contiguous()))
 
     def read(self, window: int) -> Tensor:
-        """One window."""
+        """Read one window ``[W, E]``."""
         states = torch.empty(self.shape[1:])
         with clearly("activations", self.path, "read"), self.path.open("rb") as file:
             file.seek(window * self._bytes)

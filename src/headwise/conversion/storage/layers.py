@@ -1,4 +1,4 @@
-"""What each layer became, on disk, so that a run that was killed does not solve it again."""
+"""Solved layers on disk, so that a run that continues a killed one does not solve them again."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from headwise.checkpoints.disk import clearly, write_whole
 from headwise.checkpoints.shards import tensor_bytes
 
 _KEY = "headwise"
-LOST = "was lost of what an earlier run had kept; the same command begins anew"
+LOST = "an earlier run's result is lost; the same command begins anew"
 _DAMAGED = (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError)
 
 
 class LayerFiles:
-    """Solved layers, one file each, there whole or not at all.
+    """Solved layers, one file each, written whole or not at all.
 
-    A layer is to be saved before the activations are moved past it (`Activations.commit`): then every layer that
-    the activations are past can be loaded.
+    A layer must be saved before the activations pass it (`Activations.commit`): then every layer that the activations
+    have passed can be loaded.
 
     Args:
-        folder: to keep the files in, such as within `FolderWriter.work`; made when there is something to keep.
+        folder: the folder of the files, such as one within `FolderWriter.work`; made when the first is saved.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def save(self, index: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        """Keep a layer; when this returns, it is on the disk.
+        """Save a layer; when this returns, it is on disk.
 
         Args:
-            index: the layer's.
+            index: the layer's number.
             tensors: its weights by name.
-            about: what else there is to know of it, as JSON-able values: spec, channels, errors, ….
+            about: other facts of it, as JSON-able values: spec, channels, errors, ….
 
         Raises:
             CheckpointError: the disk is full, or the file cannot be written.
         """
         text = json.dumps(about)
-        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        # Under one name: safetensors writes several in any order.
-        content = save(own, metadata={_KEY: json.dumps({"about": text, "checksum": _checksum(own, text)})})
+        copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        # Metadata under one name: safetensors writes several names in any order.
+        content = save(copies, metadata={_KEY: json.dumps({"about": text, "checksum": _checksum(copies, text)})})
         with clearly("results", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.file(index), content)
 
     def load(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """A layer's tensors and what is known of it, or None when it was not kept or is damaged."""
+        """A saved layer's tensors and facts; None if it was not saved or is damaged."""
         try:
             with safe_open(self.file(index), framework="pt", backend="pread") as file:
                 about = _metadata(file)
@@ -65,7 +65,7 @@ class LayerFiles:
             return None
 
     def about(self, index: int) -> dict[str, Any] | None:
-        """What is noted of a layer that was kept, its tensors left on the disk; None when it was not."""
+        """A saved layer's facts without its tensors; None if it was not saved."""
         try:
             with safe_open(self.file(index), framework="pt", backend="pread") as file:
                 about: dict[str, Any] = json.loads(_metadata(file)["about"])
@@ -74,7 +74,7 @@ class LayerFiles:
         return about
 
     def checksum(self, index: int) -> str | None:
-        """What a layer that was kept says its checksum is, or None."""
+        """The checksum that a saved layer's file states; None if it was not saved."""
         try:
             with safe_open(self.file(index), framework="pt", backend="pread") as file:
                 return _metadata(file)["checksum"]
@@ -82,13 +82,13 @@ class LayerFiles:
             return None
 
     def file(self, index: int) -> Path:
-        """Where a layer is kept."""
+        """The path of a layer's file."""
         return self.folder / f"layer-{index:05d}.safetensors"
 
 
 def _metadata(file: Any) -> dict[str, str]:
-    found: dict[str, str] = json.loads((file.metadata() or {})[_KEY])
-    return found
+    metadata: dict[str, str] = json.loads((file.metadata() or {})[_KEY])
+    return metadata
 
 
 def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:
