@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 
+from headwise.cli.printable import printable
 from headwise.errors import HeadwiseError
 
 _INTERRUPTED = 130
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         generate,
         inspect,
     )
-    from headwise.cli.app import StoppedError, app, printable
+    from headwise.cli.app import StoppedError, app
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():
@@ -87,7 +88,5 @@ def _usage(error: Exception, arguments: list[str]) -> str:
 
 
 def _complain(message: str) -> None:
-    from headwise.cli.app import printable
-
     sys.stderr.write(f"headwise: {printable(' '.join(message.split()))}\n")
     sys.exit(2)
