@@ -22,6 +22,7 @@ from headwise.conversion.loop import read_layer
 from headwise.conversion.planning.target import refuse_latent
 from headwise.conversion.solvers.statistics import statistics_of
 from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.hf import LayerwiseModel
 from headwise.measurement import peak_rss_bytes
 from headwise.processes import first_enters, my_windows, rank
@@ -95,7 +96,10 @@ def calibrate(
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
     run = run_identity(checkpoint, study=texts.identity())
-    with first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer:
+    with (
+        first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
+        refuse_unsolvable(checkpoint),
+    ):
         windows, _ = open_windows(checkpoint, texts)
         results = study_windows(checkpoint, windows, writer.work, run, progress)
         if rank() == 0:

@@ -32,6 +32,7 @@ from headwise.conversion.output.formats import StockReport, plan_folder, write_f
 from headwise.conversion.planning.plan import POOLINGS, Job
 from headwise.conversion.planning.target import parse_target
 from headwise.conversion.proof import WINDOWS, Exam, find_exam, prove
+from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.cost import model as cost
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
@@ -235,9 +236,12 @@ def convert(
         )
 
     provisional = format == "headwise"
-    with first_enters(
-        FolderWriter(destination, tensors, run=run, overwrite=overwrite, provisional=provisional)
-    ) as writer:
+    with (
+        first_enters(
+            FolderWriter(destination, tensors, run=run, overwrite=overwrite, provisional=provisional)
+        ) as writer,
+        refuse_unsolvable(checkpoint),
+    ):
         made = write_folder(job, writer, format, begun, run=run, exam=exam, progress=progress)
         notes = _notes(job, made.tokens, format=format, is_studied=is_studied) + made.notes(
             in_nats="sensitivity" in stages

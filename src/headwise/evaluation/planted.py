@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwise.checkpoints import decode
 from headwise.errors import ArgumentError
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.rate import Rate, rate
@@ -218,7 +219,7 @@ def _ask(model: Any, tokenizer: Any, asked: _Context) -> _Answer:
         step = model(torch.tensor([said[-1:]], device=model.device), past_key_values=cache, use_cache=True)
         said.append(int(step.logits[0, -1].argmax()))
     return _Answer(
-        found=asked.code in tokenizer.decode(said),
+        found=asked.code in decode(tokenizer, said),
         rank=int((likelihoods >= likelihoods[0]).sum()),  # a tie counts against the code
         probability=float(likelihoods.softmax(0)[0]),
         nll=-float(likelihoods[0]),

@@ -145,6 +145,7 @@ def _loss_gradient(model: LayerwiseModel, hidden: Tensor, first: int) -> Tensor:
             piece = window[None, start : start + PIECE].detach().requires_grad_()
             with torch.enable_grad(), quick_products():
                 made = model.finish(piece)[0].float()
+                refuse_no_numbers(made.detach()[None], model.num_layers)
                 if model.has_logits:
                     drawn = torch.multinomial(made.detach().softmax(-1), 1, generator=generator)[:, 0]
                     loss = F.cross_entropy(made, drawn, reduction="sum")
