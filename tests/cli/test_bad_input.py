@@ -332,7 +332,7 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
             ("--to", "mqa", "--method", "mean", "--calibrate", "text.txt"),
             "calibrate = 'text.txt': goes with mla and aligned heads, not with mean",
         ),
-        (("--to", "mqa", "--method", "x"), "method = 'x': must be one of aligned, mean, first_head"),
+        (("--to", "mqa", "--method", "x"), "method = 'x': must be one of aligned, first_head, mean"),
         (("--to", "mha", "--method", "mean"), "method = 'mean': says how heads come to be shared, and none do here"),
         (
             (*MLA, "--without", "x"),
