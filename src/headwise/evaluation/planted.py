@@ -104,7 +104,7 @@ class _Context:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one model made of one question; see `DepthScore`."""
+    """One model's answer to one question; see `DepthScore`."""
 
     found: bool
     rank: int
