@@ -14,7 +14,7 @@ from hypothesis import settings
 settings.register_profile("headwise", deadline=None)
 settings.load_profile("headwise")
 
-# Tests are spread over processes, and models this small gain nothing from threads: on a busy machine, waiting for each
+# Tests are spread over processes, and models this small gain nothing from threads: on a busy machine waiting for each
 # other is all that two of them do. Torch reads this when it is imported, here and in every command that a test runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
