@@ -11,9 +11,10 @@ Shapes: H query heads, K key heads, D head dim, D' its rotated dims, F = D'/2, V
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ def convert_to_latent(
     statistics: Statistics | None,
     sensitivity: Tensor | None = None,
     options: LatentOptions | None = None,
+    **fields: Any,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """The MLA layer's weights, and the model frequency of each of its rotary pairs.
 
@@ -79,11 +81,14 @@ def convert_to_latent(
         statistics: means over a text; None for none: all inputs count alike, near tokens are attended to more.
         sensitivity: ``[E, E]``, the cost of an error of the output; the same in every direction when None.
         options: what else may be decided; see `LatentOptions`.
+        fields: those of `LatentOptions` by themselves, as an older spelling; deprecated.
 
     Returns:
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
     """
-    options = options or LatentOptions()
+    if fields:
+        warnings.warn("convert_to_latent takes options=LatentOptions(…)", DeprecationWarning, stacklevel=2)
+    options = options or LatentOptions(**fields)
     known = statistics or Statistics.nothing(source.hidden_size, source.num_heads, options.longest)
     keys, content = _divided(state, source, target, known, options)
     w_v = with_bias(state, "v_proj", is_biased(target))
