@@ -333,7 +333,7 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
             "calibrate = 'text.txt': goes with mla and aligned heads, not with mean",
         ),
         (("--to", "mqa", "--method", "x"), "method = 'x': must be one of aligned, first_head, mean"),
-        (("--to", "mha", "--method", "mean"), "method = 'mean': says how heads come to be shared, and none do here"),
+        (("--to", "mha", "--method", "mean"), "method = 'mean': merges key–value heads, and none are merged here"),
         (
             (*MLA, "--without", "x"),
             "without = 'x': must be one of sensitivity, spread, channels, sequence, refine, refit",
