@@ -1,8 +1,8 @@
-"""What each stage of the solver is worth: half of SmolLM2's cache with every stage left out in turn.
+"""Measure what each stage of the solver is worth: SmolLM2 with half its cache, every stage left out in turn.
 
     python -m benchmarks.ablation          # kept in benchmarks/results/ablation.json
 
-It is ``headwise frontier --methods``, on the texts that the other benchmarks use; a run that was killed goes on.
+It runs ``headwise frontier --methods`` on the texts of the other benchmarks; a run that was killed goes on.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default=SOURCE)
     parser.add_argument("--target", default="mla:0.5")
-    parser.add_argument("--tokens", type=int, default=16_384, help="calibrated on")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of text to calibrate on")
     parser.add_argument("--windows", type=int, default=6, help="of each text")
     parser.add_argument("--window", type=int, default=2048, help="tokens in each")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/ablation.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/ablation"), help="where models are converted")
     options = parser.parse_args(arguments)
-    found = headwise.frontier(
+    frontier = headwise.frontier(
         options.source,
         options.work,
         calibrate=data.wikitext("train", options.cache),
@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         progress=say_step,
     )
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(options.json, (json.dumps({**found.to_dict(), "run": run()}, indent=1) + "\n").encode())
+    write_whole(options.json, (json.dumps({**frontier.to_dict(), "run": run()}, indent=1) + "\n").encode())
 
 
 def say_step(what: str, done: int, total: int) -> None:
-    """Which conversion it is at."""
+    """Print how many conversions are done."""
     if what == "frontier":
         say(f"{done} of {total} conversions")
 

@@ -6,7 +6,7 @@
 A row is ``mla-VALUES/METHOD`` or ``mqa/METHOD``; ``mla-192/headwise-mixture`` is calibrated on several texts, and
 ``mla-192/headwise-stock`` is a ``deepseek_v3`` folder, with one plan for all layers. A row is kept as soon as it is
 measured, and a conversion that was killed goes on, so the same command finishes what is left. Nothing is trained.
-What the published methods leave open (how many frequencies TransMLA folds; how many dims stay rotated) is chosen for
+The settings of the published methods (how many frequencies TransMLA folds; how many dims stay rotated) are chosen for
 each row by perplexity on WikiText-2 valid, as their authors do.
 """
 
@@ -25,31 +25,35 @@ from typing import Any
 
 import torch
 from benchmarks.kept import Kept, say
+from benchmarks.shared import exam_windows, shared_fractions
 
 import headwise
 from benchmarks import data
 from headwise.checkpoints import Checkpoint, FolderWriter, load_tokenizer, open_checkpoint
-from headwise.conversion.calibrate import study_windows
+from headwise.conversion.calibrate import collect_statistics
 from headwise.conversion.calibration.saved import write_statistics
 from headwise.evaluation import evaluate, evaluate_choices, open_pair, score_window
 from headwise.specs import AttentionSpec, split_budget
 from headwise.texts import calibration_windows, read_text, token_windows
+from headwise.texts.calibration import CalibrationTexts
 
 SOURCE = "smollm2-135m"
 MLA = ("216", "192", "128", "96")
 MIXED = "192"
 """The size that is also calibrated on a mixture of texts, and written as a stock folder."""
 ROTATED = (32, 48, 64)
-"""Dims of a shared rotary key that the published methods may choose from."""
+"""Widths of the shared rotary key that the published methods may choose from."""
 FOLDS = (1, 2, 4, 8, 16)
 TUNING_WINDOWS = 2
+PUBLISHED = ("transmla", "mha2mla")
+"""Published methods, which get statistics of windows as long as those that are measured on."""
 
 TEXTS: dict[str, Callable[[Path], Path]] = {
     "wikitext": lambda cache: data.wikitext("train", cache),
     "moby-dick": data.moby_dick,
     "xsum": data.xsum,
 }
-"""What is calibrated on: an encyclopaedia, a novel of 1851, news of the 2010s."""
+"""The texts to calibrate on: an encyclopaedia, a novel of 1851, news of the 2010s."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,10 @@ class Row:
     Attributes:
         name: ``target/method``.
         method: ``headwise``, ``transmla``, ``mha2mla``, ``mean`` or ``first_head``.
-        kv_lora_rank: for MLA.
-        qk_rope_head_dim: for MLA.
-        texts: calibrated on, of `TEXTS`.
-        stock: written as ``deepseek_v3``.
+        kv_lora_rank: the latent's width, for MLA.
+        qk_rope_head_dim: the rotary key's width, for MLA.
+        texts: names of `TEXTS` to calibrate on.
+        stock: whether it is written as ``deepseek_v3``.
     """
 
     name: str
@@ -74,31 +78,31 @@ class Row:
 
     @property
     def target(self) -> dict[str, Any]:
-        """As `headwise.convert` takes it."""
+        """The target as keywords of `headwise.convert`."""
         if self.kv_lora_rank is None:
             return {"to": "mqa"}
         return {"to": "mla", "kv_lora_rank": self.kv_lora_rank, "qk_rope_head_dim": self.qk_rope_head_dim}
 
     @property
     def slug(self) -> str:
-        """A file name."""
+        """A file name for the row."""
         return self.name.replace("/", "-").replace(" ", "-")
 
 
 def plan(layer: AttentionSpec, sizes: Iterable[str], wanted: Sequence[str] = ("*",)) -> list[Row]:
-    """The rows to measure.
+    """List the rows to measure.
 
     Args:
-        layer: of the source.
-        sizes: of MLA: values a token, split as `headwise.convert` would, or ``R+P``.
-        wanted: patterns of rows' names.
+        layer: one of the source's.
+        sizes: MLA's values a token, split as `headwise.convert` would, or ``R+P``.
+        wanted: patterns of row names.
     """
     rows = []
     for size in sizes:
         latent, _, rotary = size.partition("+")
         R, P = (int(latent), int(rotary)) if rotary else split_budget(layer, int(latent))
         name = f"mla-{R + P}"
-        for method in ("headwise", "transmla", "mha2mla"):
+        for method in ("headwise", *PUBLISHED):
             rows.append(Row(f"{name}/{method}", method, R, P, ("wikitext",)))
         if str(R + P) == MIXED:
             rows.append(Row(f"{name}/headwise-mixture", "headwise", R, P, tuple(TEXTS)))
@@ -109,7 +113,7 @@ def plan(layer: AttentionSpec, sizes: Iterable[str], wanted: Sequence[str] = ("*
 
 
 def variants(row: Row) -> Iterator[dict[str, Any]]:
-    """What a published method leaves open, each way: the split of the same bytes, and the method's own setting."""
+    """Yield the settings to try of a published method: each split of the bytes with each setting of the method."""
     assert row.kv_lora_rank is not None
     assert row.qk_rope_head_dim is not None
     values = row.kv_lora_rank + row.qk_rope_head_dim
@@ -120,7 +124,7 @@ def variants(row: Row) -> Iterator[dict[str, Any]]:
 
 
 class Bench:
-    """What all rows share: the source, the texts, and where results are kept."""
+    """The benchmark's source, settings and kept results, which all rows share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.source, self.cache, self.work = options.source, options.cache, options.work
@@ -140,36 +144,45 @@ class Bench:
         self.kept = Kept(options.json, settings)
 
     def measure(self, row: Row, *, keep: bool) -> None:
-        """Convert, evaluate, keep the result; the folder is removed unless it is to be kept."""
+        """Convert, evaluate and keep the result; the folder is removed unless ``keep``."""
         folder, report = self.work / row.slug, self.work / f"{row.slug}.json"
         identity = json.loads(json.dumps({**asdict(row), "source": self.source, "tokens": self.tokens}))
-        made = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-        if made.get("identity") != identity or not (folder / "config.json").exists():
-            report.unlink(missing_ok=True)  # it is of another folder from here on
+        conversion = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+        if conversion.get("identity") != identity or not (folder / "config.json").exists():
+            report.unlink(missing_ok=True)  # it describes another folder
             start = time.perf_counter()
-            made = self._convert(row, folder)
-            made |= {"identity": identity, "seconds": round(time.perf_counter() - start, 1)}
-            report.write_text(json.dumps(made), encoding="utf-8")
-        del made["identity"]
+            conversion = self._convert(row, folder)
+            conversion |= {"identity": identity, "seconds": round(time.perf_counter() - start, 1)}
+            report.write_text(json.dumps(conversion), encoding="utf-8")
+        del conversion["identity"]
         start = time.perf_counter()
         pair = open_pair(folder, against=self.source, dtype="float32")
         result = evaluate(pair, text=self._exams(), window=self.window, windows=self.windows)
-        # As the cache's own tensors have them.
+        # Read off the cache's tensors, so of what is stored.
         values = result.cache_bytes_per_token / 4 / self.checkpoint.spec.num_layers
         measured: dict[str, Any] = {"values": round(values), "evaluate": result.to_dict()}
+        measured["shared"] = self._shared(row)
         if row.method == "headwise" and self.split == "test" and self.items:
             measured["choices"] = evaluate_choices(pair, file=data.piqa(self.cache), limit=self.items).to_dict()
         measured["evaluation_seconds"] = round(time.perf_counter() - start, 1)
-        self.kept.add(row.name, {**asdict(row), **made, **measured})
+        self.kept.add(row.name, {**asdict(row), **conversion, **measured})
         for text in result.texts:
             say(f"{row.name:26} {text.text:32} {text.perplexity:12.3f}  ratio {text.perplexity_ratio:.4f}")
         if not keep:
             shutil.rmtree(folder)
             report.unlink()
 
+    def _shared(self, row: Row) -> dict[str, float]:
+        """The fraction of each evaluated text's tokens that the row was calibrated on."""
+        texts = {str(path): path for path in self._exams()}
+        exam = exam_windows(self.checkpoint, texts, window=self.window, windows=self.windows)
+        window = self.window if row.method in PUBLISHED else None
+        studied = tuple(TEXTS[name](self.cache) for name in row.texts)
+        return shared_fractions(self.checkpoint, exam, CalibrationTexts(studied, self.tokens, window))
+
     def _convert(self, row: Row, folder: Path) -> dict[str, Any]:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if row.method in ("transmla", "mha2mla"):
+        if row.method in PUBLISHED:
             return self._convert_published(row, folder)
         texts = [TEXTS[name](self.cache) for name in row.texts]
         report = headwise.convert(
@@ -186,16 +199,16 @@ class Bench:
         return {"conversion": report.to_dict()}
 
     def _convert_published(self, row: Row, folder: Path) -> dict[str, Any]:
-        """The method's best way on the tuning text; each way's perplexity is kept as it is measured."""
-        found: dict[str, tuple[float, dict[str, Any]]] = {}
+        """Convert with the settings that are best on the tuning text; each perplexity is kept as it is measured."""
+        tried: dict[str, tuple[float, dict[str, Any]]] = {}
         for setting in variants(row):
             name = f"{row.name}?" + "&".join(f"{key}={value}" for key, value in setting.items())
             if name not in self.kept.rows:
                 self._write_published(row, setting, folder)
                 self.kept.add(name, {**setting, "valid_perplexity": self._tuned(folder)})
-            found[name] = self.kept.rows[name]["valid_perplexity"], setting
-            say(f"  {name:64} {found[name][0]:12.3f} on valid")
-        best, setting = min(found.values(), key=lambda one: one[0])
+            tried[name] = self.kept.rows[name]["valid_perplexity"], setting
+            say(f"  {name:64} {tried[name][0]:12.3f} on valid")
+        best, setting = min(tried.values(), key=lambda one: one[0])
         self._write_published(row, setting, folder)
         return {"setting": setting, "valid_perplexity": best}
 
@@ -217,7 +230,7 @@ class Bench:
 
     @torch.inference_mode()
     def _tuned(self, folder: Path) -> float:
-        """Perplexity on the text that settings are chosen by."""
+        """The perplexity of a converted folder on the tuning text."""
         model = headwise.load(folder, dtype=torch.float32)
         text = read_text(data.wikitext("valid", self.cache))
         windows = token_windows(
@@ -227,14 +240,14 @@ class Bench:
         return float(nll.mean().exp())
 
     def _statistics(self, row: Row) -> Path:
-        """Of the source, for the published methods: of windows as long as those that are measured on; made once."""
+        """The source's statistics for the published methods, of windows as long as those that are measured on."""
         folder = self.work / f"statistics-{Path(self.source).name}-{'-'.join(row.texts)}-{self.tokens}"
         if not folder.exists():
             texts = [TEXTS[name](self.cache) for name in row.texts]
             tokenizer = load_tokenizer(self.checkpoint.path)
             windows = calibration_windows(tokenizer, texts, tokens=self.tokens, window=self.window)
             with FolderWriter(folder, {}) as writer:
-                results = study_windows(self.checkpoint, windows, writer.work)
+                results = collect_statistics(self.checkpoint, windows, writer.work)
                 write_statistics(writer.folder, results, self.checkpoint, texts, windows)
         return folder
 
@@ -249,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--source", default=SOURCE)
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of rows' names; * for any part")
     parser.add_argument("--mla", nargs="+", default=MLA, metavar="SIZE", help="values a token, or R+P")
-    parser.add_argument("--tokens", type=int, default=65_536, help="calibrated on")
+    parser.add_argument("--tokens", type=int, default=65_536, help="of text to calibrate on")
     parser.add_argument("--windows", type=int, default=6, help="of each text")
     parser.add_argument("--window", type=int, default=2048, help="tokens in each")
     parser.add_argument("--items", type=int, default=500, help="of PIQA; 0 for none")
@@ -257,9 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/conversion.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/conversion"), help="where models are converted")
-    parser.add_argument("--keep", action="store_true", help="the converted folders")
-    parser.add_argument("--again", action="store_true", help="measure rows that are there, too")
-    parser.add_argument("--list", action="store_true", help="only say which rows there are, and which are done")
+    parser.add_argument("--keep", action="store_true", help="keep the converted folders")
+    parser.add_argument("--again", action="store_true", help="measure rows again that are kept")
+    parser.add_argument("--list", action="store_true", help="only list the rows, and which are done")
     options = parser.parse_args(arguments)
     bench = Bench(options)
     for row in plan(bench.checkpoint.spec.layers[0], options.mla, options.rows):

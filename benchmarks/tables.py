@@ -1,7 +1,7 @@
-"""The results as tables, in the documents that show them.
+"""Make tables of the results, and put them in the documents that show them.
 
     python -m benchmarks.tables                                        # print them
-    python -m benchmarks.tables --write README.md docs/*.md   # into their places there
+    python -m benchmarks.tables --write README.md docs/*.md            # put them in their places there
 
 A place is a line ``<!-- table: NAME -->`` and a line ``<!-- end of table -->``; what is between them is replaced.
 """
@@ -14,6 +14,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.shared import shared_mark
+
+from headwise.texts.overlap import SHARED
 
 RESULTS = Path("benchmarks/results")
 Document = dict[str, Any]
@@ -28,23 +32,23 @@ METHODS = {
 
 
 def conversion(document: Document) -> str:
-    """Every conversion on every text."""
+    """The table of all conversions on all texts."""
     texts, rows = _texts(document), []
     for row in _conversions(document):
         scores = row["evaluate"]["texts"]
-        ratios = [f"{_number(score['perplexity'])} ({_ratio(score['perplexity_ratio'])})" for score in scores]
+        ratios = [f"{_number(score['perplexity'])} ({_text_ratio(row, score)})" for score in scores]
         rows.append([_target(row), _method(row), *ratios, *_piqa(row), _minutes(row)])
     for row in _conversions(document)[:1]:
-        found = row["evaluate"]
-        whole = row["values"] * found["reference_cache_bytes_per_token"] / found["cache_bytes_per_token"]
-        own = [_number(score["reference_perplexity"]) for score in found["texts"]]
-        rows.insert(0, [f"{whole:.0f}", "original", *own, *_piqa_of_original(document), ""])
+        scores = row["evaluate"]
+        whole = row["values"] * scores["reference_cache_bytes_per_token"] / scores["cache_bytes_per_token"]
+        original = [_number(score["reference_perplexity"]) for score in scores["texts"]]
+        rows.insert(0, [f"{whole:.0f}", "original", *original, *_piqa_of_original(document), ""])
     head = ["values", "method", *texts, "PIQA", "minutes"]
     return table(head, rows, left=2)
 
 
 def conversion_short(document: Document) -> str:
-    """The ratio of perplexities on the first text, a target a line, and headwise's on the others, and its answers."""
+    """The table of targets: all methods on the first text, and headwise on the other texts and PIQA."""
     rows = [row for row in _conversions(document) if not row.get("stock")]
 
     def line(row: dict[str, Any]) -> str:
@@ -55,12 +59,16 @@ def conversion_short(document: Document) -> str:
     shown = [method for method in METHODS if any(row["method"] == method for row in rows)]
     lines = []
     for target in targets:
-        own = {row["method"]: row for row in rows if line(row) == target}
-        first = [_ratio(own[m]["evaluate"]["texts"][0]["perplexity_ratio"]) if m in own else "" for m in shown]
+        by_method = {row["method"]: row for row in rows if line(row) == target}
+        first = [
+            _text_ratio(by_method[m], by_method[m]["evaluate"]["texts"][0]) if m in by_method else "" for m in shown
+        ]
         others = [""] * len(texts)
-        if "headwise" in own:
-            others = [_ratio(score["perplexity_ratio"]) for score in own["headwise"]["evaluate"]["texts"][1:]]
-            others += _piqa(own["headwise"])
+        if "headwise" in by_method:
+            others = [
+                _text_ratio(by_method["headwise"], score) for score in by_method["headwise"]["evaluate"]["texts"][1:]
+            ]
+            others += _piqa(by_method["headwise"])
         lines.append([target, *first, *others])
     head = ["values", *(METHODS[method] for method in shown), *(f"headwise, {text}" for text in texts[1:])]
     head.append(" of ".join(["PIQA", *filter(None, _piqa_of_original(document))]))
@@ -68,56 +76,58 @@ def conversion_short(document: Document) -> str:
 
 
 def retrieval(document: Document) -> str:
-    """Points of R@1 that an encoder's conversions lose."""
+    """The table of an encoder's conversions: points of R@1 lost."""
     rows = []
     for name, row in document["rows"].items():
         if "recall_at_1" in row:
-            found = row["recall_at_1"]
-            lost, low, high = (-100 * found[key] for key in ("difference", "difference_high", "difference_low"))
+            recall = row["recall_at_1"]
+            lost, low, high = (-100 * recall[key] for key in ("difference", "difference_high", "difference_low"))
             method = METHODS.get(row["method"], row["method"])
             on = f"{row['tokens']:,} tokens of {row['text']}".replace(",", " ") if row["text"] else ""
+            on += shared_mark(row.get("shared"))
             rows.append(
                 [
                     name.partition("/")[0],
                     method,
                     on,
-                    f"{100 * found['rate']:.2f}",
+                    f"{100 * recall['rate']:.2f}",
                     f"{lost:.2f} ({low:.2f} to {high:.2f})",
                     f"{100 * row['recall_at_10']['rate']:.2f}",
                 ]
             )
-            original = f"{100 * found['reference_rate']:.2f}", f"{100 * row['recall_at_10']['reference_rate']:.2f}"
+            original = f"{100 * recall['reference_rate']:.2f}", f"{100 * row['recall_at_10']['reference_rate']:.2f}"
     if rows:
         rows.insert(0, ["mha (12)", "original", "", original[0], "", original[1]])
     return table(["heads", "method", "calibrated on", "R@1 %", "points lost (95 %)", "R@10 %"], rows, left=3)
 
 
 def positions(document: Document) -> str:
-    """What a token costs by its position in a long window, original and converted."""
+    """The table of costs by position in a long window, original and converted."""
     rows = []
     for name, row in document["rows"].items():
         if name.startswith("text/"):
             for score in row["texts"][0]["by_position"]:
                 more = score["nll"] - score["reference_nll"]
                 place = f"{score['start']}–{score['stop'] - 1}"
-                text = name.removeprefix("text/")
+                text = name.removeprefix("text/") + shared_mark(row.get("shared"))
                 rows.append([text, place, f"{score['reference_nll']:.3f}", f"{score['nll']:.3f}", f"{more:+.3f}"])
     return table(["text", "positions", "original (nats)", "converted", "more"], rows, left=2)
 
 
 def planted(document: Document) -> str:
-    """Facts planted at several depths."""
+    """The table of facts planted at several depths."""
     rows = []
     for name, row in document["rows"].items():
         if name.startswith("planted/"):
-            own = row["depths"][0]
-            pairs = [(own[f"reference_{key}"], own[key]) for key in ("found", "first", "nll")]
-            rows.append([name.removeprefix("planted/"), *(f"{was:.2f} → {now:.2f}" for was, now in pairs)])
+            score = row["depths"][0]
+            pairs = [(score[f"reference_{key}"], score[key]) for key in ("found", "first", "nll")]
+            depth = name.removeprefix("planted/") + shared_mark(row.get("shared"))
+            rows.append([depth, *(f"{was:.2f} → {now:.2f}" for was, now in pairs)])
     return table(["depth", "found", "likeliest of ten", "nats of the code"], rows)
 
 
 def ablation(document: Document) -> str:
-    """Headwise's conversion, without each of its stages, and the published methods; of TransMLA's folds the best."""
+    """The table of stages: headwise without each of them, and the published methods, TransMLA at its best fold."""
     names = [Path(text).stem for text in document["texts"]]
     folds = [point for point in document["points"] if point["held_out_loss"] is not None]
     best = min(folds, key=lambda point: float(point["held_out_loss"]), default=None)
@@ -131,11 +141,12 @@ def ablation(document: Document) -> str:
         for point in document["points"]
         if point not in folds or point is best
     ]
-    return table(["", *names, "KL (nats)", "minutes"], rows)
+    shared = [f"\n\n{note}" for note in document.get("notes", ()) if SHARED in note]
+    return table(["", *names, "KL (nats)", "minutes"], rows) + "".join(shared)
 
 
 def large(document: Document) -> str:
-    """What a 7B-shaped conversion takes."""
+    """The table of time and memory of a 7B-shaped conversion."""
     text = "calibrated on {} windows of {}".format(*document["settings"]["windows"])
     names = {"statistics": "statistics given", "text": f"{text}, without spread", "spread": text}
     rows = []
@@ -149,13 +160,13 @@ def large(document: Document) -> str:
 
 
 def kills(document: Document) -> str:
-    """When conversions were killed."""
+    """The table of the phases in which conversions were killed."""
     rows = [[phase, str(count)] for phase, count in document["phases"].items()]
     return table(["killed while", "times"], rows)
 
 
 def decode(document: Document) -> str:
-    """One sequence of 8192 tokens: headwise's time, and how many times it the other ways take."""
+    """The table of decoding at 8192 tokens: headwise's time, and the other ways' times over it."""
     ways = {
         "SDPA": "SDPA",
         "Flex": "FlexAttention",
@@ -165,18 +176,18 @@ def decode(document: Document) -> str:
     rows = []
     for case in document["cases"]:
         if (case["values"]["length"], case["values"]["batch"]) == (8192, 1):
-            own = case["ways"]["headwise"]
-            others = [_times(case["ways"].get(way, {}).get("ms"), own["ms"]) for way in ways]
-            limit = f"{own['ms'] / case['limit_ms']:.2f}"
-            rows.append([case["values"]["shape"], case["values"]["dtype"], f"{own['ms']:.2f}", limit, *others])
+            ours = case["ways"]["headwise"]
+            others = [_times(case["ways"].get(way, {}).get("ms"), ours["ms"]) for way in ways]
+            limit = f"{ours['ms'] / case['limit_ms']:.2f}"
+            rows.append([case["values"]["shape"], case["values"]["dtype"], f"{ours['ms']:.2f}", limit, *others])
     return table(["heads", "dtype", "headwise ms", "× limit", *ways.values()], rows, left=2)
 
 
 def limits(document: Document) -> str:
-    """Caches larger than the processor's own: time over the limit, by shape and dtype."""
+    """The table of caches larger than the processor's own: time over the limit, by shape and dtype."""
     rows = []
     for case in document["cases"]:
-        own, values = case["ways"]["headwise"], case["values"]
+        ours, values = case["ways"]["headwise"], case["values"]
         reading = case["nbytes"] / case["read_bytes_per_second"] * 1e3
         bound = "memory" if reading >= 0.999 * case["limit_ms"] else "products"
         rows.append(
@@ -184,12 +195,12 @@ def limits(document: Document) -> str:
                 values["shape"],
                 str(values["batch"]),
                 values["dtype"],
-                f"{own['ms']:.2f}",
-                f"{own['gb_per_s']:.0f}",
-                f"{own['gflop_per_s']:.0f}",
+                f"{ours['ms']:.2f}",
+                f"{ours['gb_per_s']:.0f}",
+                f"{ours['gflop_per_s']:.0f}",
                 f"{case['read_bytes_per_second'] / 1e9:.0f}",
                 bound,
-                f"{own['ms'] / case['limit_ms']:.2f}",
+                f"{ours['ms'] / case['limit_ms']:.2f}",
             ]
         )
     head = ["heads", "batch", "dtype", "ms", "GB/s", "GFLOP/s", "reading GB/s", "bound by", "× limit"]
@@ -197,7 +208,7 @@ def limits(document: Document) -> str:
 
 
 def generate(document: Document) -> str:
-    """Milliseconds a token of each way to run a model, at each context."""
+    """The table of milliseconds a token of each way to run a model, at each context."""
     cases = document["cases"]
     rows = []
     for way in cases[0]["ways"]:
@@ -220,21 +231,21 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "limits": ("decode-96mib.json", limits),
     "generate": ("generate.json", generate),
 }
-"""By the name of their place: the results file and what makes the table."""
+"""By the name of a place: the results file, and the function that makes the table."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Markdown; the first columns are words, the others numbers."""
+    """A Markdown table; the first columns are words, the others numbers."""
     rule = ["---" if at < left else "---:" for at in range(len(head))]
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
 def fill(text: str, tables: dict[str, str]) -> str:
-    """A document with its tables put in their places; a place whose table is not there stays as it is."""
+    """Put tables in their places in a document; a place without a table stays as it is."""
 
     def put(place: re.Match[str]) -> str:
-        made = tables.get(place[2])
-        return place[0] if made is None else f"{place[1]}\n{made}\n{place[3]}"
+        content = tables.get(place[2])
+        return place[0] if content is None else f"{place[1]}\n{content}\n{place[3]}"
 
     return re.sub(r"(<!-- table: ([a-z-]+) -->)\n.*?(<!-- end of table -->)", put, text, flags=re.DOTALL)
 
@@ -244,11 +255,11 @@ def _times(theirs: float | None, own: float) -> str:
 
 
 def _conversions(document: Document) -> list[dict[str, Any]]:
-    """Those that were tested, the largest first; what was only tried for its setting is left out."""
-    found = [row for row in document["rows"].values() if "evaluate" in row]
+    """The rows that were evaluated, the largest first, without those that were only tried for their settings."""
+    rows = [row for row in document["rows"].values() if "evaluate" in row]
     order = list(METHODS)
     return sorted(
-        found,
+        rows,
         key=lambda row: (
             -_asked(row),
             row["name"].startswith("mqa"),
@@ -266,7 +277,7 @@ def _texts(document: Document) -> list[str]:
 
 
 def _asked(row: dict[str, Any]) -> int:
-    """Values a token, without what a format adds to them."""
+    """Values a token as asked for, without those that a format adds."""
     rank = row["kv_lora_rank"]
     return int(row["values"] if rank is None else rank + row["qk_rope_head_dim"])
 
@@ -301,12 +312,17 @@ def _piqa_of_original(document: Document) -> list[str]:
 
 
 def _minutes(row: dict[str, Any]) -> str:
-    # A published method's time is the search for its settings: its own conversion takes seconds.
+    # A published method's time would be that of the search for its settings; its conversion takes seconds.
     return f"{row['conversion']['seconds'] / 60:.1f}" if row["method"] == "headwise" else ""
 
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:,.0f}".replace(",", " ")
+
+
+def _text_ratio(row: dict[str, Any], score: dict[str, Any]) -> str:
+    """A text's ratio of perplexities, and how much of the text was calibrated on where that is not nothing."""
+    return _ratio(score["perplexity_ratio"]) + shared_mark(row.get("shared", {}).get(score["text"]))
 
 
 def _ratio(value: float) -> str:
@@ -318,14 +334,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--write", nargs="+", type=Path, default=[], metavar="DOCUMENT")
     options = parser.parse_args(arguments)
-    made = {}
+    tables = {}
     for name, (file, render) in TABLES.items():
         if (options.results / file).exists():
-            made[name] = render(json.loads((options.results / file).read_text(encoding="utf-8")))
+            tables[name] = render(json.loads((options.results / file).read_text(encoding="utf-8")))
     for document in options.write:
-        document.write_text(fill(document.read_text(encoding="utf-8"), made), encoding="utf-8")
+        document.write_text(fill(document.read_text(encoding="utf-8"), tables), encoding="utf-8")
     if not options.write:
-        print("\n\n".join(f"{name}\n\n{text}" for name, text in made.items()))
+        print("\n\n".join(f"{name}\n\n{text}" for name, text in tables.items()))
 
 
 if __name__ == "__main__":

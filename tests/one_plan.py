@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import headwise
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion import convert_to_latent
+from headwise.conversion import LatentOptions, convert_to_latent
 from headwise.specs import GroupedSpec, LatentSpec
 
 
@@ -27,7 +27,8 @@ def convert_with_one_plan(source: Path, output: Path, *, kv_lora_rank: int, qk_r
         assert isinstance(new, LatentSpec)
         state = before.family.read_attention(before.read, index, old)
         kept = spread(old.head_dim // 2, old.num_kv_heads, qk_rope_head_dim // 2)
-        made, own = convert_to_latent(state, old, new, statistics=None, longest=128, kept=kept)
+        options = LatentOptions(longest=128, kept=kept)
+        made, own = convert_to_latent(state, old, new, statistics=None, options=options)
         channels.append(own)
         prefix = before.family.attention.format(layer=index)
         for name, tensor in made.items():

@@ -82,7 +82,8 @@ def test_lossless_mla(smollm2: Path, text: Path, ids: torch.Tensor, expected: to
     assert found.perplexity_ratio == pytest.approx(1, abs=1e-4)
     assert found.kl == pytest.approx(0, abs=1e-5)
     assert found.top1_agreement == pytest.approx(1, abs=0.005)
-    assert found.cache_bytes_per_token == found.reference_cache_bytes_per_token == 30 * 384 * 4
+    assert found.reference is not None
+    assert found.cache_bytes_per_token == found.reference.cache_bytes_per_token == 30 * 384 * 4
 
 
 def test_half_the_cache_in_a_fresh_process(smollm2: Path, text: Path) -> None:

@@ -20,6 +20,7 @@ _PUBLIC = {
     "Complexity": "headwise.cost",
     "Conversion": "headwise.conversion",
     "Count": "headwise.counting",
+    "EvaluateOptions": "headwise.options",
     "Evaluation": "headwise.evaluation",
     "ExpertLatentAttention": "headwise.attention",
     "ExpertLatentSpec": "headwise.specs",
@@ -46,6 +47,7 @@ _PUBLIC = {
     "SpecError": "headwise.errors",
     "StorageError": "headwise.errors",
     "attend": "headwise.kernels",
+    "attend_with_weights": "headwise.kernels",
     "calibrate": "headwise.conversion",
     "choose_backend": "headwise.kernels",
     "compare": "headwise.cost",
@@ -100,8 +102,9 @@ if TYPE_CHECKING:
     )
     from headwise.frontiers import Frontier, frontier
     from headwise.hf import Generation, generate, load, optimize
-    from headwise.kernels import attend, choose_backend
+    from headwise.kernels import attend, attend_with_weights, choose_backend
     from headwise.measurement import doctor
+    from headwise.options import EvaluateOptions
     from headwise.specs import (
         ExpertLatentSpec,
         GroupedSpec,
@@ -121,6 +124,7 @@ __all__ = [
     "Complexity",
     "Conversion",
     "Count",
+    "EvaluateOptions",
     "Evaluation",
     "ExpertLatentAttention",
     "ExpertLatentSpec",
@@ -147,6 +151,7 @@ __all__ = [
     "SpecError",
     "StorageError",
     "attend",
+    "attend_with_weights",
     "calibrate",
     "choose_backend",
     "compare",

@@ -1,9 +1,9 @@
-"""What a function's own annotations say of its arguments, held to when it is called."""
+"""Arguments held to the types they are annotated with."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import wraps
 from numbers import Integral, Real
@@ -37,12 +37,25 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         with suppress(TypeError):  # one is missing or unknown: the call itself says so best
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
-                if not _fits(value, hints[name]):
-                    raise ArgumentError(name, value, f"must be {_said(hints[name])}")
+            check_types(signature.bind(*args, **kwargs).arguments, hints)
         return function(*args, **kwargs)
 
     return checked
+
+
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Refuse a value that is not of its type.
+
+    Args:
+        values: by name.
+        hints: the type of each, by the same names.
+
+    Raises:
+        ArgumentError: the first that is of another type.
+    """
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise ArgumentError(name, value, f"must be {_said(hints[name])}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -1,14 +1,35 @@
-"""What a result is as a document: JSON, or a page for a browser."""
+"""Results as documents: JSON, or a page for a browser."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import fields, is_dataclass
 from html import escape
 from typing import Any
 
 
+def as_document(result: Any) -> dict[str, Any]:
+    """A dataclass as JSON-able values: ``dataclasses.asdict``, but for results within it that have a ``to_dict``.
+
+    Args:
+        result: an instance of a dataclass.
+    """
+    return {field.name: plain(getattr(result, field.name)) for field in fields(result)}
+
+
+def plain(value: Any) -> Any:
+    """A value of a result as JSON-able values; one that has a ``to_dict`` is what that returns."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value):
+        return as_document(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value
+
+
 def finite(value: Any) -> Any:
-    """The same, with None for numbers that JSON has no word for."""
+    """JSON-able values with None in the place of numbers that JSON cannot write: infinities and NaN."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

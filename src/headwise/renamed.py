@@ -1,4 +1,4 @@
-"""Public names that have moved: the old spelling works, and warns."""
+"""Public names that have moved or are spelled anew: the old spelling works, and warns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ def moved_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         module: where the old spelling was, such as ``headwise.evaluation``.
-        names: the module that has each name today.
+        names: today's full name of each, such as ``headwise.texts.read_text``.
     """
 
     def find(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(f"{module}.{name} is now {names[name]}.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(names[name]), name)
+        warnings.warn(f"{module}.{name} is now {names[name]}", DeprecationWarning, stacklevel=2)
+        room, _, today = names[name].rpartition(".")
+        return getattr(importlib.import_module(room), today)
 
     return find
+
+
+def moved_to(room: str, *names: str) -> dict[str, str]:
+    """The full names of several that have moved to one room and kept their spelling."""
+    return {name: f"{room}.{name}" for name in names}

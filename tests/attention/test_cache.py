@@ -77,7 +77,6 @@ def test_overflow_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((1, 3, 2, 4), torch.float32),
         ((2, 1, 2, 4), torch.float32),
         ((2, 3, 2, 1), torch.float32),
         ((2, 3, 2, 4), torch.float64),
@@ -90,6 +89,16 @@ def test_states_that_do_not_fit_are_refused(shape: tuple[int, ...], dtype: torch
     message = f"cached states = ({shape}, {dtype}): must be (2, 3, 2, 4) torch.float32"
     with pytest.raises(ArgumentError, match=re.escape(message)):
         cache.update(torch.zeros(shape, dtype=dtype), torch.zeros(2, 2, 2, 5))
+    assert_holds(cache, first)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_states_of_another_batch_are_refused(batch: int) -> None:
+    cache, first = new_cache(), tokens(2, 1)
+    cache.update(*first)
+    message = f"^batch = {batch}: must be 2, the batch size the cache was made for$"
+    with pytest.raises(ArgumentError, match=message):
+        cache.update(*tokens(2, 2, batch=batch))
     assert_holds(cache, first)
 
 

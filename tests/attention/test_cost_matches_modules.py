@@ -24,7 +24,7 @@ from headwise.attention import (
     build,
 )
 from headwise.cost.stages import Kernel
-from headwise.counting.count import count
+from headwise.counting.module import count
 from headwise.kernels import Backend
 from headwise.specs import ExpertLatentSpec, GroupedSpec, LatentSpec, RopeSpec
 from tests.strategies import (

@@ -296,6 +296,33 @@ def test_a_source_of_another_batch_is_refused_cached_or_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("cached", [0, 3])
+@torch.no_grad()
+def test_a_cache_for_another_batch_is_refused(name: str, cached: int) -> None:
+    layer = make(name)
+    cache = layer.new_cache(2, 9)
+    if cached:
+        layer(hidden(2, cached), is_causal=True, cache=cache)
+    for rows in (1, 3):
+        message = rf"^batch = {rows}: must be 2, the batch size the cache was made for$"
+        with pytest.raises(ArgumentError, match=message):
+            layer(hidden(rows, 2), is_causal=True, cache=cache)
+    assert cache.length == cached
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_a_cross_attention_cache_for_another_batch_is_refused(name: str) -> None:
+    layer = make(name)
+    cache = layer.new_cache(2, 5)
+    layer(hidden(2, 4), key_value_states=hidden(2, 5), cache=cache)
+    for rows in (1, 3):
+        message = rf"^batch = {rows}: must be 2, the batch size the cross-attention cache was filled with$"
+        with pytest.raises(ArgumentError, match=message):
+            layer(hidden(rows, 4), key_value_states=hidden(rows, 5), cache=cache)
+
+
+@pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
 def test_a_cache_goes_with_autocast(name: str) -> None:
     layer, x = make(name).float(), hidden(2, 4).float()

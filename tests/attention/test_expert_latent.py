@@ -288,10 +288,13 @@ def test_a_rotation_refuses_positions_with_gaps() -> None:
     layer, x = experts(rope=ROPE).double(), hidden(2, 4)
     cache = layer.new_cache(2, 4)
     for ids in (torch.tensor([0, 1, 3, 4]), torch.tensor([[0, 1, 2, 3], [0, 0, 1, 2]])):
-        with pytest.raises(ArgumentError, match=r"position_ids = .*: must run on without gaps: keys are turned"):
+        with pytest.raises(ArgumentError, match=r"position_ids = .*: must have no gaps: keys are rotated"):
             layer(x, position_ids=ids, cache=cache)
     own = RotaryEmbedding(ROPE)(torch.arange(4)[None], torch.float64, 4)
-    with pytest.raises(ArgumentError, match=r"position_embeddings = 'given': must be left to the layer"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"position_embeddings = 'given': must be None: the layer computes its own; positions must have no gaps",
+    ):
         layer(x, position_embeddings=own, cache=cache)
     assert cache.length == 0
     without = experts().double()

@@ -427,8 +427,7 @@ def test_a_source_of_another_batch_is_refused() -> None:
 
 def test_a_cache_of_another_batch_or_dtype_is_refused() -> None:
     layer = GroupedQueryAttention(16, 4, 2)
-    message = "cached states = ((2, 2, 5, 4), torch.float32): must be (3, 2, 5, 4) torch.float32"
-    with pytest.raises(ArgumentError, match=re.escape(message)):
+    with pytest.raises(ArgumentError, match=r"^batch = 2: must be 3, the batch size the cache was made for$"):
         layer(torch.zeros(2, 5, 16), cache=layer.new_cache(3, 5))
     message = "cached states = ((2, 2, 5, 4), torch.float32): must be (2, 2, 5, 4) torch.bfloat16"
     with pytest.raises(ArgumentError, match=re.escape(message)):

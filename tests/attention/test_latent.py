@@ -424,8 +424,7 @@ def test_hidden_states_of_a_wrong_shape_are_refused(size: tuple[int, ...]) -> No
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:
     layer = MultiHeadLatentAttention(16, 3, **SMALL)
-    message = "cached states = ((2, 1, 5, 12), torch.float32): must be (3, 1, 5, 12) torch.float32"
-    with pytest.raises(ArgumentError, match=re.escape(message)):
+    with pytest.raises(ArgumentError, match=r"^batch = 2: must be 3, the batch size the cache was made for$"):
         layer(torch.zeros(2, 5, 16), cache=layer.new_cache(3, 5))
     with pytest.raises(ArgumentError, match="cache length = 5: is over max_length = 4"):
         layer(torch.zeros(2, 5, 16), cache=layer.new_cache(2, 4))

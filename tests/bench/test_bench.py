@@ -147,12 +147,12 @@ def test_generate_steps_all_models_from_the_same_context(tmp_path: Path) -> None
     last = stock.config.max_position_embeddings - 14
     bench_generate(tmp_path / "model", contexts=[last], repeats=4, engines=False)
     for context in (0, last + 1):
-        rule = f"context = {context}: must be at least 1, and at most {last}: 14 tokens are made behind it"
+        rule = f"context = {context}: must be at least 1, and at most {last}: 14 tokens follow it"
         with pytest.raises(headwise.ArgumentError, match=rule):
             bench_generate(tmp_path / "model", contexts=[context], repeats=4)
     with pytest.raises(headwise.ArgumentError, match="repeats = 1: must be at least 2"):
         bench_generate(tmp_path / "model", repeats=1)
-    with pytest.raises(headwise.ArgumentError, match=r"beside = .*: must not have another's name"):
+    with pytest.raises(headwise.ArgumentError, match=r"beside = .*: must have a name of its own"):
         bench_generate(tmp_path / "model", beside=[tmp_path / "a" / "one", tmp_path / "b" / "one"])
 
 
@@ -371,7 +371,7 @@ def test_modules_and_models_fit_a_terminal(cli: Callable[..., Said], tmp_path: P
         (("decode", "--length", "0"), "length = 0: must be at least 1"),
         (("decode", "--batch", "-2"), "batch = -2: must be at least 1"),
         (("decode", "--dtype", "int8"), "dtype = 'int8': must be float64, float32"),
-        (("decode", "--length", "9", "--cache-mib", "1"), "cache_mib = 1: must not be given beside lengths"),
+        (("decode", "--length", "9", "--cache-mib", "1"), "cache_mib = 1: must not be given together with lengths"),
         (("decode", "--shape", "8/1/64", "--length", "2000000000"), "must fit in memory: "),
         (("prefill", "--shape", "8/1/64", "--length", "2000000000"), "must fit in memory: 8,583.1 GiB"),
         (("prefill", "--shape", "8/64+8"), "prompts are read expanded"),

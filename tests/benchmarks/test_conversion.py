@@ -18,6 +18,7 @@ import headwise
 from benchmarks import conversion, long, tables
 from headwise.checkpoints import load_tokenizer
 from headwise.conversion.calibration.saved import open_statistics
+from headwise.conversion.planning.plan import Place
 from headwise.specs import GroupedSpec, RopeSpec, split_budget
 from headwise.texts import calibration_windows
 from tests.closeness import assert_close
@@ -86,7 +87,7 @@ def test_statistics_are_of_windows_as_long_as_those_that_are_measured_on(
     options |= {"tokens": 512, "items": 0, "windows": 2, "window": 64, "split": "test"}
     bench = conversion.Bench(Namespace(**options))
     folder = bench._statistics(Row("r", "transmla", 14, 10, ("wikitext",)))
-    monkeypatch.setattr(conversion, "study_windows", None)
+    monkeypatch.setattr(conversion, "collect_statistics", None)
     assert bench._statistics(Row("s", "mha2mla", 12, 12, ("wikitext",))) == folder
     known = open_statistics(folder, bench.checkpoint)
     windows = calibration_windows(
@@ -101,7 +102,7 @@ def test_statistics_are_of_windows_as_long_as_those_that_are_measured_on(
         model(windows)
     for index, inputs in enumerate(seen):
         flat = torch.cat((inputs.flatten(0, 1), torch.ones(512, 1)), dim=1).double()
-        assert_close(known.layer(index)[0].inputs, flat.mT @ flat / 512, 1e-5)
+        assert_close(known.evidence(Place(index)).statistics.inputs, flat.mT @ flat / 512, 1e-5)
 
 
 # --- the whole of it ---
@@ -129,6 +130,9 @@ def test_rows_are_measured_once_and_the_published_ones_at_their_best(
     assert rows["mla-24/headwise"]["choices"]["items"] == 3
     assert "choices" not in best
     assert rows["mla-24/headwise"]["conversion"]["calibration_tokens"] == 512
+    for name, shared in (("mla-24/headwise", 1.0), ("mla-24/transmla", 1.0), ("mqa/mean", None)):
+        texts = [score["text"] for score in rows[name]["evaluate"]["texts"]]  # each the calibration's, rotated
+        assert rows[name]["shared"] == ({} if shared is None else dict.fromkeys(texts, shared))
     assert [path.name for path in (root / "work").iterdir()] == ["statistics-source-wikitext-512"]
 
     assert [line.split(" | ")[0] for line in tables.conversion(document).splitlines()[2:]] == [
@@ -138,7 +142,7 @@ def test_rows_are_measured_once_and_the_published_ones_at_their_best(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError
 
-    for module, name in ((headwise, "convert"), (conversion, "study_windows"), (conversion, "evaluate")):
+    for module, name in ((headwise, "convert"), (conversion, "collect_statistics"), (conversion, "evaluate")):
         monkeypatch.setattr(module, name, never)
     before = (root / "a.json").read_bytes()
     conversion.main(arguments(root, "a.json", *wanted))
@@ -198,6 +202,7 @@ def test_what_is_lost_at_length_is_kept_text_by_text_and_depth_by_depth(
     assert [rows[f"planted/{depth}"]["depths"][0]["depth"] for depth in long.DEPTHS] == list(long.DEPTHS)
     stops = [score["stop"] for score in rows["text/brown"]["texts"][0]["by_position"]]
     assert stops[-1] == 224
+    assert {row["shared"] for name, row in rows.items() if name != "conversion"} == {1.0}
     (half,) = (root / "half").iterdir()
     whole = headwise.evaluation.evaluate_planted(
         half,

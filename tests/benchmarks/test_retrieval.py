@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.retrieval import plan, study
+from benchmarks.retrieval import plan, shared_passages, study
+
+from headwise.texts.calibration import CalibrationTexts
+from tests.evaluation.test_retrieval import save_bert
 
 
 def test_rows_by_name() -> None:
@@ -19,3 +22,12 @@ def test_rows_by_name() -> None:
 def test_what_is_studied_of_boolq_is_questions_and_passages(tmp_path: Path) -> None:
     (tmp_path / "boolq-study.jsonl").write_text('{"question": "is it", "passage": "It is."}\n')
     assert study("boolq", tmp_path, tmp_path / "work").read_text() == "is it\nIt is.\n"
+
+
+def test_passages_that_were_calibrated_on_are_counted(tmp_path: Path) -> None:
+    source, text = save_bert(tmp_path / "bert"), tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog")
+    passages = ["pack my box with five dozen jugs", "the quick brown fox jumps. "]
+    tokens = sum(map(len, passages))  # the text is calibrated on as two windows of 21
+    assert shared_passages(source, passages, CalibrationTexts((text,), 43)) == {"shared": round(21 / tokens, 4)}
+    assert shared_passages(source, passages, CalibrationTexts()) == {}

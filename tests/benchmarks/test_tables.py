@@ -19,6 +19,8 @@ from benchmarks.tables import (
     retrieval,
 )
 
+from headwise.texts.overlap import SHARED
+
 
 def row(target: str, method: str, values: int, ratios: list[float], **more: Any) -> dict[str, Any]:
     names = ("wikitext-2.test", "brown")
@@ -86,6 +88,13 @@ def test_a_target_a_line() -> None:
     ]
 
 
+def test_a_text_that_was_calibrated_on_in_part_is_marked() -> None:
+    shared = {".cache/wikitext-2.test.txt": 0.304, ".cache/brown.txt": 0.01}
+    rows = {"a": row("mla-192", "headwise", 192, [1.123, 1.2], conversion={"seconds": 120.0}, shared=shared)}
+    assert "| 22.46 (×1.123, 30% shared) | 24.00 (×1.200) |" in conversion({"rows": rows})
+    assert "| 192 | ×1.123, 30% shared | ×1.200 |" in conversion_short({"rows": rows})
+
+
 def test_points_lost() -> None:
     near = {
         "rate": 0.8,
@@ -108,6 +117,8 @@ def test_points_lost() -> None:
         "| mha (12) | original |  | 82.00 |  | 96.00 |",
         "| gqa:6 | aligned | 16 384 tokens of boolq | 80.00 | 2.00 (1.00 to 3.10) | 95.00 |",
     ]
+    rows["gqa:6/aligned boolq 16384"]["shared"] = 0.02
+    assert "| 16 384 tokens of boolq, 2% shared |" in retrieval({"rows": rows})
 
 
 def test_length() -> None:
@@ -119,6 +130,10 @@ def test_length() -> None:
     }
     assert positions({"rows": rows}).splitlines()[2:] == ["| brown | 1–255 | 3.400 | 3.500 | +0.100 |"]
     assert planted({"rows": rows}).splitlines()[2:] == ["| 0.25 | 1.00 → 0.50 | 1.00 → 1.00 | 1.00 → 2.00 |"]
+    for kept in rows.values():
+        kept["shared"] = 0.5
+    assert "| brown, 50% shared |" in positions({"rows": rows})
+    assert "| 0.25, 50% shared |" in planted({"rows": rows})
 
 
 def test_ablation() -> None:
@@ -134,6 +149,8 @@ def test_ablation() -> None:
         "| headwise | ×1.100 | ×1.250 | 0.100 | 1.5 |",
         "| TransMLA, FreqFold 4 | ×1.100 | ×1.250 | 0.100 | 1.5 |",
     ]
+    notes = ["not measured", f"5.0% of the 100 tokens evaluated on lie in passages {SHARED}"]
+    assert ablation({"texts": [], "points": [], "notes": notes}).splitlines()[2:] == ["", notes[1]]
 
 
 def test_scale() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from headwise.checkpoints import FolderWriter, TensorInfo
 from headwise.conversion.storage.activations import Activations
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 
 LAYERS, N, W, E = 3, 2, 3, 64
 INFO = {
@@ -34,7 +34,7 @@ SHARD_BYTES = 40_000  # so that layers and shards do not end together
 
 def convert(out: Path, run: str = "run") -> None:
     with FolderWriter(out, INFO, run=run, overwrite=True, shard_bytes=SHARD_BYTES) as writer:
-        results = LayerResults(writer.work / "layers")
+        results = LayerFiles(writer.work / "layers")
         streams = Activations(writer.work / "activations", streams=("only",), shape=(N, W, E), run=run)
         if streams.layer is None:
             streams.write("only", 0, torch.arange(N * W * E, dtype=torch.float32).view(N, W, E).sin())

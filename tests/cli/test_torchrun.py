@@ -14,6 +14,7 @@ import torch
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.saved import open_statistics
+from headwise.conversion.planning.plan import Place
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 
@@ -52,10 +53,12 @@ def test_grams_are_those_of_one_process(source: Path, tmp_path: Path) -> None:
         assert json.loads(done.stdout)["tokens"] == 7 * 256  # printed once
     one, two = (open_statistics(tmp_path / name, open_checkpoint(source)) for name in ("one", "two"))
     for index in range(2):
-        expected, found = one.layer(index), two.layer(index)
+        expected, found = one.evidence(Place(index)), two.evidence(Place(index))
+        assert expected.sensitivity is not None
+        assert found.sensitivity is not None
         for field in ("inputs", "keys", "head_weight", "distances", "queries"):
-            assert_close(getattr(found[0], field), getattr(expected[0], field), 1e-10)
-        assert_close(found[1], expected[1], 1e-6)  # kept in float32
+            assert_close(getattr(found.statistics, field), getattr(expected.statistics, field), 1e-10)
+        assert_close(found.sensitivity, expected.sensitivity, 1e-6)  # kept in float32
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,7 @@ from pathlib import Path
 from headwise.cli import app, main
 from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError
-import headwise.cli.convert
+import headwise.cli.commands.convert
 
 class StoppedError(ArgumentError):
     def __str__(self):  # torchrun stops this process when it is about to say why it fails

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headwise import processes as ranks
+from headwise import processes
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.storage.activations import Activations
-from headwise.processes import all_sum, barrier, my_windows, rank
+from headwise.processes import all_sum, barrier, my_windows, process_index
 from headwise.hf import LayerwiseModel
 
 source, out, windows = Path(sys.argv[1]), Path(sys.argv[2]), 5
@@ -49,7 +49,7 @@ for index in range(model.num_layers):
     grams[f"{index}"] = all_sum(gram)
     assert mine < windows or torch.equal(own, gram)
 grams["hidden"] = store.read("a", 0, windows)
-if rank() == 0:
+if process_index() == 0:
     save_file(grams, out / "grams.safetensors")
 barrier()
 """
@@ -81,11 +81,11 @@ def test_two_processes_sum_to_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 @pytest.mark.parametrize("count", [0, 1, 5, 6, 7])
 def test_every_window_is_one_processs(monkeypatch: pytest.MonkeyPatch, world: int, count: int) -> None:
-    monkeypatch.setattr(ranks, "world_size", lambda: world)
+    monkeypatch.setattr(processes, "process_count", lambda: world)
     taken = []
     for index in range(world):
-        monkeypatch.setattr(ranks, "rank", lambda index=index: index)
-        mine = ranks.my_windows(count)
+        monkeypatch.setattr(processes, "process_index", lambda index=index: index)
+        mine = processes.my_windows(count)
         assert count // world <= len(mine) <= -(-count // world)
         taken += mine
     assert taken == list(range(count))
@@ -93,7 +93,7 @@ def test_every_window_is_one_processs(monkeypatch: pytest.MonkeyPatch, world: in
 
 def test_alone_nothing_is_shared() -> None:
     tensor = torch.randn(3)
-    assert torch.equal(ranks.all_sum(tensor.clone()), tensor)
-    assert ranks.my_windows(4) == range(4)
-    assert (ranks.rank(), ranks.world_size()) == (0, 1)
-    ranks.barrier()
+    assert torch.equal(processes.all_sum(tensor.clone()), tensor)
+    assert processes.my_windows(4) == range(4)
+    assert (processes.process_index(), processes.process_count()) == (0, 1)
+    processes.barrier()

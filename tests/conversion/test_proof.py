@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import metadata_load
 
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion import proof
+from headwise.conversion import STAGES, proof
 from headwise.conversion.proof import REFERENCE, choose_exam
 from headwise.texts import calibration_windows, language_reference, text_identity
 from headwise.texts.calibration import CalibrationTexts
@@ -47,11 +47,14 @@ def test_it_ends_on_what_the_calibration_left_of_its_text(source: Path, text: Pa
     rest = tmp_path / "rest.txt"
     rest.write_text(TEXT[1976:])  # a character is a token
     again = headwise.evaluate(tmp_path / "out", against=source, text=rest, windows=2)
-    for name in ("perplexity", "reference_perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
+    for name in ("perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
         assert getattr(found, name) == getattr(again, name), name
+    assert found.reference is not None
+    assert again.reference is not None
+    assert found.reference.perplexity == again.reference.perplexity
     assert (found.model, found.against) == (str(tmp_path / "out"), str(source))
     assert found.cache_bytes_per_token == done.kv_bytes_per_token_after
-    assert done.to_dict()["evaluation"] == asdict(found)
+    assert done.to_dict()["evaluation"] == found.to_dict()
 
 
 def test_of_several_texts_what_is_left_of_each(source: Path, text: Path, tmp_path: Path) -> None:
@@ -108,9 +111,9 @@ def test_the_reference_is_no_exam_of_what_was_calibrated_on_it(source: Path, tmp
     study = tmp_path / "study.txt"
     study.write_text(language_reference(topics), encoding="utf-8")
     with pytest.raises(headwise.ArgumentError, match="evaluate = None: must be named: all texts are calibrated on"):
-        choose_exam(open_checkpoint(source), studied=[text_identity(study)])
+        choose_exam(open_checkpoint(source), calibrated_on=[text_identity(study)])
     study.write_text(language_reference(topics)[:-1], encoding="utf-8")
-    ((name, _),) = choose_exam(open_checkpoint(source), studied=[text_identity(study)])
+    ((name, _),) = choose_exam(open_checkpoint(source), calibrated_on=[text_identity(study)])
     assert name == REFERENCE
 
 
@@ -166,7 +169,7 @@ def test_what_cannot_be_is_refused_before_any_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("")
-    monkeypatch.setattr("headwise.conversion.loop.convert_to_latent", None)
+    monkeypatch.setattr("headwise.conversion.methods.headwise.convert_to_latent", None)
     with pytest.raises(headwise.ArgumentError, match=rule):
         headwise.convert(source, "out", **HALF, evaluate=evaluate, evaluation_windows=windows, dry_run=dry_run)
     assert not Path("out").exists()
@@ -239,7 +242,7 @@ def test_ctrl_c_during_it_keeps_the_conversion(
         f"what is done is kept in {tmp_path}/.out.headwise-partial, and the same command goes on from there",
     ]
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("headwise.conversion.loop.convert_to_latent", None)  # nothing is solved again
+    monkeypatch.setattr("headwise.conversion.methods.headwise.convert_to_latent", None)  # nothing is solved again
     done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY, evaluate=evaluate)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
     assert ("Not measured." in card(tmp_path / "out")) is not evaluate
@@ -265,7 +268,8 @@ def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path)
     assert "Theirs" not in told
     assert str(tmp_path) not in told
     score = done.evaluation
-    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference_perplexity:.3f}" in told
+    assert score.reference is not None
+    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference.perplexity:.3f}" in told
     assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in told
     assert (
         "- steps: sensitivity, spread, channels, sequence, refit\n"
@@ -296,3 +300,30 @@ def test_unmeasured_folders_are_the_same_to_the_last_file(source: Path, text: Pa
     assert "README.md" in files
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
+
+
+SHARED = "tokens evaluated on lie in passages of 20 or more tokens that the calibration text has too"
+
+
+def test_an_exam_that_repeats_the_calibration_is_noted(source: Path, text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("Pack my box with five dozen jugs: " + "".join(f"{n * n}, " for n in range(400)))
+    done = {}
+    for name, exam in (("repeated", tmp_path / "copy.txt"), ("other", other)):
+        (tmp_path / "copy.txt").write_text(f"{TEXT}\n")
+        study = {**STUDY, "without": STAGES}  # what is solved for does not matter here
+        done[name] = headwise.convert(source, tmp_path / name, calibrate=text, **study, evaluate=exam)
+    (note,) = [note for note in done["repeated"].notes if SHARED in note]
+    assert f"- {note}\n" in card(tmp_path / "repeated")
+    assert not any(SHARED in note for note in done["other"].notes)
+    lossless = headwise.convert(source, tmp_path / "whole", to="mla", kv_budget=1.0, calibrate=text, evaluate=other)
+    assert not any(SHARED in note for note in lossless.notes)  # no text was needed
+
+
+def test_how_much_an_exam_repeats_is_counted_on_the_windows_that_are_calibrated_on(source: Path, text: Path) -> None:
+    checkpoint, texts = open_checkpoint(source), CalibrationTexts((text,), 512)
+    tokens = torch.tensor(load_tokenizer(source)(TEXT)["input_ids"])
+    (line,) = proof.overlap_notes(checkpoint, [("a", tokens[:256][None])], texts)
+    assert line.startswith(f"100.0% of the 256 {SHARED}")
+    assert proof.overlap_notes(checkpoint, [], texts) == []
+    assert proof.overlap_notes(checkpoint, [("a", tokens[:256][None])], CalibrationTexts()) == []

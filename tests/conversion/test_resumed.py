@@ -11,10 +11,12 @@ import pytest
 import headwise
 from headwise.checkpoints import Checkpoint, FolderWriter
 from headwise.conversion import loop as layers
-from headwise.conversion.calibration import streams as sequential
+from headwise.conversion.calibration.text import TextCalibrator
+from headwise.conversion.planning import plan as planning
+from headwise.conversion.planning.plan import Place
 from headwise.conversion.storage.activations import Activations
-from headwise.conversion.storage.layers import LayerResults
-from headwise.texts import mixture as calibration
+from headwise.conversion.storage.layers import LayerFiles
+from headwise.texts import sources
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
@@ -52,11 +54,11 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *
         (Activations, "commit", 1),
         (Activations, "commit", 2),
         (Activations, "commit", 3),
-        (LayerResults, "save", 1),  # of a sensitivity
-        (LayerResults, "save", 3),  # with MLA, of what is known while the cache is spread
-        (LayerResults, "save", 4),
-        (LayerResults, "save", 5),  # of the first layer
-        (LayerResults, "save", 6),
+        (LayerFiles, "save", 1),  # of a sensitivity
+        (LayerFiles, "save", 3),  # with MLA, of what is known while the cache is spread
+        (LayerFiles, "save", 4),
+        (LayerFiles, "save", 5),  # of the first layer
+        (LayerFiles, "save", 6),
     ],
 )
 def test_it_goes_on(
@@ -94,13 +96,13 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
         with pytest.raises(StoppedError):
             headwise.convert(source, tmp_path / "out", **options)
     solved: list[int] = []
-    own = sequential.Sequential.layer
+    own = TextCalibrator.evidence
 
-    def noting(self: Any, index: int, *args: Any) -> Any:
-        solved.append(index)
-        return own(self, index, *args)
+    def noting(self: TextCalibrator, place: Place, source: Any) -> Any:
+        solved.append(place.index)
+        return own(self, place, source)
 
-    monkeypatch.setattr(sequential.Sequential, "layer", noting)
+    monkeypatch.setattr(TextCalibrator, "evidence", noting)
     monkeypatch.setattr(
         "headwise.conversion.calibration.sensitivity._weigh", None
     )  # would be called, were any to be found
@@ -129,14 +131,14 @@ def test_without_a_text_they_are_not_even_read_again(
         monkeypatch.setitem(FolderWriter.__init__.__kwdefaults__, "shard_bytes", shard_bytes)
     source = save_family(tmp_path / "source", "whisper") if model == "whisper" else save_tiny(tmp_path / "source")
     headwise.convert(source, tmp_path / "whole", **options, evaluate=False)
-    read: list[tuple[int, bool]] = []
-    own = layers.read_layer
+    read: list[Place] = []
+    own = planning.read_layer
 
-    def noting(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> Any:
-        read.append((index, cross))
-        return own(checkpoint, index, cross=cross)
+    def noting(checkpoint: Checkpoint, place: Place) -> Any:
+        read.append(place)
+        return own(checkpoint, place)
 
-    monkeypatch.setattr(layers, "read_layer", noting)
+    monkeypatch.setattr(planning, "read_layer", noting)
     with monkeypatch.context() as patch:
         stop_at(patch, layers, "convert_layer", 4 if model == "whisper" else 2, after=False)
         with pytest.raises(StoppedError):
@@ -169,7 +171,7 @@ def test_a_text_that_has_changed_starts_anew(tmp_path: Path, monkeypatch: pytest
     """A folder of texts, whose name is the same as before; ``datasets`` is not needed to tell that it changed."""
     source = save_tiny(tmp_path / "source")
     (tmp_path / "texts").mkdir()
-    monkeypatch.setattr(calibration, "_dataset_rows", rows_of)
+    monkeypatch.setattr(sources, "_dataset_rows", rows_of)
     options = {"to": "mqa", "calibrate": tmp_path / "texts", "calibration_tokens": 512, "evaluate": False}
     (tmp_path / "texts/a.txt").write_text(TEXT)
     with monkeypatch.context() as patch:

@@ -337,7 +337,7 @@ def test_a_causal_source_leaves_the_pairs_of_the_bottom_right_mask() -> None:
 
 
 def test_cross_attention_alone_is_said_to_be_cached() -> None:
-    with pytest.raises(ArgumentError, match=r"^cached = True: is said of cross-attention only"):
+    with pytest.raises(ArgumentError, match=r"^cached = True: is for cross-attention only"):
         cost.forward_flops(MLA_GUIDE, 3, 4, cached=True)
 
 

@@ -72,7 +72,8 @@ def test_accuracy_by_hand(root: Path) -> None:
         (found.accuracy, found.accuracy_norm), right["other"], right["source"], strict=True
     ):
         assert measured.rate == sum(own) / 4
-        assert measured.reference_rate == sum(reference) / 4
+        assert measured.reference is not None
+        assert measured.reference.rate == sum(reference) / 4
         assert measured.only_model == sum(a and not b for a, b in zip(own, reference, strict=True))
     assert found.items == 4
     assert evaluate_choices(root / "other", file=root / "items.jsonl", limit=2).items == 2

@@ -113,11 +113,12 @@ def test_the_same_seed_asks_the_same_and_a_model_equals_itself(root: Path) -> No
     assert found.first.difference == 0
     assert [row.depth for row in found.depths] == [0.0, 1.0]
     for row in found.depths:
-        assert row.probability == row.reference_probability
-        assert row.rank == row.reference_rank
+        assert row.reference is not None
+        assert row.probability == row.reference.probability
+        assert row.rank == row.reference.rank
     again = evaluate_planted(root / "source", **options)
     assert [row.probability for row in again.depths] == [row.probability for row in found.depths]
-    assert again.first.difference is again.depths[0].reference_found is None
+    assert again.first.difference is again.depths[0].reference is None
     other = evaluate_planted(root / "source", **options, seed=1)
     assert [row.probability for row in other.depths] != [row.probability for row in found.depths]
 

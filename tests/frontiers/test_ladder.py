@@ -9,7 +9,7 @@ import pytest
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import STAGES
-from headwise.frontiers.ladder import Rung, plan_rungs, read_target
+from headwise.frontiers.ladder import Candidate, list_candidates, read_target
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
@@ -39,41 +39,45 @@ def test_what_is_no_target_is_refused(written: str) -> None:
 
 
 def test_options_are_those_of_convert() -> None:
-    assert Rung("mla:0.5").options() == {"to": "mla", "kv_budget": 0.5, "method": None, "without": ()}
-    assert Rung("mla:18+6", without=("refit",)).options() == {
+    assert Candidate("mla:0.5").options() == {"to": "mla", "kv_budget": 0.5, "method": None, "without": ()}
+    assert Candidate("mla:18+6", without=("refit",)).options() == {
         "to": "mla",
         "kv_lora_rank": 18,
         "qk_rope_head_dim": 6,
         "method": None,
         "without": ("refit",),
     }
-    assert Rung("gqa:2", "mean").options() == {"to": "gqa:2", "method": "mean", "without": ()}
+    assert Candidate("gqa:2", "mean").options() == {"to": "gqa:2", "method": "mean", "without": ()}
 
 
 def test_no_two_ways_share_a_file_name(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(
         save_tiny(tmp_path / "source", hidden_size=48, num_attention_heads=3, num_key_value_heads=3)
     )
-    rungs, notes = plan_rungs(checkpoint, ["mla:0.5", "mla:0.50", "mla:0.25", "mqa"], methods=True)
-    assert len({rung.slug for rung in rungs}) == len(rungs) == 2 * (len(STAGES) + 2 + 5) + len(STAGES) - 2 + 2 + 2
+    candidates, notes = list_candidates(checkpoint, ["mla:0.5", "mla:0.50", "mla:0.25", "mqa"], methods=True)
+    assert (
+        len({candidate.slug for candidate in candidates})
+        == len(candidates)
+        == 2 * (len(STAGES) + 2 + 5) + len(STAGES) - 2 + 2 + 2
+    )
     assert not notes
-    assert rungs[0] == Rung("mla:0.5")
-    assert Rung("mla:0.5", without=STAGES) in rungs
-    assert Rung("mla:0.25", "transmla:8") in rungs
-    assert Rung("mqa", "first_head") in rungs
+    assert candidates[0] == Candidate("mla:0.5")
+    assert Candidate("mla:0.5", without=STAGES) in candidates
+    assert Candidate("mla:0.25", "transmla:8") in candidates
+    assert Candidate("mqa", "first_head") in candidates
 
 
 def test_each_stage_that_a_target_has_is_left_out_once(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_tiny(tmp_path / "source"))
     own = {}
     for target in ("mla:0.5", "mqa", "mla:1", "mha"):
-        rungs, _ = plan_rungs(checkpoint, [target], methods=True)
-        own[target] = [rung.without for rung in rungs if rung.method is None]
+        candidates, _ = list_candidates(checkpoint, [target], methods=True)
+        own[target] = [candidate.without for candidate in candidates if candidate.method is None]
     some = [("sequence",), ("refine",), ("refit",), STAGES]
     assert own["mla:0.5"] == [(), ("sensitivity", "spread"), ("spread",), ("channels",), *some]
     assert own["mqa"] == [(), ("sensitivity",), *some]  # whose heads all have one size, and turn as they did
     assert own["mla:1"] == own["mha"] == [()]  # nothing is lost
-    assert Rung("mla:0.5", without=("sensitivity", "spread")).way == "headwise without sensitivity, spread"
+    assert Candidate("mla:0.5", without=("sensitivity", "spread")).way == "headwise without sensitivity, spread"
 
 
 @pytest.mark.parametrize(
@@ -81,31 +85,33 @@ def test_each_stage_that_a_target_has_is_left_out_once(tmp_path: Path) -> None:
 )
 def test_the_ladder(heads: int, grouped: list[str], tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source", hidden_size=144, num_attention_heads=12, num_key_value_heads=heads)
-    rungs, notes = plan_rungs(open_checkpoint(source))
+    candidates, notes = list_candidates(open_checkpoint(source))
     latent = ["mla:0.75", "mla:0.5", "mla:0.33", "mla:0.25"]
-    assert [rung.target for rung in rungs] == latent + grouped
+    assert [candidate.target for candidate in candidates] == latent + grouped
     assert notes == []
 
 
 def test_what_a_family_cannot_become_is_left_out_and_said(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_family(tmp_path / "source", "qwen3"))
-    rungs, notes = plan_rungs(checkpoint)
-    assert [rung.target for rung in rungs] == ["mqa"]
+    candidates, notes = list_candidates(checkpoint)
+    assert [candidate.target for candidate in candidates] == ["mqa"]
     assert [note.partition(" (")[0] for note in notes] == [f"not tried: mla:{f}" for f in (0.75, 0.5, 0.33, 0.25)]
     assert "cannot be converted to mla yet" in notes[0]
     with pytest.raises(headwise.SpecError, match="cannot be converted to mla yet"):
-        plan_rungs(checkpoint, ["mqa", "mla:0.5"])
-    ways, _ = plan_rungs(checkpoint, methods=True)
+        list_candidates(checkpoint, ["mqa", "mla:0.5"])
+    ways, _ = list_candidates(checkpoint, methods=True)
     assert {way.target for way in ways} == {"mqa"}
 
 
 def test_published_methods_that_have_no_step_for_a_model_are_left_out(tmp_path: Path) -> None:
-    rungs, notes = plan_rungs(open_checkpoint(save_family(tmp_path / "source", "gpt2")), ["mla:0.5"], methods=True)
-    assert all(rung.method is None for rung in rungs)
+    candidates, notes = list_candidates(
+        open_checkpoint(save_family(tmp_path / "source", "gpt2")), ["mla:0.5"], methods=True
+    )
+    assert all(candidate.method is None for candidate in candidates)
     assert notes[0].startswith("not tried: mha2mla (method = 'mha2mla': needs rotary embeddings on all")
 
 
 def test_a_size_the_source_does_not_have_is_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_tiny(tmp_path / "source"))
     with pytest.raises(headwise.ArgumentError, match="num_kv_heads = 2: must divide"):
-        plan_rungs(checkpoint, ["mqa", "gqa:2"])
+        list_candidates(checkpoint, ["mqa", "gqa:2"])

@@ -11,7 +11,7 @@ import pytest
 
 import headwise
 from headwise.frontiers import page as frontier_page
-from headwise.frontiers.ladder import Rung
+from headwise.frontiers.ladder import Candidate
 from headwise.frontiers.page import markdown, page
 from tests.frontiers.test_points import found, result
 
@@ -19,18 +19,21 @@ EVIL = "<img src=x onerror=alert('x')>|"
 
 
 def a_ladder(*, text: str = "a/one.txt", source: str = "my/model") -> headwise.Frontier:
-    rungs = [
-        (Rung("mla:0.5"), result((500.0, 1.1), (text,))),
-        (Rung("gqa:2"), result((500.0, 1.9), (text,), "gqa")),
-        (Rung("mqa"), result((250.0, 2.5), (text,), "mqa")),
+    candidates = [
+        (Candidate("mla:0.5"), result((500.0, 1.1), (text,))),
+        (Candidate("gqa:2"), result((500.0, 1.9), (text,), "gqa")),
+        (Candidate("mqa"), result((250.0, 2.5), (text,), "mqa")),
     ]
-    return found(rungs, source=source)
+    return found(candidates, source=source)
 
 
 def ways() -> headwise.Frontier:
-    rungs = [Rung("mla:0.5"), Rung("mla:0.5", without=("refit",)), Rung("mla:0.5", "transmla:2")]
+    candidates = [Candidate("mla:0.5"), Candidate("mla:0.5", without=("refit",)), Candidate("mla:0.5", "transmla:2")]
     held = {True: {"held_out_loss": 3.0}, False: {}}
-    return found([(rung, {**result((500.0, 1.5)), **held[rung.is_fold]}) for rung in rungs], methods=True)
+    return found(
+        [(candidate, {**result((500.0, 1.5)), **held[candidate.is_variant]}) for candidate in candidates],
+        methods=True,
+    )
 
 
 @pytest.mark.parametrize("shown", [a_ladder(), ways()], ids=["ladder", "ways"])

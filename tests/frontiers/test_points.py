@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.frontiers.ladder import Rung
+from headwise.frontiers.ladder import Candidate
 from headwise.frontiers.page import markdown, tables, title
 from headwise.frontiers.plot import figure
 from headwise.frontiers.points import Frontier, advice, collect, dominates, shown
@@ -44,9 +44,11 @@ def result(spot: Spot, texts: tuple[str, ...] = ("a/one.txt",), mechanism: str =
     }
 
 
-def found(rungs: list[tuple[Rung, dict[str, Any]]], *, methods: bool = False, source: str = "my/model") -> Frontier:
+def found(
+    candidates: list[tuple[Candidate, dict[str, Any]]], *, methods: bool = False, source: str = "my/model"
+) -> Frontier:
     return collect(
-        rungs,
+        candidates,
         source=source,
         label="GQA 4/2 × 8",
         calibrate=("c.txt",),
@@ -58,7 +60,7 @@ def found(rungs: list[tuple[Rung, dict[str, Any]]], *, methods: bool = False, so
 
 
 def ladder(*spots: Spot) -> Frontier:
-    return found([(Rung(f"mla:0.{index + 1}"), result(spot)) for index, spot in enumerate(spots)])
+    return found([(Candidate(f"mla:0.{index + 1}"), result(spot)) for index, spot in enumerate(spots)])
 
 
 @pytest.mark.parametrize(
@@ -107,11 +109,11 @@ def test_advice_is_the_smallest_cache_within_each_loss() -> None:
 
 
 def test_of_the_folds_the_best_on_held_out_text_alone_is_shown_and_all_are_kept() -> None:
-    ways = [Rung("mla:0.5"), Rung("mla:0.5", without=("refit",)), Rung("mla:0.5", "mha2mla")]
-    own = [(rung, result((500.0, ratio))) for rung, ratio in zip(ways, (1.1, 1.2, 3.0), strict=True)]
+    ways = [Candidate("mla:0.5"), Candidate("mla:0.5", without=("refit",)), Candidate("mla:0.5", "mha2mla")]
+    own = [(candidate, result((500.0, ratio))) for candidate, ratio in zip(ways, (1.1, 1.2, 3.0), strict=True)]
     # The exam would have another: a choice by it would be part of what it measures.
     folds = [
-        (Rung("mla:0.5", f"transmla:{fold}"), {**result((500.0, ratio)), "held_out_loss": loss})
+        (Candidate("mla:0.5", f"transmla:{fold}"), {**result((500.0, ratio)), "held_out_loss": loss})
         for fold, ratio, loss in ((1, 2.6, 3.2), (2, 2.4, 3.0), (4, 2.2, 3.1))
     ]
     all_ways = found(own + folds, methods=True)
@@ -138,22 +140,22 @@ def test_a_broken_model_has_its_place_in_the_table_and_in_json() -> None:
 
 
 def test_the_table_has_each_text() -> None:
-    rungs = [(Rung("mqa"), result((500.0, 1.25), ("x/one.txt", "y/two.txt after 1,024 tokens"), "mqa"))]
-    (table,) = tables(found(rungs))
+    candidates = [(Candidate("mqa"), result((500.0, 1.25), ("x/one.txt", "y/two.txt after 1,024 tokens"), "mqa"))]
+    (table,) = tables(found(candidates))
     assert table[0] == ("", "attention", "cache B/token", "share", "× one.txt", "× two.txt", "KL", "top-1", "s")
     assert table[1] == ("original", "GQA 4/2 × 8", "1,000", "100%", "1", "1", "0", "100%", "")
     assert table[2] == ("mqa", "MLA 1 + 2", "500", "50%", "1.2500", "1.2500", "0.2500", "75.0%", "4")
-    twins = [(Rung("mqa"), result((500.0, 1.25), ("x/one.txt", "y/one.txt")))]
+    twins = [(Candidate("mqa"), result((500.0, 1.25), ("x/one.txt", "y/one.txt")))]
     assert tables(found(twins))[0][0][4:6] == ("× x/one.txt", "× y/one.txt")
 
 
 def test_the_plot_has_a_trace_a_mechanism_the_source_and_the_best_for_each_cache() -> None:
-    rungs = [
-        (Rung("mla:0.5"), result((500.0, 1.1))),
-        (Rung("gqa:2"), result((500.0, 1.9), mechanism="gqa")),
-        (Rung("mqa"), result((250.0, 2.5), mechanism="mqa")),
+    candidates = [
+        (Candidate("mla:0.5"), result((500.0, 1.1))),
+        (Candidate("gqa:2"), result((500.0, 1.9), mechanism="gqa")),
+        (Candidate("mqa"), result((250.0, 2.5), mechanism="mqa")),
     ]
-    drawn = figure(found(rungs))
+    drawn = figure(found(candidates))
     traces = {trace["name"]: trace for trace in drawn["data"]}  # the points come after their legend
     assert list(traces) == ["best so far", "MLA", "GQA", "MQA", "original"]
     assert (traces["best so far"]["x"], traces["best so far"]["y"]) == ([250.0, 500.0, 1000.0], [2.5, 1.1, 1.0])

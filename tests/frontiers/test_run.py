@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ import torch
 
 import headwise
 from headwise.checkpoints import open_checkpoint
-from headwise.frontiers import frontier as room_function
+from headwise.frontiers import results
 from headwise.texts.calibration import CalibrationTexts, open_windows
 from tests.conversion.test_resumed import StoppedError
 from tests.real_models import save_tiny
@@ -26,7 +25,7 @@ from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 OTHER = "pack my box with five dozen liquor jugs, said the judge to the wizard. " * 40
-NAMES: dict[str, Any] = inspect.unwrap(room_function).__globals__
+NAMES: dict[str, Any] = vars(results)
 SMALL: dict[str, Any] = {"calibration_tokens": 256, "window": 48, "windows": 2, "plot": False}
 TARGETS = ("mla:0.5", "mqa")
 
@@ -118,10 +117,11 @@ def test_it_is_what_convert_and_evaluate_say(place: Path, tmp_path: Path) -> Non
         assert (point.kl, point.top1_agreement) == (evaluation.kl, evaluation.top1_agreement)
         assert point.ratios == {score.text: score.perplexity_ratio for score in evaluation.texts}
         assert point.cache_bytes_per_token == evaluation.cache_bytes_per_token
-        assert found.cache_bytes_per_token == evaluation.reference_cache_bytes_per_token
+        assert evaluation.reference is not None
+        assert found.cache_bytes_per_token == evaluation.reference.cache_bytes_per_token
         assert point.cache_fraction == point.cache_bytes_per_token / found.cache_bytes_per_token
         assert point.conversion["parameters_after"] == conversion.parameters_after
-    assert found.perplexities == {score.text: score.reference_perplexity for score in evaluation.texts}
+    assert found.perplexities == {score.text: score.perplexity for score in evaluation.reference.texts}
     assert json.loads(json.dumps(found.to_dict())) == document(tmp_path / "out")
     assert document(tmp_path / "out")["versions"]["torch"] == torch.__version__
 
@@ -133,7 +133,7 @@ STOPS = [
     ("evaluate_windows", 1, True),
     ("convert", 2, False),
     ("evaluate_windows", 2, True),
-    ("_result", 2, True),
+    ("write_file", 4, True),
 ]
 
 
@@ -382,7 +382,7 @@ def test_another_process_is_kept_out(place: Path, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"calibrate": ()}, "calibrate = None: is required"),
+        ({"calibrate": ()}, "calibrate = (): is required"),
         ({"calibrate": "nowhere.txt"}, "calibrate = 'nowhere.txt': could not be read"),
         ({"calibration_tokens": 1}, "calibration_tokens = 1: must be at least 2"),
         ({"evaluate": "nowhere.txt"}, "evaluate = 'nowhere.txt': could not be read"),
@@ -435,3 +435,10 @@ def test_a_failure_before_the_first_result_leaves_nothing(place: Path, tmp_path:
     with pytest.raises(headwise.ArgumentError, match="at least 4 tokens"):
         climb(place, tmp_path / "deep/out", calibrate=tmp_path / "tiny.txt")
     assert not (tmp_path / "deep").exists()
+
+
+def test_an_exam_that_repeats_the_calibration_is_noted(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy.txt").write_text(TEXT + "And so it ends.")
+    repeated = climb(place, tmp_path / "out", targets=("mqa",), evaluate=tmp_path / "copy.txt")
+    assert any("passages of 20 or more tokens that the calibration text has too" in note for note in repeated.notes)
+    assert not climb(place, tmp_path / "other", targets=("mqa",)).notes

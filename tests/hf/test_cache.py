@@ -142,6 +142,30 @@ def test_max_length_is_a_limit_of_windows_too() -> None:
     assert ours.length == 50
 
 
+@pytest.mark.parametrize("options", [{}, {"max_length": 50}, {"quantize": "int8"}], ids=["growing", "fixed", "int8"])
+@pytest.mark.parametrize("changes", [{}, SLIDING, {"sliding_window": 1}], ids=["full", "window of 5", "of 1"])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_another_batch_is_refused_by_name(options: dict[str, Any], changes: dict[str, Any], needs_grad: bool) -> None:
+    ours = HeadwiseCache(config(**changes), **options)
+    keys = torch.randn(2, 2, 7, 8)
+    ours.update(keys, keys, 0)
+    for batch in (1, 3):
+        other = torch.randn(batch, 2, 1, 8, requires_grad=needs_grad and "quantize" not in options)
+        with pytest.raises(headwise.ArgumentError, match=f"^batch = {batch}: must be 2, the batch size of"):
+            ours.update(other, other, 0)
+    assert ours.get_seq_length() == 7
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 20}], ids=["full", "window of 20"])
+def test_an_emptied_cache_takes_another_batch(changes: dict[str, Any]) -> None:
+    ours = HeadwiseCache(config(**changes))
+    told((ours,), 7)
+    ours.crop(-7)
+    keys = torch.randn(1, 2, 3, 8)
+    assert torch.equal(ours.update(keys, keys, 0)[0], keys)
+    assert ours.get_seq_length() == 3
+
+
 @pytest.mark.parametrize("max_length", [0, -1, 2.5, True, "8"])
 def test_a_limit_that_is_none_is_refused(max_length: Any) -> None:
     with pytest.raises(headwise.ArgumentError, match="max_length"):
@@ -261,3 +285,21 @@ def test_int8_is_refused_where_nothing_would_read_it() -> None:
     with pytest.raises(headwise.ArgumentError, match="is for keys and values of heads, not for latents"):
         ours.update(latent, latent[..., :0], 0)
     assert ours.length == 0
+
+
+@pytest.mark.parametrize("kind", ["inference", "gradients"])
+def test_beams_are_reordered_where_states_cannot_be_written_to(kind: str) -> None:
+    """Tensors made in inference mode, and those that a backward pass needs, are replaced and not changed."""
+    ours, stock = pair()
+    states = [torch.randn(2, 2, 5, 8) for _ in range(2)]
+    if kind == "inference":
+        with torch.inference_mode():
+            for cache in (ours, stock):
+                cache.update(*(x.clone() for x in states), 0)
+    else:
+        for cache in (ours, stock):
+            cache.update(*(x.requires_grad_() * 1.0 for x in states), 0)
+    for cache in (ours, stock):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(ours.layers[0].keys, stock.layers[0].keys)
+    assert torch.equal(ours.layers[0].keys, states[0][[1, 0]])

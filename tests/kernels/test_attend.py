@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.kernels import Backend, attend, choose_backend
+from headwise.kernels import Backend, attend, attend_with_weights, choose_backend
 from headwise.kernels.native import built
 from tests.backends import EXACT, SERVING
 from tests.by_hand import attend_by_rows, may_attend
 from tests.closeness import assert_close
 
 PREFILL = "fused" if built().library is not None else "sdpa"
-DECODE = "packed" if built().library is None else "fused"
+FEW_TOKENS_CHOICE = "packed" if built().library is None else "fused"
 HOLDING_WEIGHTS: tuple[Backend, ...] = ("auto", "reference", "packed")
 
 
@@ -252,18 +251,18 @@ def test_returned_weights_are_those_after_dropout(backend: Backend) -> None:
         (
             (32, 8, 1, 8192, 128),
             False,
-            DECODE,
-            "few new tokens (1): reading 8 key–value heads once is the cost",
+            FEW_TOKENS_CHOICE,
+            "few new tokens (1): reading 8 key–value heads once takes most of the time",
         ),
         (
             (128, 1, 1, 4096, 576),
             False,
-            DECODE,
-            "few new tokens (1): reading 1 key–value heads once is the cost",
+            FEW_TOKENS_CHOICE,
+            "few new tokens (1): reading 1 key–value heads once takes most of the time",
         ),
         ((128, 1, 64, 4096, 576), False, PREFILL, "64 new tokens: blocked softmax"),
         ((8, 8, 512, 512, 64), False, PREFILL, "512 new tokens: blocked softmax, no 512 × 512 scores held"),
-        ((8, 8, 512, 512, 64), True, "packed", "the weights are asked for, and no other way holds them"),
+        ((8, 8, 512, 512, 64), True, "packed", "the weights are asked for, and no other backend holds them"),
     ],
 )
 def test_auto_says_what_it_chose(shape: tuple[int, ...], weights: bool, backend: str, reason: str) -> None:
@@ -366,10 +365,28 @@ def test_refusals(
         attend(zeros(*query), zeros(*key), zeros(*value), **kwargs, backend=backend)
 
 
+@pytest.mark.parametrize("backend", HOLDING_WEIGHTS)
+def test_attend_with_weights_is_attend_asked_for_the_weights(backend: Backend) -> None:
+    problem = random_problem(10, torch.float64, T=30)
+    tensors = problem.query, problem.key, problem.value
+    out, weights = attend_with_weights(*tensors, is_causal=True, scale=0.3, backend=backend)
+    pair = attend(*tensors, is_causal=True, scale=0.3, backend=backend, return_weights=True)
+    assert isinstance(pair, tuple)
+    assert torch.equal(out, pair[0])
+    assert torch.equal(weights, pair[1])
+    with pytest.raises(ArgumentError, match="backend = 'sdpa': never holds the weights"):
+        attend_with_weights(*tensors, backend="sdpa")
+
+
+def test_choose_backend_knows_its_keywords() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        choose_backend((1, 2, 1, 16), (1, 2, 1, 16), colour="red")  # type: ignore[call-arg]
+
+
 def test_an_unknown_backend_is_refused() -> None:
     x = zeros(1, 1, 2, 4)
     with pytest.raises(ArgumentError, match="backend = 'fast': must be one of auto, reference, sdpa, packed"):
-        attend(x, x, x, backend="fast")  # type: ignore[call-overload]
+        attend(x, x, x, backend="fast")  # type: ignore[arg-type]
 
 
 def test_sdpa_has_no_weights_to_return() -> None:
@@ -381,7 +398,7 @@ def test_sdpa_has_no_weights_to_return() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_sdpa_by_parts_is_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["headwise.kernels.attend"], "_QUERIES", 7)
+    monkeypatch.setattr("headwise.kernels.sdpa._QUERIES", 7)
     pick, noise = random.Random(seed), torch.Generator().manual_seed(seed)
     B, K, S, T = 2, 2, pick.randint(1, 30), pick.randint(1, 40)
     H = K * pick.choice([1, 3])

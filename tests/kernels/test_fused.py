@@ -182,13 +182,15 @@ def test_nothing_to_attend_to_and_nobody_to() -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"dtype": torch.float64}, "it knows torch.float32, torch.bfloat16, torch.float16, not torch.float64"),
+        ({"dtype": torch.float64}, "it takes torch.float32, torch.bfloat16, torch.float16, not torch.float64"),
         ({"requires_grad": True}, "it has no backward pass"),
     ],
 )
 def test_what_it_cannot_is_refused_and_auto_goes_another_way(change: dict[str, object], rule: str) -> None:
     query, key, value = (torch.randn(1, 2, 1, 16, **change) for _ in range(3))  # type: ignore[call-overload]
-    with pytest.raises(ArgumentError, match=f"backend = 'fused': cannot serve: {rule}; use another, or auto"):
+    with pytest.raises(
+        ArgumentError, match=f"backend = 'fused': cannot compute this call: {rule}; use another, or auto"
+    ):
         attend(query, key, value, backend="fused")
     assert attend(query, key, value).shape == (1, 2, 1, 16)
 
@@ -201,7 +203,7 @@ def test_a_mask_that_lies_elsewhere_is_refused() -> None:
 
 def test_dropout_and_weights_are_refused() -> None:
     query = torch.randn(1, 2, 1, 16)
-    with pytest.raises(ArgumentError, match="backend = 'fused': knows no dropout"):
+    with pytest.raises(ArgumentError, match="backend = 'fused': has no dropout"):
         attend(query, query, query, dropout_p=0.5, backend="fused")
     with pytest.raises(ArgumentError, match="backend = 'fused': never holds the weights"):
         attend(query, query, query, backend="fused", return_weights=True)
@@ -252,7 +254,7 @@ def test_a_library_that_was_cut_is_made_again(afresh: Path) -> None:
         ("exit 0", "file too short"),
         ("echo 'ld: error: cannot go on' >&2; echo 'as: x.o: No space left on device' >&2; exit 1", "No space left"),
         ("printf 'caf\\351 error: none' >&2; exit 1", "failed: caf� error: none"),
-        ('for last; do :; done; echo "void f() {}" | c++ -x c++ -shared -fPIC - -o "$last"', "headwise_decode"),
+        ('for last; do :; done; echo "void f() {}" | c++ -x c++ -shared -fPIC - -o "$last"', "headwise_attention"),
     ],
 )
 def test_a_compiler_that_makes_something_else_is_told_of(
@@ -310,8 +312,10 @@ def test_a_command_that_cannot_be_read_and_no_home_are_no_errors(
 def test_float16_needs_a_compiler_that_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "built", lambda: replace(built(), has_half=False))
     query = torch.randn(1, 2, 1, 16).half()
-    assert "its compiler does not know float16" in choose_backend(query.shape, query.shape, dtype=query.dtype).reason
-    with pytest.raises(ArgumentError, match="its compiler does not know float16"):
+    assert (
+        "its compiler does not support float16" in choose_backend(query.shape, query.shape, dtype=query.dtype).reason
+    )
+    with pytest.raises(ArgumentError, match="its compiler does not support float16"):
         attend(query, query, query, backend="fused")
     assert attend(query, query, query).dtype == torch.float16
 

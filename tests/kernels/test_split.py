@@ -1,4 +1,4 @@
-"""The GPU's decoding kernel, run step by step on the CPU by Triton's interpreter, against the float64 definition."""
+"""The GPU kernel for few new tokens, run on the CPU by Triton's interpreter, against the float64 definition."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_it_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 2, 3, 16)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
-        ArgumentError, match=r"backend = 'split': cannot serve: (it is for CUDA GPUs|triton is not inst)"
+        ArgumentError, match=r"backend = 'split': cannot compute this call: (it is for CUDA GPUs|triton is not inst)"
     ):
         attend(x, x, x, backend="split")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -109,7 +109,7 @@ def test_what_it_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_split(torch.float64, cpu, 64) is not None
     assert why_not_split(torch.float32, cpu, 577) == "heads are 577 wide, and it takes 576 at most"
     assert why_not_split(torch.float32, cpu, 64, needs_grad=True) == "it has no backward pass"
-    with pytest.raises(ArgumentError, match="knows no dropout"):
+    with pytest.raises(ArgumentError, match="has no dropout"):
         attend(x, x, x, dropout_p=0.1, backend="split")
     with pytest.raises(ArgumentError, match="never holds the weights"):
         attend(x, x, x, backend="split", return_weights=True)
@@ -122,7 +122,7 @@ def test_auto_takes_it_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many, keys = (1, 32, 1, 128), (1, 32, 64, 128), (1, 8, 4096, 128)
     choice = choose_backend(few, keys, dtype=torch.bfloat16, device="cuda")
     assert choice.backend == "split"
-    assert "reading 8 key–value heads once is the cost, its parts at once" in choice.reason
+    assert "reading 8 key–value heads once takes most of the time, its parts at once" in choice.reason
     assert choose_backend(many, keys, dtype=torch.bfloat16, device="cuda").backend == "sdpa"
     assert choose_backend(few, keys, device="cuda", needs_grad=True).backend == "packed"
     monkeypatch.setattr("headwise.kernels.gpu.split.has_triton", lambda: False)

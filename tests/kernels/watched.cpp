@@ -1,4 +1,4 @@
-// Decodes problems of several kinds on four threads, with a sanitizer watching, and compares with plain loops.
+// Computes attention of several shapes on four threads, with a sanitizer watching, and compares with plain loops.
 #include "attention.cpp"
 
 #include <cstdio>
@@ -48,7 +48,7 @@ int main() {
       dense(a.key_stride, K, T, D), dense(a.value_stride, K, T, V);
       a.mask_stride[0] = T, a.mask_stride[3] = 1;
       a.causal = 1, a.threads = 4, a.scale = 0.1;
-      headwise_decode(&a, type, 0);
+      headwise_attention(&a, type, 0);
       for (int64_t row = 0; row < B * K * G * S; row++) {
         const int64_t b = row / (K * G * S), unit = row / (G * S);
         std::vector<double> made(V);

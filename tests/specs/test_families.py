@@ -205,7 +205,7 @@ def test_what_a_recurrent_spec_refuses(fields: Config, message: str) -> None:
 
 
 def test_no_layer_is_built_for_what_has_only_a_cost() -> None:
-    with pytest.raises(SpecError, match=r"^attention = 'Mamba 128 × 5': has costs and no layer that runs"):
+    with pytest.raises(SpecError, match=r"^attention = 'Mamba 128 × 5': has costs, but no layer that runs"):
         build(read_config(TOYS["jamba"]).layers[0])
     with pytest.raises(SpecError, match=r"^shares_kv = True: is not supported by the layers yet$"):
         build(grouped("gemma3n_text", 5))
@@ -259,7 +259,7 @@ def test_a_search_leaves_layers_without_attention() -> None:
     ("blocks", "message"),
     [
         (None, r"block_configs = None: must list one for each of 3 layers"),
-        ([{}] * 3, r"block_configs = \{\}: must say each layer's attention"),
+        ([{}] * 3, r"block_configs = \{\}: must have each layer's attention"),
         ([{"attention": {"replace_with_linear": True}}] * 3, r"replace_with_linear = True: is not understood"),
         ([{"attention": {"n_heads_in_group": None}}] * 3, r"n_heads_in_group = None: is required"),
     ],

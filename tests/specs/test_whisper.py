@@ -54,7 +54,9 @@ def test_a_converted_decoder_is_read_back() -> None:
     assert (found.layers, found.cross_layers) == (after.layers, after.cross_layers)
     assert headwise.inspect(found).source_kv_bytes_per_token == 4 * 50 * 2
     del config["headwise"]["cross_attention"]
-    with pytest.raises(headwise.SpecError, match=r"^headwise = .*: must hold the attention specs headwise wrote$"):
+    with pytest.raises(
+        headwise.SpecError, match=r"^headwise = .*: must hold the attention specs that headwise writes$"
+    ):
         read_config(config)
 
 

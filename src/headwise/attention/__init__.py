@@ -1,4 +1,4 @@
-"""The attention layers, their rotary embedding and their cache; one file a mechanism."""
+"""Attention layers, one file for each mechanism, with their rotary embedding and their cache."""
 
 from headwise.attention.base import AttentionLayer
 from headwise.attention.build import build

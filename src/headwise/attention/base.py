@@ -1,4 +1,4 @@
-"""What every attention layer shares: its call, its checks, its cache.
+"""The base class of the attention layers: their call, its checks, and how it uses a cache.
 
 Shapes: B batch, S new tokens, T all tokens, H query heads, P rotated dims, E hidden.
 """
@@ -13,33 +13,45 @@ from torch import Tensor, nn
 from headwise.attention.cache import AttentionCache
 from headwise.attention.rope import RotaryEmbedding, rotate
 from headwise.errors import ArgumentError, SpecError
-from headwise.kernels import BACKENDS, WITHOUT_WEIGHTS, Backend, as_bool_mask, attend
+from headwise.kernels import (
+    BACKENDS,
+    WITHOUT_WEIGHTS,
+    AttendOptions,
+    Backend,
+    as_bool_mask,
+    attend,
+    attend_with_weights,
+)
 from headwise.specs.base import AttentionSpec, RopeSpec, positive
 
 Rope = RopeSpec | RotaryEmbedding
 
 
 class CacheLike(Protocol):
-    """What a layer needs of a cache; `AttentionCache` is one, transformers' caches are made to look like one."""
+    """The interface that layers use of a cache: `AttentionCache` has it, and transformers' caches are wrapped."""
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """How many tokens it holds."""
 
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append, and return all that is held."""
+        """Append new tokens to each tensor, and return all tokens held."""
 
     def views(self) -> tuple[Tensor, ...]:
-        """All that is held."""
+        """All tokens held, for each tensor."""
 
 
 class Call(NamedTuple):
-    """What one forward call asks of a mechanism beside its states.
+    """The options of one forward call, as a mechanism's `AttentionLayer._attend` gets them.
 
-    ``attention_mask`` is 4-D and bool, but for a foreign cache's, which is as it was given.
-    ``position_ids`` are the new tokens', ``[B or 1, S]``, and ``rotation`` their cos and sin ``[B or 1, S, P/2]``,
-    both None without RoPE; ``total`` counts the tokens so far; ``is_cross`` says that what is attended to is another
-    sequence.
+    Attributes:
+        attention_mask: 4-D and bool; with a cache of another library it is left as the caller gave it.
+        is_causal: bottom-right causal.
+        is_cross: the layer attends to another sequence.
+        return_weights: the attention weights are returned too.
+        position_ids: of the new tokens, ``[B or 1, S]``; None without RoPE.
+        rotation: cos and sin of the new tokens, ``[B or 1, S, P/2]`` each; None without RoPE.
+        total: tokens so far, the new ones included.
     """
 
     attention_mask: Tensor | None
@@ -52,10 +64,10 @@ class Call(NamedTuple):
 
 
 class AttentionLayer(nn.Module):
-    """Base of the layers: a mechanism says what it remembers of a token and how a query attends to that.
+    """Base class of the layers. A mechanism defines what it caches of a token, and how queries attend to that.
 
     Args:
-        spec: what the layer is; its cost is `headwise.cost` of this.
+        spec: the layer's sizes; `headwise.cost` computes its costs from them.
         rope: the rotary embedding, or None.
         dropout: probability of dropping an attention weight while training.
         backend: passed to `headwise.kernels.attend`.
@@ -91,26 +103,27 @@ class AttentionLayer(nn.Module):
         cache: CacheLike | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend.
+        """Attend to the tokens themselves, to those in a cache, or to another sequence.
 
         Args:
             hidden_states: ``[B, S, E]``.
-            key_value_states: ``[B, T, E]`` to attend to instead (cross-attention); a cache is then filled by the
-                first call and only read by the next ones.
+            key_value_states: ``[B, T, E]``, another sequence to attend to (cross-attention); a cache is then filled
+                by the first call and only read by the next ones.
             attention_mask: bool or 0/1 integers, True = attend; ``[B, T]`` padding or broadcastable to
-                ``[B, H, S, T]``, T counting the cached tokens, those a window has forgotten included.
-            is_causal: bottom-right causal; combines with the mask. A layer with a sliding window demands it.
+                ``[B, H, S, T]``, where T includes the cached tokens, even those that a window has forgotten.
+            is_causal: bottom-right causal; combines with the mask. A layer with a sliding window requires it.
             position_ids: ``[B or 1, S]`` for RoPE; the next positions after the cache when None. In cross-attention
                 keys are at 0 … T − 1, and queries at 0 … S − 1 of each call unless given.
-            position_embeddings: cos and sin ``[B or 1, S, P/2]`` of the new tokens, in place of the layer's own.
+            position_embeddings: cos and sin ``[B or 1, S, P/2]`` of the new tokens, instead of the layer's own.
             cache: read and extended in place.
-            return_weights: also return the attention weights ``[B, H, S, T]``; with a window, T are those it holds.
+            return_weights: also return the attention weights ``[B, H, S, T]``; with a window, T counts the tokens
+                held.
 
         Returns:
             ``[B, S, E]``, or that and the weights.
 
         Raises:
-            ArgumentError: shapes do not fit together, or the mechanism cannot do what is asked.
+            ArgumentError: shapes do not fit together, or the mechanism does not support an option.
         """
         self._check_hidden("hidden_states", hidden_states)
         is_cross = key_value_states is not None
@@ -127,14 +140,14 @@ class AttentionLayer(nn.Module):
             if self.rope is not None and rotation is None:
                 rotation = self.rope(ids, hidden_states.dtype, total)
         if attention_mask is not None and (cache is None or isinstance(cache, AttentionCache)):
-            # Before anything is remembered; how long a foreign cache is, it alone knows.
+            # Checked before anything is cached. The length of another library's cache is not known here.
             keys = total if key_value_states is None else key_value_states.shape[1]
             attention_mask = self._as_mask(attention_mask, hidden_states, keys)
         if return_weights and self.backend in WITHOUT_WEIGHTS:
             raise ArgumentError("backend", self.backend, "never holds the weights; use reference, packed or auto")
         call = Call(attention_mask, is_causal, is_cross, return_weights, ids, rotation, total)
         self._refuse(call, position_ids, position_embeddings, cache)
-        memory = self._remembered(hidden_states, key_value_states, rotation, cache)
+        memory = self._remember(hidden_states, key_value_states, rotation, cache)
         if window is not None and attention_mask is not None:
             call = call._replace(attention_mask=_latest(attention_mask, total, memory[0].shape[2]))
         return self._attend(hidden_states, memory, call)
@@ -146,15 +159,15 @@ class AttentionLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None,
         cache: CacheLike | None,
     ) -> None:
-        """Raise for what this mechanism cannot do, before anything is remembered."""
+        """Raise an error for options that this mechanism does not support, before anything is cached."""
 
-    def _check_rotation(self, given: tuple[Tensor, Tensor] | None, S: int) -> None:
-        if given is None or self.rope is None:
+    def _check_rotation(self, tables: tuple[Tensor, Tensor] | None, S: int) -> None:
+        if tables is None or self.rope is None:
             return
-        wanted = (S, self.rope.spec.dim // 2)
-        for table in given:
-            if table.shape[1:] != wanted:
-                rule = f"must be [B or 1, {wanted[0]}, {wanted[1]}]"
+        expected = (S, self.rope.spec.dim // 2)
+        for table in tables:
+            if table.shape[1:] != expected:
+                rule = f"must be [B or 1, {expected[0]}, {expected[1]}]"
                 raise ArgumentError("position_embeddings shape", tuple(table.shape), rule)
 
     def _as_mask(self, mask: Tensor, states: Tensor, keys: int) -> Tensor:
@@ -162,23 +175,29 @@ class AttentionLayer(nn.Module):
         return as_bool_mask(mask, (states.shape[0], heads, states.shape[1], keys))
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-        """What is remembered of tokens ``[B, S, E]``: ``[B, heads, S, width]`` for each of `cache_shapes`."""
+        """Compute what is cached of tokens ``[B, S, E]``: ``[B, heads, S, width]`` for each of `cache_shapes`."""
         raise NotImplementedError
 
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The layer's output for new tokens that attend to what is remembered of T tokens."""
+        """Compute the layer's output for new tokens.
+
+        Args:
+            hidden_states: ``[B, S, E]``.
+            memory: ``[B, heads, T, width]`` for each of `cache_shapes`, of all tokens attended to.
+            call: the call's options.
+        """
         raise NotImplementedError
 
-    def _remembered(
+    def _remember(
         self,
         states: Tensor,
         source: Tensor | None,
         rotation: tuple[Tensor, Tensor] | None,
         cache: CacheLike | None,
     ) -> tuple[Tensor, ...]:
-        """All that is attended to: of the cached and the new tokens, or of the source of cross-attention."""
+        """Cache the new tokens and return all that are attended to, or those of the source of cross-attention."""
         if source is not None:
             self._check_hidden("key_value_states", source)
             T = source.shape[1]
@@ -189,7 +208,11 @@ class AttentionLayer(nn.Module):
                 if cache.length != T:
                     rule = f"must be the {cache.length} tokens the cross-attention cache was filled from"
                     raise ArgumentError("key_value_states tokens", T, rule)
-                return cache.views()
+                held = cache.views()
+                if held[0].shape[0] != states.shape[0]:
+                    rule = f"must be {held[0].shape[0]}, the batch size the cross-attention cache was filled with"
+                    raise ArgumentError("batch", states.shape[0], rule)
+                return held
             states = source
             rotation = None if self.rope is None else self.rope(positions(0, source, None), source.dtype, T)
         new = self._states_to_cache(states, rotation)
@@ -198,23 +221,21 @@ class AttentionLayer(nn.Module):
     def _kernel(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """`headwise.kernels.attend` as this call asks: the mixed values, and the weights or None."""
-        attended = attend(
-            query,
-            key,
-            value,
-            call.attention_mask,
-            self._dropout_p(),
-            call.is_causal,
-            scale,
-            window=self.spec.sliding_window,
-            backend=self.backend,
-            return_weights=call.return_weights,
-        )
-        return attended if isinstance(attended, tuple) else (attended, None)
+        """Mixed values ``[B, H, S, V]`` by `headwise.kernels.attend`, and the weights if the call asks for them."""
+        options: AttendOptions = {
+            "attn_mask": call.attention_mask,
+            "dropout_p": self._dropout_p(),
+            "is_causal": call.is_causal,
+            "scale": scale,
+            "window": self.spec.sliding_window,
+            "backend": self.backend,
+        }
+        if call.return_weights:
+            return attend_with_weights(query, key, value, **options)
+        return attend(query, key, value, **options), None
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(heads, width) of each tensor this layer caches."""
+        """(heads, width) of each tensor that this layer caches."""
         raise NotImplementedError
 
     def new_cache(
@@ -225,7 +246,14 @@ class AttentionLayer(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> AttentionCache:
-        """An empty cache for this layer, of the weights' dtype and device unless told otherwise."""
+        """Make an empty cache for this layer.
+
+        Args:
+            batch_size: B.
+            max_length: the most tokens it can be given.
+            dtype: of the cache; the weights' when None.
+            device: of the cache; the weights' when None.
+        """
         weight = next(self.parameters())
         return AttentionCache(
             batch_size,
@@ -246,7 +274,7 @@ class AttentionLayer(nn.Module):
 
 
 def rotated(x: Tensor, rotation: tuple[Tensor, Tensor] | None, rope: RotaryEmbedding | None) -> Tensor:
-    """Heads ``[B, heads, S, D]`` turned as a layer's rotary embedding says; unchanged without one."""
+    """Rotate heads ``[B, heads, S, D]`` as a layer's rotary embedding says; without one they stay as they are."""
     if rotation is None or rope is None:
         return x
     cos, sin = rotation
@@ -256,22 +284,30 @@ def rotated(x: Tensor, rotation: tuple[Tensor, Tensor] | None, rope: RotaryEmbed
 
 
 def as_rotary(rope: Rope | None) -> RotaryEmbedding | None:
-    """A module from a spec; a module and None pass."""
+    """Make a spec into a module; a module and None stay as they are.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
     if rope is not None and not isinstance(rope, RopeSpec | RotaryEmbedding):
         raise ArgumentError("rope", rope, "must be a RopeSpec, a RotaryEmbedding or None")
     return RotaryEmbedding(rope) if isinstance(rope, RopeSpec) else rope
 
 
-def positions(start: int, states: Tensor, given: Tensor | None) -> Tensor:
-    """Position ids ``[B or 1, S]`` of ``[B, S, E]`` states: those given, or ``start … start + S − 1``."""
+def positions(start: int, states: Tensor, position_ids: Tensor | None) -> Tensor:
+    """Position ids ``[B or 1, S]`` of ``[B, S, E]`` states; ``start … start + S − 1`` when None are given.
+
+    Raises:
+        ArgumentError: those given have another shape.
+    """
     B, S = states.shape[:2]
-    if given is None:
+    if position_ids is None:
         return torch.arange(start, start + S, device=states.device)[None]
-    if given.dim() == 1:
-        given = given[None]
-    if given.dim() != 2 or given.shape[0] not in (1, B) or given.shape[1] != S:
-        raise ArgumentError("position_ids shape", tuple(given.shape), f"must be [{B} or 1, {S}]")
-    return given
+    if position_ids.dim() == 1:
+        position_ids = position_ids[None]
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, B) or position_ids.shape[1] != S:
+        raise ArgumentError("position_ids shape", tuple(position_ids.shape), f"must be [{B} or 1, {S}]")
+    return position_ids
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -285,16 +321,20 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def per_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """``[B, heads, S, a]`` by a matrix of each head ``[heads, a, b]``, which is read once for all sequences."""
+    """``[B, heads, S, a]`` times a matrix for each head, ``[heads, a, b]``, read once for all sequences."""
     B, _, S, _ = x.shape
     if B == 1:
         return torch.bmm(x[0], matrices)[None]
-    folded = x.transpose(0, 1).flatten(1, 2)
+    folded = x.transpose(0, 1).flatten(1, 2)  # [heads, B·S, a]
     return torch.unflatten(torch.bmm(folded, matrices), 1, (B, S)).transpose(0, 1)
 
 
 def default_head_dim(hidden_size: int, num_heads: int) -> int:
-    """``hidden_size / num_heads``, where it is a whole number."""
+    """``hidden_size / num_heads``.
+
+    Raises:
+        SpecError: that is no whole number.
+    """
     positive("hidden_size", hidden_size)
     positive("num_heads", num_heads)
     if hidden_size % num_heads:
@@ -303,5 +343,5 @@ def default_head_dim(hidden_size: int, num_heads: int) -> int:
 
 
 def _latest(attention_mask: Tensor, total: int, held: int) -> Tensor:
-    """The columns of a mask over all tokens that belong to the latest ones, which a window's cache holds."""
+    """The columns of a mask that belong to the latest tokens, which a window's cache holds."""
     return attention_mask[..., -held:] if attention_mask.shape[-1] == total else attention_mask

@@ -1,4 +1,4 @@
-"""The layer of any mechanism, from its spec."""
+"""Build the layer that a spec describes, whatever its mechanism."""
 
 from __future__ import annotations
 
@@ -11,13 +11,24 @@ from headwise.specs import AttentionSpec, RecurrentSpec, mechanism_module
 
 
 def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
-    """The layer a spec describes, freshly initialised; keywords go to the mechanism's ``from_spec``."""
+    """Build the layer that a spec describes, freshly initialised.
+
+    Args:
+        spec: the layer.
+        kwargs: passed to the ``from_spec`` of the mechanism's module, such as ``dropout`` or ``backend``.
+
+    Raises:
+        SpecError: there is no such layer here: it shares keys and values, gates its output, or is recurrent.
+
+    >>> build(headwise.GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16), dropout=0.1)
+    """
     for name in ("output_gate", "shares_kv"):
         if getattr(spec, name, False):
             raise SpecError(name, True, "is not supported by the layers yet")
     if isinstance(spec, RecurrentSpec):
-        raise SpecError("attention", spec.label, "has costs and no layer that runs; choose a layer of attention")
+        raise SpecError("attention", spec.label, "has costs, but no layer that runs; choose a layer of attention")
     layer = cast(AttentionLayer, mechanism_module("attention", spec.kind).from_spec(spec, **kwargs))
-    # A layer is told at each call whether to be causal; its cost is what the model makes of it.
+    # A layer is told at each call whether to be causal; its spec, which costs are computed from, says what the model
+    # does.
     layer.spec = replace(layer.spec, is_causal=spec.is_causal)
     return layer

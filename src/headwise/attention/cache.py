@@ -1,6 +1,6 @@
-"""A layer's cache: preallocated, filled in place, read as views.
+"""The cache of one layer: preallocated, filled in place, read as views.
 
-Shapes: B batch, S new tokens, T tokens held. One cache belongs to one layer; `AttentionLayer.new_cache` makes it.
+Shapes: B batch, S new tokens, T tokens held. `AttentionLayer.new_cache` makes the cache that fits a layer.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from headwise.errors import ArgumentError
 
 
 class AttentionCache:
-    """What a layer remembers of past tokens, in tensors ``[B, heads, max_length, width]``.
+    """Past tokens of one layer, in tensors ``[B, heads, max_length, width]``.
 
     Keys and values are two such tensors; MLA's latent and rotary key are one, so that reading both is one pass.
-    Slots beyond those held are uninitialised and never read. With a sliding window there is room for the window's
-    tokens only, and older ones are forgotten.
+    Slots beyond the tokens held are uninitialised and never read. With a sliding window there is room for the
+    window's tokens only, and older ones are forgotten.
 
     Args:
         batch_size: B.
         shapes: (heads, width) of each tensor.
-        max_length: tokens there is room for.
+        max_length: the most tokens it can be given.
         dtype: of the tensors.
         device: of the tensors.
         window: how many of the latest tokens are kept; all when None.
+
+    Raises:
+        ArgumentError: a size is not a whole number of at least 1.
     """
 
     def __init__(
@@ -39,14 +42,14 @@ class AttentionCache:
         device: torch.device | str | None = None,
         window: int | None = None,
     ) -> None:
-        given = (("batch_size", batch_size), ("max_length", max_length), ("window", 1 if window is None else window))
-        for name, value in given:
+        sizes = (("batch_size", batch_size), ("max_length", max_length), ("window", 1 if window is None else window))
+        for name, value in sizes:
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(name, value, "must be a whole number of at least 1")
         self.max_length = max_length
-        """Tokens it can be told of."""
+        """The most tokens it can be given."""
         self.length = 0
-        """Tokens it has been told of, those a window has forgotten included."""
+        """Tokens it has been given, including those that a window has forgotten."""
         room = max_length if window is None else min(max_length, window)
         self.buffers = [
             torch.empty(batch_size, heads, room, width, dtype=dtype, device=device) for heads, width in shapes
@@ -54,7 +57,7 @@ class AttentionCache:
 
     @property
     def held(self) -> int:
-        """Tokens it still has: all of them, or the window's."""
+        """Tokens it still holds: all of them, or the window's."""
         return min(self.length, self.buffers[0].shape[2])
 
     @property
@@ -63,13 +66,19 @@ class AttentionCache:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append ``[B, heads, S, width]`` to each tensor and return all that the new tokens may attend to.
+        """Append new tokens, and return all tokens that they may attend to.
 
-        That is all that is held, as views, or, where a window is full, the window before each new token: at most
+        These are all tokens held, as views, or, where a window is full, the window before each new token: at most
         ``window − 1 + S`` tokens, copied.
 
+        Args:
+            new: ``[B, heads, S, width]`` for each tensor of the cache.
+
+        Returns:
+            ``[B, heads, tokens, width]`` for each tensor of the cache.
+
         Raises:
-            ArgumentError: there is no room, or a shape or dtype does not fit.
+            ArgumentError: there is no room, or a batch size, shape or dtype does not fit.
         """
         S = new[0].shape[2]
         end = self.length + S
@@ -77,6 +86,8 @@ class AttentionCache:
             raise ArgumentError("cache length", end, f"is over max_length = {self.max_length}")
         for buffer, states in zip(self.buffers, new, strict=True):
             B, heads, _, width = buffer.shape
+            if states.shape[0] != B:
+                raise ArgumentError("batch", states.shape[0], f"must be {B}, the batch size the cache was made for")
             if states.shape != (B, heads, S, width) or states.dtype != buffer.dtype:
                 rule = f"must be {(B, heads, S, width)} {buffer.dtype}"
                 raise ArgumentError("cached states", (tuple(states.shape), states.dtype), rule)
@@ -88,10 +99,10 @@ class AttentionCache:
             return self.views()
         kept = min(held, room - 1)  # what the first new token still sees
         seen = tuple(
-            torch.cat((buffer[:, :, held - kept : held], states), dim=2)
+            torch.cat((buffer[:, :, held - kept : held], states), dim=2)  # [B, heads, kept + S, width]
             for buffer, states in zip(self.buffers, new, strict=True)
         )
-        if S == 1:  # what the new token sees is just what is to be held
+        if S == 1:  # the new token sees exactly the tokens that are held from now on
             self.buffers = [states.detach() for states in seen]
         else:
             for buffer, states in zip(self.buffers, seen, strict=True):
@@ -100,11 +111,15 @@ class AttentionCache:
         return seen
 
     def views(self) -> tuple[Tensor, ...]:
-        """All that is held, as views ``[B, heads, held, width]``."""
+        """All tokens held, as views ``[B, heads, held, width]``."""
         return tuple(buffer[:, :, : self.held] for buffer in self.buffers)
 
     def crop(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens; not once a window has forgotten some of them."""
+        """Forget all but the first ``length`` tokens.
+
+        Raises:
+            ArgumentError: fewer are held, or a window has forgotten some of them.
+        """
         if not 0 <= length <= self.length:
             raise ArgumentError("length", length, f"must be between 0 and the {self.length} tokens held")
         if length < self.length > self.held:
@@ -113,7 +128,11 @@ class AttentionCache:
         self.length = length
 
     def reorder(self, indices: Tensor) -> None:
-        """Make row b hold what row ``indices[b]`` held, as beam search asks."""
+        """Give sequence b the tokens of sequence ``indices[b]``, as beam search needs.
+
+        Raises:
+            ArgumentError: ``indices`` is not one row number for each sequence.
+        """
         if indices.shape != (self.buffers[0].shape[0],) or indices.dtype == torch.bool:
             rule = f"must be one row number for each of {self.buffers[0].shape[0]} rows"
             raise ArgumentError("indices shape", tuple(indices.shape), rule)

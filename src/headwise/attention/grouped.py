@@ -1,4 +1,4 @@
-"""Multi-head, multi-query and grouped-query attention: one layer, three numbers of key–value heads.
+"""Multi-head, multi-query and grouped-query attention: one layer, which differs in its number of key–value heads.
 
 Shapes: B batch, S new tokens, T all tokens, H query heads, K key–value heads, D head dim, V value dim, E hidden.
 """
@@ -29,22 +29,22 @@ from headwise.specs.grouped import GroupedSpec, grouped_bias
 class GroupedQueryAttention(AttentionLayer):
     """Query heads in groups that share a key and a value head.
 
-    With ``num_kv_heads = num_heads`` it is exactly multi-head attention, with 1 exactly multi-query. A state dict
-    of transformers' Llama, Qwen2 or Qwen3 attention loads as it is.
+    With ``num_kv_heads = num_heads`` it is multi-head attention, with 1 it is multi-query attention. A state dict of
+    transformers' Llama, Qwen2 or Qwen3 attention loads without renaming.
     Source: Ainslie et al. 2023 (arXiv:2305.13245).
 
     Args:
         hidden_size: E.
         num_heads: H.
         num_kv_heads: K; divides H.
-        group_size: H / K, in place of ``num_kv_heads``; one of the two is given.
+        group_size: H / K, instead of ``num_kv_heads``; exactly one of the two is given.
         head_dim: D; ``hidden_size / num_heads`` when None.
         v_head_dim: V; ``head_dim`` when None.
-        bias: True for every projection, ``"qkv"`` for Qwen2's way, or projection names.
+        bias: True for every projection, ``"qkv"`` for those of Qwen2, or projection names.
         dropout: probability of dropping an attention weight while training.
         rope: rotary embedding of queries and keys, or None.
-        qk_norm: ``"head"`` for an RMSNorm over each query and key head (Qwen3), ``"full"`` over all heads together.
-        norm_eps: of those norms.
+        qk_norm: ``"head"`` for an RMSNorm over each query and key head (Qwen3), ``"full"`` for one over all heads.
+        norm_eps: epsilon of those norms.
         softmax_scale: multiplies the scores; ``1/sqrt(D)`` when None.
         sliding_window: how many of the latest tokens are attended to; all when None.
         output_projection: False leaves out ``o_proj``: the output is then the heads' values, ``[B, S, H·V]``.
@@ -52,6 +52,10 @@ class GroupedQueryAttention(AttentionLayer):
 
     Raises:
         SpecError: the sizes do not fit together.
+
+    >>> layer = GroupedQueryAttention(512, 8, num_kv_heads=2)
+    >>> layer(torch.randn(1, 10, 512), is_causal=True).shape
+    torch.Size([1, 10, 512])
     """
 
     spec: GroupedSpec
@@ -114,17 +118,18 @@ class GroupedQueryAttention(AttentionLayer):
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
-        query = self._heads(self.q_proj(hidden_states), self.spec.num_heads, self.q_norm)
-        key, value = memory
+        query = self._heads(self.q_proj(hidden_states), self.spec.num_heads, self.q_norm)  # [B, H, S, D]
+        key, value = memory  # [B, K, T, D], [B, K, T, V]
         mixed, weights = self._kernel(
             rotated(query, call.rotation, self.rope), key, value, call, self.spec.softmax_scale
         )
-        out = merge_heads(mixed)
+        out = merge_heads(mixed)  # [B, S, H·V]
         if self.o_proj is not None:
             out = self.o_proj(out)
         return out if weights is None else (out, weights)
 
     def _heads(self, projected: Tensor, heads: int, norm: RMSNorm | None) -> Tensor:
+        """Split projected states ``[B, S, heads·D]`` into heads ``[B, heads, S, D]``, with the layer's norm."""
         if norm is not None and self.spec.qk_norm == "full":
             projected = norm(projected)
         states = split_heads(projected, heads)
@@ -132,15 +137,16 @@ class GroupedQueryAttention(AttentionLayer):
 
 
 class SelfAttention(GroupedQueryAttention):
-    """One head: scaled dot-product attention of a query, a key and a value projection.
+    """Attention with a single head: a query, a key and a value projection.
 
-    Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1. Keywords as `GroupedQueryAttention`.
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1. Other keywords are those of
+    `GroupedQueryAttention`.
 
     Args:
         hidden_size: E.
         head_dim: width of the query and the key; E when None.
         v_head_dim: width of the value; ``head_dim`` when None.
-        output_projection: whether a projection back to E follows; without, the output is ``[B, S, v_head_dim]``.
+        output_projection: whether a projection back to E follows; if not, the output is ``[B, S, v_head_dim]``.
     """
 
     def __init__(
@@ -166,7 +172,7 @@ class SelfAttention(GroupedQueryAttention):
 class MultiHeadAttention(GroupedQueryAttention):
     """Every query head has its own key and value head.
 
-    Source: Vaswani et al. 2017 (arXiv:1706.03762). Keywords as `GroupedQueryAttention`.
+    Source: Vaswani et al. 2017 (arXiv:1706.03762). Keywords are those of `GroupedQueryAttention`.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, **kwargs: Any) -> None:
@@ -176,7 +182,7 @@ class MultiHeadAttention(GroupedQueryAttention):
 class MultiQueryAttention(GroupedQueryAttention):
     """All query heads share one key and one value head.
 
-    Source: Shazeer 2019 (arXiv:1911.02150). Keywords as `GroupedQueryAttention`.
+    Source: Shazeer 2019 (arXiv:1911.02150). Keywords are those of `GroupedQueryAttention`.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, **kwargs: Any) -> None:
@@ -186,7 +192,11 @@ class MultiQueryAttention(GroupedQueryAttention):
 def from_spec(
     spec: GroupedSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6, backend: Backend = "auto"
 ) -> GroupedQueryAttention:
-    """The layer a spec describes, freshly initialised."""
+    """Build the layer that a spec describes, freshly initialised.
+
+    Raises:
+        SpecError: it has attention sinks or a softcap, which the layer does not support.
+    """
     for field in ("sinks", "softcap"):
         if getattr(spec, field):
             raise SpecError(field, getattr(spec, field), "is not supported by the layers yet")

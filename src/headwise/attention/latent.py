@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values decoded from a cached latent, or never decoded at all.
+"""Multi-head latent attention (MLA): keys and values decoded from a cached latent, or absorbed and never decoded.
 
 Shapes: B batch, S new tokens, T all tokens, H heads, R latent rank, N content (nope) dims, P rope dims,
 V value dim, E hidden. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
@@ -28,7 +28,7 @@ class MultiHeadLatentAttention(AttentionLayer):
     """Keys and values from a low-rank latent, and one rotary key that all heads share.
 
     A token caches its latent and rotary key, ``R + P`` values, whatever the number of heads. A state dict of
-    transformers' DeepSeek-V3 attention loads as it is.
+    transformers' DeepSeek-V3 attention loads without renaming.
 
     Args:
         hidden_size: E.
@@ -40,17 +40,23 @@ class MultiHeadLatentAttention(AttentionLayer):
         q_lora_rank: width of the query latent, or None for a plain query projection.
         latent_norm: RMSNorm on the latents.
         impl: ``expanded`` decodes keys and values of every head from the latents; ``absorbed`` folds the
-            decoders into the query and the output, and reads only latents; ``auto`` takes the fewer FLOPs.
+            decoders into the query and the output, and reads only latents; ``auto`` takes the one with fewer FLOPs.
         bias: True for every projection, ``"hf"`` for those of transformers' ``attention_bias``, ``"qkv"``, or names.
         dropout: probability of dropping an attention weight while training.
         rope: rotary embedding of width P; interleaved with base 10000 when None, as DeepSeek's.
-        norm_eps: of the latents' norms.
+        norm_eps: epsilon of the latents' norms.
         softmax_scale: multiplies the scores; ``1/sqrt(N + P)`` when None.
         sliding_window: how many of the latest tokens are attended to; all when None.
         backend: passed to `headwise.kernels.attend`.
 
     Raises:
         SpecError: the sizes do not fit together.
+
+    >>> layer = MultiHeadLatentAttention(
+    ...     512, 8, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
+    ... )
+    >>> layer.new_cache(batch_size=1, max_length=1024).buffers[0].shape
+    torch.Size([1, 1, 1024, 160])
     """
 
     spec: LatentSpec
@@ -125,16 +131,17 @@ class MultiHeadLatentAttention(AttentionLayer):
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
         widths = (self.spec.kv_lora_rank, self.spec.qk_rope_head_dim)
-        latent, k_rope = self.kv_a_proj_with_mqa(states).split_with_sizes(widths, dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(states).split_with_sizes(widths, dim=-1)  # [B, S, R], [B, S, P]
         if self.kv_a_layernorm is not None:
             latent = self.kv_a_layernorm(latent)
-        return (torch.cat((latent.unsqueeze(1), rotated(k_rope.unsqueeze(1), rotation, self.rope)), dim=-1),)
+        k_rope = rotated(k_rope.unsqueeze(1), rotation, self.rope)  # [B, 1, S, P]
+        return (torch.cat((latent.unsqueeze(1), k_rope), dim=-1),)  # [B, 1, S, R + P]
 
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
-        (latent,) = memory
-        query = split_heads(self._query(hidden_states), self.spec.num_heads)
+        (latent,) = memory  # [B, 1, T, R + P]
+        query = split_heads(self._query(hidden_states), self.spec.num_heads)  # [B, H, S, N + P]
         q_nope, q_rope = query.split_with_sizes((self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim), dim=-1)
         q_rope = rotated(q_rope, call.rotation, self.rope)
         impl: str = self.impl
@@ -147,6 +154,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         return out if weights is None else (out, weights)
 
     def _query(self, hidden_states: Tensor) -> Tensor:
+        """Projected queries ``[B, S, H·(N + P)]``, through the query latent where there is one."""
         if self.q_proj is not None:
             projected: Tensor = self.q_proj(hidden_states)
             return projected
@@ -159,35 +167,43 @@ class MultiHeadLatentAttention(AttentionLayer):
         return out
 
     def _expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Decode every head's keys and values from the latents, then ordinary attention."""
+        """Decode every head's keys and values from the latents, then attend to them.
+
+        Returns:
+            Mixed values ``[B, H, S, V]``, and the weights or None.
+        """
         spec = self.spec
-        c, k_rope = torch.split(latent, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
-        decoded = split_heads(self.kv_b_proj(c[:, 0]), spec.num_heads)
+        c, k_rope = torch.split(latent, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)  # [B, 1, T, R], [.., P]
+        decoded = split_heads(self.kv_b_proj(c[:, 0]), spec.num_heads)  # [B, H, T, N + V]
         k_nope, value = torch.split(decoded, [spec.qk_nope_head_dim, spec.v_head_dim], dim=-1)
-        key = torch.cat((k_nope, k_rope.expand(-1, spec.num_heads, -1, -1)), dim=-1)
+        key = torch.cat((k_nope, k_rope.expand(-1, spec.num_heads, -1, -1)), dim=-1)  # [B, H, T, N + P]
         return self._kernel(torch.cat((q_nope, q_rope), dim=-1), key, value, call, self._scale())
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
         """Attend to the latents themselves: multi-query attention with one key ``[c, k_rope]`` and value c.
 
         ``q·(U c) = (Uᵀ q)·c`` and ``Σ w (U c) = U (Σ w c)``, with U a head's rows of kv_b_proj. A key bias adds
-        the same to all scores of a query, which the softmax cancels; a value bias is added by the weights' sum.
+        the same number to all scores of a query, which the softmax cancels; a value bias is added, multiplied by the
+        sum of the weights.
+
+        Returns:
+            Mixed values ``[B, H, S, V]``, and the weights or None.
         """
         spec = self.spec
         R, N = spec.kv_lora_rank, spec.qk_nope_head_dim
         decoders = torch.unflatten(self.kv_b_proj.weight, 0, (spec.num_heads, N + spec.v_head_dim))
-        key_decoders, value_decoders = decoders.split_with_sizes((N, spec.v_head_dim), dim=1)
+        key_decoders, value_decoders = decoders.split_with_sizes((N, spec.v_head_dim), dim=1)  # [H, N, R], [H, V, R]
         value_bias = None
-        value = latent.narrow(-1, 0, R)
+        value = latent.narrow(-1, 0, R)  # [B, 1, T, R]
         if self.kv_b_proj.bias is not None:
             value_bias = torch.unflatten(self.kv_b_proj.bias, 0, (spec.num_heads, -1))[:, N:]
-            # A column of ones gathers each row's sum of weights: 1, or 0 for an empty row, or what dropout left.
+            # A column of ones adds up each row's weights: 1, or 0 where nothing is seen, or what dropout left of it.
             value = torch.cat((value, torch.ones_like(latent[..., :1])), dim=-1)
         if N:
-            query, key = torch.cat((per_head(q_nope, key_decoders), q_rope), dim=-1), latent
+            query, key = torch.cat((per_head(q_nope, key_decoders), q_rope), dim=-1), latent  # [B, H, S, R + P]
         else:
             query, key = q_rope, latent[..., R:]
-        mixed, weights = self._kernel(query, key, value, call, self._scale())
+        mixed, weights = self._kernel(query, key, value, call, self._scale())  # [B, H, S, R], or R + 1
         if value_bias is None:
             return per_head(mixed, value_decoders.transpose(1, 2)), weights
         out = per_head(mixed[..., :R], value_decoders.transpose(1, 2))
@@ -206,18 +222,18 @@ def from_spec(
     impl: Impl = "auto",
     backend: Backend = "auto",
 ) -> MultiHeadLatentAttention:
-    """The layer a spec describes, freshly initialised."""
+    """Build the layer that a spec describes, freshly initialised."""
     arguments = constructor_arguments(spec)
     layer = MultiHeadLatentAttention(
         **arguments, rope=spec.rope, dropout=dropout, norm_eps=norm_eps, impl=impl, backend=backend
     )
-    if spec.rope is None:  # a rotary key that nothing turns (Kimi Linear), or that its host turns
+    if spec.rope is None:  # a rotary key that is not rotated (Kimi Linear), or that the hosting model rotates
         layer.rope, layer.spec = None, spec
     return layer
 
 
 def constructor_arguments(spec: LatentSpec) -> dict[str, Any]:
-    """The layer's arguments that a spec has under the same names; its ``rope`` is left to the caller."""
+    """Keyword arguments of `MultiHeadLatentAttention` from a spec, all but ``rope``."""
     names = ("hidden_size", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     more = ("q_lora_rank", "latent_norm", "bias", "softmax_scale", "sliding_window")
     return {name: getattr(spec, name) for name in (*names, *more)}

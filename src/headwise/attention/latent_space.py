@@ -1,4 +1,4 @@
-"""Latent-space attention: keys, values and cut-off queries in heads narrower than the layer's own.
+"""Latent-space attention: keys and values of narrow heads, and queries cut to their width.
 
 Shapes: B batch, S new tokens, T all tokens, H heads, D query head dim, R latent width of all heads, E hidden.
 """
@@ -26,8 +26,8 @@ from headwise.specs.latent_space import LatentSpaceSpec, latent_space_bias
 class LatentSpaceAttention(AttentionLayer):
     """Heads that compare and mix in a latent space of ``latent_dim``, then project up to the queries' width.
 
-    A token caches ``2R`` values. The queries' dims beyond a latent head's R/H are projected and dropped, as in the
-    mechanism's source; MHA with ``head_dim = R/H`` computes as much with fewer parameters.
+    A token caches ``2R`` values. Query dims beyond the R/H of a latent head are projected and dropped, as in the
+    mechanism's source; MHA with ``head_dim = R/H`` can compute the same functions with fewer parameters.
 
     Args:
         hidden_size: E.
@@ -93,8 +93,9 @@ class LatentSpaceAttention(AttentionLayer):
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
-        query = split_heads(self.q_proj(hidden_states), self.spec.num_heads)[..., : self.spec.latent_head_dim]
-        key, value = memory
+        query = split_heads(self.q_proj(hidden_states), self.spec.num_heads)  # [B, H, S, D]
+        query = query[..., : self.spec.latent_head_dim]  # [B, H, S, R/H]
+        key, value = memory  # [B, H, T, R/H] each
         mixed, weights = self._kernel(
             rotated(query, call.rotation, self.rope), key, value, call, self.spec.softmax_scale
         )
@@ -103,7 +104,7 @@ class LatentSpaceAttention(AttentionLayer):
 
 
 def from_spec(spec: LatentSpaceSpec, *, dropout: float = 0.0, backend: Backend = "auto") -> LatentSpaceAttention:
-    """The layer a spec describes, freshly initialised."""
+    """Build the layer that a spec describes, freshly initialised."""
     return LatentSpaceAttention(
         spec.hidden_size,
         spec.num_heads,

@@ -1,4 +1,4 @@
-"""RMSNorm, as the checkpoints' models compute it."""
+"""RMSNorm, rounded as transformers' models round it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
         """Normalise the last dim; the dtype stays."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight * wide.to(x.dtype)).to(x.dtype)  # under autocast the weight is wider than x
+        return (self.weight * wide.to(x.dtype)).to(x.dtype)  # under autocast the weight's dtype is wider than x's
 
     def extra_repr(self) -> str:
         """The width and eps, for ``print(model)``."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding, interleaved and half-split, with transformers' scalings.
+"""Rotary position embedding (RoPE), interleaved or half-split, with transformers' scalings.
 
 Shapes: B batch, S new tokens, P rotated dims. Source: Su et al. 2021 (arXiv:2104.09864).
 """
@@ -15,13 +15,17 @@ from headwise.specs.base import RopeSpec
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin for given positions; it has no parameters and nothing in the state dict.
+    """Computes cos and sin for positions; it has no parameters and nothing in the state dict.
 
     The frequencies are Python numbers, not a buffer, so ``module.to(torch.bfloat16)`` cannot round them.
 
     Args:
-        spec: which frequencies and scaling; its ``dim`` is P.
-        frequencies: the P/2 angles a token advances each pair by, in place of the spec's own; repeats allowed.
+        spec: frequencies and scaling; its ``dim`` is P.
+        frequencies: angle in radians by which a token advances each of the P/2 pairs, instead of the spec's; may
+            repeat.
+
+    Raises:
+        SpecError: the kind of scaling is not known, its numbers do not fit, or there are not P/2 frequencies.
     """
 
     def __init__(self, spec: RopeSpec, frequencies: Sequence[float] | None = None) -> None:
@@ -46,14 +50,15 @@ class RotaryEmbedding(nn.Module):
         Args:
             position_ids: ``[B or 1, S]``.
             dtype: of the result; angles are computed at least in float32.
-            length: T, all tokens so far; what ``dynamic`` and ``longrope`` look at.
+            length: T, all tokens so far, on which ``dynamic`` and ``longrope`` depend.
         """
         wide = torch.promote_types(dtype, torch.float32)
-        inverse = torch.tensor(self._at(length), dtype=wide, device=position_ids.device)
-        angles = position_ids[..., None].to(wide) * inverse
+        frequencies = torch.tensor(self._at(length), dtype=wide, device=position_ids.device)
+        angles = position_ids[..., None].to(wide) * frequencies  # [B or 1, S, P/2]
         return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)
 
     def _at(self, length: int) -> tuple[float, ...]:
+        """The frequencies that hold at a length of ``length`` tokens."""
         if self._long is not None and length > self._switch:
             return self._long
         if self.spec.rope_type == "dynamic" and length > (self.spec.max_position_embeddings or length):
@@ -67,43 +72,49 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate the first 2·len(cos) dims of each head; the rest pass.
+    """Rotate the first P dims of each head, and leave the rest as they are.
 
     Args:
         x: ``[B, heads, S, D]``.
-        cos: ``[B or 1, S, P/2]``, as is ``sin``.
+        cos: ``[B or 1, S, P/2]``.
+        sin: ``[B or 1, S, P/2]``.
         interleaved: pairs are (0, 1), (2, 3), … rather than (0, P/2), (1, P/2 + 1), …
+
+    Returns:
+        ``[B, heads, S, D]``.
     """
-    # Views by name rather than by index: with one token, what Python takes for them is most of the work.
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    # Views by method rather than by index: for a single token, Python's indexing would take most of the time.
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [B or 1, 1, S, P/2]
     P, rest = 2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
-    rotary = x.narrow(-1, 0, P) if rest else x
+    rotary = x.narrow(-1, 0, P) if rest else x  # [B, heads, S, P]
     if interleaved:
-        turned = torch.stack(_turned(rotary[..., 0::2], rotary[..., 1::2], cos, sin), dim=-1).flatten(-2)
+        rotated = torch.stack(_rotate_pairs(rotary[..., 0::2], rotary[..., 1::2], cos, sin), dim=-1).flatten(-2)
     else:
         first, second = rotary.chunk(2, dim=-1)
-        turned = torch.cat(_turned(first, second, cos, sin), dim=-1)
-        # A single pair has parts of width 1, which torch takes for an image's layout: its columns would lie apart.
-        turned = turned.contiguous()
-    return torch.cat((turned, x.narrow(-1, P, rest)), dim=-1) if rest else turned
+        rotated = torch.cat(_rotate_pairs(first, second, cos, sin), dim=-1)
+        # The halves of a single pair are 1 wide. torch takes them for an image with channels last, and lays the
+        # result out so that a token's numbers do not lie side by side.
+        rotated = rotated.contiguous()
+    return torch.cat((rotated, x.narrow(-1, P, rest)), dim=-1) if rest else rotated
 
 
-def _turned(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _rotate_pairs(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second number of each rotated pair, ``[B, heads, S, P/2]``."""
     return torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
 
 
 def _frequencies(spec: RopeSpec, length: int | None) -> tuple[tuple[float, ...], float]:
-    """The angle a token advances each pair by, and what multiplies cos and sin."""
+    """The angle by which a token advances each pair, and the factor of cos and sin."""
     if spec.rope_type == "default":
         return _geometric(spec.dim, spec.theta), 1.0
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if spec.rope_type not in ROPE_INIT_FUNCTIONS:
-        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
-        raise SpecError("rope_type", spec.rope_type, f"must be one of {known}")
+        names = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+        raise SpecError("rope_type", spec.rope_type, f"must be one of {names}")
     config = PreTrainedConfig(max_position_embeddings=spec.max_position_embeddings)
-    # Some of the functions want the sizes head_dim would default from, whether or not there is a head_dim.
+    # Some of the functions need the sizes that head_dim would default from, even where there is a head_dim.
     config.head_dim, config.hidden_size, config.num_attention_heads = spec.dim, spec.dim, 1
     config.rope_parameters = {
         "rope_type": spec.rope_type,
@@ -111,16 +122,16 @@ def _frequencies(spec: RopeSpec, length: int | None) -> tuple[tuple[float, ...],
         **{key: list(value) if isinstance(value, tuple) else value for key, value in spec.parameters},
     }
     try:
-        inverse, scaling = ROPE_INIT_FUNCTIONS[spec.rope_type](config, torch.device("cpu"), seq_len=length)
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[spec.rope_type](config, torch.device("cpu"), seq_len=length)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise SpecError(
             "rope parameters", dict(spec.parameters), f"do not make a {spec.rope_type}: {error!r}"
         ) from None
-    return tuple(inverse.tolist()), float(scaling)
+    return tuple(frequencies.tolist()), float(scaling)
 
 
 def _geometric(dim: int, theta: float) -> tuple[float, ...]:
-    # In float32, step for step as the models' own code: an ulp of frequency is 1e-4 rad at position 2000.
+    # In float32 and in the same steps as transformers: one unit in the last place is 1e-4 rad at position 2000.
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     return tuple((1.0 / theta**exponent).tolist())
 

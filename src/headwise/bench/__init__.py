@@ -1,4 +1,4 @@
-"""Side by side on one machine: attention's ways to be computed, and the limits that the machine sets them."""
+"""Benchmarks: implementations of attention timed side by side, beside the limits of the machine."""
 
 from headwise.bench.decode import Shape, bench_decode
 from headwise.bench.generate import bench_generate

@@ -1,7 +1,7 @@
-"""An engine in a process of its own.
+"""Running an engine in a separate process.
 
-In one process OpenMP, which engines share with torch, counts more threads than cores, and puts threads to sleep
-between any two products; headwise, which makes many short ones, is then measured at something else than its speed.
+Engines share OpenMP with torch. In one process it would count more threads than cores and put threads to sleep
+between any two products, which slows headwise, whose products are many and short.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headwise.measurement.timing import seconds
 
 
 class Engine(Protocol):
-    """A model that has read a prompt, and can be asked for one more token again and again."""
+    """A model that reads a prompt once and then makes one token at a time."""
 
     note: str
 
@@ -37,23 +37,29 @@ class Engine(Protocol):
 
 
 class Apart:
-    """An engine in a process of its own, which ends with ``with``, or after its answer when this process has ended.
+    """An engine in a separate process, which ends with the ``with`` block, or soon after this process has ended.
 
     Args:
-        make: a function of a module: an `Engine` of a source and room.
+        make: a module-level function that makes an `Engine` from a source and a number of tokens.
         source: a model.
-        room: tokens that the cache is to hold.
+        room: tokens that the cache has to hold.
 
     Raises:
         UnableError: the engine cannot run the model.
     """
 
     def __init__(self, make: Callable[[str, int], Engine], source: str | Path, room: int) -> None:
-        given = (make.__module__, make.__name__, str(source), str(room), str(torch.get_num_threads()))
-        # Of ours, so that what an engine has written goes whatever ends it.
+        arguments = (make.__module__, make.__name__, str(source), str(room), str(torch.get_num_threads()))
+        # Removed by this process, so that an engine's files are gone however it ends.
         self._folder = tempfile.TemporaryDirectory(prefix="headwise-bench-")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"import sys; from {__name__} import serve; serve(*sys.argv[1:])", *given],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                f"import sys; from {__name__} import serve; serve(*sys.argv[1:])",
+                *arguments,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -61,7 +67,7 @@ class Apart:
             env={**os.environ, "TMPDIR": self._folder.name},
         )
         try:
-            self.note: str | None = self._told()
+            self.note: str | None = self._answer()
         except BaseException:
             self.__exit__()
             raise
@@ -79,16 +85,16 @@ class Apart:
         self._ask("read", ids)
 
     def step(self, token: int) -> float:
-        """Seconds that one more token took, measured over there."""
+        """Make one more token, and return the seconds it took, measured in the engine's process."""
         return float(self._ask("step", token))
 
     def _ask(self, what: str, argument: object) -> Any:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # how it ended is told below
+        with suppress(BrokenPipeError):  # the missing answer says that the process has ended
             print(json.dumps([what, argument]), file=self._process.stdin, flush=True)
-        return self._told()
+        return self._answer()
 
-    def _told(self) -> Any:
+    def _answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -100,9 +106,9 @@ class Apart:
 
 
 def serve(module: str, make: str, source: str, room: str, threads: str) -> None:
-    """The other side of `Apart`: a line for each line, until there are no more."""
+    """Serve an `Apart` from the engine's process: one line of JSON for each line received, until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries print to stdout, where only answers may be
     torch.set_num_threads(int(threads))
     engine: Engine
 
@@ -113,20 +119,20 @@ def serve(module: str, make: str, source: str, room: str, threads: str) -> None:
 
     def answer(call: Callable[[], object]) -> bool:
         try:
-            told = {"told": call()}
+            reply = {"told": call()}
         except UnableError as error:
-            told = {"error": str(error)}
+            reply = {"error": str(error)}
         except Exception as error:  # engines fail in many ways
-            told = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(told), file=answers)
-        return "told" in told
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=answers)
+        return "told" in reply
 
     if answer(start):
-        asked: dict[str, Callable[[Any], object]] = {
+        calls: dict[str, Callable[[Any], object]] = {
             "read": engine.read,
             "step": lambda token: seconds(partial(engine.step, token)),
         }
         for line in sys.stdin:
-            what, given = json.loads(line)
-            answer(partial(asked[what], given))
-    os._exit(0)  # an engine's threads may be waiting for what never comes
+            name, argument = json.loads(line)
+            answer(partial(calls[name], argument))
+    os._exit(0)  # an engine's threads may wait for ever

@@ -1,4 +1,4 @@
-"""One new token, or a few, against a cache: the ways to compute it, and the bandwidth that is their limit.
+"""Decoding: attention of one new token, or a few, to a cache, computed in several ways and limited by bandwidth.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T tokens in the cache, D head dim, V value dim.
 """
@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.bench.report import OURS, Bench, UnableError, Way, run_case
+from headwise.bench.report import OURS, Bench, Case, UnableError, Way, run_case
 from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
 from headwise.hf import as_device, as_dtype
@@ -31,14 +31,21 @@ LENGTHS = (512, 2048, 8192, 32768)
 BATCHES = (1, 4)
 DTYPES = ("float32", "bfloat16")
 _BETWEEN = 256 << 20
-"""Bytes of caches that are read in turn, so that each comes from memory as in a model, where all other layers' were
-read since; more than processors' own caches hold."""
+"""Bytes of caches that are read in turn: more than a processor's own caches hold, so that each one comes from memory,
+as it does in a model, which reads all other layers' caches in between."""
 _MOST = 2**31 - 1
-"""What a size may be: torch counts numbers in 64 bits, and cannot say what does not fit."""
+"""The largest size: beyond it torch's counts of numbers could overflow."""
 
 
 def check_sizes(**sizes: Sequence[int]) -> None:
-    """Refuse what is not positive, or could be no size, by its name."""
+    """Refuse sizes that are not positive, or too large to be any.
+
+    Args:
+        sizes: values by the name that an error has for them.
+
+    Raises:
+        ArgumentError: a value is outside the range.
+    """
     for name, values in sizes.items():
         for value in values:
             if not 1 <= value <= _MOST:
@@ -46,36 +53,53 @@ def check_sizes(**sizes: Sequence[int]) -> None:
 
 
 def check_fits(shape: Shape, nbytes: int, device: str, **sizes: int) -> None:
-    """Refuse tensors of a shape that memory does not hold, before anything is measured."""
+    """Refuse a shape whose tensors do not fit in memory, before anything is measured.
+
+    Args:
+        shape: named in the error.
+        nbytes: of the tensors.
+        device: that has to hold them.
+        sizes: other numbers for the error, by name.
+
+    Raises:
+        ArgumentError: they do not fit.
+    """
     available = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_bytes()
     if available is not None and nbytes > available:
-        told = ", ".join(f"{name} {value:,}" for name, value in sizes.items())
-        rule = f"must fit in memory: {nbytes / 2**30:,.1f} GiB with {told}; {available / 2**30:,.1f} are free"
+        listed = ", ".join(f"{name} {value:,}" for name, value in sizes.items())
+        rule = f"must fit in memory: {nbytes / 2**30:,.1f} GiB with {listed}; {available / 2**30:,.1f} are free"
         raise ArgumentError("shape", str(shape), rule)
 
 
 def each(values: Iterable[_Any]) -> list[_Any]:
-    """Those given, once each: what is named twice is not measured twice."""
+    """List values without repetitions, so that nothing is measured twice."""
     return list(dict.fromkeys(values))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is attended with: ``9/3/64`` is heads, key–value heads, head dim; ``16/512+64`` absorbed MLA's."""
+    """The sizes of attention: ``9/3/64`` for heads, key–value heads and head dim; ``16/512+64`` for absorbed MLA.
+
+    Attributes:
+        H: query heads.
+        K: key–value heads.
+        D: width of a query and a key.
+        V: width of a value.
+        is_latent: whether values are the keys' first columns.
+    """
 
     H: int
     K: int
     D: int
     V: int
     is_latent: bool = False
-    """Whether values are the keys' first columns."""
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Read one.
+        """Read a shape from text.
 
         Raises:
-            ArgumentError: it is neither of the two forms.
+            ArgumentError: the text has neither of the two forms.
         """
         rule = "must be HEADS/KV_HEADS/HEAD_DIM or, for absorbed MLA, HEADS/RANK+ROPE, such as 32/8/128 or 16/512+64"
         parts = text.split("/")
@@ -97,12 +121,12 @@ class Shape:
         return f"{self.H}/{self.V}+{self.D - self.V}" if self.is_latent else f"{self.H}/{self.K}/{self.D}"
 
     def nbytes(self, batch: int, length: int, itemsize: int) -> int:
-        """Of a cache."""
+        """Bytes of a cache."""
         width = self.D if self.is_latent else self.D + self.V
         return batch * self.K * length * width * itemsize
 
     def flops(self, batch: int, length: int, tokens: int = 1) -> int:
-        """Of scores and mixtures, all of them seen."""
+        """FLOPs of scores and mixtures, of all pairs of tokens."""
         return 2 * batch * self.H * tokens * length * (self.D + self.V)
 
 
@@ -110,88 +134,127 @@ SHAPES = tuple(Shape.parse(text) for text in ("9/3/64", "32/32/128", "32/8/128",
 QUICK = tuple(Shape.parse(text) for text in ("9/3/64", "32/8/128", "16/512+64"))
 
 
+GridPoint = tuple[torch.dtype, Shape, int, int]
+"""Dtype, shape, sequences and tokens in the cache of one case."""
+
+
+class GridOptions(TypedDict, total=False):
+    """The grid of `bench_decode`, which describes the fields; a field left out, empty or None is the grid's own."""
+
+    shapes: Sequence[Shape] | None
+    lengths: Sequence[int] | None
+    cache_mib: int | None
+    batches: Sequence[int] | None
+    dtypes: Sequence[str] | None
+
+
 @torch.inference_mode()
 def bench_decode(
     *,
-    shapes: Sequence[Shape] | None = None,
-    lengths: Sequence[int] | None = None,
-    cache_mib: int | None = None,
-    batches: Sequence[int] | None = None,
-    dtypes: Sequence[str] | None = None,
     tokens: int = 1,
     device: str = "cpu",
     quick: bool = False,
     progress: Progress = silent,
+    **grid: Unpack[GridOptions],
 ) -> Bench:
-    """Time one decoding step of attention alone, over a grid; caches come from memory, as in a model of many layers.
+    """Time one decoding step of attention alone, over a grid of sizes; caches come from memory, as in a whole model.
 
     Args:
-        shapes: heads and widths; the grid's own when None.
-        lengths: tokens in the cache.
-        cache_mib: in the place of lengths, as many tokens as make a cache of so many MiB.
-        batches: sequences.
-        dtypes: of queries and cache.
-        tokens: new ones, S.
+        tokens: S, new tokens.
         device: ``cpu`` or ``cuda``.
         quick: a smaller grid, in less than a minute, without what has to be compiled.
-        progress: told of each case.
+        progress: called for each case.
+        grid: any of ``shapes`` (heads and widths), ``lengths`` (tokens in the cache), ``cache_mib`` (in the place of
+            lengths: as many tokens as make a cache of so many MiB), ``batches`` (sequences) and ``dtypes`` (of
+            queries and cache).
 
     Raises:
         ArgumentError: a size is not positive or does not fit in memory, ``lengths`` and ``cache_mib`` are both given,
             a dtype is not known, or there is no such device.
     """
+    check_sizes(tokens=(tokens,))
+    points = _points(quick=quick, **grid)
+    as_device(device)
+    for dtype, shape, B, T in points:
+        check_fits(shape, shape.nbytes(B, T, dtype.itemsize), device, length=T, batch=B)
+    probes = {dtype: Probes(dtype, device) for dtype in each(dtype for dtype, *_ in points)}
+    cases = []
+    for index, point in enumerate(points):
+        progress("decoding", index, len(points))
+        cases.append(_time_point(point, probes[point[0]], tokens=tokens, device=device, quick=quick))
+        torch._dynamo.reset()
+    progress("decoding", len(points), len(points))
+    return Bench("decode", cases, device)
+
+
+def _points(
+    *,
+    quick: bool,
+    shapes: Sequence[Shape] | None = None,
+    lengths: Sequence[int] | None = None,
+    cache_mib: int | None = None,
+    batches: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
+) -> list[GridPoint]:
+    """Every point of a grid; options as `bench_decode`'s."""
     if lengths and cache_mib is not None:
-        raise ArgumentError("cache_mib", cache_mib, "must not be given beside lengths, which it makes")
+        raise ArgumentError("cache_mib", cache_mib, "must not be given together with lengths, which it decides")
     shapes = each(shapes or (QUICK if quick else SHAPES))
     lengths = each(lengths or ((512, 4096) if quick else LENGTHS))
     batches = each(batches or ((1,) if quick else BATCHES))
     kinds = each(as_dtype(text) for text in dtypes or DTYPES)
-    check_sizes(length=lengths, batch=batches, tokens=(tokens,), cache_mib=() if cache_mib is None else (cache_mib,))
-    as_device(device)
-    grid = list(itertools.product(kinds, shapes, batches, lengths))
-    if cache_mib is not None:
-        few = itertools.product(kinds, shapes, batches)
-        grid = [(*case, max(1, (cache_mib << 20) // case[1].nbytes(case[2], 1, case[0].itemsize))) for case in few]
-    for dtype, shape, B, T in grid:
-        check_fits(shape, shape.nbytes(B, T, dtype.itemsize), device, length=T, batch=B)
-    cases, probes = [], {dtype: Probes(dtype, device) for dtype in kinds}
-    for index, (dtype, shape, B, T) in enumerate(grid):
-        progress("decoding", index, len(grid))
-        query = torch.randn(B, shape.H, tokens, shape.D, device=device).to(dtype)
-        key = torch.randn(B, shape.K, T, shape.D, device=device).to(dtype)
-        nbytes = shape.nbytes(B, T, dtype.itemsize)
-        caches = _caches(key, shape, -(-_BETWEEN // nbytes))
-        ways = ways_to_attend(query, caches, with_compiled=not quick, is_causal=tokens > 1)
-        chosen = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
-        cases.append(
-            run_case(
-                f"{shape} × {T:,}" + (f" × {B}" if B > 1 else "") + f" {short_name(dtype)}",
-                {"shape": str(shape), "length": T, "batch": B, "dtype": dtype_name(dtype), "tokens": tokens},
-                ways,
-                nbytes=nbytes,
-                flops=shape.flops(B, T, tokens),
-                probes=probes[dtype],
-                budget=1.0 if quick else 3.0,
-                notes={OURS: chosen.backend},
-            )
-        )
-        torch._dynamo.reset()
-    progress("decoding", len(grid), len(grid))
-    return Bench("decode", cases, device)
+    check_sizes(length=lengths, batch=batches, cache_mib=() if cache_mib is None else (cache_mib,))
+    if cache_mib is None:
+        return list(itertools.product(kinds, shapes, batches, lengths))
+    return [
+        (dtype, shape, B, max(1, (cache_mib << 20) // shape.nbytes(B, 1, dtype.itemsize)))
+        for dtype, shape, B in itertools.product(kinds, shapes, batches)
+    ]
+
+
+def _time_point(point: GridPoint, probes: Probes, *, tokens: int, device: str, quick: bool) -> Case:
+    """Time every way to compute one point of the grid."""
+    dtype, shape, B, T = point
+    query = torch.randn(B, shape.H, tokens, shape.D, device=device).to(dtype)
+    key = torch.randn(B, shape.K, T, shape.D, device=device).to(dtype)
+    nbytes = shape.nbytes(B, T, dtype.itemsize)
+    caches = _caches(key, shape, -(-_BETWEEN // nbytes))
+    ways = ways_to_attend(query, caches, with_compiled=not quick, is_causal=tokens > 1)
+    choice = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
+    return run_case(
+        f"{shape} × {T:,}" + (f" × {B}" if B > 1 else "") + f" {short_name(dtype)}",
+        {"shape": str(shape), "length": T, "batch": B, "dtype": dtype_name(dtype), "tokens": tokens},
+        ways,
+        nbytes=nbytes,
+        flops=shape.flops(B, T, tokens),
+        probes=probes,
+        budget=1.0 if quick else 3.0,
+        notes={OURS: choice.backend},
+    )
 
 
 def _caches(key: Tensor, shape: Shape, count: int) -> list[tuple[Tensor, Tensor]]:
-    """So many caches of these keys; a latent's values are its keys' first columns."""
+    """Make a number of caches, each of keys and values; a latent's values are its keys' first columns."""
     keys = [key, *(key.clone() for _ in range(count - 1))]
-    return [(own, own[..., : shape.V] if shape.is_latent else torch.randn_like(own)) for own in keys]
+    return [(one, one[..., : shape.V] if shape.is_latent else torch.randn_like(one)) for one in keys]
 
 
 def ways_to_attend(
     query: Tensor, caches: Sequence[tuple[Tensor, Tensor]], *, with_compiled: bool, is_causal: bool
 ) -> dict[str, Callable[[], Way]]:
-    """All there is to set beside ours, by name; each makes the call when asked, which takes the caches in turn."""
+    """The ways to compute attention, headwise's first, by name.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        caches: keys and values, which the calls use in turn.
+        with_compiled: whether ways that have to be compiled are among them.
+        is_causal: whether the new tokens see only what is before them.
+
+    Returns:
+        Functions that prepare a way and return the call to time.
+    """
     key, value = caches[0]
-    following = itertools.cycle(caches)  # of all ways: one would find in the processor what another has just read
+    following = itertools.cycle(caches)  # shared by all ways, or one would find another's cache in the processor
     makers: dict[str, Callable[[], Callable[..., object]]] = {
         OURS: lambda: partial(attend, is_causal=is_causal),
         "packed": lambda: partial(attend, is_causal=is_causal, backend="packed"),
@@ -215,7 +278,14 @@ def _in_turn(
 
 
 def expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
-    """The way of most guides: keys and values copied for every query head, all scores held, one softmax."""
+    """Textbook attention: keys and values are copied for every query head, and all scores are stored.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``.
+        value: ``[B, K, T, V]``.
+        is_causal: whether tokens see only what is before them.
+    """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -232,7 +302,7 @@ def _expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Cal
 
 
 def _check_copies(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse what would copy keys and values for every query head into more than half of the memory there is."""
+    """Refuse a way whose copies of keys and values would take more than half of the free memory."""
     group, available = query.shape[1] // key.shape[1], available_bytes()
     needed = group * key.shape[0] * key.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.itemsize
     if query.device.type == "cpu" and group > 1 and available is not None and needed > available / 2:
@@ -240,34 +310,34 @@ def _check_copies(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
-    """torch's own, told that heads are grouped."""
+    """torch's SDPA with ``enable_gqa``."""
     S, T = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
-    if key.shape[3] != value.shape[3]:  # on the CPU it copies then
+    if key.shape[3] != value.shape[3]:  # SDPA copies on the CPU then
         _check_copies(query, key, value)
-    if is_causal and S != T:  # torch's flag is for the upper left
+    if is_causal and S != T:  # torch's causal flag aligns the mask to the upper left
         mask = causal_mask(S, T, query.device)
         return partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=grouped)
     return partial(F.scaled_dot_product_attention, is_causal=is_causal, enable_gqa=grouped)
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
-    """torch's FlexAttention, compiled for this shape."""
+    """torch's FlexAttention, compiled for the shape."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if query.device.type == "cpu" and query.shape[-1] != value.shape[-1]:
-        raise UnableError("takes one width on the CPU")
+        raise UnableError("needs keys and values of one width on the CPU")
     S, T = query.shape[2], key.shape[2]
     block_mask = causal_block_mask(S, T, None, query.device) if is_causal else None
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     grouped = query.shape[1] != key.shape[1]
     try:
         compiled(query, key, value, block_mask=block_mask, enable_gqa=grouped)
-    except Exception as error:  # a compiler's errors are of any kind
+    except Exception as error:  # compilers raise many kinds
         raise UnableError(str(error).strip().splitlines()[0][:200]) from None
     return partial(compiled, block_mask=block_mask, enable_gqa=grouped)
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """For a table."""
+    """A dtype's name in a table, such as ``bf16``."""
     return {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}[dtype_name(dtype)]

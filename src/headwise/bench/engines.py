@@ -1,4 +1,4 @@
-"""Other engines on the same weights: llama.cpp through llama-cpp-python, and CTranslate2."""
+"""Other inference engines on the same weights: llama.cpp, through llama-cpp-python, and CTranslate2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEERS_PIP = "pip install 'headwise[peers]'"
 
 
 def llama_cpp(source: str, room: int) -> Engine:
-    """llama.cpp on the source's own ``.gguf``, widened to float32."""
+    """Start llama.cpp on the source's ``.gguf``, widened to float32."""
     path = model_path(source)
     if path.suffix != ".gguf":
         raise UnableError("reads .gguf files only")
@@ -31,7 +31,7 @@ def llama_cpp(source: str, room: int) -> Engine:
 
 
 def ctranslate2(source: str, room: int) -> Engine:
-    """CTranslate2 on the same weights, converted by its own converter."""
+    """Start CTranslate2 on the same weights, converted by its own converter."""
     return _CTranslate2(source, room)
 
 
@@ -39,15 +39,21 @@ ENGINES: dict[str, Callable[[str, int], Engine]] = {"llama.cpp": llama_cpp, "CTr
 
 
 def start(name: str, source: str | Path, dtype: str, room: int) -> Apart:
-    """An engine of `ENGINES` by name.
+    """Start an engine of `ENGINES` in a separate process.
+
+    Args:
+        name: a key of `ENGINES`.
+        source: a model.
+        dtype: the run's; engines run in float32.
+        room: tokens that the cache has to hold.
 
     Raises:
-        UnableError: it is not installed, or cannot run the model.
+        UnableError: the engine is not installed, or cannot run the model.
     """
     if importlib.util.find_spec(ENGINES[name].__name__) is None:
         raise UnableError(f"is not installed: {PEERS_PIP}")
     if dtype != "float32":
-        raise UnableError("is asked in float32 only")
+        raise UnableError("is timed in float32 only")
     return Apart(ENGINES[name], source, room)
 
 
@@ -87,18 +93,18 @@ class _LlamaCpp:
 
 @cache
 def _silence(api: Any) -> Any:
-    """What llama.cpp is to say goes nowhere; kept as long as the process, because llama.cpp keeps the pointer."""
+    """Drop llama.cpp's log; the callback is kept as long as the process, because llama.cpp keeps a pointer to it."""
     callback = api.llama_log_callback(lambda *_: None)
     api.llama_log_set(callback, None)
     return callback
 
 
 _OWN_FIELDS = ("general.architecture", "general.file_type", "general.alignment")
-"""What is written otherwise than it was read, or not at all."""
+"""Metadata that the writer sets itself."""
 
 
 def widen(source: Path, output: Path) -> None:
-    """Write a ``.gguf`` again with every tensor in float32."""
+    """Copy a ``.gguf`` file with every tensor in float32."""
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -127,14 +133,14 @@ class _CTranslate2:
     def __init__(self, source: str, room: int) -> None:
         api = importlib.import_module("ctranslate2")
         with tempfile.TemporaryDirectory(prefix="headwise-bench-") as folder:
-            stock, made = Path(folder) / "stock", Path(folder) / "made"
+            stock, converted = Path(folder) / "stock", Path(folder) / "converted"
             tokenizer = load_tokenizer(model_path(source))
             load(source, dtype="float32").save_pretrained(stock)
             tokenizer.save_pretrained(stock)
             try:
-                api.converters.TransformersConverter(str(stock)).convert(str(made), quantization="float32")
+                api.converters.TransformersConverter(str(stock)).convert(str(converted), quantization="float32")
                 self._generator = api.Generator(
-                    str(made), device="cpu", compute_type="float32", intra_threads=torch.get_num_threads()
+                    str(converted), device="cpu", compute_type="float32", intra_threads=torch.get_num_threads()
                 )
             except Exception as error:  # its converter fails in many ways
                 raise UnableError(f"cannot convert the model: {str(error).strip().splitlines()[0][:160]}") from None
@@ -151,7 +157,7 @@ class _CTranslate2:
         self._wait()
 
     def _run(self, ids: list[int]) -> None:
-        """It goes on by itself from the prompt to the last token, but for `_made`."""
+        """Generate from the prompt to the last token; `_made` holds it up after each."""
         left = self._room - len(ids)
         try:
             self._generator.generate_batch(
@@ -167,7 +173,7 @@ class _CTranslate2:
         self._done.release()
 
     def _made(self, _: Any) -> bool:
-        """Told of each token; holds the engine until the next is asked for."""
+        """Called after each token: hold the engine until the next is asked for."""
         self._done.release()
         self._go.acquire()
         return False

@@ -1,4 +1,4 @@
-"""A whole model, one token after another: milliseconds a token as its context grows, and where they go."""
+"""Generation with a whole model: milliseconds a token at several contexts, in several implementations."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from headwise.specs import ModelSpec, read_spec
 
 CONTEXTS = (64, 2048, 8000)
 _REST = 0.02
-"""Seconds before a step where there are other engines, whose threads go on spinning for a while after theirs."""
+"""Seconds of rest before each step where other engines take part: their threads spin for a while after a step."""
 _STOCK = ("transformers, sdpa", "transformers, sdpa, static cache")
 _UNTIMED = 3
-"""First steps of each way, which are not counted."""
+"""First steps of each way, which are not timed."""
 _CHUNK = 1024
-"""Tokens of a prompt at a time."""
+"""Tokens of a prompt in one call."""
 
 
 @torch.inference_mode()
@@ -52,27 +52,27 @@ def bench_generate(
     repeats: int | None = None,
     progress: Progress = silent,
 ) -> Bench:
-    """Time one more token of a model at several contexts, stock and optimised, all of them in turn.
+    """Time one more token of a model at several contexts, stock and optimised, all ways in turn.
 
-    Ways are the model as transformers runs it (``sdpa``, with either of its caches, and ``eager``), the same after
+    Ways are the model as transformers runs it (``sdpa``, with either of its caches, and ``eager``), the model after
     `headwise.optimize`, other folders optimised (a conversion beside its source), and, where they are installed and
     the source is a ``.gguf`` or the bundled model, llama.cpp and CTranslate2 on the same weights in float32.
 
     Args:
         source: a model folder, ``.gguf`` or other source with weights.
-        beside: other models, optimised; each is a way by its folder's name.
-        contexts: tokens in the cache; each timed token is one more.
+        beside: other models to time, optimised; each way is named after its folder.
+        contexts: tokens in the cache before the timed tokens; `CONTEXTS` when None.
         dtype: to run in.
         quick: shorter contexts, fewer rounds, no other engines.
-        engines: also ask llama.cpp and CTranslate2.
-        repeats: timed tokens of each.
+        engines: whether to time llama.cpp and CTranslate2.
+        repeats: timed tokens of each way; 25, or 7 with ``quick``, when None.
         progress: told of each round.
 
     Raises:
         ArgumentError: a context is not positive or near a model's last position, ``repeats`` is below 2, or two of
             ``beside`` have one name.
         CheckpointError: a model could not be read.
-        SpecError: what a token of the model costs is not known.
+        SpecError: the cost of a token is not known from the model's config.
     """
     contexts = tuple(dict.fromkeys(contexts or ((64, 512) if quick else CONTEXTS)))
     repeats = (7 if quick else 25) if repeats is None else repeats
@@ -82,14 +82,16 @@ def bench_generate(
     names = [f"{OURS}, {Path(other).name or other}" for other in beside]
     for name, other in zip(names, beside, strict=True):
         if names.count(name) > 1:
-            raise ArgumentError("beside", str(other), "must not have another's name")
+            raise ArgumentError(
+                "beside", str(other), "must have a name of its own: another model's folder has it too"
+            )
     stock = load(source, dtype=dtype).eval()
     others = {name: load(other, dtype=dtype).eval() for name, other in zip(names, beside, strict=True)}
     steps = 2 * (repeats + _UNTIMED)
     _check(contexts, steps, [stock, *others.values()])
     ours, sdpa, eager = optimize(_shared(stock)), _set(stock, "sdpa"), _set(_shared(stock), "eager")
-    words = min(model.get_input_embeddings().weight.shape[0] for model in (stock, *others.values()))
-    ids = torch.randint(words, (max(contexts),)).tolist()
+    vocabulary = min(model.get_input_embeddings().weight.shape[0] for model in (stock, *others.values()))
+    ids = torch.randint(vocabulary, (max(contexts),)).tolist()
     cases = [_Case(ids[:context]) for context in contexts]
     with ExitStack() as stack:
         for case in cases:
@@ -111,7 +113,14 @@ def bench_generate(
 
 @dataclass
 class _Case:
-    """A context, and what has read it."""
+    """A context and the models that have read it.
+
+    Attributes:
+        ids: the context's tokens.
+        ways: the models by the names of their ways.
+        times: seconds of each way's tokens.
+        errors: why ways could not be timed.
+    """
 
     ids: list[int]
     ways: dict[str, _Way] = field(default_factory=dict)
@@ -119,7 +128,7 @@ class _Case:
     errors: dict[str, str] = field(default_factory=dict)
 
     def ask(self, name: str, call: Callable[[_Way], None]) -> None:
-        """Call with a way, and leave it out from here on if it fails; without headwise's own there is no case."""
+        """Call a function with a way, and drop the way if it fails; a failure of headwise's own is an error."""
         try:
             call(self.ways[name])
         except (UnableError, *MEMORY_ERRORS) as error:
@@ -132,7 +141,7 @@ class _Case:
 def _measured(
     cases: Sequence[_Case], spec: ModelSpec, probes: Probes, stock: Any, rounds: int, progress: Progress
 ) -> Bench:
-    """Contexts are measured in the same rounds: what a minute does to one it does to all, and to how they differ."""
+    """Time all contexts in the same rounds, so that a disturbance of the machine strikes all of them alike."""
     to_read = [(case, name) for case in cases for name in case.ways]
     for index, (case, name) in enumerate(to_read):
         progress("prompts", index, len(to_read))
@@ -155,26 +164,26 @@ def _measured(
     progress("tokens", rounds, rounds)
     limits = probes.limits(*(statistics.median(probed[name][_UNTIMED:]) for name in ("read", "product")))
     active = cost.model.weights(spec, active=True)
-    # Of an embedding that is no head, a token reads one row.
+    # A token reads one row of the embedding, unless the embedding is the head too.
     read = stock.dtype.itemsize * (active.total - (active.embedding if active.head else 0))
-    made = []
+    measured = []
     for case, held in zip(cases, cached, strict=True):
         timings = {name: _timing(case.times[name][_UNTIMED:], way.note) for name, way in case.ways.items()}
         timings |= {name: Timing(error=error) for name, error in case.errors.items()}
         values = {"context": len(case.ids), "weights_bytes": read, "cache_bytes": held}
         flops = cost.model.forward_flops(spec, 1, len(case.ids) + 1).total
-        named = f"{len(case.ids):,} tokens"
-        made.append(case_of(named, values, timings, nbytes=read + held, flops=flops, limits=limits))
-    return Bench("generate", made, notes=_growth(made))
+        title = f"{len(case.ids):,} tokens"
+        measured.append(case_of(title, values, timings, nbytes=read + held, flops=flops, limits=limits))
+    return Bench("generate", measured, notes=_growth(measured))
 
 
 def _step(token: int, times: list[float], way: _Way) -> None:
-    way.step(token)  # its threads are awake then, as they are from token to token
+    way.step(token)  # wakes its threads, which stay awake between the tokens of a text
     times.append(way.step(token))
 
 
 class _Way(Protocol):
-    """A model that has read a prompt, and can be asked for one more token again and again."""
+    """A model that reads a prompt once and then makes one token at a time."""
 
     note: str | None
 
@@ -182,11 +191,11 @@ class _Way(Protocol):
         """Read a prompt, once."""
 
     def step(self, token: int) -> float:
-        """Seconds that one more token took."""
+        """Make one more token, and return the seconds it took."""
 
 
 class _Model:
-    """A transformers model with a cache of some kind."""
+    """A transformers model and its cache."""
 
     note: str | None = None
 
@@ -203,9 +212,9 @@ class _Model:
 
 
 def _shared(model: Any) -> Any:
-    """A second model with the same parameters: modules are copied, tensors are not."""
-    kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, kept)
+    """Copy a model's modules, but not its tensors, which both models use."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, tensors)
 
 
 def _set(model: Any, implementation: str) -> Any:
@@ -219,23 +228,23 @@ def _check(contexts: Sequence[int], steps: int, models: Sequence[Any]) -> None:
         most = positions - steps if isinstance(positions, int) else max(contexts)
         for context in contexts:
             if not 1 <= context <= most:
-                rule = f"must be at least 1, and at most {most}: {steps} tokens are made behind it"
+                rule = f"must be at least 1, and at most {most}: {steps} tokens follow it"
                 raise ArgumentError("context", context, rule if positions else "must be at least 1")
 
 
 def _growth(cases: Sequence[Case]) -> list[str]:
-    """How each way's time grows from the first context to the last, beside stock's."""
+    """How much each way's time grows from the first context to the last, beside the stock model's."""
     notes = []
     if len(cases) > 1:
         first, last = cases[0].ways, cases[-1].ways
-        stock = min(_STOCK, key=lambda name: last[name].ms or math.inf)  # with the better of its caches
-        grown = {
+        stock = min(_STOCK, key=lambda name: last[name].ms or math.inf)  # whichever cache is faster
+        growth = {
             name: last[name].ms - first[name].ms  # type: ignore[operator]
             for name in first
             if first[name].ms is not None and last[name].ms is not None
         }
-        for name, ms in grown.items():
-            share = f", {ms / grown[stock]:.2f} of {stock}'s" if name != stock and grown.get(stock, 0) > 0 else ""
+        for name, ms in growth.items():
+            share = f", {ms / growth[stock]:.2f} of {stock}'s" if name != stock and growth.get(stock, 0) > 0 else ""
             notes.append(f"{name}: {ms:+.1f} ms from {cases[0].name} to {cases[-1].name}{share}")
     return notes
 

@@ -1,4 +1,4 @@
-"""Whole attention modules side by side: projections, positions, cache and all.
+"""Whole attention layers, timed side by side: projections, positions and cache included.
 
 Shapes: B batch, S new tokens, T all tokens, E hidden.
 """
@@ -49,9 +49,9 @@ def bench_module(
     Args:
         hidden_size: E.
         num_heads: query heads.
-        num_kv_heads: of the grouped layers.
-        lengths: tokens of the prompt, and in the cache.
-        dtypes: of weights and states.
+        num_kv_heads: key–value heads of the grouped layers.
+        lengths: tokens of the prompt, and in the cache; 512 and 4096 when None.
+        dtypes: of weights and states; `DTYPES` when None.
         quick: a smaller grid.
         progress: told of each case.
 
@@ -93,7 +93,7 @@ def bench_module(
 
 
 class _Layers:
-    """The layers of one size, with noise in their caches."""
+    """The layers of one size, their caches filled with noise."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, T: int, dtype: torch.dtype) -> None:
         self.hidden, self.heads, self.kv_heads, self.T, self.dtype = hidden, heads, kv_heads, T, dtype
@@ -105,7 +105,7 @@ class _Layers:
             take_over_linears(layer)
 
     def grouped(self, tokens: int | None) -> dict[str, Callable[[], Way]]:
-        """Every way to a grouped layer."""
+        """The ways to compute a layer of grouped attention; ``tokens`` new ones behind the cache, or the prompt."""
         return {
             OURS: partial(self._ours, self.gqa, tokens),
             "transformers, sdpa": partial(self._llama, tokens, "sdpa"),
@@ -116,7 +116,7 @@ class _Layers:
         }
 
     def latent(self, tokens: int | None) -> dict[str, Callable[[], Way]]:
-        """Every way to an MLA layer."""
+        """The ways to compute a layer of MLA; see `grouped`."""
         return {
             OURS: partial(self._ours, self.mla, tokens),
             "headwise, expanded": partial(self._ours, self.mla, tokens, "expanded"),
@@ -128,7 +128,7 @@ class _Layers:
     def _ours(self, layer: AttentionLayer, tokens: int | None, impl: str = "auto") -> Way:
         if tokens is None:
             if impl == "absorbed" and self.T > 2048:
-                raise UnableError("is for few tokens")
+                raise UnableError("is made for few tokens")
             return lambda: self._as(layer, impl)(self.states, is_causal=True)
         cache = layer.new_cache(1, self.T + tokens)
         for buffer in cache.buffers:
@@ -177,7 +177,7 @@ class _Layers:
         return self._stock(DeepseekV3Attention(config, 0), config, tokens, 1, (rank, rope))
 
     def _stock(self, layer: Any, config: Any, tokens: int | None, heads: int, widths: tuple[int, int]) -> Way:
-        """A transformers module, its cos and sin made beforehand, as the model does once for all layers."""
+        """A transformers layer; cos and sin are made beforehand, as a model makes them once for all layers."""
         from transformers import DynamicCache
 
         layer = layer.to(self.dtype).eval()
@@ -206,10 +206,10 @@ class _Layers:
     def _x_transformers(self, tokens: int | None) -> Way:
         if importlib.util.find_spec("x_transformers") is None:
             raise UnableError(f"is not installed: {PEERS_PIP}")
-        made = importlib.import_module("x_transformers.x_transformers").Attention(
+        attention = importlib.import_module("x_transformers.x_transformers").Attention(
             dim=self.hidden, heads=self.heads, dim_head=self.D, kv_heads=self.kv_heads, causal=True, flash=True
         )
-        layer = made.to(self.dtype).eval()
+        layer = attention.to(self.dtype).eval()
         if tokens is None:
             return lambda: layer(self.states)
         _, filled = layer(self.states, return_intermediates=True)
@@ -222,7 +222,7 @@ class _Layers:
             return lambda: layer(
                 self.states, self.states, self.states, attn_mask=mask, is_causal=True, need_weights=False
             )
-        # It has no cache: every token's keys and values are projected again.
+        # nn.MultiheadAttention has no cache: keys and values of all tokens are projected again.
         return lambda: layer(self.states[:, :tokens], self.states, self.states, need_weights=False)
 
     def _guides(self, tokens: int | None) -> Way:

@@ -1,4 +1,4 @@
-"""A benchmark as one self-contained page."""
+"""A benchmark's report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ td .none { color: color-mix(in srgb, CanvasText 45%, Canvas); }
 
 
 def page(bench: Bench, command: str) -> str:
-    """HTML with a row a case: each way's time, and how many times the machine's limit that is."""
+    """Make the page: a row for each case, with each way's time and its ratio to the machine's limit.
+
+    Args:
+        bench: the report.
+        command: that made it.
+    """
     ways = bench.ways()
     head = "".join(f"<th>{escape(text)}</th>" for text in ("", "limit ms", *ways))
     rows = "".join(f"<tr>{''.join(_cells(case, ways))}</tr>" for case in bench.cases)
@@ -48,14 +53,14 @@ def _cells(case: Case, ways: Sequence[str]) -> list[str]:
     for way in ways:
         timing = case.ways.get(way)
         if timing is None or timing.ms is None:
-            why = escape((timing.error if timing else None) or "not asked")
+            why = escape((timing.error if timing else None) or "not timed")
             cells.append(f'<td><span class="none" title="{why}">–</span></td>')
             continue
         names = " ".join(name for name, holds in (("ours", way == OURS), ("best", timing.ms == best)) if holds)
         spread = None if timing.low_ms is None else f"quartiles {timing.low_ms:.3g} – {timing.high_ms:.3g} ms"
-        told = "; ".join(part for part in (spread, timing.note) if part)
+        title = "; ".join(part for part in (spread, timing.note) if part)
         ratio = timing.ms / case.limit_ms
         cells.append(
-            f'<td class="{names}" title="{escape(told)}">{timing.ms:.3g} <span class="of">{ratio:.2f} ×</span></td>'
+            f'<td class="{names}" title="{escape(title)}">{timing.ms:.3g} <span class="of">{ratio:.2f} ×</span></td>'
         )
     return cells

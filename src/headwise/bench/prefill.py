@@ -1,4 +1,4 @@
-"""A prompt through attention: the ways to compute it, their memory, and the matrix product that is their limit.
+"""Prefill: causal attention over a prompt, computed in several ways and limited by matrix products.
 
 Shapes: B batch, H query heads, K key–value heads, S = T tokens of the prompt, D head dim, V value dim.
 """
@@ -33,7 +33,7 @@ from headwise.progress import Progress, silent
 LENGTHS = (512, 2048, 8192)
 SHAPES = tuple(Shape.parse(text) for text in ("9/3/64", "32/32/128", "32/8/128", "32/1/128"))
 MOST_SCORES = 2**31
-"""Bytes of scores up to which a way that holds all of them is asked."""
+"""The most bytes of scores for which a way that stores all of them is timed."""
 
 
 @torch.inference_mode()
@@ -46,19 +46,19 @@ def bench_prefill(
     quick: bool = False,
     progress: Progress = silent,
 ) -> Bench:
-    """Time causal attention over a whole prompt, over a grid.
+    """Time causal attention over a whole prompt, over a grid of sizes.
 
     Args:
-        shapes: heads and widths; the grid's own when None.
-        lengths: tokens of the prompt.
-        dtypes: of queries, keys and values.
+        shapes: heads and widths; `SHAPES` when None.
+        lengths: tokens of the prompt; `LENGTHS` when None.
+        dtypes: of queries, keys and values; `DTYPES` when None.
         device: ``cpu`` or ``cuda``.
-        quick: a smaller grid, without what has to be compiled.
+        quick: a smaller grid, without ways that have to be compiled.
         progress: told of each case.
 
     Raises:
         ArgumentError: a size is not positive or does not fit in memory, a dtype is not known, there is no such
-            device, or a shape is absorbed MLA's, which no prompt is read by.
+            device, or a shape is absorbed MLA's, by which no prompt is read.
     """
     shapes = each(shapes or (SHAPES[::2] if quick else SHAPES))
     lengths = each(lengths or ((512, 1024) if quick else LENGTHS))
@@ -81,7 +81,7 @@ def bench_prefill(
         if shape.H != shape.K:
             ways["SDPA, copies"] = partial(_sdpa_of_copies, query, key, value)
         ways["expanded"] = partial(_within_memory, shape.H * T * T * 4, partial(expanded, query, key, value, True))
-        del ways["packed"]  # for few tokens: it holds all scores
+        del ways["packed"]  # made for few tokens: it stores all scores
         chosen = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
         cases.append(
             run_case(
@@ -101,7 +101,7 @@ def bench_prefill(
 
 
 def _sdpa_of_copies(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Way:
-    """torch's own, of keys and values copied for every query head, as transformers does with a mask."""
+    """torch's SDPA on keys and values copied for every query head, as transformers calls it with a mask."""
     group = query.shape[1] // key.shape[1]
 
     def call() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a benchmark found: cases, each with its limit and the ways that were timed on it."""
+"""A benchmark's report: cases, each with its limit and the ways that were timed; and how a case is timed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from headwise.measurement.machine import machine, versions
 from headwise.measurement.timing import Spread, seconds, spread_interleaved
 
 OURS = "headwise"
-"""The way that the others are compared with."""
+"""The name of the way that the others are compared with."""
 
 _PATIENCE = 10.0
-"""Seconds of one call beyond which it is not repeated."""
+"""Seconds; a call that takes longer is not repeated."""
 
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 
@@ -27,11 +27,11 @@ class Timing:
     """One way's time for a case.
 
     Attributes:
-        ms: the median; None where it could not be run.
+        ms: the median; None where the way could not be run.
         low_ms: the lower quartile.
-        high_ms: the upper one.
-        error: why it could not be run.
-        note: what it chose or left out.
+        high_ms: the upper quartile.
+        error: why the way could not be run.
+        note: what the way chose or left out.
     """
 
     ms: float | None = None
@@ -43,17 +43,17 @@ class Timing:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape, and what it took.
+    """One set of sizes, its limit and the times of all ways.
 
     Attributes:
-        name: what a reader calls it.
-        values: its sizes, by name.
-        nbytes: that have to be read.
-        flops: that have to be done.
-        read_bytes_per_second: measured beside it.
-        matmul_flops_per_second: measured beside it, of its dtype.
-        limit_ms: the least time by those: the larger of bytes over bandwidth and FLOPs over 0.7 of the peak.
-        ways: by name.
+        name: for tables.
+        values: the sizes, by name.
+        nbytes: bytes that have to be read.
+        flops: FLOPs that have to be done.
+        read_bytes_per_second: the machine's, measured in the same minute.
+        matmul_flops_per_second: the machine's in the case's dtype, measured in the same minute.
+        limit_ms: the least time possible: the larger of bytes over bandwidth and FLOPs over 0.7 of the peak.
+        ways: each way's timing, by its name.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Case:
         return None if ms is None else ms / self.limit_ms
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values, with rates beside the times."""
+        """The case as JSON-able values, with rates beside the times."""
         ways = {
             name: {key: value for key, value in asdict(timing).items() if value is not None}
             | (
@@ -90,7 +90,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Bench:
-    """All cases of a run, and what it ran on."""
+    """The report of a benchmark.
+
+    Attributes:
+        kind: ``decode``, ``prefill``, ``module`` or ``generate``.
+        cases: in the order they were timed.
+        device: they ran on.
+        notes: what a reader should know.
+    """
 
     kind: str
     cases: Sequence[Case]
@@ -98,21 +105,21 @@ class Bench:
     notes: Sequence[str] = field(default_factory=tuple)
 
     def ways(self) -> list[str]:
-        """All ways of all cases, in the order they came."""
+        """The names of all ways of all cases, in the order of their first case."""
         return list(dict.fromkeys(way for case in self.cases for way in case.ways))
 
     def speedups(self) -> dict[str, float]:
-        """Each other way's time over ours: the median of the cases that both ran."""
-        found = {}
+        """Each other way's time over headwise's: the median over the cases that both ran."""
+        speedups = {}
         for way in self.ways():
             pairs = ((case.ways.get(way, Timing()).ms, case.ways.get(OURS, Timing()).ms) for case in self.cases)
             ratios = [theirs / ours for theirs, ours in pairs if theirs is not None and ours is not None]
             if way != OURS and ratios:
-                found[way] = statistics.median(ratios)
-        return found
+                speedups[way] = statistics.median(ratios)
+        return speedups
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """The report as JSON-able values, with the machine and the versions it was made on."""
         return {
             "kind": self.kind,
             "machine": machine(self.device),
@@ -124,11 +131,11 @@ class Bench:
 
 
 Way = Callable[[], object]
-"""What is timed; it raises what says why it cannot be."""
+"""A call that is timed; it raises `UnableError` where it cannot be run."""
 
 
 class UnableError(Exception):
-    """A way cannot serve a case; the message says why."""
+    """A way cannot compute a case; the message says why."""
 
 
 def run_case(
@@ -142,17 +149,17 @@ def run_case(
     budget: float,
     notes: Mapping[str, str] | None = None,
 ) -> Case:
-    """Time the ways of one case in turn, the limits among them.
+    """Time the ways of one case in turn, and measure the machine's limits in between.
 
     Args:
         name: of the case.
         values: its sizes.
-        ways: by name, what makes the call to be timed; `UnableError` from either says why there is none.
-        nbytes: that have to be read.
-        flops: that have to be done.
-        probes: for the limits.
-        budget: seconds for all together.
-        notes: what a way chose, by its name.
+        ways: by name, functions that prepare a way and return the call to time; both may raise `UnableError`.
+        nbytes: bytes that have to be read.
+        flops: FLOPs that have to be done.
+        probes: measure the limits.
+        budget: seconds for all ways together.
+        notes: for some ways, by name, what the way chose.
     """
     calls: dict[str, Way] = {}
     errors: dict[str, str] = {}
@@ -174,15 +181,15 @@ def run_case(
     timed = spread_interleaved({**probes.calls(), **calls}, budget=budget)
     limits = probes.limits(timed["read"].median, timed["product"].median)
     failed = {way: Timing(error=error) for way, error in errors.items()}
-    told = {way: _timing(timed[way], (notes or {}).get(way)) for way in calls}
-    timings = {way: (slow | failed | told)[way] for way in ways}
+    repeated = {way: _timing(timed[way], (notes or {}).get(way)) for way in calls}
+    timings = {way: (slow | failed | repeated)[way] for way in ways}
     return case_of(name, values, timings, nbytes=nbytes, flops=flops, limits=limits)
 
 
 def case_of(
     name: str, values: dict[str, Any], ways: dict[str, Timing], *, nbytes: int, flops: int, limits: Limits
 ) -> Case:
-    """A case and its limit."""
+    """Make a case from its timings, with its limit."""
     return Case(
         name=name,
         values=values,

@@ -8,7 +8,8 @@ from headwise.checkpoints.checkpoint import Checkpoint
 from headwise.checkpoints.folder import FolderCheckpoint
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.errors import ArgumentError
-from headwise.specs import fetch_hub, locate
+from headwise.hub import fetch_hub
+from headwise.specs import locate
 
 
 def model_path(source: str | Path) -> Path:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -59,6 +60,7 @@ class FolderWriter:
             ``config.json`` it can be read like any model folder.
         work: a folder for whatever spares a later run work; gone at the end.
         notes: what a user should know of what was found.
+        write_seconds: spent on writing tensors.
 
     Raises:
         ArgumentError: the destination is taken, or another process is writing it.
@@ -81,6 +83,7 @@ class FolderWriter:
         self._partial = _partial(output)
         self.folder, self.work = self._partial / "model", self._partial / "work"
         self.notes: tuple[str, ...] = ()
+        self.write_seconds = 0.0
         self._overwrite, self._provisional, self._shard_bytes = overwrite, provisional, shard_bytes
         self._mark = mark
         self._run = None if run is None else _digest(run, tensors, shard_bytes)
@@ -159,6 +162,7 @@ class FolderWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one of the tensors that are `missing`."""
+        start = time.perf_counter()
         del self._missing[name]
         info, shard = self._tensors[name], self._shard_of[name]
         assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), (name, tensor.shape, info)
@@ -170,6 +174,7 @@ class FolderWriter:
                 del self._open[shard.file]
             if not self._missing:
                 self._write_index()
+        self.write_seconds += time.perf_counter() - start
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a JSON file into the folder."""

@@ -1,4 +1,4 @@
-"""The command line's own manners: one-line errors, JSON on stdout, progress on stderr."""
+"""The command-line application, and what all commands share: JSON on stdout, progress on stderr, tables, units."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ err = PrintableConsole(stderr=True, highlight=False)
 SOURCES = "A model folder, a .gguf, smollm2-135m, or hf://owner/name."
 SOURCES_OR_NAME = "A model folder, a .gguf, a config.json, a catalog name, smollm2-135m, or hf://owner/name."
 
-CalibrationTokens = Annotated[int | None, typer.Option(help="How many tokens to calibrate on; 16384 when left out.")]
-CalibrationWindow = Annotated[int | None, typer.Option(help="Tokens in each window of them; 1024 when left out.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
 _PATIENCE = 2.0
-"""Seconds before a progress bar appears."""
+"""Seconds until a progress bar appears."""
 
 
 @app.callback(invoke_without_command=True)
@@ -59,22 +57,22 @@ def root(
 
 
 def emit(value: dict[str, Any]) -> None:
-    """Print a JSON document; a number that JSON has no word for becomes null."""
+    """Print a JSON document; infinities and NaN, which JSON cannot write, become null."""
     text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # a plain terminal, or a file name that is not UTF-8
+    except UnicodeEncodeError:  # a terminal without Unicode, or a file name that is not UTF-8
         text = json.dumps(finite(value), indent=2, allow_nan=False)
     sys.stdout.write(text + "\n")
 
 
 class StoppedError(Exception):
-    """Ctrl-C, with what there is to say of the work it ended; typer would let that go."""
+    """Ctrl-C with a message about the work it ended; typer would drop the message of a KeyboardInterrupt."""
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr that appears once the work has taken two seconds; libraries print nothing meanwhile."""
+    """Show a progress bar on stderr once the work has taken two seconds; libraries print nothing meanwhile."""
     try:
         with held_back(err), _bar() as report:
             yield report
@@ -101,14 +99,14 @@ def _bar() -> Iterator[Progress]:
         if stage not in tasks:
             tasks[stage] = bar.add_task(stage, total=total)
         elif done == 0:
-            bar.reset(tasks[stage])  # the same stage of another model
+            bar.reset(tasks[stage])  # the stage begins again, for another model
         bar.update(tasks[stage], completed=done, total=total)
 
     try:
         yield report
     except BaseException:
         patience.cancel()
-        # The error is all there is to see; the bar's own stop would put an empty line before it.
+        # Nothing but the error shall be seen; the bar's own stop would print an empty line before it.
         bar.live.transient = True
         bar.live.stop()
         raise
@@ -119,7 +117,7 @@ def _bar() -> Iterator[Progress]:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' own bars and advice off our stderr."""
+    """Keep transformers' progress bars and warnings off stderr."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
@@ -128,7 +126,7 @@ def quiet_transformers() -> None:
 
 
 def numbers_table(*headings: str) -> Table:
-    """A plain table: names on the left, numbers to the right."""
+    """Make a plain table: the first column is left-aligned, the others, of numbers, right-aligned."""
     table = Table(*headings, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(table.columns):
         column.no_wrap = True
@@ -137,7 +135,7 @@ def numbers_table(*headings: str) -> Table:
 
 
 def bytes_text(count: float) -> str:
-    """Bytes in the unit that reads best."""
+    """Bytes with a binary unit, such as ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(count) < 1024 or unit == "PiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -146,7 +144,7 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A large number with the prefix that reads best."""
+    """A large number with a decimal prefix, such as ``134.5 M``."""
     for prefix in ("", "k", "M", "G", "T", "P", "E"):
         if abs(count) < 1000 or prefix == "E":
             return f"{count:.1f} {prefix}".rstrip()

@@ -1,4 +1,4 @@
-"""The ``headwise`` command's entry point."""
+"""The entry point of the ``headwise`` command: errors in one line, and exit statuses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ _INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0, 2 for bad input (one line on stderr), 1 for a failure."""
+    """Run the command line and exit with its status.
+
+    0 is success, 2 bad input (told in one line on stderr), 130 an interruption and 1 any other failure.
+
+    Args:
+        arguments: the words behind ``headwise``; the process's own when None.
+    """
     import typer
 
-    from headwise.cli import (  # noqa: F401  (they register)
+    from headwise.cli.app import StoppedError, app
+    from headwise.cli.commands import (  # noqa: F401  (importing registers them)
         bench,
         calibrate,
         compare,
@@ -33,16 +40,15 @@ def main(arguments: list[str] | None = None) -> None:
         generate,
         inspect,
     )
-    from headwise.cli.app import StoppedError, app
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half-written stays
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that nothing half-written stays
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (closed by the caller)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a table's × on a terminal that has none
-    # typer carries its own copy of click, or uses click's, by version: its public exception tells which.
+            stream.reconfigure(errors="backslashreplace")  # for terminals that cannot show a table's ×
+    # Some versions of typer have their own copy of click: its public exception tells which class is raised.
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     word = "interrupted"
     try:
@@ -68,18 +74,18 @@ def main(arguments: list[str] | None = None) -> None:
         if error.errno != errno.ENOSPC:
             raise
         sys.stderr.write("headwise: no space left to write to\n")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is tried again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
         sys.exit(1)
-    if status == _INTERRUPTED:  # typer turns Ctrl-C into this by itself
+    if status == _INTERRUPTED:  # typer makes this status of Ctrl-C
         sys.stderr.write(f"headwise: {printable(word)}\n")
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def _usage(error: Exception, arguments: list[str]) -> str:
-    """The parser's own message, with the value it is about, which it leaves out."""
+    """The parser's message, with the value it is about, which the parser leaves out."""
     message: str = error.format_message()  # type: ignore[attr-defined]
     for option in getattr(getattr(error, "param", None), "opts", ()):
-        for index, argument in reversed(list(enumerate(arguments))):  # of an option said twice, the last counts
+        for index, argument in reversed(list(enumerate(arguments))):  # of a repeated option the last counts
             if argument == option and index + 1 < len(arguments):
                 return f"{option} = {arguments[index + 1]!r}: {message}"
             if argument.startswith(f"{option}="):

@@ -1,4 +1,4 @@
-"""Several processes behind one command line, as ``torchrun -m headwise`` starts them: they speak with one voice."""
+"""One command run by several processes, as ``torchrun -m headwise`` starts them, with one output and one status."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from headwise.errors import HeadwiseError
 _FAILED = "headwise/failed"
 _LOST = "headwise: another process of this run was ended; the same command goes on from there"
 _PATIENCE = 10
-"""Seconds to end by itself; torchrun kills after thirty."""
+"""Seconds that a process has to end by itself; torchrun kills it after thirty."""
 _WAIT = timedelta(days=2)
-"""A layer's solution may take the first process long; one that has died is noticed at once, by its connection."""
+"""Solving a layer may take the first process long. A process that dies is noticed at once, by its connection."""
 
 
 @contextmanager
 def as_one_process() -> Iterator[None]:
     """Share the block's work with the other processes, where torchrun has started several.
 
-    The first process alone prints. Of all that fail, the first to fail says why, and all end with its status: 2 for
-    bad input, 1 for a failure. torchrun stops all as soon as one has ended: one that is already failing, and may be
-    the one to say why, is left to end by itself.
+    Only the first process prints. The process that fails first says why, and all end with its status: 2 for bad
+    input, 1 for a failure. torchrun stops all processes as soon as one has ended; a process that is already failing
+    ignores that, because it may be the one that says why.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         yield
@@ -51,14 +51,14 @@ def as_one_process() -> Iterator[None]:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
-    tells = _watch(store, rank, lambda: ending)
+    watch = _watch(store, rank, lambda: ending)
     try:
         yield
     except BaseException as error:
         ending = True
-        own = f"{rank} {_status(error)}"
-        with suppress(RuntimeError):  # torchrun itself, which keeps the store, may be gone
-            if (first := store.compare_set(_FAILED, "", own).decode()) != own:  # another has failed, and said so
+        failure = f"{rank} {_status(error)}"
+        with suppress(RuntimeError):  # torchrun, which holds the store, may have ended
+            if (first := store.compare_set(_FAILED, "", failure).decode()) != failure:  # another has said why
                 sys.exit(int(first.split()[1]))
         if isinstance(error, RuntimeError) and _is_lost(error):
             sys.stderr.write(f"{_LOST}\n")
@@ -69,49 +69,49 @@ def as_one_process() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
     finally:
         signal.set_wakeup_fd(-1)
-        os.close(tells)
+        os.close(watch)
 
 
 def _watch(store: Any, rank: int, is_ending: Callable[[], bool]) -> int:
-    """End this process some seconds after SIGTERM where Python's own handler has not run.
+    """End this process some seconds after SIGTERM if Python's own handler has not run by then.
 
-    A library in which the main thread waits, for a process that is no more, lets no handler run.
+    No handler runs while the main thread is in a library that waits for a process which has ended.
 
     Returns:
-        The end of a pipe that is to be closed when nobody needs watching any more.
+        The writing end of a pipe; closing it ends the watch.
     """
-    told, tells = os.pipe()
-    os.set_blocking(tells, False)
-    signal.set_wakeup_fd(tells)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
 
     def watch() -> None:
-        while (got := os.read(told, 1)) and got[0] != signal.SIGTERM:
+        while (received := os.read(reading, 1)) and received[0] != signal.SIGTERM:
             pass
-        if not got:
-            os.close(told)
+        if not received:
+            os.close(reading)
             return
         time.sleep(_PATIENCE)
         if is_ending():
             return
-        own = f"{rank} 1"
+        failure = f"{rank} 1"
         with suppress(RuntimeError):
-            if (first := store.compare_set(_FAILED, "", own).decode()) != own:
+            if (first := store.compare_set(_FAILED, "", failure).decode()) != failure:
                 os._exit(int(first.split()[1]))
         err.file.write(f"{_LOST}\n")  # stderr itself is held back
         err.file.flush()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    return tells
+    return writing
 
 
 def _status(error: BaseException) -> int:
-    """What a process ends with that fails so."""
+    """The exit status of a process that fails with an error."""
     return (
         2 if isinstance(error, HeadwiseError) else 130 if isinstance(error, KeyboardInterrupt | StoppedError) else 1
     )
 
 
 def _is_lost(error: RuntimeError) -> bool:
-    """Whether the connection to another process broke."""
+    """Whether an error says that the connection to another process broke."""
     return any(word in str(error) for word in ("gloo", "Connection", "closed"))

@@ -1,17 +1,20 @@
-"""A model's attention into another mechanism: plan, statistics, solve, write."""
+"""Convert a model's attention into another mechanism: plan, calibrate, solve, write, prove."""
 
 from headwise.conversion.calibrate import Calibration, calibrate
-from headwise.conversion.calibration.streams import STAGES
-from headwise.conversion.convert import Conversion, convert
+from headwise.conversion.convert import convert
+from headwise.conversion.methods import STAGES, Method, all_methods, find_method
+from headwise.conversion.methods.first_head import first_head
+from headwise.conversion.methods.mha2mla import mha2mla
+from headwise.conversion.methods.transmla import transmla
+from headwise.conversion.one_layer import convert_to_grouped
 from headwise.conversion.output.deepseek import deepseek_config, deepseek_layer, export_deepseek, one_plan
 from headwise.conversion.output.formats import FORMATS, StockReport
-from headwise.conversion.planning.target import Target, parse_target, plan_layers
-from headwise.conversion.solvers.grouped import convert_to_grouped
+from headwise.conversion.planning.target import Target, convert_spec, parse_target
+from headwise.conversion.report import Conversion
 from headwise.conversion.solvers.joint_latent import joint_latent
-from headwise.conversion.solvers.latent import convert_to_latent
-from headwise.conversion.solvers.published import first_head, mha2mla, transmla
+from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
 from headwise.conversion.solvers.rope_channels import Channels, concentrate, keep_rotation, mean_rotation
-from headwise.renamed import moved_names
+from headwise.renamed import moved_names, moved_to
 
 __all__ = [
     "FORMATS",
@@ -19,16 +22,21 @@ __all__ = [
     "Calibration",
     "Channels",
     "Conversion",
+    "LatentOptions",
+    "Method",
     "StockReport",
     "Target",
+    "all_methods",
     "calibrate",
     "concentrate",
     "convert",
+    "convert_spec",
     "convert_to_grouped",
     "convert_to_latent",
     "deepseek_config",
     "deepseek_layer",
     "export_deepseek",
+    "find_method",
     "first_head",
     "joint_latent",
     "keep_rotation",
@@ -36,8 +44,13 @@ __all__ = [
     "mha2mla",
     "one_plan",
     "parse_target",
-    "plan_layers",
     "transmla",
 ]
 
-__getattr__ = moved_names(__name__, dict.fromkeys(("Frontier", "Point", "frontier"), "headwise.frontiers"))
+__getattr__ = moved_names(
+    __name__,
+    {
+        **moved_to("headwise.frontiers", "Frontier", "Point", "frontier"),
+        "plan_layers": "headwise.conversion.convert_spec",
+    },
+)

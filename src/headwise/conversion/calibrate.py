@@ -1,9 +1,8 @@
-"""`calibrate`: study a model on a text once, for any number of conversions."""
+"""`calibrate`: statistics of a model on a text, for any number of conversions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,22 +16,23 @@ from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_ch
 from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
-from headwise.conversion.calibration.streams import begin_streams, traced, weighed_windows
-from headwise.conversion.loop import read_layer
+from headwise.conversion.calibration.source import begin_streams, sensitivity_windows, traced
+from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.planning.target import refuse_latent
 from headwise.conversion.solvers.statistics import statistics_of
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.hf import LayerwiseModel
 from headwise.measurement import peak_rss_bytes
-from headwise.processes import first_enters, my_windows, rank
+from headwise.options import CalibrateOptions, takes_options
+from headwise.processes import first_enters, my_windows, process_index
 from headwise.progress import Progress, silent
 from headwise.texts.calibration import check_texts, open_windows, refuse_cross_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What a study of a model did.
+    """What a calibration of a model did.
 
     Attributes:
         source: the model.
@@ -57,30 +57,22 @@ class Calibration:
         return asdict(self)
 
 
+@takes_options(CalibrateOptions)
 @typed
 @torch.inference_mode(False)
 def calibrate(
-    source: str | Path,
-    output: str | Path,
-    *,
-    calibrate: str | Path | Sequence[str | Path],
-    calibration_tokens: int | None = None,
-    calibration_window: int | None = None,
-    overwrite: bool = False,
-    progress: Progress = silent,
+    source: str | Path, output: str | Path, options: CalibrateOptions, *, progress: Progress = silent
 ) -> Calibration:
-    """Study a model on a text and keep what `convert` needs to know of it, whatever the target.
+    """Collect what `convert` needs to know of a model from a text, whatever the target.
 
     A conversion by these statistics runs no model, and holds one layer at a time: fast, and small. It is not as good
-    as one that is given the text itself, in which each layer makes up for those before it.
+    as one that is given the text itself, in which each layer makes up for those before it. For example
+    ``calibrate("smollm2-135m", "./statistics", calibrate="text.txt")``.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
-        calibrate: a text, or several; see `headwise.evaluation.read_source`.
-        calibration_tokens: how many of their tokens; 16 384 when None.
-        calibration_window: tokens in each window of them; 1024 when None, or as many as the model or a text has.
-        overwrite: replace statistics at ``output``.
+        options: the keywords below as one object, in their place.
         progress: told of each layer.
 
     Raises:
@@ -88,21 +80,21 @@ def calibrate(
         SpecError: the source's attention is of a kind that is not converted.
         CheckpointError: the source cannot be read, or the output cannot be written.
     """
-    start = time.perf_counter()
-    texts = check_texts(calibrate, calibration_tokens, calibration_window)
+    start, overwrite = time.perf_counter(), options.overwrite
+    texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     destination = Path(output)
     check_output(destination, overwrite=overwrite, mark=ABOUT)
     checkpoint = open_checkpoint(source)
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
-    run = run_identity(checkpoint, study=texts.identity())
+    run = run_identity(checkpoint, calibrate=texts.identity())
     with (
         first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
         refuse_unsolvable(checkpoint),
     ):
         windows, _ = open_windows(checkpoint, texts)
-        results = study_windows(checkpoint, windows, writer.work, run, progress)
-        if rank() == 0:
+        results = collect_statistics(checkpoint, windows, writer.work, run, progress)
+        if process_index() == 0:
             with clearly("output", output):
                 write_statistics(writer.folder, results, checkpoint, texts.sources, windows)
     return Calibration(
@@ -117,9 +109,9 @@ def calibrate(
 
 
 @torch.no_grad()
-def study_windows(
+def collect_statistics(
     checkpoint: Checkpoint, windows: Tensor, folder: Path, run: str = "", progress: Progress = silent
-) -> LayerResults:
+) -> LayerFiles:
     """Each layer's statistics as the source's own layers hand on to it, kept as they are finished.
 
     Args:
@@ -130,21 +122,21 @@ def study_windows(
         progress: told of each layer.
     """
     model = LayerwiseModel(checkpoint, torch.float32)  # as a conversion on the text runs it
-    sensitivities, results = LayerResults(folder / "sensitivities"), LayerResults(folder / "layers")
-    weighed = windows[: weighed_windows(checkpoint.spec, windows, len(windows))]
+    sensitivities, results = LayerFiles(folder / "sensitivities"), LayerFiles(folder / "layers")
+    weighed = windows[: sensitivity_windows(checkpoint.spec, windows, len(windows))]
     output_sensitivities(model, weighed, sensitivities, progress=progress)
     stream = begin_streams(model, windows, folder, ("source",), run)
     assert stream.layer is not None
     for index in range(stream.layer, model.num_layers):
-        progress("studying", index, model.num_layers)
+        progress("calibrating", index, model.num_layers)
         module, sensitivity = model.layer(index), kept_sensitivity(sensitivities, index)
-        source = read_layer(checkpoint, index).float()
+        source = read_layer(checkpoint, Place(index)).float()
         states = ((at, stream.read("source", at, at + 1)) for at in my_windows(len(windows)))
         seen = traced(model, index, module, states, partial(stream.write, "source"))
         inputs = ((at, call.inputs[0]) for at, _, call in seen)
         known = statistics_of(source, sensitivity.double(), inputs, windows.shape[1])
-        if rank() == 0:
+        if process_index() == 0:
             save_layer(results, index, known, sensitivity)
         stream.commit()
-    progress("studying", model.num_layers, model.num_layers)
+    progress("calibrating", model.num_layers, model.num_layers)
     return results

@@ -3,108 +3,107 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from headwise.conversion.budget.spread import TOKENS
-from headwise.conversion.calibration.saved import SavedStatistics
+from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
+from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.sensitivity import PIECE
-from headwise.conversion.calibration.streams import STAGES, Sequential, descent_steps, weighed_windows
+from headwise.conversion.calibration.source import sensitivity_windows
+from headwise.conversion.calibration.text import TextCalibrator, descent_steps
 from headwise.conversion.loop import convert_layer
-from headwise.conversion.planning.plan import Job
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.output.layout import OutputLayout
+from headwise.conversion.output.store import LayerStore
+from headwise.conversion.planning.plan import ConversionPlan, Place
 from headwise.hf import LayerwiseModel
-from headwise.processes import temporary_folder, world_size
+from headwise.processes import process_count, temporary_folder
 from headwise.progress import Progress, silent
-from headwise.texts.calibration import CalibrationTexts, open_windows
+from headwise.texts import NO_TEXTS, CalibrationTexts, open_windows
 
 _FEW, _MORE = 1, 7
 """Steps of the local descent that are timed."""
 
 _TRIALS = 9
-"""How many solutions of a layer a spread takes as long as: seven are made, and others cut from them."""
+"""Solutions of a layer that take as long as a spread's trials of it: seven are solved, and others cut from them."""
 
 _PARTS = 5
 
 
 def estimate_seconds(
-    job: Job,
-    study: CalibrationTexts | SavedStatistics,
+    plan: ConversionPlan,
+    texts: CalibrationTexts = NO_TEXTS,
+    statistics: SavedCalibrator | None = None,
     *,
-    stages: Collection[str] = STAGES,
-    shared_plan: bool = False,
+    shares_channels: bool = False,
     progress: Progress = silent,
 ) -> float:
     """Seconds that a conversion would take here and now, without its evaluation; nothing is written that stays.
 
     Args:
-        job: the conversion.
-        study: what it is calibrated on, which may be nothing, or what is known of the source in its place.
-        stages: those of calibration that are done.
-        shared_plan: all layers get one plan, which is found first and set beside each layer's own.
+        plan: the conversion.
+        texts: that it is calibrated on.
+        statistics: in the place of a text.
+        shares_channels: whether all layers get the same channels, which are chosen first and compared with each
+            layer's own.
         progress: told of each part.
 
     Raises:
         ArgumentError: a text cannot be read or is too short.
     """
     progress("estimating", 0, _PARTS)
-    convert_layer(job, 0)  # the first solution also starts the libraries up
+    _solving(plan, NOTHING_KNOWN)  # the first solution also starts the libraries up
     progress("estimating", 1, _PARTS)
-    saved = study if isinstance(study, SavedStatistics) and not job.is_lossless else None
-    if study and not isinstance(study, SavedStatistics) and not job.is_lossless:
-        seconds = _on_text(job, study, stages, shared_plan=shared_plan, progress=progress)
+    if texts and not plan.is_exact:
+        seconds = _on_text(plan, texts, shares_channels=shares_channels, progress=progress)
     else:
-        seconds = _solving(job, saved) * job.before.num_layers
+        calibrator = NOTHING_KNOWN if statistics is None or plan.is_exact else statistics
+        seconds = _solving(plan, calibrator) * plan.before.num_layers
     progress("estimating", _PARTS, _PARTS)
-    return seconds + _copying(job)
+    return seconds + _copying(plan)
 
 
-def _solving(job: Job, saved: SavedStatistics | None = None) -> float:
-    """A layer, from what is known of it or its weights alone: all that is done to most of what a spread tries."""
+def _solving(plan: ConversionPlan, calibrator: Calibrator) -> float:
+    """Seconds for one layer, by itself: most of what a spread does is this."""
     start = time.perf_counter()
-    convert_layer(job, 0, saved)
+    convert_layer(OutputLayout(plan), calibrator, LayerStore(None), Place(0))
     return time.perf_counter() - start
 
 
-def _copying(job: Job) -> float:
-    """Each byte is read, checked, and written again at about the rate it is read."""
-    tensors = job.checkpoint.tensors
+def _copying(plan: ConversionPlan) -> float:
+    """Seconds to read and check each byte, and to write it again at about the rate it is read."""
+    tensors = plan.checkpoint.tensors
     name = max(tensors, key=lambda name: tensors[name].nbytes)
     start = time.perf_counter()
-    job.checkpoint.read(name).to(job.dtype)
+    plan.checkpoint.read(name).to(plan.dtype)
     per_byte = (time.perf_counter() - start) / tensors[name].nbytes
     return 2 * per_byte * sum(info.nbytes for info in tensors.values())
 
 
-def _on_text(
-    job: Job,
-    texts: CalibrationTexts,
-    stages: Collection[str],
-    *,
-    shared_plan: bool,
-    progress: Progress,
-) -> float:
-    """A layer costs something by itself, by the window and by the step of its descent.
+def _on_text(plan: ConversionPlan, texts: CalibrationTexts, *, shares_channels: bool, progress: Progress) -> float:
+    """Seconds for all layers: each costs something by itself, by the window and by the step of its descent.
 
     Several processes share the windows: as many more of them are timed.
     """
-    windows, held = open_windows(job.checkpoint, texts)
-    model = LayerwiseModel(job.checkpoint, torch.float32)
-    weighed = weighed_windows(job.before, windows, len(windows) - held)
-    weighing = _weighing(model, windows[:1]) if "sensitivity" in stages else 0.0
-    processes = world_size()
+    windows, held = open_windows(plan.checkpoint, texts)
+    model = LayerwiseModel(plan.checkpoint, torch.float32)
+    measured = sensitivity_windows(plan.before, windows, len(windows) - held)
+    backward = _sensitivity(model, windows[:1]) if "sensitivity" in plan.stages else 0.0
+    processes = process_count()
+    layout = OutputLayout(plan)
+    # Sensitivities are measured for all layers at once, and timed apart.
+    stages = [stage for stage in plan.stages if stage != "sensitivity"]
     with temporary_folder() as folder:
 
         def layer(part: int, count: int, steps: int) -> float:
             progress("estimating", part, _PARTS)
             some = windows[torch.arange(count * processes) % len(windows)]
-            own = [stage for stage in stages if stage != "sensitivity"]  # which is about all layers
             place = folder / str(part)
-            sequence = Sequential(model, some, held=1, folder=place, stages=own, steps=steps)
+            calibrator = TextCalibrator(model, some, held=1, folder=place, stages=stages, steps=steps)
+            calibrator.prepare()
             start = time.perf_counter()
-            convert_layer(job, 0, sequence, LayerResults(place / "layers"))
+            convert_layer(layout, calibrator, LayerStore(place / "layers"), Place(0))
             return time.perf_counter() - start
 
         more_windows, more_steps, least = layer(2, 3, _FEW), layer(3, 2, _MORE), layer(4, 2, _FEW)
@@ -112,16 +111,16 @@ def _on_text(
     by_step = max(more_steps - least, 0.0) / (_MORE - _FEW)
     alone = max(least - 2 * processes * by_window - _FEW * by_step, 0.0)
     one = alone + by_window * len(windows) + by_step * descent_steps(windows[: len(windows) - held])
-    if shared_plan:
-        one += alone + by_window * weighed
-    if "spread" in stages:  # half of all layers follow the one that is tried; a window is two streams
+    if shares_channels:
+        one += alone + by_window * measured
+    if "spread" in plan.stages:  # half of all layers follow the one that is tried; a window is two streams
         followed = model.num_layers / 4 * min(TOKENS / windows.shape[1], 1.0)
-        one += _TRIALS * _solving(job) + by_window * (weighed + followed)
-    return one * job.before.num_layers + weighing * weighed / processes
+        one += _TRIALS * _solving(plan, NOTHING_KNOWN) + by_window * (measured + followed)
+    return one * plan.before.num_layers + backward * measured / processes
 
 
-def _weighing(model: LayerwiseModel, window: Tensor) -> float:
-    """Of one window's sensitivities: forward and back again through a layer, and through the head, scaled."""
+def _sensitivity(model: LayerwiseModel, window: Tensor) -> float:
+    """Seconds for one window's sensitivities: forward and backward through a layer, and through the head, scaled."""
     with torch.no_grad():
         hidden = model.begin(window)
     module = model.layer(0)

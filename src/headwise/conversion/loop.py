@@ -1,185 +1,115 @@
-"""Convert layer after layer: read it, find what it becomes, write that, and keep it for a run that goes on."""
+"""Convert layer after layer: what is known of it, the solution, its refinement, and on to the next.
+
+This is the whole way of one layer's tensors. `write_tensors` asks for each layer when it comes to its place in the
+folder.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from torch import Tensor
-
-from headwise.checkpoints import Checkpoint, FolderWriter
-from headwise.conversion.calibration.saved import SavedStatistics
-from headwise.conversion.calibration.streams import Sequential
-from headwise.conversion.planning.plan import Job
-from headwise.conversion.solvers.grouped import METHODS, convert_to_grouped
-from headwise.conversion.solvers.heads import NORM_EPS, Layer
-from headwise.conversion.solvers.latent import convert_to_latent
-from headwise.conversion.solvers.metrics import KEY_WEIGHT
-from headwise.conversion.solvers.published import convert_as_published
-from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.storage.layers import LOST, LayerResults
-from headwise.errors import CheckpointError
-from headwise.processes import rank
-from headwise.progress import Progress
-from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec
-
-Study = Sequential | SavedStatistics
-"""What layers are solved from: a text that they go through in turn, or what an earlier study found."""
+from headwise.checkpoints import FolderWriter
+from headwise.conversion.budget.shared_channels import compare_own_channels
+from headwise.conversion.calibration.base import Calibrator
+from headwise.conversion.output.layout import OutputLayout
+from headwise.conversion.output.store import ConvertedLayer, LayerStore
+from headwise.conversion.planning.plan import Place
+from headwise.processes import process_index
+from headwise.progress import Progress, silent
 
 
-def fill(job: Job, writer: FolderWriter, study: Study | None, progress: Progress) -> None:
-    """The whole folder, but for its card: written by the first process, while the others follow.
+def convert_layers(
+    layout: OutputLayout,
+    calibrator: Calibrator,
+    store: LayerStore,
+    places: Iterable[Place],
+    progress: Progress = silent,
+) -> Iterator[ConvertedLayer]:
+    """Convert some layers, in order, each as it is asked for.
 
     Args:
-        job: the conversion.
-        writer: of the output.
-        study: the conversion on a text, which all layers go through in turn, or what an earlier study of the
-            source found; None for weights alone.
+        layout: of the plan, and of the folder that the layers are for.
+        calibrator: gives what is known of each layer.
+        store: keeps what is converted for a run that goes on where this one was killed.
+        places: of the layers.
         progress: told of each layer.
-    """
-    if rank() == 0:
-        writer.add_companions(job.checkpoint)
-        _write(job, writer, study, progress)
-        writer.write_json("config.json", job.config())
-    elif isinstance(study, Sequential):
-        _follow(job, writer, study)
-
-
-def _write(job: Job, writer: FolderWriter, study: Study | None, progress: Progress) -> None:
-    """Add every tensor of the output that is missing, one layer in memory at a time."""
-    # What is only copied or averaged is made again as fast as it is read.
-    is_solved = bool(job.channels) or job.method == METHODS[0]
-    results = LayerResults(writer.work / "layers") if is_solved or study is not None else None
-    # A text goes through every layer, and of an MLA layer the channels are to be known.
-    visits = isinstance(study, Sequential) or bool(job.channels)
-    owner = {
-        name: (index, cross)
-        for cross, specs in ((False, job.after.layers), (True, job.after.cross_layers))
-        for index in range(len(specs))
-        for name in job.names(index, cross=cross)
-    }
-    done: tuple[int, bool] | None = None
-    layer: dict[str, Tensor] = {}
-    for name in job.tensors:
-        if writer.has(name) and not (visits and name in owner):
-            continue
-        if name not in owner:
-            tensor = job.cast(name, job.checkpoint.read(name))
-            with job.clock("writing"):
-                writer.add(name, tensor)
-            del tensor
-            continue
-        if owner[name] != done:
-            done = index, cross = owner[name]
-            progress("converting", index, job.before.num_layers)
-            layer.clear()  # before the next one needs the room
-            layer = convert_layer(job, index, study, results, cross=cross)
-        tensor = layer.pop(name)
-        if not writer.has(name):
-            with job.clock("writing"):
-                writer.add(name, tensor)
-        del tensor
-    progress("converting", job.before.num_layers, job.before.num_layers)
-
-
-def _follow(job: Job, writer: FolderWriter, study: Sequential) -> None:
-    """What the processes do that do not write: their windows' part in each layer."""
-    for index in range(study.position, job.before.num_layers):
-        convert_layer(job, index, study, LayerResults(writer.work / "layers"))
-
-
-def convert_layer(
-    job: Job,
-    index: int,
-    study: Study | None = None,
-    results: LayerResults | None = None,
-    *,
-    cross: bool = False,
-) -> dict[str, Tensor]:
-    """One layer's new attention, by the output's names and in its dtype; with ``cross``, that to an encoder's.
-
-    Args:
-        job: the conversion.
-        index: the layer's.
-        study: see `fill`.
-        results: where layers are kept, and found again by a later run; None to keep none.
-        cross: the attention to an encoder's output.
 
     Raises:
-        CheckpointError: what an earlier run kept is damaged, and cannot be made again.
+        CheckpointError: a layer of an earlier run is lost, a number does not fit the output's dtype, or the disk is
+            full.
     """
-    if cross and results is not None:
-        results = LayerResults(results.folder / "cross")
-    is_past = isinstance(study, Sequential) and study.position > index
-    if results is not None and (is_past or not isinstance(study, Sequential)):
-        with job.clock("reading"):
-            kept = results.load(index)
-        if kept is not None:
-            if not cross:
-                job.note_channels(index, kept[1]["channels"])
-            return kept[0]
-        if is_past:
-            raise CheckpointError("layer", index, LOST)
-    before = read_layer(job.checkpoint, index, cross=cross)
-    source, state = before.spec, before.state
-    target = (job.after.cross_layers if cross else job.after.layers)[index]
-    assert isinstance(source, GroupedSpec)
-    assert isinstance(target, LatentSpec | GroupedSpec)
-    made: dict[str, Tensor] = {}
-
-    def solve(statistics: Statistics | None, sensitivity: Tensor | None) -> Layer:
-        if isinstance(target, LatentSpec) and job.published:
-            solved, channels = convert_as_published(job.published, state, source, target, statistics=statistics)
-            return Layer(target, solved, channels)
-        if isinstance(target, LatentSpec):
-            solved, channels = convert_to_latent(
-                state,
-                source,
-                target,
-                statistics=statistics,
-                sensitivity=sensitivity,
-                longest=job.longest,
-                key_weight=KEY_WEIGHT if job.key_weights is None else job.key_weights[index],
-                kept=job.kept,
-                mix=job.mixes,
-            )
-            return Layer(target, solved, channels)
-        solved = convert_to_grouped(
-            state, source, target, method=job.merging, statistics=statistics, sensitivity=sensitivity
-        )
-        return Layer(target, solved, norm_eps=before.norm_eps)
-
-    def keep(layer: Layer, **about: Any) -> None:
-        made.update(job.stored(index, layer, cross=cross))
-        if results is not None and rank() == 0:
-            with job.clock("writing"):
-                results.save(index, made, {"channels": layer.channels, **about})
-        if not cross:
-            job.note_channels(index, layer.channels)
-
-    if study is None or cross:
-        keep(solve(None, None))
-    elif isinstance(study, SavedStatistics):
-        with job.clock("reading"):
-            known = study.layer(index)
-        keep(solve(*known))
-    else:
-        study.layer(
-            index, before.float(), solve, lambda step: keep(step.layer, errors=step.errors, chosen=step.chosen)
-        )
-    return made
+    count = layout.plan.before.num_layers
+    for place in places:
+        progress("converting", place.index, count)
+        kept = store.load(place) if calibrator.is_past(place) else None
+        yield convert_layer(layout, calibrator, store, place) if kept is None else kept
+        del kept  # before the next one needs the room
+    progress("converting", count, count)
 
 
-def read_layer(checkpoint: Checkpoint, index: int, *, cross: bool = False) -> Layer:
-    """A layer's attention in a model, by the layer's own names.
+def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStore, place: Place) -> ConvertedLayer:
+    """Convert one layer; see `convert_layers`."""
+    plan = layout.plan
+    source = plan.source_layer(place)
+    target = plan.layer_target(place)
+    evidence = calibrator.evidence(place, source)
+    solution = plan.method.solve(source, target, evidence)
+    channel_losses = compare_own_channels(plan.method, source, target, evidence, solution, calibrator)
+    refined = calibrator.refine(place, solution)
+    about = {**refined.about(), **channel_losses}
+    layer = ConvertedLayer(place, layout.stored(place, refined.layer), refined.layer.channels, about)
+    if process_index() == 0:
+        store.save(layer)
+    calibrator.advance(place, refined)
+    return layer
+
+
+def write_tensors(
+    layout: OutputLayout, writer: FolderWriter, calibrator: Calibrator, store: LayerStore, progress: Progress = silent
+) -> dict[int, list[int]]:
+    """Add every tensor that a folder lacks, one layer in memory at a time.
 
     Args:
-        checkpoint: the source.
-        index: the layer's.
-        cross: the attention to an encoder's output.
+        layout: of the folder.
+        writer: of the folder, open.
+        calibrator: see `convert_layers`.
+        store: see `convert_layers`.
+        progress: told of each layer.
+
+    Returns:
+        The rotary channels of each layer, for the folder's config.
     """
-    spec = (checkpoint.spec.cross_layers if cross else checkpoint.spec.layers)[index]
-    assert isinstance(spec, GroupedSpec)
-    was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
-    state = checkpoint.family.read_attention(checkpoint.read, index, spec, cross=cross, hosted=was_hosted)
-    norm_eps = checkpoint.config.get("rms_norm_eps")
-    return Layer(spec, state, norm_eps=NORM_EPS if norm_eps is None else float(norm_eps))
+    plan, owner = layout.plan, layout.owner
+    # A text goes through every layer, and the config says of every MLA layer which channels it has.
+    visits_all = calibrator.is_sequential or plan.after.mechanism == "mla"
+    places = list(dict.fromkeys(owner[name] for name in owner if visits_all or not writer.has(name)))
+    layers = convert_layers(layout, calibrator, store, places, progress)
+    channels: dict[int, list[int]] = {}
+    layer: ConvertedLayer | None = None
+    for name in layout.tensors:
+        if name not in owner:
+            if not writer.has(name):
+                writer.add(name, layout.cast(name, plan.checkpoint.read(name)))
+            continue
+        place = owner[name]
+        if layer is None or layer.place != place:
+            if place not in places:
+                continue
+            layer = next(layers)
+            if not place.cross:
+                channels[place.index] = layer.channels
+        tensor = layer.tensors.pop(name)
+        if not writer.has(name):
+            writer.add(name, tensor)
+        del tensor  # before the next layer needs the room
+    for _ in layers:  # to its end
+        pass
+    return channels
+
+
+def follow(layout: OutputLayout, calibrator: Calibrator) -> None:
+    """Convert without writing: the part that every process but the first has in a conversion on a text."""
+    if calibrator.is_sequential:
+        places = [place for place in layout.plan.places if not calibrator.is_past(place)]
+        for _ in convert_layers(layout, calibrator, LayerStore(None), places):
+            pass

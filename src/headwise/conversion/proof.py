@@ -13,11 +13,13 @@ from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.evaluation import WINDOW, Evaluation, evaluate_windows, open_pair
 from headwise.measurement import available_bytes
+from headwise.options import EVALUATION_WINDOWS
 from headwise.progress import Progress, silent
 from headwise.specs import ModelSpec
 from headwise.texts import (
     cut_windows,
     language_reference,
+    overlap_note,
     read_source,
     refuse_twice,
     text_identity,
@@ -26,10 +28,7 @@ from headwise.texts import (
     usual_window,
     windows_beyond,
 )
-from headwise.texts.calibration import NO_TEXTS, CalibrationTexts, refuse_unknown_tokens
-
-WINDOWS = 2
-"""Of each text, unless more are asked for: enough to see a failed conversion by, in seconds."""
+from headwise.texts.calibration import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
 
 REFERENCE = "Python's language reference"
 _PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))  # what `headwise demo` writes as texts are its halves
@@ -56,9 +55,9 @@ def choose_exam(
     named: Sequence[str | Path] = (),
     *,
     calibrate: CalibrationTexts = NO_TEXTS,
-    studied: Collection[str] = (),
+    calibrated_on: Collection[str] = (),
     window: int | None = None,
-    windows: int = WINDOWS,
+    windows: int = EVALUATION_WINDOWS,
 ) -> Exam:
     """Windows to examine a conversion on.
 
@@ -69,7 +68,7 @@ def choose_exam(
         checkpoint: the source.
         named: see `headwise.evaluation.read_source`.
         calibrate: what is calibrated on.
-        studied: the `text_identity` of others that the result is made from.
+        calibrated_on: the `text_identity` of others that the result is made from.
         window: tokens in each; when None 2048, or as many as the model has positions, or a text that is named alone
             has tokens.
         windows: how many of each text at most; fewer where it is shorter.
@@ -90,7 +89,7 @@ def choose_exam(
         raise ArgumentError("windows", windows, "must be at least 1")
     width = window or usual
     tokenizer = load_tokenizer(checkpoint.path)
-    known = {*studied, *map(text_identity, calibrate.sources)}
+    known = {*calibrated_on, *map(text_identity, calibrate.sources)}
     exam: Exam = []
     if named:
         characters = width * windows * 32  # no tokenizer in use averages more to a token for long
@@ -122,6 +121,15 @@ def choose_exam(
         exam = [(REFERENCE, token_windows(tokenizer, language_reference(), window=width, windows=windows))]
     refuse_unknown_tokens(checkpoint, *(batch for _, batch in exam))
     return exam
+
+
+def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationTexts) -> list[str]:
+    """A note for the user where the exam repeats more than 1 % of what is calibrated on; see `overlap_note`."""
+    if not (exam and calibrate):
+        return []
+    windows, _ = open_windows(checkpoint, calibrate)
+    note = overlap_note([batch for _, batch in exam], [windows])
+    return [] if note is None else [note]
 
 
 def find_exam(

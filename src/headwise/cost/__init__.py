@@ -1,8 +1,9 @@
-"""What attention costs: closed forms over specs, exact. No torch here."""
+"""Exact costs of attention as closed forms over specs: parameters, FLOPs, cache, activations. No torch here."""
 
 from headwise.cost import model
 from headwise.cost.layer import (
     DTYPE_BYTES,
+    CallOptions,
     cache_bytes,
     cache_bytes_per_token,
     cache_values,
@@ -28,6 +29,7 @@ from headwise.cost.training import activation_bytes, backward_flops
 __all__ = [
     "DTYPE_BYTES",
     "KERNELS",
+    "CallOptions",
     "Comparison",
     "Complexity",
     "Inspection",

@@ -1,6 +1,6 @@
 """Activation memory: what a training step keeps of a layer's forward pass for its backward pass.
 
-A mechanism lists what our layer keeps, as its autograd does: every tensor's storage once, the parameters left out.
+A mechanism lists the tensors that autograd keeps of headwise's layer, each storage once and without the parameters.
 Symbols: B batch, S new tokens, T the tokens attended to.
 """
 
@@ -14,16 +14,17 @@ from headwise.cost.size import Size
 from headwise.cost.stages import Kernel
 
 KeptOver = Literal["new", "total", "scores", "mask", "queries", "keys", "call", "once"]
-"""What a kept tensor has one entry for: each new token, each token attended to, each pair of a sequence, each pair of
-positions, each position of a query or of a key, each sequence, or nothing: it is kept once."""
+"""A kept tensor has one entry for each of these: each new token, each token attended to, each (query, key) pair of a
+sequence, each pair of positions, each position of a query or of a key, or each sequence; ``once`` is a single
+entry."""
 
 Width = Literal["own", "wide", "byte", "index"]
-"""The dtype of the layer, that or float32 if it is narrower, a mask's byte, or an 8-byte index."""
+"""Width of a kept value: the layer's dtype (``own``), at least float32 (``wide``), a mask's byte, an 8-byte index."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One tensor: ``values`` for each thing it is ``over``."""
+    """A kept tensor, which has ``values`` numbers for each thing it is ``over``."""
 
     name: str
     values: int
@@ -36,12 +37,12 @@ class Training:
     """How a training step runs a layer.
 
     Attributes:
-        kernel: attention by a fused kernel (``padded``: SDPA on the CPU), or the reference's plain products.
-        half: the layer's dtype is narrower than float32.
-        causal: the scores are masked by the causal flag.
-        window: the mask is a sliding window's too, which a fused kernel takes as a tensor.
-        cross: keys and values are another sequence's.
-        batch_of_one: there is one sequence, whose heads need no copy to be laid head by head.
+        kernel: attention by a fused kernel (``padded``: SDPA on the CPU), or by the reference's plain products.
+        half: whether the layer's dtype is narrower than float32.
+        causal: whether the scores are masked by the causal flag.
+        window: whether there is a sliding window's mask too, which a fused kernel takes as a tensor.
+        cross: whether keys and values are another sequence's.
+        batch_of_one: whether there is one sequence, whose heads are laid out head by head without a copy.
     """
 
     kernel: Kernel
@@ -53,7 +54,7 @@ class Training:
 
     @property
     def fused(self) -> bool:
-        """Whether the scores are never held."""
+        """Whether a fused kernel is used, which never holds the scores."""
         return self.kernel != "unfused"
 
     @property
@@ -63,13 +64,13 @@ class Training:
 
 
 def kept_inputs(training: Training, hidden_size: Size) -> tuple[Kept, ...]:
-    """What the first projections read."""
+    """The inputs of the first projections."""
     source = (Kept("key_value_states", hidden_size, "total"),) if training.cross else ()
     return Kept("hidden_states", hidden_size, "new"), *source
 
 
 def kept_rotation(training: Training, dims: Size) -> tuple[Kept, ...]:
-    """cos and sin of every position, half the rotated dims each; shared but in cross-attention."""
+    """cos and sin of every position, each ``dims``/2 wide; queries and keys share them except in cross-attention."""
     keys = (Kept("cos, sin of keys", dims, "keys"),) if training.cross else ()
     return Kept("cos, sin", dims, "queries"), *keys
 
@@ -77,41 +78,58 @@ def kept_rotation(training: Training, dims: Size) -> tuple[Kept, ...]:
 def kept_norm(
     training: Training, name: str, width: Size, over: KeptOver, *, rows: int = 1, storage: Size | None = None
 ) -> tuple[Kept, ...]:
-    """An RMSNorm's input (the storage it is a view of, or its float32 copy), inverse norms and normed values."""
+    """Tensors of an RMSNorm: input (the storage that it is a view of, or a float32 copy), inverse norms, output."""
     entry = (
         Kept(name, width, over, "wide") if training.half else Kept(name, width if storage is None else storage, over)
     )
     return entry, Kept(f"{name} inverse norms", rows, over, "wide"), Kept(f"{name} normed", width, over)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of softmax(QKᵀ)V: H query heads, K key–value heads, D wide for queries and keys and V for values.
+
+    The unfused way repeats keys and values to H heads, and the padded kernel widens the narrower of D and V.
+    """
+
+    H: Size
+    K: Size
+    D: Size
+    V: Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storages:
+    """Values a token of the tensors that query, key and value are views of; None where they are tensors of their own.
+
+    A value that is a view of the key's tensor has storage 0: it is counted with the key.
+    """
+
+    query: Size | None = None
+    key: Size | None = None
+    value: Size | None = None
+
+
 def kept_core(
     training: Training,
-    H: Size,
-    K: Size,
-    D: Size,
-    V: Size,
+    heads: Heads,
     *,
-    query_storage: Size | None = None,
-    key_storage: Size | None = None,
-    value_storage: Size | None = None,
+    storages: Storages = Storages(),
     contiguous: bool = True,
     read_from: Literal["merged", "heads", "nobody"] = "merged",
 ) -> tuple[Kept, ...]:
-    """softmax(QKᵀ)V itself, and its result as whoever reads it keeps it.
+    """Tensors of softmax(QKᵀ)V, and its result as the operation behind it keeps it.
 
     Args:
-        training: how it is run.
-        H: query heads.
-        K: key–value heads, which the unfused way repeats to H.
-        D: width of a query or key head.
-        V: width of a value head; the padded kernel widens the narrower of the two.
-        query_storage: values a token of the tensor that the query is a view of, where they are more than H·D.
-        key_storage: of the tensor that the key is a view of.
-        value_storage: of the tensor that the value is a view of; 0 where it is the key's.
-        contiguous: whether the query is a tensor of its own, head by head; else the fused kernel's output is laid out
-            token by token as the projection is, and merging its heads needs no copy.
-        read_from: whether the heads are merged to be read, read as they are, or are the layer's output.
+        training: how the layer is run.
+        heads: the sizes.
+        storages: the tensors that query, key and value are views of.
+        contiguous: whether the query is a tensor of its own, laid out head by head; else the fused kernel's output is
+            laid out token by token as the projection is, and merging its heads needs no copy.
+        read_from: whether the heads are merged before they are read, read head by head, or are the layer's output,
+            which nothing else reads.
     """
+    H, K, D, V = heads.H, heads.K, heads.D, heads.V
     if training.fused:
         width = V if V > D else D
         scored, mixed = (width, width) if training.kernel == "padded" else (D, V)
@@ -120,16 +138,16 @@ def kept_core(
         copied = by_head if contiguous or scored > D else mixed > V > 1
         merged = (Kept("merged heads", H * V, "new"),) if copied and H > 1 and read_from == "merged" else ()
         return (
-            Kept("query", H * scored if scored > D or query_storage is None else query_storage, "new"),
-            Kept("key", K * scored if scored > D or key_storage is None else key_storage, "total"),
-            Kept("value", K * mixed if mixed > V or value_storage is None else value_storage, "total"),
+            Kept("query", H * scored if scored > D or storages.query is None else storages.query, "new"),
+            Kept("key", K * scored if scored > D or storages.key is None else storages.key, "total"),
+            Kept("value", K * mixed if mixed > V or storages.value is None else storages.value, "total"),
             *mask,
             Kept("attention output", H * mixed, "new"),
             Kept("log-sum-exp", H, "new", "wide"),
             *merged,
         )
     is_view = not training.half and (H == 1 or training.batch_of_one)
-    query = query_storage if is_view and query_storage is not None else H * D
+    query = storages.query if is_view and storages.query is not None else H * D
     output = () if read_from == "nobody" else (Kept("attention output", H * V, "new"),)
     return (
         Kept("query", query, "new", "wide"),
@@ -141,7 +159,7 @@ def kept_core(
 
 
 def kept_softmax(training: Training, H: Size) -> tuple[Kept, ...]:
-    """The weights: of the softmax, and once more after the mask has zeroed rows with nothing to attend to."""
+    """The attention weights, and a second copy where a mask has set rows with nothing to attend to to zero."""
     weights = Kept("attention weights", H, "scores", "wide")
     if not training.masked:
         return (weights,)
@@ -149,7 +167,15 @@ def kept_softmax(training: Training, H: Size) -> tuple[Kept, ...]:
 
 
 def total_bytes(kept: Iterable[Kept], *, batch: Size, new: Size, total: Size, value_bytes: int) -> Size:
-    """Bytes of all of it."""
+    """Bytes of all kept tensors.
+
+    Args:
+        kept: the tensors.
+        batch: B.
+        new: S.
+        total: T.
+        value_bytes: bytes of a value of the layer's dtype.
+    """
     result = Size(0)
     for tensor in kept:
         result = result + kept_values(tensor, batch=batch, new=new, total=total) * kept_width(tensor, value_bytes)
@@ -157,7 +183,7 @@ def total_bytes(kept: Iterable[Kept], *, batch: Size, new: Size, total: Size, va
 
 
 def kept_values(tensor: Kept, *, batch: Size, new: Size, total: Size) -> Size:
-    """How many values a kept tensor has."""
+    """How many values a kept tensor has in a call of B sequences, S new tokens and T tokens attended to."""
     count: dict[KeptOver, Size] = {
         "new": batch * new,
         "total": batch * total,
@@ -172,6 +198,6 @@ def kept_values(tensor: Kept, *, batch: Size, new: Size, total: Size) -> Size:
 
 
 def kept_width(tensor: Kept, value_bytes: int) -> int:
-    """Bytes of one of its values."""
+    """Bytes of one value of a kept tensor, where one of the layer's dtype has ``value_bytes``."""
     widths: dict[Width, int] = {"own": value_bytes, "wide": max(value_bytes, 4), "byte": 1, "index": 8}
     return widths[tensor.width]

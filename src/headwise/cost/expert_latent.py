@@ -1,8 +1,8 @@
-"""Cost of expert-decoded latent attention: the mixture applied to the query, or to the keys and values it decodes.
+"""Cost of expert-decoded latent attention, with the mixture of experts applied to the query or to keys and values.
 
-With one row of gates (a single new token, or gates of the whole sequence) an expanded layer mixes the decoders first
-and decodes once; with a row a token it decodes with one expert after the other and mixes scores and outputs, so that
-no token meets more than one decoder at a time.
+With one row of gates (a single new token, or gates for the whole sequence) an expanded layer mixes the decoders first
+and decodes once. With a row for each token it decodes with one expert after the other and mixes scores and outputs,
+so that the keys and values of only one decoder are held at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.cost.activations import (
+    Heads,
     Kept,
     KeptOver,
     Training,
@@ -23,8 +24,8 @@ from headwise.errors import ArgumentError
 from headwise.specs.expert_latent import ExpertLatentSpec
 
 IMPLS = ("expanded", "absorbed")
-"""``expanded`` decodes keys and values; ``absorbed`` folds the mixed decoders into the query and the output, all but
-the rotated channels of the keys, which a rotation by the key's own position parts from the query."""
+"""``expanded`` decodes keys and values. ``absorbed`` folds the mixed decoders into the query and the output, except
+for the rotated channels of the keys: their rotation by the key's position stands between decoder and query."""
 
 
 def stages(spec: ExpertLatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
@@ -52,7 +53,7 @@ def stages(spec: ExpertLatentSpec, impl: str, new_tokens: int) -> tuple[Stage, .
 
 
 def has_one_row(spec: ExpertLatentSpec, new_tokens: int) -> bool:
-    """Whether all queries of a call have the same gates."""
+    """Whether all queries of a call share one row of gates."""
     return new_tokens == 1 or spec.conditioning == "sequence"
 
 
@@ -90,12 +91,13 @@ def _absorbed(spec: ExpertLatentSpec, H: Size, D: Size, C: Size, X: Size, one_ro
 
 
 def best_impl(spec: ExpertLatentSpec, new_tokens: int, total_tokens: int, pairs: int) -> str:
-    """The one with fewer FLOPs, found in plain numbers a head: a layer asks while it is compiled."""
+    """The implementation with fewer FLOPs, by plain ints of one head: a layer calls this while it is compiled."""
     D, C, X = spec.head_dim, spec.kv_dim, spec.num_experts
     P = 0 if spec.rope is None else spec.rope.dim
     one_row = has_one_row(spec, new_tokens)
     decoders = 1 if one_row else X
-    decoded = C * (decoders * total_tokens + (X if one_row else 0))  # a dim of all keys, and its decoders' mixture
+    # One dim of all keys, and the mixture of its decoders.
+    decoded = C * (decoders * total_tokens + (X if one_row else 0))
     expanded = 2 * D * decoded + pairs * 2 * decoders * D
     content = C if P < D else 0
     absorbed = new_tokens * X * C * (2 * D - P) + P * decoded + pairs * (content + decoders * P + C)
@@ -108,7 +110,7 @@ def cache_values(spec: ExpertLatentSpec) -> Size:
 
 
 def shard(spec: ExpertLatentSpec, ranks: int) -> ExpertLatentSpec:
-    """What one of several ranks holds; the ranks add up their gates' logits, the only exchange inside the layer."""
+    """The part of a layer on one of several ranks, which exchange nothing but sums of their gates' logits."""
     heads, latents = spec.num_heads, spec.latent_kv_heads
     if heads % ranks or max(latents, ranks) % min(latents, ranks):
         rule = f"must divide num_heads = {heads}, and divide or be a multiple of latent_kv_heads = {latents}"
@@ -117,12 +119,12 @@ def shard(spec: ExpertLatentSpec, ranks: int) -> ExpertLatentSpec:
 
 
 def activations(spec: ExpertLatentSpec, impl: str, training: Training) -> tuple[Kept, ...]:
-    """What one layer keeps for the backward pass."""
+    """The tensors that one layer keeps for the backward pass."""
     E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
     P = Size(0) if spec.rope is None else Size(spec.rope.dim, "P")
     by_sequence = spec.conditioning == "sequence"
     rows: KeptOver = "call" if by_sequence else "new"
-    # The gates of a token read its whole query, and absorption the part of it that is not rotated.
+    # The gates of a token read its whole query, and absorption reads the part of it that is not rotated.
     query_is_read = not by_sequence or (impl == "absorbed" and D > P)
     kept = [
         *kept_inputs(training, E),
@@ -142,7 +144,7 @@ def _kept_expanded(spec: ExpertLatentSpec, training: Training, by_sequence: bool
     H, D, K = Size(spec.num_heads, "H"), Size(spec.head_dim, "D"), Size(spec.latent_kv_heads, "K")
     C, X = Size(spec.kv_dim, "C"), Size(spec.num_experts, "X")
     if by_sequence:
-        core = kept_core(training, H, H, D, D, contiguous=spec.rope is not None)
+        core = kept_core(training, Heads(H, H, D, D), contiguous=spec.rope is not None)
         return [Kept("mixed decoders", 2 * H * C * D, "call"), Kept("latents", 2 * K * C, "total"), *core]
     return [
         *_kept_rotated_query(spec),
@@ -167,7 +169,7 @@ def _kept_absorbed(spec: ExpertLatentSpec, training: Training, by_sequence: bool
         kept += [Kept("gated query", X * H * (D - P), "new")]
         kept += [Kept("key decoders", X * H * C * (D - P), "once")] if X > 1 and P > 0 and D - P > 1 else []
     if spec.rope is None:
-        kept += kept_core(training, H, K, C, C, read_from="heads")
+        kept += kept_core(training, Heads(H, K, C, C), read_from="heads")
     else:
         kept += _kept_rotary(spec, training, by_sequence, H, K, C, X, P)
         kept += _kept_rotated_query(spec)
@@ -183,7 +185,7 @@ def _kept_absorbed(spec: ExpertLatentSpec, training: Training, by_sequence: bool
 def _kept_rotary(
     spec: ExpertLatentSpec, training: Training, by_sequence: bool, H: Size, K: Size, C: Size, X: Size, P: Size
 ) -> list[Kept]:
-    """Keys of the rotated channels: of one mixture, or of every expert."""
+    """Tensors of the keys' rotated channels: of one mixture, or of every expert."""
     if by_sequence:
         return [
             Kept("mixed decoders", H * C * P, "call"),
@@ -204,24 +206,24 @@ def _kept_rotated_query(spec: ExpertLatentSpec) -> list[Kept]:
 
 
 def _keys_are_laid_out(spec: ExpertLatentSpec, width: int) -> bool:
-    """Whether key decoders of heads that share a latent have to be copied to lie side by side."""
-    lie_so = spec.num_experts == 1 and width == spec.head_dim
-    return spec.num_heads > spec.latent_kv_heads and width > 1 and not lie_so
+    """Whether the key decoders of heads that share a latent have to be copied to lie side by side."""
+    are_side_by_side = spec.num_experts == 1 and width == spec.head_dim
+    return spec.num_heads > spec.latent_kv_heads and width > 1 and not are_side_by_side
 
 
 def _values_are_laid_out(spec: ExpertLatentSpec) -> bool:
-    """The same of value decoders."""
-    lie_so = spec.num_experts == 1 and spec.kv_dim == 1
-    return spec.num_heads > spec.latent_kv_heads and spec.head_dim > 1 and not lie_so
+    """Whether the value decoders of heads that share a latent have to be copied to lie side by side."""
+    are_side_by_side = spec.num_experts == 1 and spec.kv_dim == 1
+    return spec.num_heads > spec.latent_kv_heads and spec.head_dim > 1 and not are_side_by_side
 
 
 def _latents_are_copied(training: Training, K: Size) -> bool:
-    """Whether the key (or value) latents have to be copied to be read head by head; else both are one tensor."""
+    """Whether the key (or value) latents have to be copied to be read head by head; if not, both are one tensor."""
     return K > 1 and not training.batch_of_one
 
 
 def _kept_weights(training: Training, H: Size) -> list[Kept]:
-    """As `kept_softmax`, but in the layer's own dtype once normalised."""
+    """The attention weights as in `kept_softmax`, but in the layer's dtype once they are normalised."""
     softmax = kept_softmax(training, H)
     weights = Kept("weights in the layer's dtype", H, "scores")
     if training.masked:

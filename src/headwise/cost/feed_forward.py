@@ -10,7 +10,7 @@ from headwise.specs.feed_forward import FeedForwardSpec
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of network in a layer: what one is made of, how many are stored, how many a token goes through."""
+    """One kind of network in a layer: its stages, how many are stored, and how many of them a token uses."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -19,27 +19,27 @@ class Part:
 
     @property
     def parameters(self) -> int:
-        """Learned numbers of one."""
+        """How many numbers one network learns."""
         return sum(stage.parameters for stage in self.stages)
 
     @property
     def flops(self) -> int:
-        """Of one, for one token."""
+        """FLOPs of one network for one token."""
         return sum(2 * stage.in_features * stage.out_features for stage in self.stages if isinstance(stage, Linear))
 
 
 def parts(spec: FeedForwardSpec) -> tuple[Part, ...]:
-    """A layer's networks; their names are those of `headwise.cost.model.Parts`."""
+    """The networks of a layer; their names are fields of `headwise.cost.model.Weights` and `Flops`."""
     network = _network(spec, spec.intermediate_size, spec.bias)
     if spec.num_experts is None or spec.experts_per_token is None:
         return (Part("feed_forward", network),)
     E, n = spec.hidden_size, spec.num_experts
     router = (Linear("router", E, n, spec.router_bias), Vector("score correction", n if spec.score_correction else 0))
-    found = [Part("experts", network, n, spec.experts_per_token), Part("router", router)]
+    networks = [Part("experts", network, n, spec.experts_per_token), Part("router", router)]
     if spec.shared_intermediate_size is not None:
         gate = (Linear("shared gate", E, 1),) if spec.shared_gate else ()
-        found.append(Part("shared_experts", (*_network(spec, spec.shared_intermediate_size, False), *gate)))
-    return tuple(found)
+        networks.append(Part("shared_experts", (*_network(spec, spec.shared_intermediate_size, False), *gate)))
+    return tuple(networks)
 
 
 def _network(spec: FeedForwardSpec, width: int, bias: bool) -> tuple[Linear, ...]:

@@ -1,4 +1,4 @@
-"""Cost of MHA, MQA and GQA, and of one head alone.
+"""Cost of MHA, MQA and GQA, and of attention with a single head.
 
 Parameters ``E·D·(2H+2K)`` for equal key and value widths; forward FLOPs ``2BSED(2H+2K) + 4BHSTD``; cache
 ``2KD`` values a token.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from headwise.cost.activations import Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
+from headwise.cost.activations import Heads, Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
@@ -42,7 +42,7 @@ def stages(spec: GroupedSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
 
 
 def cache_values(spec: GroupedSpec) -> Size:
-    """Values cached for a token: every key and value head, or none where an earlier layer's are read."""
+    """Values cached for a token: every key and value head, or none in a layer that reads an earlier layer's cache."""
     if spec.shares_kv:
         return Size(0)
     K, D = Size(spec.num_kv_heads, "K"), Size(spec.head_dim, "D")
@@ -50,7 +50,7 @@ def cache_values(spec: GroupedSpec) -> Size:
 
 
 def shard(spec: GroupedSpec, ranks: int) -> GroupedSpec:
-    """What one of several ranks holds: its share of the heads, and of the key–value heads at least one."""
+    """The part of a layer on one of several ranks: its share of the heads, and at least one key–value head."""
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     if heads % ranks or max(kv_heads, ranks) % min(kv_heads, ranks):
         rule = f"must divide num_heads = {heads}, and divide or be a multiple of num_kv_heads = {kv_heads}"
@@ -59,10 +59,10 @@ def shard(spec: GroupedSpec, ranks: int) -> GroupedSpec:
 
 
 def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[Kept, ...]:
-    """What one layer keeps for the backward pass."""
+    """The tensors that one layer keeps for the backward pass."""
     for name in ("sinks", "softcap", "output_gate", "shares_kv"):
         if getattr(spec, name):
-            raise SpecError(name, getattr(spec, name), "has no account of its activations: no layer here runs it")
+            raise SpecError(name, getattr(spec, name), "has no list of its activations: no layer here runs it")
     E, H, K = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.num_kv_heads, "K")
     D = Size(spec.head_dim, "D")
     V = D if spec.value_dim == spec.head_dim else Size(spec.value_dim, "V")
@@ -74,4 +74,4 @@ def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[Kept,
     if spec.rope is not None:
         kept += kept_rotation(training, Size(spec.rope.dim, "P"))
     read_from: Literal["merged", "nobody"] = "merged" if spec.output_projection else "nobody"
-    return *kept, *kept_core(training, H, K, D, V, contiguous=spec.rope is not None, read_from=read_from)
+    return *kept, *kept_core(training, Heads(H, K, D, V), contiguous=spec.rope is not None, read_from=read_from)

@@ -1,4 +1,4 @@
-"""Cost of MLA, three ways: expanded or absorbed from cached latents, or with expanded keys and values cached.
+"""Cost of MLA in three implementations: expanded or absorbed from cached latents, or with decoded keys cached.
 
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1 and appendix C for the absorption.
 """
@@ -7,15 +7,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.cost.activations import Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
+from headwise.cost.activations import (
+    Heads,
+    Kept,
+    Storages,
+    Training,
+    kept_core,
+    kept_inputs,
+    kept_norm,
+    kept_rotation,
+)
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Over, Product, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs.latent import LatentSpec
 
 IMPLS = ("expanded", "absorbed", "cached_kv")
-"""``expanded`` decodes keys and values from every cached latent; ``absorbed`` never decodes them;
-``cached_kv`` decodes only the new tokens' and caches the result (no saving, as some frameworks do)."""
+"""``expanded`` decodes keys and values from every cached latent; ``absorbed`` never decodes them; ``cached_kv``, as
+in some frameworks, decodes those of the new tokens and caches the result, which saves no memory."""
 
 
 def stages(spec: LatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
@@ -23,25 +32,25 @@ def stages(spec: LatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     E, H, R = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.kv_lora_rank, "R")
     N, P, V = Size(spec.qk_nope_head_dim, "N"), Size(spec.qk_rope_head_dim, "P"), Size(spec.v_head_dim, "V")
 
-    def biased(name: str) -> bool:
+    def has_bias(name: str) -> bool:
         return name in spec.bias
 
     query: tuple[Stage, ...]
     if spec.q_lora_rank is None:
-        query = (Linear("q_proj", E, H * (N + P), biased("q_proj")),)
+        query = (Linear("q_proj", E, H * (N + P), has_bias("q_proj")),)
     else:
         Q = Size(spec.q_lora_rank, "Q")
         query = (
-            Linear("q_a_proj", E, Q, biased("q_a_proj")),
+            Linear("q_a_proj", E, Q, has_bias("q_a_proj")),
             Vector("q_a_layernorm", Q if spec.latent_norm else 0),
-            Linear("q_b_proj", Q, H * (N + P), biased("q_b_proj"), reads="inner"),
+            Linear("q_b_proj", Q, H * (N + P), has_bias("q_b_proj"), reads="inner"),
         )
     down = (
-        Linear("kv_a_proj_with_mqa", E, R + P, biased("kv_a_proj_with_mqa"), over="source"),
+        Linear("kv_a_proj_with_mqa", E, R + P, has_bias("kv_a_proj_with_mqa"), over="source"),
         Vector("kv_a_layernorm", R if spec.latent_norm else 0),
     )
     over: Over = "source" if impl == "cached_kv" else "total"
-    up = Linear("kv_b_proj", R, H * (N + V), biased("kv_b_proj"), over=over, reads="inner")
+    up = Linear("kv_b_proj", R, H * (N + V), has_bias("kv_b_proj"), over=over, reads="inner")
     core: tuple[Stage, ...]
     if impl == "absorbed":
         core = (
@@ -52,14 +61,14 @@ def stages(spec: LatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
         )
     else:
         core = (up, Core(H, N + P, V))
-    return (*query, *down, *core, Linear("o_proj", H * V, E, biased("o_proj"), reads="inner"))
+    return (*query, *down, *core, Linear("o_proj", H * V, E, has_bias("o_proj"), reads="inner"))
 
 
 def absorbed_widths(spec: LatentSpec) -> tuple[int, int]:
-    """What an absorbed head compares and what it mixes: ``(R + P, R)``.
+    """Query–key width and value width of an absorbed head: ``(R + P, R)``.
 
-    Without content dims the scores come from the rotary key alone; a value bias takes one more column, which gathers
-    the sum of each row's weights.
+    Without content dims the scores come from the rotary key alone. A value bias takes one more column, which adds up
+    each row's weights.
     """
     R, P = Size(spec.kv_lora_rank, "R"), Size(spec.qk_rope_head_dim, "P")
     return R + P if spec.qk_nope_head_dim else P, R + ("kv_b_proj" in spec.bias)
@@ -73,29 +82,29 @@ def best_impl(spec: LatentSpec, new_tokens: int, total_tokens: int, pairs: int) 
 
 
 def cache_values(spec: LatentSpec) -> Size:
-    """Values cached for a token: the latent and the one rotary key."""
+    """Values cached for a token: the latent and the rotary key that all heads share."""
     return Size(spec.kv_lora_rank, "R") + Size(spec.qk_rope_head_dim, "P")
 
 
 def expanded_cache_values(spec: LatentSpec) -> Size:
-    """Values cached for a token where a framework caches the decoded keys and values (``cached_kv``)."""
+    """Values cached for a token by ``cached_kv``, which caches decoded keys and values."""
     N, P, V = Size(spec.qk_nope_head_dim, "N"), Size(spec.qk_rope_head_dim, "P"), Size(spec.v_head_dim, "V")
     return Size(spec.num_heads, "H") * (N + P + V)
 
 
 def shard(spec: LatentSpec, ranks: int) -> LatentSpec:
-    """What one of several ranks holds: its share of the heads; the latent, shared by all heads, whole."""
+    """The part of a layer on one of several ranks: its share of the heads, and the whole latent."""
     if spec.num_heads % ranks:
         raise ArgumentError("ranks", ranks, f"must divide num_heads = {spec.num_heads}")
     return replace(spec, num_heads=spec.num_heads // ranks)
 
 
 def activations(spec: LatentSpec, impl: str, training: Training) -> tuple[Kept, ...]:
-    """What one layer keeps for the backward pass."""
+    """The tensors that one layer keeps for the backward pass."""
     E, H, R = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.kv_lora_rank, "R")
     N, P, V = Size(spec.qk_nope_head_dim, "N"), Size(spec.qk_rope_head_dim, "P"), Size(spec.v_head_dim, "V")
     if impl == "cached_kv":
-        raise SpecError("impl", impl, "has no account of its activations: no layer here runs it")
+        raise SpecError("impl", impl, "has no list of its activations: no layer here runs it")
     kept = [*kept_inputs(training, E)]
     if spec.rope is not None:
         kept += kept_rotation(training, P)
@@ -108,30 +117,26 @@ def activations(spec: LatentSpec, impl: str, training: Training) -> tuple[Kept, 
     if impl == "absorbed":
         return (*kept, *_kept_absorbed(spec, training, H, R, N, P, V))
     kept += [Kept("latent and rotary key", R + P, "total")]
-    kept += kept_core(training, H, H, N + P, V, value_storage=H * (N + V))
+    kept += kept_core(training, Heads(H, H, N + P, V), storages=Storages(value=H * (N + V)))
     return tuple(kept)
 
 
 def _kept_absorbed(
     spec: LatentSpec, training: Training, H: Size, R: Size, N: Size, P: Size, V: Size
 ) -> tuple[Kept, ...]:
-    """One head of keys and values, views of one tensor; what they mix is laid head by head to be decoded."""
-    biased = "kv_b_proj" in spec.bias
-    mixed = R + biased
+    """Tensors of an absorbed layer: keys and values are one head, views of the same tensor."""
+    has_bias = "kv_b_proj" in spec.bias
+    mixed = R + has_bias
     scored = R + P if spec.qk_nope_head_dim else P
     queries = (Kept("query before absorption", H * (N + P), "new"),) if spec.qk_nope_head_dim else ()
     key_is_copied = training.kernel == "padded" and scored < mixed
     core = kept_core(
         training,
-        H,
-        Size(1),
-        scored,
-        mixed,
-        key_storage=R + P,
-        value_storage=mixed if biased else R + P if key_is_copied else Size(0),
+        Heads(H, Size(1), scored, mixed),
+        storages=Storages(key=R + P, value=mixed if has_bias else R + P if key_is_copied else Size(0)),
         read_from="heads",
     )
-    copied = H > 1 and not training.batch_of_one and (training.fused or biased)
+    copied = H > 1 and not training.batch_of_one and (training.fused or has_bias)
     return (
         *queries,
         *core,

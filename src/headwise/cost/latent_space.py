@@ -1,8 +1,8 @@
-"""Cost of latent-space attention: keys and values as wide as the latent, and two projections after the heads."""
+"""Cost of latent-space attention: keys and values as wide as the latent, and two projections behind the heads."""
 
 from __future__ import annotations
 
-from headwise.cost.activations import Kept, Training, kept_core, kept_inputs, kept_rotation
+from headwise.cost.activations import Heads, Kept, Storages, Training, kept_core, kept_inputs, kept_rotation
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Stage
 from headwise.specs.latent_space import LatentSpaceSpec
@@ -11,7 +11,7 @@ IMPLS = ("direct",)
 
 
 def stages(spec: LatentSpaceSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
-    """The work of one layer, in order; the query's dims beyond a latent head's are computed and dropped."""
+    """The work of one layer, in order; query dims beyond the width of a latent head are computed and dropped."""
     E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
     R, width = Size(spec.latent_dim, "R"), Size(spec.latent_head_dim, "R/H")
     return (
@@ -30,7 +30,7 @@ def cache_values(spec: LatentSpaceSpec) -> Size:
 
 
 def activations(spec: LatentSpaceSpec, impl: str, training: Training) -> tuple[Kept, ...]:
-    """What one layer keeps for the backward pass; unrotated queries are a view of their whole width."""
+    """The tensors that one layer keeps for the backward pass; without rotation, queries are views of all D dims."""
     E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
     width = Size(spec.latent_head_dim, "R/H")
     rotation = () if spec.rope is None else kept_rotation(training, Size(spec.rope.dim, "P"))
@@ -39,11 +39,8 @@ def activations(spec: LatentSpaceSpec, impl: str, training: Training) -> tuple[K
         *rotation,
         *kept_core(
             training,
-            H,
-            H,
-            width,
-            width,
-            query_storage=H * D if spec.rope is None else None,
+            Heads(H, H, width, width),
+            storages=Storages(query=H * D if spec.rope is None else None),
             contiguous=spec.rope is not None,
         ),
         Kept("v_out_proj output", H * D, "new"),

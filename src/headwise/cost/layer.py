@@ -5,7 +5,7 @@ One multiply-add is 2 FLOPs. Symbols: B batch, S new tokens, T all key–value t
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Protocol, TypedDict, Unpack, cast
 
 from headwise.cost.activations import Kept, Training
 from headwise.cost.size import Size
@@ -22,13 +22,14 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
     "int8": 1,
 }
+"""Bytes of one value of each dtype, by torch's name."""
 
 
 class Formulas(Protocol):
-    """What ``headwise.cost.<kind>`` provides for a mechanism.
+    """The interface of a mechanism's module ``headwise.cost.<kind>``.
 
-    Only where they apply: ``best_impl`` (several implementations), ``shard`` (heads can be split over ranks),
-    ``activations`` (headwise has the layer) and ``state_values`` (a state of one size).
+    Some functions are there only where they apply: ``best_impl`` (several implementations), ``shard`` (heads can be
+    split over ranks), ``activations`` (headwise has the layer) and ``state_values`` (a state of constant size).
     """
 
     IMPLS: tuple[str, ...]
@@ -43,10 +44,10 @@ class Formulas(Protocol):
         """Values cached for one token."""
 
     def activations(self, spec: AttentionSpec, impl: str, training: Training) -> tuple[Kept, ...]:
-        """What one layer keeps for the backward pass."""
+        """The tensors that one layer keeps for the backward pass."""
 
     def shard(self, spec: AttentionSpec, ranks: int) -> AttentionSpec:
-        """What one of several tensor-parallel ranks holds."""
+        """The part of the layer that one of several tensor-parallel ranks holds."""
 
 
 def formulas(spec: AttentionSpec) -> Formulas:
@@ -55,7 +56,7 @@ def formulas(spec: AttentionSpec) -> Formulas:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one value of a dtype named as torch names it.
+    """Bytes of one value of a dtype, given by torch's name.
 
     Raises:
         ArgumentError: the name is not known.
@@ -73,11 +74,11 @@ def stages(spec: AttentionSpec, impl: str | None = None, *, new_tokens: int = 1)
         ArgumentError: the mechanism has no such implementation.
     """
     module = formulas(spec)
-    return module.stages(spec, known_impl(spec, impl or module.IMPLS[0]), new_tokens)
+    return module.stages(spec, _check_impl(spec, impl or module.IMPLS[0]), new_tokens)
 
 
-def known_impl(spec: AttentionSpec, impl: str) -> str:
-    """The name of an implementation, if the mechanism has it."""
+def _check_impl(spec: AttentionSpec, impl: str) -> str:
+    """The name of an implementation, which the mechanism has; else raise an `ArgumentError`."""
     names = formulas(spec).IMPLS
     if impl not in names:
         raise ArgumentError("impl", impl, f"must be one of {', '.join(names)} for {spec.mechanism}")
@@ -85,8 +86,25 @@ def known_impl(spec: AttentionSpec, impl: str) -> str:
 
 
 def parameters(spec: AttentionSpec) -> int:
-    """Learned numbers in one layer: weights, biases, norms."""
+    """How many numbers one layer learns: weights, biases, norms."""
     return int(sum(stage.parameters for stage in stages(spec)))
+
+
+class CallOptions(TypedDict, total=False):
+    """Options of a forward pass besides its numbers of tokens.
+
+    Attributes:
+        batch: B, sequences; 1 when left out.
+        causal: True counts only the pairs that the causal mask (and the window) leaves; False counts all S·T, as
+            kernels that do not skip would; None, or left out, is as the spec says.
+        cross: the T tokens are another sequence's, whose keys and values are computed too; False when left out.
+        cached: with ``cross``, those keys and values are in the cache already; False when left out.
+    """
+
+    batch: int
+    causal: bool | None
+    cross: bool
+    cached: bool
 
 
 def forward_flops(
@@ -94,13 +112,10 @@ def forward_flops(
     new_tokens: int,
     total_tokens: int | None = None,
     *,
-    batch: int = 1,
-    causal: bool | None = None,
     impl: str = "auto",
-    cross: bool = False,
-    cached: bool = False,
     kernel: Kernel = "unfused",
     softmax: bool = False,
+    **options: Unpack[CallOptions],
 ) -> int:
     """FLOPs of one forward pass of one layer: its matrix products, and the softmax when asked for.
 
@@ -108,19 +123,19 @@ def forward_flops(
         spec: the layer.
         new_tokens: S, tokens passed in; 1 for a decode step.
         total_tokens: T, tokens attended to; S when None (prefill). S of them are new, unless ``cross``.
-        batch: B.
-        causal: count only the pairs the causal mask (and the window) leaves; False counts all S·T, as kernels
-            that do not skip would; None is what the spec says.
         impl: one of the mechanism's implementations, or ``auto`` for the one with the fewest FLOPs.
-        cross: the T tokens are another sequence's, whose keys and values are computed too.
-        cached: with ``cross``, those keys and values are in the cache already.
-        kernel: one of `headwise.cost.KERNELS`; forward, only what ``padded`` pads makes a difference.
+        kernel: one of `headwise.cost.KERNELS`; in the forward pass only ``padded`` makes a difference.
         softmax: add ``SOFTMAX_FLOPS`` for each score.
+        options: ``batch``, ``causal``, ``cross`` and ``cached``, as in `CallOptions`.
 
     Raises:
         ArgumentError: a count is impossible, or the implementation or kernel is not known.
+
+    >>> layer = headwise.GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
+    >>> forward_flops(layer, 1, 1000, batch=2)
+    561152
     """
-    call = call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal, cross=cross, cached=cached)
+    call = call_of(spec, new_tokens, total_tokens, **options)
     check_kernel(kernel)
     work = stages(spec, chosen_impl(spec, impl, call), new_tokens=new_tokens)
     flops = sum(stage.forward_flops(call, kernel) for stage in work)
@@ -130,9 +145,16 @@ def forward_flops(
 def prefill_flops(
     spec: AttentionSpec, tokens: int, *, chunk: int | None = None, batch: int = 1, causal: bool | None = None
 ) -> int:
-    """FLOPs of reading a prompt, at once or in chunks of ``chunk`` tokens that each attend to all before them.
+    """FLOPs of reading a prompt, at once or in chunks that each attend to all tokens before them.
 
-    Chunks cost what one pass costs, but for a latent that is decoded again by every chunk.
+    Chunks cost as much as one pass, except where every chunk decodes the cached latents again.
+
+    Args:
+        spec: the layer.
+        tokens: of the prompt.
+        chunk: tokens of a chunk; the whole prompt when None.
+        batch: B.
+        causal: as in `forward_flops`.
     """
     whole("tokens", tokens, 1)
     size = tokens if chunk is None else chunk
@@ -146,7 +168,7 @@ def prefill_flops(
 
 
 def decode_flops(spec: AttentionSpec, context: int, new_tokens: int = 1, *, batch: int = 1) -> int:
-    """FLOPs of generating tokens one by one after a context, each charged at its own length.
+    """FLOPs of generating ``new_tokens`` one by one after a context, each counted at its own length.
 
     The first of them attends to ``context`` tokens and itself.
     """
@@ -167,7 +189,7 @@ def call_of(
     cross: bool = False,
     cached: bool = False,
 ) -> Call:
-    """One forward pass in numbers that know their formula; arguments as `forward_flops`."""
+    """One forward pass in numbers that know their formula; arguments as `forward_flops` and `CallOptions`."""
     S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
     whole("new_tokens", S)
     whole("total_tokens", T)
@@ -180,7 +202,7 @@ def call_of(
     if cross and spec.sliding_window is not None:
         raise ArgumentError("cross", cross, "is not for a layer with a sliding window, which attends to its own past")
     if cached and not cross:
-        raise ArgumentError("cached", cached, "is said of cross-attention only: total_tokens says it otherwise")
+        raise ArgumentError("cached", cached, "is for cross-attention only; elsewhere total_tokens tells it")
     causal = is_causal(spec, causal, cross=cross)
     if causal and S > T:
         raise ArgumentError("causal", causal, f"must be false for {S} queries of {T} source tokens")
@@ -198,12 +220,12 @@ def call_of(
 
 
 def is_causal(spec: AttentionSpec, causal: bool | None, *, cross: bool) -> bool:
-    """Whether a call is causal: as it was asked, or as the spec says, which is said of a sequence's own tokens."""
+    """Whether a call is causal: as ``causal`` says, or when None as the spec says, which cross-attention ignores."""
     return (spec.is_causal and not cross) if causal is None else causal
 
 
 def _pairs(new: Size, total: Size, window: int | None, *, causal: bool) -> Size:
-    """`attended_pairs` with its formula."""
+    """`headwise.cost.attended_pairs` as a size with its formula."""
     if not causal or (int(new) == 1 and window is None):
         return new * total
     past = Size(0) if total is new else total - new
@@ -224,26 +246,30 @@ def whole(name: str, value: int, least: int | None = None) -> None:
 
 
 def chosen_impl(spec: AttentionSpec, impl: str, call: Call) -> str:
-    """The implementation meant: the one named, or for ``auto`` the one with the fewest FLOPs."""
+    """The implementation that is used: the one named, or for ``auto`` the one with the fewest FLOPs.
+
+    Raises:
+        ArgumentError: the mechanism has no such implementation.
+    """
     module = formulas(spec)
     if impl != "auto":
-        return known_impl(spec, impl)
+        return _check_impl(spec, impl)
     if len(module.IMPLS) == 1:
         return module.IMPLS[0]
     return module.best_impl(spec, int(call.new), int(call.total), int(call.pairs))
 
 
 def thop_count(spec: AttentionSpec, tokens: int, *, batch: int = 1) -> int:
-    """What thop prints as "FLOPs": multiply-adds of the linear layers alone, the scores left out."""
+    """The number that thop prints as "FLOPs": multiply-adds of the linear layers, without those of attention."""
     call = call_of(spec, tokens, batch=batch)
     work = stages(spec, new_tokens=tokens)
     return sum(stage.forward_flops(call, "unfused") for stage in work if isinstance(stage, Linear)) // 2
 
 
 def shard(spec: AttentionSpec, ranks: int) -> AttentionSpec:
-    """The layer as one of ``ranks`` tensor-parallel ranks holds it: its costs are those of one rank.
+    """The part of a layer that one of ``ranks`` tensor-parallel ranks holds, as a spec whose costs are one rank's.
 
-    Query heads are split; key–value heads too, until a rank has one; an MLA latent is whole on every rank.
+    Query heads are split; key–value heads too, until a rank has one; every rank holds the whole MLA latent.
 
     Raises:
         ArgumentError: the heads cannot be split over so many ranks.
@@ -258,12 +284,12 @@ def shard(spec: AttentionSpec, ranks: int) -> AttentionSpec:
 
 
 def cache_values(spec: AttentionSpec) -> int:
-    """Values that one token adds to the cache of one layer."""
+    """How many values one token adds to the cache of one layer."""
     return int(formulas(spec).cache_values(spec))
 
 
 def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16") -> int:
-    """Bytes one more token adds to the cache of one layer, while it still grows; 0 for an encoder."""
+    """Bytes that one more token adds to the cache of one layer while it grows; 0 for an encoder."""
     return cache_values(spec) * dtype_bytes(dtype) if spec.is_causal else 0
 
 
@@ -276,28 +302,31 @@ def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str 
 
 
 def held_tokens(spec: AttentionSpec, tokens: int) -> int:
-    """How many of so many tokens a layer's cache still holds."""
+    """How many of ``tokens`` a layer's cache holds: all, or no more than its window."""
     return tokens if spec.sliding_window is None else min(tokens, spec.sliding_window)
 
 
 def state_bytes(spec: AttentionSpec, *, batch: int = 1, dtype: str = "bfloat16") -> int:
-    """Bytes of one layer's cache that no token adds to: 0 but for the mechanisms that say ``state_values``."""
+    """Bytes of one layer's cache that do not grow with tokens: 0 but for mechanisms that have ``state_values``."""
     values = getattr(formulas(spec), "state_values", None)
     return 0 if values is None else batch * int(values(spec)) * dtype_bytes(dtype)
 
 
 def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens: int = 1) -> float:
-    """FLOPs for each byte of cache read, in the limit of a long cache; the best implementation's.
+    """FLOPs for each byte of cache read in the limit of a long cache, by the implementation with the fewest FLOPs.
 
-    GQA ``2(H/K)S/e``; MLA absorbed ``2HS(2R+P)/((R+P)e)``, with e bytes a value.
+    With e bytes a value it is ``2(H/K)S/e`` for GQA, and ``2HS(2R+P)/((R+P)e)`` for absorbed MLA.
+
+    Raises:
+        SpecError: the layer's cache does not grow.
     """
     module = formulas(spec)
     if not cache_values(spec):
-        raise SpecError("attention", spec.label, "caches nothing that grows, so it has no intensity there")
+        raise SpecError("attention", spec.label, "has no cache that grows, and so no intensity of reading it")
     S, long = new_tokens, 1_000_000 * new_tokens
     reading = Call(batch=Size(1), new=Size(S), source=Size(S), total=Size(long), pairs=Size(S * long))
     impl = chosen_impl(spec, "auto", reading)
-    # What one more token of the cache adds: its pairs, and its decoding where the latent is expanded.
+    # Work that one more cached token adds: its pairs, and where the latent is expanded its decoding.
     call = Call(batch=Size(1), new=Size(S), source=Size(0), total=Size(1), pairs=Size(S))
     flops = sum(
         stage.forward_flops(call, "unfused")

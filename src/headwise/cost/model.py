@@ -1,4 +1,4 @@
-"""Costs of a whole model: sums over its layers, and over what stands around them."""
+"""Costs of a whole model: its layers, and the feed-forward networks, norms, embedding and head around them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Sum:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(_Sum):
-    """Weights by part. ``mixers`` are the layers' that are no softmax attention; ``head`` is 0 where it is tied."""
+    """Weights by part. ``mixers`` are those of layers without softmax attention; ``head`` is 0 where it is tied."""
 
     embedding: int = 0
     positions: int = 0
@@ -41,7 +41,7 @@ class Weights(_Sum):
 
 @dataclass(frozen=True, kw_only=True)
 class Flops(_Sum):
-    """FLOPs by part: matrix products alone, 2 for a multiply-add."""
+    """FLOPs by part: matrix products only, 2 for each multiply-add."""
 
     attention_projections: int = 0
     attention_pairs: int = 0
@@ -54,13 +54,13 @@ class Flops(_Sum):
 
 
 def weights(model: ModelSpec, *, active: bool = False) -> Weights:
-    """Every number the model stores, by part; with ``active``, those one token goes through.
+    """Every weight that a model stores, by part; with ``active``, those that one token uses.
 
-    Active leaves out the experts a token does not choose, and nothing else: an embedding counts whole, as published
-    counts have it.
+    Active weights leave out only the experts that a token does not choose. The embedding counts whole, as in
+    published counts.
 
     Raises:
-        SpecError: what stands around the attention is not known.
+        SpecError: the model's body is not known.
     """
     body, counts = _known_body(model), _Counts()
     vectors, E = body.norm_vectors, model.hidden_size
@@ -76,7 +76,7 @@ def weights(model: ModelSpec, *, active: bool = False) -> Weights:
 
 
 def parameters(model: ModelSpec) -> int:
-    """Attention parameters of all layers."""
+    """Attention parameters of all layers together."""
     return sum(layer.parameters(spec) for spec in model.layers)
 
 
@@ -89,26 +89,26 @@ def forward_flops(
     causal: bool | None = None,
     impl: str = "auto",
 ) -> Flops:
-    """FLOPs of one forward pass of the whole model, by part, the head over every new token.
+    """FLOPs of one forward pass of the whole model, by part, with the head computed for every new token.
 
     Args:
         new_tokens: S, tokens passed in; 1 for a decode step.
         total_tokens: T, tokens attended to, S of them new; S when None (prefill).
         batch: B.
         causal: as in `headwise.cost.forward_flops`.
-        impl: of the layers whose mechanism has it; the others' is ``auto``.
+        impl: implementation of the layers whose mechanism has it; ``auto`` for the others.
 
     Raises:
         ArgumentError: not 1 <= S <= T.
-        SpecError: what stands around the attention is not known.
+        SpecError: the model's body is not known.
     """
     body, counts = _known_body(model), _Counts()
     tokens = batch * new_tokens
     for (spec, network), times in _distinct(model, body):
         call = layer.call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal)
-        own = layer.chosen_impl(spec, impl if impl in layer.formulas(spec).IMPLS else "auto", call)
+        chosen = layer.chosen_impl(spec, impl if impl in layer.formulas(spec).IMPLS else "auto", call)
         outside = "mixers" if isinstance(spec, RecurrentSpec) else "attention_projections"
-        for stage in layer.stages(spec, own, new_tokens=new_tokens):
+        for stage in layer.stages(spec, chosen, new_tokens=new_tokens):
             part = "attention_pairs" if isinstance(stage, Core) else outside
             counts.add(part, times * int(stage.forward_flops(call, "unfused")))
         for network_part in parts(network) if network else ():
@@ -125,7 +125,7 @@ def attention_flops(
     batch: int = 1,
     causal: bool | None = None,
 ) -> int:
-    """FLOPs of one forward pass through every layer's attention or mixer, and nothing else."""
+    """FLOPs of one forward pass through every layer's attention or mixer, without the rest of the model."""
     return sum(
         times * layer.forward_flops(spec, new_tokens, total_tokens, batch=batch, causal=causal)
         for spec, times in Counter(model.layers).items()
@@ -133,20 +133,20 @@ def attention_flops(
 
 
 def shard(model: ModelSpec, ranks: int) -> ModelSpec:
-    """The layers as one of ``ranks`` tensor-parallel ranks holds them (`headwise.cost.shard`).
+    """The part of a model's attention that one of ``ranks`` tensor-parallel ranks holds (`headwise.cost.shard`).
 
-    What stands around the attention is left as unknown: how it is split is no matter of heads.
+    The result has no body: how feed-forward networks are split does not depend on heads.
     """
     return replace(model, layers=tuple(layer.shard(spec, ranks) for spec in model.layers), body=None)
 
 
 def cache_bytes_per_token(model: ModelSpec, dtype: str = "bfloat16") -> int:
-    """Bytes one more token adds to the cache of all layers, while every layer's still grows."""
+    """Bytes that one more token adds to the cache of all layers, while every layer's grows."""
     return sum(layer.cache_bytes_per_token(spec, dtype) for spec in model.layers)
 
 
 def source_cache_bytes_per_token(model: ModelSpec, dtype: str = "bfloat16") -> int:
-    """Bytes that one token of an encoder's output takes in the cache of all layers that attend to it."""
+    """Bytes that one token of an encoder's output takes in the caches of all layers that attend to it."""
     return sum(int(layer.cache_values(spec)) for spec in model.cross_layers) * layer.dtype_bytes(dtype)
 
 
@@ -159,12 +159,12 @@ def cache_bytes_by_layer(
 
 
 def cache_bytes(model: ModelSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16") -> int:
-    """Bytes of the whole cache at a context of ``tokens``."""
+    """Bytes of the cache of all layers at a context of ``tokens``."""
     return sum(cache_bytes_by_layer(model, tokens, batch=batch, dtype=dtype))
 
 
 def state_bytes(model: ModelSpec, *, batch: int = 1, dtype: str = "bfloat16") -> int:
-    """Bytes of it that no token adds to: the states of recurrent layers."""
+    """Bytes of the cache that do not grow with tokens: the states of recurrent layers."""
     return sum(layer.state_bytes(spec, batch=batch, dtype=dtype) for spec in model.layers)
 
 
@@ -175,11 +175,13 @@ class _Counts(dict[str, int]):
 
 def _known_body(model: ModelSpec) -> BodySpec:
     if model.body is None:
-        rule = "has attention headwise reads, but its config does not say all that is around it, or no reader does"
+        rule = (
+            "has attention that is understood, but the layers around it are not: the config or its reader lacks them"
+        )
         raise SpecError("model_type", model.model_type, rule)
     return model.body
 
 
 def _distinct(model: ModelSpec, body: BodySpec) -> list[tuple[tuple[AttentionSpec, FeedForwardSpec | None], int]]:
-    """Each different layer, and how many there are: a deep model has few."""
+    """Each distinct layer and how many there are: a deep model has few distinct ones."""
     return list(Counter(zip(model.layers, body.feed_forward, strict=True)).items())

@@ -1,7 +1,7 @@
-"""Cost of layers that are no softmax attention: a state of one size, and nothing that grows with the context.
+"""Cost of layers without softmax attention, whose state has a constant size that does not grow with the context.
 
-FLOPs are the projections' alone. Left out: the scan or delta rule itself, the causal convolution and everything
-elementwise, as their counts depend on the kernel (chunk length, parallel or sequential form), not on the layer.
+FLOPs are those of the projections. The scan or delta rule, the causal convolution and elementwise work are left out,
+as their counts depend on the kernel (chunk length, parallel or sequential form), not on the layer.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ def stages(spec: RecurrentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]
 
 
 def cache_values(spec: RecurrentSpec) -> Size:
-    """None: a token more changes the state and adds nothing to it."""
+    """0: one more token changes the state and does not enlarge it."""
     return Size(0)
 
 
 def state_values(spec: RecurrentSpec) -> int:
-    """Values a sequence keeps whatever its length: the recurrent state, and the inputs its convolution looks back on.
+    """Values kept for a sequence of any length: the recurrent state, and the past inputs of the convolution.
 
-    The convolution's are counted as transformers' caches hold them, one a tap.
+    Transformers' caches hold one past input for each tap of the convolution, and so it is counted.
     """
     return spec.num_heads * spec.head_dim * spec.state_size + _channels(spec) * spec.conv_kernel
 
 
 def shard(spec: RecurrentSpec, ranks: int) -> RecurrentSpec:
-    """What one of several ranks holds: its share of the heads, and of the groups at least one."""
+    """The part of a layer on one of several ranks: its share of the heads, and at least one group."""
     groups = spec.num_groups or ranks
     if spec.num_heads % ranks or max(groups, ranks) % min(groups, ranks):
         rule = f"must divide the {spec.num_heads} heads, and divide or be a multiple of the {spec.num_groups} groups"
@@ -77,5 +77,5 @@ def shard(spec: RecurrentSpec, ranks: int) -> RecurrentSpec:
 
 
 def _channels(spec: RecurrentSpec) -> int:
-    """What the convolution runs over: values, and the groups' B and C or keys and queries."""
+    """Channels of the convolution: values, and the groups' B and C or keys and queries."""
     return spec.num_heads * spec.head_dim + 2 * spec.num_groups * spec.state_size

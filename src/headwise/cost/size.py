@@ -1,4 +1,4 @@
-"""Whole numbers that remember the formula they came from, so that a cost and its formula are one expression."""
+"""Whole numbers that remember their formula, so that a cost and its formula are one expression."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Term = tuple[int, tuple[str, ...]]
 
 
 class Size(int):
-    """An int with a formula: sums, differences and products of sizes remember what they were made of.
+    """An int with a formula: sums, differences and products of sizes remember their operands.
 
-    Plain ints take part as the number they are. The formula is written only when it is asked for.
+    Plain ints appear in formulas as numbers. A formula is written only when it is asked for.
 
     >>> E, H, D = Size(4096, "E"), Size(32, "H"), Size(128, "D")
     >>> flops = 2 * E * (H * D + H * D + 64)
@@ -19,72 +19,72 @@ class Size(int):
     (67633152, '2·E·(2·H·D + 64)')
     """
 
-    _made: str | tuple[Literal["+", "-", "*", "/2"], Size, Size] | None
+    _origin: str | tuple[Literal["+", "-", "*", "/2"], Size, Size] | None
 
     def __new__(cls, value: int, symbol: str | None = None) -> Size:
-        """A size of this value: a letter's, or a plain number."""
+        """Make a size of this value, named by a letter or, without one, a plain number."""
         size = super().__new__(cls, value)
-        size._made = symbol
+        size._origin = symbol
         return size
 
     @property
     def formula(self) -> str:
-        """Such as ``2·E·(H·D + 64)``."""
+        """The formula, such as ``2·E·(H·D + 64)``."""
         return _written(self._terms())
 
     @property
     def symbols(self) -> dict[str, int]:
         """The letters of the formula and their values."""
-        if isinstance(self._made, tuple):
-            return self._made[1].symbols | self._made[2].symbols
-        return {} if self._made is None else {self._made: int(self)}
+        if isinstance(self._origin, tuple):
+            return self._origin[1].symbols | self._origin[2].symbols
+        return {} if self._origin is None else {self._origin: int(self)}
 
     def halved(self) -> Size:
-        """Half of it, where that is a whole number."""
+        """Half of an even size."""
         assert not int(self) % 2
-        return _made(int(self) // 2, "/2", self, self)
+        return _combine(int(self) // 2, "/2", self, self)
 
     def __add__(self, other: int) -> Size:
-        return _made(int(self) + int(other), "+", self, as_size(other))
+        return _combine(int(self) + int(other), "+", self, as_size(other))
 
     def __radd__(self, other: int) -> Size:
-        return _made(int(other) + int(self), "+", as_size(other), self)
+        return _combine(int(other) + int(self), "+", as_size(other), self)
 
     def __sub__(self, other: int) -> Size:
-        return _made(int(self) - int(other), "-", self, as_size(other))
+        return _combine(int(self) - int(other), "-", self, as_size(other))
 
     def __mul__(self, other: int) -> Size:
-        return _made(int(self) * int(other), "*", self, as_size(other))
+        return _combine(int(self) * int(other), "*", self, as_size(other))
 
     def __rmul__(self, other: int) -> Size:
-        return _made(int(other) * int(self), "*", as_size(other), self)
+        return _combine(int(other) * int(self), "*", as_size(other), self)
 
     def _terms(self) -> list[Term]:
-        """The formula as a sum; like terms are one."""
-        if self._made is None:
+        """The formula as a sum, with like terms combined."""
+        if self._origin is None:
             return [(int(self), ())] if self else []
-        if isinstance(self._made, str):
-            return [(1, (self._made,))]
-        how, left, right = self._made
+        if isinstance(self._origin, str):
+            return [(1, (self._origin,))]
+        how, left, right = self._origin
         if how == "/2":
             return [(1, (f"{_factor(left._terms())}/2",))]
         if how == "*":
             return _product(left._terms(), right._terms())
         sign = 1 if how == "+" else -1
-        found: dict[tuple[str, ...], int] = {}
+        coefficients: dict[tuple[str, ...], int] = {}
         for coefficient, factors in [*left._terms(), *((sign * c, f) for c, f in right._terms())]:
-            found[factors] = found.get(factors, 0) + coefficient
-        return [(coefficient, factors) for factors, coefficient in found.items() if coefficient]
+            coefficients[factors] = coefficients.get(factors, 0) + coefficient
+        return [(coefficient, factors) for factors, coefficient in coefficients.items() if coefficient]
 
 
-def _made(value: int, how: Literal["+", "-", "*", "/2"], left: Size, right: Size) -> Size:
+def _combine(value: int, how: Literal["+", "-", "*", "/2"], left: Size, right: Size) -> Size:
     size = Size(value)
-    size._made = (how, left, right)
+    size._origin = (how, left, right)
     return size
 
 
 def as_size(value: int) -> Size:
-    """A plain number as a size; a size passes."""
+    """Make a plain number a size; a size stays as it is."""
     return value if isinstance(value, Size) else Size(value)
 
 

@@ -1,7 +1,7 @@
-"""The few kinds of work an attention layer is made of.
+"""The kinds of work that an attention layer is made of.
 
-A mechanism's formulas are the list of its stages; parameters, FLOPs forward and backward and library counts are sums
-over that one list, so that no number is derived twice. Symbols: B batch, S new tokens, T all key–value tokens.
+A mechanism's formulas are the list of its stages. Parameters, FLOPs forward and backward and thop's count are sums
+over that one list, so that no number has two formulas. Symbols: B batch, S new tokens, T all key–value tokens.
 """
 
 from __future__ import annotations
@@ -14,22 +14,28 @@ from headwise.errors import ArgumentError
 
 Kernel = Literal["unfused", "fused", "padded"]
 KERNELS: tuple[Kernel, ...] = ("unfused", "fused", "padded")
-"""How softmax(QKᵀ)V is computed: ``unfused`` holds the scores; ``fused`` never does, so its backward computes them
-again; ``padded`` is fused and pads keys and values of a head to one width, as headwise does on the CPU."""
+"""How softmax(QKᵀ)V is computed: ``unfused`` holds the scores; ``fused`` never does, and computes them again in the
+backward pass; ``padded`` is fused and pads keys and values of a head to one width, as headwise does on the CPU."""
 
 Over = Literal["new", "source", "total", "call"]
-"""What a stage is done once for: each new token, each whose keys are new, each key, or each sequence of a call."""
+"""A stage is done once for each of these: each new token (``new``), each token whose keys and values are computed
+(``source``), each token attended to (``total``), or each sequence (``call``)."""
 
 SOFTMAX_FLOPS = 5
-"""Elementwise FLOPs of a softmax for each score: scale, subtract the maximum, exponentiate, add up, divide."""
+"""Elementwise FLOPs of a softmax for each score: scale, subtract the maximum, exponentiate, sum, divide."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One forward pass: how many tokens of each sort, and how many (query, key) pairs.
+    """One forward pass: how many tokens of each kind, and how many (query, key) pairs.
 
-    ``source`` are the tokens whose keys and values are computed: the new ones, all of the source in cross-attention,
-    or none when a cache already holds them. ``pairs`` are those of one head of one sequence that are computed.
+    Attributes:
+        batch: B, sequences.
+        new: S, tokens passed in.
+        source: tokens whose keys and values are computed: the new ones, in cross-attention all of the other sequence,
+            or none when a cache holds them.
+        total: T, tokens attended to.
+        pairs: pairs of one head of one sequence that are computed.
     """
 
     batch: Size
@@ -39,7 +45,7 @@ class Call:
     pairs: Size
 
     def count(self, over: Over) -> Size:
-        """How often a stage is done."""
+        """How often a stage is done that is done once for each ``over``."""
         if over == "call":
             return self.batch
         return self.batch * {"new": self.new, "source": self.source, "total": self.total}[over]
@@ -47,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Linear:
-    """A projection ``y = x Wᵀ (+ b)``; ``reads`` says whether x is the layer's input, which may need no gradient."""
+    """A projection ``y = x Wᵀ (+ b)``; ``reads`` tells whether x is the layer's input, which may need no gradient."""
 
     name: str
     in_features: int
@@ -58,22 +64,22 @@ class Linear:
 
     @property
     def parameters(self) -> int:
-        """Weights and bias."""
+        """Numbers in the weight and the bias."""
         return self.out_features * (self.in_features + self.bias)
 
     def forward_flops(self, call: Call, kernel: Kernel) -> Size:
-        """Of the product, the bias not counted."""
+        """FLOPs of the product, without the bias."""
         return 2 * call.count(self.over) * self.in_features * self.out_features
 
     def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
-        """Of the weight's gradient and, unless nobody asks, of the input's."""
+        """FLOPs of the weight's gradient and, where it is needed, of the input's."""
         sides = 1 if self.reads == "input" and not input_gradient else 2
         return sides * self.forward_flops(call, kernel)
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product inside the layer, of ``macs`` multiply-adds a token: heads with their own small matrices."""
+    """A product of each head with a small matrix of its own, ``macs`` multiply-adds a token."""
 
     name: str
     macs: int
@@ -81,35 +87,35 @@ class Product:
     parameters: int = 0
 
     def forward_flops(self, call: Call, kernel: Kernel) -> Size:
-        """Of the product."""
+        """FLOPs of the product."""
         return 2 * call.count(self.over) * self.macs
 
     def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
-        """Both factors need a gradient."""
+        """FLOPs of the gradients of both factors."""
         return 2 * self.forward_flops(call, kernel)
 
 
 @dataclass(frozen=True)
 class Vector:
-    """A parameter vector whose arithmetic is elementwise, and so not counted: a norm's weight, sink logits."""
+    """Parameters whose arithmetic is elementwise and not counted: a norm's weight, sink logits."""
 
     name: str
     parameters: int
 
     def forward_flops(self, call: Call, kernel: Kernel) -> Size:
-        """None: elementwise work is not a matrix product."""
+        """0: only matrix products are counted."""
         return Size(0)
 
     def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
-        """None either."""
+        """0, as in the forward pass."""
         return Size(0)
 
 
 @dataclass(frozen=True)
 class Core:
-    """``softmax(QKᵀ)V`` of all heads; the only stage that sees pairs of tokens.
+    """``softmax(QKᵀ)V`` of all heads, the only stage whose work depends on pairs of tokens.
 
-    ``can_fuse`` is False where the scores are a sum that no fused kernel takes.
+    ``can_fuse`` is False where the scores are a sum that no fused kernel computes.
     """
 
     heads: int
@@ -120,19 +126,19 @@ class Core:
     parameters: int = 0
 
     def forward_flops(self, call: Call, kernel: Kernel) -> Size:
-        """Of the two products, over the pairs that are computed; the softmax is `softmax_flops`."""
+        """FLOPs of the two products over the pairs that are computed; `softmax_flops` has the softmax."""
         qk_dim, v_dim = self._widths(kernel)
         return 2 * call.batch * self.heads * call.pairs * (qk_dim + v_dim)
 
     def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
-        """Four products; five when the scores have to be computed again."""
+        """FLOPs of four products, or of five where the scores are computed again."""
         qk_dim, v_dim = self._widths(kernel)
         if kernel != "unfused" and self.can_fuse:
             return 2 * call.batch * self.heads * call.pairs * (3 * as_size(qk_dim) + 2 * as_size(v_dim))
         return 2 * self.forward_flops(call, kernel)
 
     def softmax_flops(self, call: Call) -> Size:
-        """Of the softmax alone, `SOFTMAX_FLOPS` for each score."""
+        """FLOPs of the softmax, `SOFTMAX_FLOPS` for each score."""
         return SOFTMAX_FLOPS * call.batch * self.heads * call.pairs
 
     def _widths(self, kernel: Kernel) -> tuple[int, int]:
@@ -146,13 +152,13 @@ Stage = Linear | Product | Vector | Core
 
 
 def check_kernel(kernel: str) -> None:
-    """Raise an `ArgumentError` unless it is one of `KERNELS`."""
+    """Raise an `ArgumentError` unless ``kernel`` is one of `KERNELS`."""
     if kernel not in KERNELS:
         raise ArgumentError("kernel", kernel, f"must be one of {', '.join(KERNELS)}")
 
 
 def attended_pairs(new_tokens: int, total_tokens: int, *, causal: bool, window: int | None = None) -> int:
-    """How many (query, key) pairs the mask leaves, for one head of one sequence.
+    """How many (query, key) pairs a causal mask and a window leave, for one head of one sequence.
 
     Causal is bottom-right: the last of S queries sees all T keys. A query at position i (counted from 1) sees
     ``min(i, window)`` keys when causal, else T.

@@ -1,4 +1,4 @@
-"""What a training step costs beyond the forward pass: the FLOPs of gradients, and the activations kept for them."""
+"""Costs of a training step beyond the forward pass: FLOPs of gradients, and activations kept for them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def backward_flops(
     kernel: Kernel = "fused",
     input_gradient: bool = True,
 ) -> int:
-    """FLOPs of the backward pass of a training step: exactly twice the forward's for an unfused kernel.
+    """FLOPs of the backward pass of a training step, twice those of the forward pass for an unfused kernel.
 
-    A fused kernel computes the scores again: five products where the forward has two.
+    A fused kernel computes the scores again: five products where the forward pass has two.
 
     Args:
         spec: the layer.
         tokens: S.
         source_tokens: T of cross-attention; None for self-attention.
         batch: B.
-        causal: as `forward_flops`.
-        impl: as `forward_flops`.
+        causal: as in `forward_flops`.
+        impl: as in `forward_flops`.
         kernel: one of `headwise.cost.KERNELS`.
-        input_gradient: False when the layer's inputs need no gradient, as a model's first layer's: the input side of
-            the projections that read them is then not computed.
+        input_gradient: False where the layer's inputs need no gradient, as in a model's first layer: the gradient of
+            the projections' inputs is then not computed.
     """
     cross = source_tokens is not None
     call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
@@ -55,8 +55,8 @@ def activation_bytes(
 ) -> int:
     """Bytes that a training step keeps of one layer's forward pass until its backward pass, without dropout.
 
-    Every tensor that autograd saves, the layer's input among them and its parameters not; of two tokens or more, as
-    a single one lies in memory every way at once and needs fewer copies.
+    They are those of every tensor that autograd saves, with the layer's input and without its parameters. They hold
+    for two tokens or more: tensors of a single token are contiguous in any order, and need fewer copies.
 
     Args:
         spec: the layer.
@@ -64,8 +64,8 @@ def activation_bytes(
         source_tokens: T of cross-attention; None for self-attention.
         batch: B.
         dtype: of weights and activations.
-        causal: as `forward_flops`.
-        impl: as `forward_flops`.
+        causal: as in `forward_flops`.
+        impl: as in `forward_flops`.
         kernel: one of `headwise.cost.KERNELS`; ``unfused`` holds the scores at least in float32.
     """
     kept, call = kept_activations(
@@ -85,7 +85,11 @@ def kept_activations(
     impl: str = "auto",
     kernel: Kernel = "fused",
 ) -> tuple[tuple[Kept, ...], Call]:
-    """The tensors behind `activation_bytes`, and the call they belong to."""
+    """The tensors that `activation_bytes` adds up, and the call they belong to; arguments as there.
+
+    Raises:
+        SpecError: headwise has no such layer, and so no list of its activations.
+    """
     cross = source_tokens is not None
     call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
     check_kernel(kernel)
@@ -100,5 +104,5 @@ def kept_activations(
     )
     module = formulas(spec)
     if not hasattr(module, "activations"):
-        raise SpecError("attention", spec.label, "has no account of its activations: no layer here runs it")
+        raise SpecError("attention", spec.label, "has no list of its activations: no layer here runs it")
     return module.activations(spec, chosen_impl(spec, impl, call), training), call

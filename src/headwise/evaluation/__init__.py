@@ -1,4 +1,4 @@
-"""What a model can do beside its reference: perplexity, cache and speed; choices, planted facts, retrieval."""
+"""Measure a model beside its reference: perplexity, cache and speed; multiple choice, planted facts, retrieval."""
 
 from headwise.evaluation.choices import Choice, ChoiceEvaluation, evaluate_choices, log_likelihoods, read_choices
 from headwise.evaluation.evaluate import WINDOW, Evaluation, PositionScore, TextScore, evaluate, evaluate_windows
@@ -16,7 +16,7 @@ from headwise.evaluation.retrieval import (
 )
 from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import Speed, decode_times
-from headwise.renamed import moved_names
+from headwise.renamed import moved_names, moved_to
 
 __all__ = [
     "WINDOW",
@@ -67,5 +67,5 @@ _TO_TEXTS = (
     "wrapping_ids",
 )
 __getattr__ = moved_names(
-    __name__, {**dict.fromkeys(_TO_TEXTS, "headwise.texts"), "max_length": "headwise.checkpoints"}
+    __name__, {**moved_to("headwise.texts", *_TO_TEXTS), **moved_to("headwise.checkpoints", "max_length")}
 )

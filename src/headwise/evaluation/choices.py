@@ -1,15 +1,15 @@
-"""Multiple choice, zero-shot: the ending a model finds likeliest, beside its reference's."""
+"""Zero-shot multiple choice: how often a model finds the right ending likeliest, beside its reference."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from headwise.documents import as_document
 from headwise.errors import ArgumentError
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.rate import Rate, rate
@@ -24,7 +24,13 @@ _BATCH = 2048
 
 @dataclass(frozen=True)
 class Choice:
-    """One item: a question, its possible endings, and which is right, counted from 0."""
+    """One item.
+
+    Attributes:
+        question: as text.
+        choices: its possible endings.
+        answer: the index of the right one.
+    """
 
     question: str
     choices: tuple[str, ...]
@@ -36,10 +42,15 @@ class ChoiceEvaluation:
     """Zero-shot accuracy of a model, and of its reference on the same items.
 
     Attributes:
-        file: where the items are from.
-        items: how many.
-        accuracy: of the ending of greatest log-likelihood.
-        accuracy_norm: of the ending of greatest log-likelihood a character.
+        model: as it was named.
+        against: the reference, as it was named.
+        file: the items' file.
+        items: how many there are.
+        accuracy: how often the right ending has the greatest log-likelihood.
+        accuracy_norm: how often it has the greatest log-likelihood a character.
+        dtype: both were run in.
+        device: both were run on.
+        threads: torch's.
     """
 
     model: str
@@ -54,7 +65,7 @@ class ChoiceEvaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements as JSON-able values."""
-        return asdict(self)
+        return as_document(self)
 
 
 @torch.inference_mode()
@@ -69,11 +80,13 @@ def evaluate_choices(
     seed: int = 0,
     progress: Progress = silent,
 ) -> ChoiceEvaluation:
-    """How often a model prefers the right ending of ``Question: …\\nAnswer:``, paired with its reference.
+    """Count how often a model prefers the right ending of ``Question: …\\nAnswer:``, paired with its reference.
+
+    For example ``evaluate_choices("./mla", against="smollm2-135m", file="piqa.jsonl").accuracy.rate``.
 
     Args:
         model: a source with weights, or an open pair.
-        file: a ``.jsonl``; see `read_choices`.
+        file: a ``.jsonl`` file; see `read_choices`.
         against: the reference; its tokenizer is used.
         limit: items from the beginning; all when None.
         dtype: as in `open_pair`.
@@ -82,43 +95,47 @@ def evaluate_choices(
         progress: told of each batch.
 
     Raises:
-        ArgumentError: the file is not such a one, or an ending does not fit the models' positions.
+        ArgumentError: the file has another form, or an ending does not fit the models' positions.
         CheckpointError: a model could not be read.
     """
     items = read_choices(file, limit=limit)
     pair = open_pair(model, against=against, dtype=dtype, device=device, progress=progress)
     sequences = _sequences(pair.tokenizer, items, pair.positions)
     check_vocabulary(pair.models, max(max(prompt + ending) for prompt, ending in sequences))
-    plain: dict[str, list[bool]] = {}
-    normalised: dict[str, list[bool]] = {}
+    by_total: dict[str, list[bool]] = {}
+    by_character: dict[str, list[bool]] = {}
     for name, loaded in pair.models.items():
         scores = iter(log_likelihoods(loaded, sequences, progress=progress))
-        plain[name], normalised[name] = [], []
+        by_total[name], by_character[name] = [], []
         for item in items:
-            own = [next(scores) for _ in item.choices]
-            a_letter = [score / len(choice) for score, choice in zip(own, item.choices, strict=True)]
-            plain[name].append(own.index(max(own)) == item.answer)
-            normalised[name].append(a_letter.index(max(a_letter)) == item.answer)
+            totals = [next(scores) for _ in item.choices]
+            means = [total / len(choice) for total, choice in zip(totals, item.choices, strict=True)]
+            by_total[name].append(totals.index(max(totals)) == item.answer)
+            by_character[name].append(means.index(max(means)) == item.answer)
     return ChoiceEvaluation(
         file=str(file),
         items=len(items),
-        accuracy=rate(plain["model"], plain.get("against"), seed=seed),
-        accuracy_norm=rate(normalised["model"], normalised.get("against"), seed=seed),
+        accuracy=rate(by_total["model"], by_total.get("against"), seed=seed),
+        accuracy_norm=rate(by_character["model"], by_character.get("against"), seed=seed),
         **pair.about(),
     )
 
 
 def read_choices(file: str | Path, *, limit: int | None = None) -> list[Choice]:
-    """Items of a ``.jsonl``, an object a line.
+    """Read the items of a ``.jsonl`` file, an object a line.
 
-    Each has ``question``, ``choices`` (two or more texts) and ``answer`` (which of them, counted from 0); or, as PIQA
-    has it, ``goal``, ``sol1``, ``sol2`` and ``label``.
+    Each has ``question``, ``choices`` (two or more texts) and ``answer`` (which of them, counted from 0); or PIQA's
+    own fields ``goal``, ``sol1``, ``sol2`` and ``label``.
+
+    Args:
+        file: a UTF-8 file.
+        limit: items from the beginning; all when None.
 
     Raises:
-        ArgumentError: the file cannot be read, holds no items, or a line is not one.
+        ArgumentError: the file cannot be read, holds no items, or has a line of another form.
     """
     rule = "must have question, choices (two or more texts) and answer (from 0); or PIQA's goal, sol1, sol2 and label"
-    found = []
+    items = []
     for number, row in enumerate(read_jsonl(file, name="choices", limit=limit), 1):
         question, texts, answer = (row.get(key) for key in ("question", "choices", "answer"))
         if "goal" in row:
@@ -132,15 +149,15 @@ def read_choices(file: str | Path, *, limit: int | None = None) -> list[Choice]:
             or not 0 <= answer < len(texts)
         ):
             raise ArgumentError("choices", f"{file}, item {number}", rule)
-        found.append(Choice(question, tuple(texts), answer))
-    return found
+        items.append(Choice(question, tuple(texts), answer))
+    return items
 
 
 @torch.inference_mode()
 def log_likelihoods(
     model: Any, sequences: Sequence[tuple[list[int], list[int]]], *, progress: Progress = silent
 ) -> list[float]:
-    """The log-likelihood of each ending after its prompt, in nats.
+    """Score each ending after its prompt: the sum of its tokens' log-probabilities, in nats.
 
     Args:
         model: transformers'.
@@ -163,7 +180,7 @@ def log_likelihoods(
 
 def _batch(sequences: list[tuple[list[int], list[int]]], model: Any) -> list[float]:
     longest = max(len(prompt) + len(ending) for prompt, ending in sequences)
-    # Padding stands to the right, where no causal model sees it: there is nothing to mask.
+    # Padding is on the right, where no token of a causal model sees it, so no mask is needed.
     ids = torch.zeros(len(sequences), longest, dtype=torch.long)
     for row, (prompt, ending) in enumerate(sequences):
         ids[row, : len(prompt) + len(ending)] = torch.tensor(prompt + ending)
@@ -173,13 +190,10 @@ def _batch(sequences: list[tuple[list[int], list[int]]], model: Any) -> list[flo
     scores = []
     for row, (prompt, ending) in enumerate(sequences):
         start = len(prompt) - 1 - first
-        own = logits[row, start : start + len(ending)].float().log_softmax(-1)
-        scores.append(float(_picked(own, ids[row, len(prompt) : len(prompt) + len(ending)]).double().sum()))
+        log_probabilities = logits[row, start : start + len(ending)].float().log_softmax(-1)  # [ending, vocabulary]
+        targets = ids[row, len(prompt) : len(prompt) + len(ending)]
+        scores.append(float(log_probabilities.gather(-1, targets[:, None]).double().sum()))
     return scores
-
-
-def _picked(log_probabilities: Tensor, ids: Tensor) -> Tensor:
-    return log_probabilities.gather(-1, ids[:, None])[:, 0]
 
 
 def _sequences(tokenizer: Any, items: list[Choice], positions: int | None) -> list[tuple[list[int], list[int]]]:
@@ -193,6 +207,6 @@ def _sequences(tokenizer: Any, items: list[Choice], positions: int | None) -> li
                 raise ArgumentError("choices", choice, "must have tokens of its own, and so must its question")
             if room is not None and room < 1:
                 raise ArgumentError("choices", choice, f"must fit the models' {positions} positions, with a question")
-            # Of a question that is too long its end is kept.
+            # A prompt that is too long loses its beginning.
             sequences.append((first + (prompt if room is None else prompt[-room:]), ending))
     return sequences

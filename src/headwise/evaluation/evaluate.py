@@ -1,10 +1,10 @@
-"""What a conversion did to a model: quality on text, bytes of cache, time a token; two models in one run."""
+"""Measure a model on text, beside its reference: quality, bytes of cache and time a token, both in one run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from torch import Tensor
 from headwise.arguments import typed
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
+from headwise.evaluation.paired import Paired
 from headwise.evaluation.scoring import score_window
-from headwise.evaluation.speed import decode_times
+from headwise.evaluation.speed import Speed, decode_times
+from headwise.options import EvaluateOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
 from headwise.texts.sources import refuse_twice
@@ -26,26 +28,27 @@ WINDOW = 2048
 CONTEXT = 512
 _FIRST_BUCKET = 256
 
+_Scores = list[tuple[str, dict[str, Tensor]]]
+"""Each text's name, and what `score_window` says of its windows, as ``[n, W - 1]``."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class PositionScore:
+class PositionScore(Paired, compared=("nll",)):
     """The mean cost of the tokens at some positions of their windows.
 
     Attributes:
         start: the first position, a window's first token being 0.
         stop: the first position after them.
         nll: mean negative log-likelihood, in nats.
-        reference_nll: the reference's.
     """
 
     start: int
     stop: int
     nll: float
-    reference_nll: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextScore:
+class TextScore(Paired, compared=("perplexity",)):
     """Quality on one text.
 
     Attributes:
@@ -53,7 +56,7 @@ class TextScore:
         windows: how many of its windows were scored.
         tokens: predictions scored (each window's first token is not predicted).
         perplexity: exp of the mean negative log-likelihood.
-        perplexity_ratio: the model's over the reference's.
+        perplexity_ratio: the model's over the reference's; this and the next two are None without a reference.
         kl: mean KL(reference ‖ model) a token, in nats.
         top1_agreement: fraction of positions where both rank the same token first.
         by_position: the cost by position in the window, in buckets that double: 1–255, 256–511, 512–1023, ….
@@ -63,7 +66,6 @@ class TextScore:
     windows: int
     tokens: int
     perplexity: float
-    reference_perplexity: float | None = None
     perplexity_ratio: float | None = None
     kl: float | None = None
     top1_agreement: float | None = None
@@ -71,23 +73,29 @@ class TextScore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Measurements of a model, and of its reference on the same texts in the same run.
+class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "decode_ms")):
+    """Measurements of a model on texts; ``reference`` has those of its reference on the same texts in the same run.
 
     Quality is over all tokens of all texts; ``texts`` has each text's own.
 
     Attributes:
+        model: as it was named.
+        against: the reference, as it was named.
         text: the file, or the files with commas between.
+        window: tokens in each window.
         windows: how many windows were scored.
         tokens: predictions scored (each window's first token is not predicted).
         perplexity: exp of the mean negative log-likelihood.
-        perplexity_ratio: the model's over the reference's.
+        perplexity_ratio: the model's over the reference's; this and the next two are None without a reference.
         kl: mean KL(reference ‖ model) a token, in nats.
         top1_agreement: fraction of positions where both rank the same token first.
-        texts: the same of each text.
+        texts: the quality on each text.
         cache_bytes_per_token: bytes the cache's tensors hold, over the tokens in it.
         context: tokens in the cache while decoding was timed.
         decode_ms: median milliseconds for one more token at that context.
+        dtype: both were run in.
+        device: both were run on.
+        threads: torch's.
     """
 
     model: str
@@ -97,72 +105,49 @@ class Evaluation:
     windows: int
     tokens: int
     perplexity: float
-    reference_perplexity: float | None = None
     perplexity_ratio: float | None = None
     kl: float | None = None
     top1_agreement: float | None = None
     texts: tuple[TextScore, ...]
     cache_bytes_per_token: float
-    reference_cache_bytes_per_token: float | None = None
     context: int
     decode_ms: float
-    reference_decode_ms: float | None = None
     dtype: str
     device: str
     threads: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """The measurements as JSON-able values."""
-        return asdict(self)
 
-
+@takes_options(EvaluateOptions)
 @typed
 @torch.inference_mode()
-def evaluate(
-    model: str | Path | Pair,
-    *,
-    text: str | Path | Sequence[str | Path],
-    against: str | Path | None = None,
-    window: int | None = None,
-    windows: int | None = 6,
-    context: int | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    progress: Progress = silent,
-) -> Evaluation:
+def evaluate(model: str | Path | Pair, options: EvaluateOptions, *, progress: Progress = silent) -> Evaluation:
     """Measure a model on text, beside its reference when there is one.
 
     Perplexity is over windows without overlap, each from its own first token; the last distribution of a window is
-    not scored. Decoding is timed in turn for both models, one token at a time on a cache of ``context`` tokens.
+    not scored. ``windows=None`` takes all of a text's. Decoding is timed in turn for both models, one token at a time
+    on a cache of ``context`` tokens. For example
+    ``evaluate("./mla", against="smollm2-135m", text="text.txt").perplexity_ratio``.
 
     Args:
         model: a model folder, ``.gguf`` or other source with weights; or a pair of them that is open already.
-        text: a UTF-8 file, or several.
-        against: the reference, usually what the model was converted from; its tokenizer is used.
-        window: tokens a window; 2048, or all the models' positions where they have fewer, when None.
-        windows: how many of each text, from its beginning; None for all.
-        context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
-        dtype: to run both in; the wider of those they are stored in when None.
-        device: to run both on; the CPU when None.
+        options: the keywords below as one object, in their place.
         progress: told of each window.
 
     Raises:
         ArgumentError: a text is missing or shorter than a window, or a number is out of range.
         CheckpointError: a model could not be read.
     """
-    files = [str(file) for file in ([text] if isinstance(text, str | Path) else text)]
-    if not files:
-        raise ArgumentError("text", files, "must be at least one file")
+    files = [str(file) for file in ([options.text] if isinstance(options.text, str | Path) else options.text)]
     contents = [read_text(file) for file in files]
     refuse_twice(files, name="text")
     # Before the tokenizer, which says less of what is wrong with a folder.
-    pair = open_pair(model, against=against, dtype=dtype, device=device, progress=progress)
+    pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
     longest = pair.positions
-    window = _within("window", window, usual_window(longest, WINDOW), 2, longest)
+    window = _within("window", options.window, usual_window(longest, WINDOW), 2, longest)
     # The token that is timed has a position too.
-    context = _within("context", context, CONTEXT, 1, None if longest is None else longest - 1)
+    context = _within("context", options.context, CONTEXT, 1, None if longest is None else longest - 1)
     batches = [
-        (file, token_windows(pair.tokenizer, content, window=window, windows=windows, name=f"text {file}"))
+        (file, token_windows(pair.tokenizer, content, window=window, windows=options.windows, name=f"text {file}"))
         for file, content in zip(files, contents, strict=True)
     ]
     return evaluate_windows(pair, batches, context=context, progress=progress)
@@ -175,47 +160,66 @@ def evaluate_windows(
     """Measure a model on windows of tokens, beside its reference; see `evaluate`.
 
     Args:
-        pair: what is measured.
-        texts: what each text is called, and its windows ``[n, W]``, W the same for all.
+        pair: the model and its reference.
+        texts: the name of each text, and its windows ``[n, W]``, W the same for all.
         context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
         progress: told of each window.
     """
-    batches = [batch for _, batch in texts]
-    window = batches[0].shape[1]
     if context is None:
         context = CONTEXT if pair.positions is None else min(CONTEXT, pair.positions - 1)
-    check_vocabulary(pair.models, max(int(batch.max()) for batch in batches))
+    check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
+    scores = _scores(pair, texts, progress)
+    prompt = texts[0][1].flatten()[None, :context]
+    prompt = prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
+    speed = decode_times(pair.models, prompt.to(pair.device), progress=progress)
+    about = {"window": texts[0][1].shape[1], "context": context}
+    reference = None
+    if "against" in speed:
+        alone = [(name, {"nll": score["reference_nll"]}) for name, score in scores]
+        reference = _evaluation(alone, speed["against"], about | pair.about("against"))
+    return _evaluation(scores, speed["model"], about | pair.about(), reference)
 
-    scores: list[dict[str, Tensor]] = []
-    done, total = 0, sum(map(len, batches))
-    for batch in batches:
+
+def _scores(pair: Pair, texts: Sequence[tuple[str, Tensor]], progress: Progress) -> _Scores:
+    scores = []
+    done, total = 0, sum(len(batch) for _, batch in texts)
+    for name, batch in texts:
         rows = []
         for ids in batch:
             progress("perplexity", done, total)
             rows.append(score_window(pair.models, ids))
             _check_finite(rows[-1], pair)
             done += 1
-        scores.append({key: torch.stack([row[key] for row in rows]) for key in rows[0]})
+        scores.append((name, {key: torch.stack([row[key] for row in rows]) for key in rows[0]}))
     progress("perplexity", total, total)
-    prompt = batches[0].flatten()[None, :context]
-    prompt = prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
-    speed = decode_times(pair.models, prompt.to(pair.device), progress=progress)
-    reference = speed.get("against")
+    return scores
+
+
+def _evaluation(
+    scores: _Scores, speed: Speed, about: dict[str, Any], reference: Evaluation | None = None
+) -> Evaluation:
+    """One model's evaluation: its scores by text, its speed, and its reference's evaluation if there is one."""
+    together = {key: torch.cat([score[key] for _, score in scores]) for key in scores[0][1]}
+    others = [None] * len(scores) if reference is None else reference.texts
     return Evaluation(
-        text=", ".join(name for name, _ in texts),
-        window=window,
-        windows=total,
-        **_summary({key: torch.cat([score[key] for score in scores]) for key in scores[0]}),
-        texts=tuple(
-            TextScore(text=name, windows=len(score["nll"]), **_summary(score), by_position=_by_position(score))
-            for (name, _), score in zip(texts, scores, strict=True)
-        ),
-        context=context,
-        cache_bytes_per_token=speed["model"].bytes_per_token,
-        reference_cache_bytes_per_token=None if reference is None else reference.bytes_per_token,
-        decode_ms=speed["model"].decode_ms,
-        reference_decode_ms=None if reference is None else reference.decode_ms,
-        **pair.about(),
+        text=", ".join(name for name, _ in scores),
+        windows=len(together["nll"]),
+        **_quality(together, reference),
+        texts=tuple(_text_score(*one, other) for one, other in zip(scores, others, strict=True)),
+        cache_bytes_per_token=speed.bytes_per_token,
+        decode_ms=speed.decode_ms,
+        reference=reference,
+        **about,
+    )
+
+
+def _text_score(name: str, score: dict[str, Tensor], reference: TextScore | None) -> TextScore:
+    return TextScore(
+        text=name,
+        windows=len(score["nll"]),
+        **_quality(score, reference),
+        by_position=_by_position(score["nll"], reference),
+        reference=reference,
     )
 
 
@@ -236,34 +240,34 @@ def _check_finite(score: dict[str, Tensor], pair: Pair) -> None:
             raise CheckpointError(name, pair.sources[name], rule)
 
 
-def _summary(score: dict[str, Tensor]) -> dict[str, Any]:
-    """Means over all tokens of ``[windows, window - 1]`` scores."""
-    nll = float(score["nll"].mean())
-    found: dict[str, Any] = {"tokens": score["nll"].numel(), "perplexity": _exp(nll)}
-    if "reference_nll" in score:
-        reference = _exp(float(score["reference_nll"].mean()))
-        found |= {
-            "reference_perplexity": reference,
-            "perplexity_ratio": found["perplexity"] / reference,
+def _quality(score: dict[str, Tensor], reference: Evaluation | TextScore | None) -> dict[str, Any]:
+    """Means over all tokens of ``[windows, W - 1]`` scores, as fields of `Evaluation` and `TextScore`."""
+    perplexity = _exp(float(score["nll"].mean()))
+    quality: dict[str, Any] = {"tokens": score["nll"].numel(), "perplexity": perplexity}
+    if reference is not None:
+        quality |= {
+            "perplexity_ratio": perplexity / reference.perplexity,
             "kl": max(float(score["kl"].mean()), 0.0),  # never negative but by rounding
             "top1_agreement": float(score["agree"].mean()),
         }
-    return found
+    return quality
 
 
-def _by_position(score: dict[str, Tensor]) -> tuple[PositionScore, ...]:
-    window = score["nll"].shape[1] + 1
+def _by_position(nll: Tensor, reference: TextScore | None) -> tuple[PositionScore, ...]:
+    """Means over all windows of costs ``[windows, W - 1]``, bucket by bucket."""
+    window = nll.shape[1] + 1
     edges = [1]
     while edges[-1] < window:
         edges.append(min(max(_FIRST_BUCKET, 2 * edges[-1]), window))
-    means = {key: score[key].mean(0) for key in ("nll", "reference_nll") if key in score}
+    mean = nll.mean(0)
     return tuple(
         PositionScore(
             start=start,
             stop=stop,
-            **{key: float(mean[start - 1 : stop - 1].mean()) for key, mean in means.items()},
+            nll=float(mean[start - 1 : stop - 1].mean()),
+            reference=None if reference is None else reference.by_position[index],
         )
-        for start, stop in pairwise(edges)
+        for index, (start, stop) in enumerate(pairwise(edges))
     )
 
 

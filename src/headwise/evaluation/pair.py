@@ -1,4 +1,4 @@
-"""A model and its reference, opened together and loaded once, for every measurement that sets them side by side."""
+"""A model and its reference, opened together and loaded once for all measurements."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from headwise.progress import Progress, silent
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pair:
-    """What `open_pair` makes: configs are read, weights not before ``models`` is asked for.
+    """A model and, where there is one, its reference; made by `open_pair`.
+
+    Configs are read when it is made, weights when ``models`` is first used.
 
     Attributes:
-        sources: ``model`` and, where there is a reference, ``against``, as they were named.
-        checkpoints: the same, opened.
+        sources: how the user named ``model`` and, where there is a reference, ``against``.
+        checkpoints: both opened, by the same keys.
         dtype: both are run in.
         device: both are run on.
         progress: told of loading.
@@ -35,7 +37,7 @@ class Pair:
 
     @cached_property
     def models(self) -> dict[str, Any]:
-        """The transformers models, by the same names."""
+        """The transformers models, by the keys of ``sources``."""
         loaded = {}
         for step, (name, checkpoint) in enumerate(self.checkpoints.items()):
             self.progress("loading", step, len(self.sources))
@@ -50,15 +52,19 @@ class Pair:
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence both were made for; None where no config says."""
-        stated = (checkpoint.spec.max_position_embeddings for checkpoint in self.checkpoints.values())
-        return min((count for count in stated if count is not None), default=None)
+        """The longest sequence that both models take; None where no config states one."""
+        counts = (checkpoint.spec.max_position_embeddings for checkpoint in self.checkpoints.values())
+        return min((count for count in counts if count is not None), default=None)
 
-    def about(self) -> dict[str, Any]:
-        """What every measurement says of the run it was made in."""
+    def about(self, name: str = "model") -> dict[str, Any]:
+        """The fields of every measurement that tell its models and the run it was made in.
+
+        Args:
+            name: ``model``, or ``against`` for a measurement of the reference, which has none itself.
+        """
         return {
-            "model": self.sources["model"],
-            "against": self.sources.get("against"),
+            "model": self.sources[name],
+            "against": self.sources.get("against") if name == "model" else None,
             "dtype": dtype_name(self.dtype),
             "device": str(self.device),
             "threads": torch.get_num_threads(),
@@ -76,7 +82,7 @@ def open_pair(
     """Open a model and its reference; a pair that is open already is returned as it is.
 
     Args:
-        model: a model folder, ``.gguf`` or other source with weights; or a pair, which needs none of the others.
+        model: a model folder, ``.gguf`` or other source with weights; or an open pair, given without the others.
         against: the reference, usually what the model was converted from.
         dtype: to run both in; when None the wider of those they are stored in, so that bytes and times differ by the
             attention alone.
@@ -85,20 +91,22 @@ def open_pair(
 
     Raises:
         ArgumentError: there is no such source, dtype or device.
-        SpecError: one is not understood, or an encoder.
-        CheckpointError: one cannot be read.
+        SpecError: a source's config is not understood, or is an encoder's.
+        CheckpointError: a source cannot be read.
     """
     if isinstance(model, Pair):
         for name, value in (("against", against), ("dtype", dtype), ("device", device)):
             if value is not None:
-                raise ArgumentError(name, str(value), "is the pair's own already")
+                raise ArgumentError(name, str(value), "must be left out: the open pair has its own")
         return model
-    wanted = None if dtype is None else as_dtype(dtype)
-    place = as_device(device)
+    named_dtype = None if dtype is None else as_dtype(dtype)
+    torch_device = as_device(device)
     sources = {"model": str(model)} if against is None else {"model": str(model), "against": str(against)}
     checkpoints = {name: open_decoder(source) for name, source in sources.items()}
     common = reduce(torch.promote_types, (checkpoint.dtype for checkpoint in checkpoints.values()))
-    return Pair(sources=sources, checkpoints=checkpoints, dtype=wanted or common, device=place, progress=progress)
+    return Pair(
+        sources=sources, checkpoints=checkpoints, dtype=named_dtype or common, device=torch_device, progress=progress
+    )
 
 
 def check_vocabulary(models: dict[str, Any], largest: int) -> None:

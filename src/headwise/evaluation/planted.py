@@ -1,9 +1,10 @@
-"""A fact planted in a long context: whether a model, asked at the end, still has it; beside its reference."""
+"""Planted facts: a code is hidden in a long text, and the model is asked for it at the end; beside its reference."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwise.arguments import typed
 from headwise.checkpoints import decode
+from headwise.documents import as_document
 from headwise.errors import ArgumentError
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
+from headwise.evaluation.paired import Paired
 from headwise.evaluation.rate import Rate, rate
+from headwise.options import PlantedOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
 from headwise.texts.windows import ending_ids, first_ids, token_ids, token_windows
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FACT = "\nThe secret code is {code}. Remember it.\n"
 QUESTION = "\nQuestion: What is the secret code?\nAnswer: The secret code is"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepthScore:
-    """How a fact at one depth was found again; means over the trials.
+class DepthScore(Paired, compared=("found", "first", "rank", "probability", "nll")):
+    """How well codes at one depth are recalled: means over the trials.
 
     Attributes:
         depth: 0 at the beginning of the context, 1 right before the question.
         found: fraction of greedy continuations that hold the code.
         first: fraction of trials in which the code was the likeliest of the candidates.
-        rank: of the code among the candidates, 1 the likeliest.
-        probability: of the code, the candidates' probabilities adding up to 1.
+        rank: the code's among the candidates, 1 the likeliest.
+        probability: the code's, the candidates' probabilities adding up to 1.
         nll: the code's own negative log-likelihood, in nats.
     """
 
@@ -43,25 +47,26 @@ class DepthScore:
     rank: float
     probability: float
     nll: float
-    reference_found: float | None = None
-    reference_first: float | None = None
-    reference_rank: float | None = None
-    reference_probability: float | None = None
-    reference_nll: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedEvaluation:
-    """Retrieval of a planted fact by a model, and by its reference from the same contexts.
+    """Recall of planted codes by a model, and by its reference from the same contexts.
 
     Attributes:
-        text: what the context is made of.
-        context: tokens of the context, the fact, the question and a code.
+        model: as it was named.
+        against: the reference, as it was named.
+        text: the file that contexts are cut from.
+        context: tokens of the text, the fact, the question and the code together.
         codes: candidates, the right one among them.
         trials: contexts at each depth.
+        seed: of the codes.
         found: over all contexts, how often the greedy continuation holds the code.
         first: over all contexts, how often the code was the likeliest of the candidates.
-        depths: the same by depth.
+        depths: the scores at each depth.
+        dtype: both were run in.
+        device: both were run on.
+        threads: torch's.
     """
 
     model: str
@@ -80,12 +85,18 @@ class PlantedEvaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements as JSON-able values."""
-        return asdict(self)
+        return as_document(self)
 
 
 @dataclass(frozen=True)
 class _Context:
-    """One question: the tokens up to the code, and the candidates, the right one first."""
+    """One question.
+
+    Attributes:
+        ids: ``[1, T]``, the tokens up to the code.
+        candidates: each code's tokens, the right one's first.
+        code: the right one, as text.
+    """
 
     ids: Tensor
     candidates: list[list[int]]
@@ -94,99 +105,82 @@ class _Context:
 
 @dataclass(frozen=True)
 class _Answer:
+    """One model's answer to one question; see `DepthScore`."""
+
     found: bool
     rank: int
     probability: float
     nll: float
 
 
+@takes_options(PlantedOptions)
+@typed
 @torch.inference_mode()
 def evaluate_planted(
-    model: str | Path | Pair,
-    *,
-    text: str | Path,
-    against: str | Path | None = None,
-    context: int = 2048,
-    depths: Sequence[float] = DEPTHS,
-    trials: int = 4,
-    codes: int = 10,
-    seed: int = 0,
-    dtype: str | None = None,
-    device: str | None = None,
-    progress: Progress = silent,
+    model: str | Path | Pair, options: PlantedOptions, *, progress: Progress = silent
 ) -> PlantedEvaluation:
     """Plant a random code of five digits in a text, and ask for it at the end.
 
-    Trial i's text is its i-th stretch of ``context`` tokens (from the beginning again when it is too short for all);
-    the code is another one each time. A weak model that cannot say the code may still find it likelier than others.
+    Trial i uses the i-th ``context`` tokens of the text (from the beginning again when it is too short for all), and
+    each trial another code. A weak model that cannot say the code may still find it likelier than others. For example
+    ``evaluate_planted("./mla", against="smollm2-135m", text="text.txt", context=2048).first.rate``.
 
     Args:
         model: a source with weights, or an open pair.
-        text: a UTF-8 file of at least ``context`` tokens.
-        against: the reference; its tokenizer is used.
-        context: tokens in all.
-        depths: where the fact stands, from 0 (at the beginning) to 1 (right before the question).
-        trials: contexts at each depth.
-        codes: how many codes the right one is ranked among, itself included.
-        seed: of the codes.
-        dtype: as in `open_pair`.
-        device: as in `open_pair`.
+        options: the keywords below as one object, in their place.
         progress: told of each context.
 
     Raises:
         ArgumentError: the text is missing or too short, or a number is out of range.
         CheckpointError: a model could not be read.
     """
-    for name, value, least in (("trials", trials, 1), ("codes", codes, 2)):
-        if value < least:
-            raise ArgumentError(name, value, f"must be at least {least}")
-    if not depths or not all(0 <= depth <= 1 for depth in depths):
-        raise ArgumentError("depths", tuple(depths), "must be numbers from 0 to 1")
-    content = read_text(text)
-    pair = open_pair(model, against=against, dtype=dtype, device=device, progress=progress)
+    content = read_text(options.text)
+    pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
+    context, trials = options.context, options.trials
     if pair.positions is not None and context > pair.positions:
         raise ArgumentError("context", context, f"must be at most {pair.positions}, by the models' positions")
-    stretches = token_windows(pair.tokenizer, content, window=context, windows=trials, name=f"text {text}")
+    stretches = token_windows(pair.tokenizer, content, window=context, windows=trials, name=f"text {options.text}")
     check_vocabulary(pair.models, int(stretches.max()))
-    random = np.random.default_rng(seed)
-    answers: dict[str, list[list[_Answer]]] = {name: [] for name in pair.models}
-    done, total = 0, len(depths) * trials
-    for depth in depths:
-        for own in answers.values():
-            own.append([])
-        for trial in range(trials):
-            progress("planted facts", done, total)
-            drawn = [str(code) for code in random.choice(90_000, size=codes, replace=False) + 10_000]
-            asked = _context(pair.tokenizer, stretches[trial % len(stretches)].tolist(), depth, drawn)
-            for name, loaded in pair.models.items():
-                answers[name][-1].append(_ask(loaded, pair.tokenizer, asked))
-            done += 1
-    progress("planted facts", total, total)
-    every = {name: [answer for row in own for answer in row] for name, own in answers.items()}
-    found = {name: [answer.found for answer in own] for name, own in every.items()}
-    first = {name: [answer.rank == 1 for answer in own] for name, own in every.items()}
+    answers = _answers(pair, stretches, options, progress)
+    together = {name: [answer for row in rows for answer in row] for name, rows in answers.items()}
+    found = {name: [answer.found for answer in row] for name, row in together.items()}
+    first = {name: [answer.rank == 1 for answer in row] for name, row in together.items()}
     return PlantedEvaluation(
-        text=str(text),
+        text=str(options.text),
         context=context,
-        codes=codes,
+        codes=options.codes,
         trials=trials,
-        seed=seed,
-        found=rate(found["model"], found.get("against"), seed=seed),
-        first=rate(first["model"], first.get("against"), seed=seed),
+        seed=options.seed,
+        found=rate(found["model"], found.get("against"), seed=options.seed),
+        first=rate(first["model"], first.get("against"), seed=options.seed),
         depths=tuple(
-            DepthScore(
-                depth=depth,
-                **_means(answers["model"][index], ""),
-                **(_means(answers["against"][index], "reference_") if "against" in answers else {}),
-            )
-            for index, depth in enumerate(depths)
+            _depth_score(depth, *(rows[index] for rows in (answers["model"], answers.get("against")) if rows))
+            for index, depth in enumerate(options.depths)
         ),
         **pair.about(),
     )
 
 
+def _answers(
+    pair: Pair, stretches: Tensor, options: PlantedOptions, progress: Progress
+) -> dict[str, list[list[_Answer]]]:
+    """Each model's answers, a list a depth, of the same questions."""
+    random = np.random.default_rng(options.seed)
+    answers: dict[str, list[list[_Answer]]] = {name: [[] for _ in options.depths] for name in pair.models}
+    total = len(options.depths) * options.trials
+    for step, (index, trial) in enumerate(product(range(len(options.depths)), range(options.trials))):
+        progress("planted facts", step, total)
+        codes = [str(code) for code in random.choice(90_000, size=options.codes, replace=False) + 10_000]
+        stretch = stretches[trial % len(stretches)].tolist()
+        asked = _context(pair.tokenizer, stretch, options.depths[index], codes)
+        for name, model in pair.models.items():
+            answers[name][index].append(_ask(model, pair.tokenizer, asked))
+    progress("planted facts", total, total)
+    return answers
+
+
 def _context(tokenizer: Any, stretch: list[int], depth: float, codes: list[str]) -> _Context:
-    """As many tokens as the stretch has, the last of them for the code."""
+    """A question as long as the stretch of text it is made from, a code's own tokens included."""
     fact = token_ids(tokenizer, FACT.format(code=codes[0]))
     split = [ending_ids(tokenizer, QUESTION, f" {code}") for code in codes]
     question = split[0][0]
@@ -203,7 +197,7 @@ def _context(tokenizer: Any, stretch: list[int], depth: float, codes: list[str])
 def _ask(model: Any, tokenizer: Any, asked: _Context) -> _Answer:
     out = model(asked.ids.to(model.device), use_cache=True, logits_to_keep=1)
     cache, last = out.past_key_values, out.logits[0, -1].float()
-    cache.activate_past_recording()  # a layer with a sliding window has to be told that tokens will be taken back
+    cache.activate_past_recording()  # layers with a sliding window must keep what cropping takes back
     scores = []
     for candidate in asked.candidates:
         ids = torch.tensor(candidate, device=model.device)
@@ -214,24 +208,30 @@ def _ask(model: Any, tokenizer: Any, asked: _Context) -> _Answer:
             rows = torch.cat([rows, logits])
         scores.append(rows.log_softmax(-1).gather(-1, ids[:, None]).double().sum())
     likelihoods = torch.stack(scores)
-    said = [int(last.argmax())]
-    for _ in range(max(map(len, asked.candidates))):  # one more than its own: a space may be a token
-        step = model(torch.tensor([said[-1:]], device=model.device), past_key_values=cache, use_cache=True)
-        said.append(int(step.logits[0, -1].argmax()))
+    continuation = [int(last.argmax())]
+    for _ in range(max(map(len, asked.candidates))):  # one more than a code has: a space may be a token
+        step = model(torch.tensor([continuation[-1:]], device=model.device), past_key_values=cache, use_cache=True)
+        continuation.append(int(step.logits[0, -1].argmax()))
     return _Answer(
-        found=asked.code in decode(tokenizer, said),
+        found=asked.code in decode(tokenizer, continuation),
         rank=int((likelihoods >= likelihoods[0]).sum()),  # a tie counts against the code
         probability=float(likelihoods.softmax(0)[0]),
         nll=-float(likelihoods[0]),
     )
 
 
-def _means(answers: list[_Answer], prefix: str) -> dict[str, float]:
-    values = {
-        "found": [float(answer.found) for answer in answers],
-        "first": [float(answer.rank == 1) for answer in answers],
-        "rank": [float(answer.rank) for answer in answers],
-        "probability": [answer.probability for answer in answers],
-        "nll": [answer.nll for answer in answers],
-    }
-    return {f"{prefix}{name}": sum(row) / len(row) for name, row in values.items()}
+def _depth_score(depth: float, answers: list[_Answer], reference: list[_Answer] | None = None) -> DepthScore:
+    """Means over the answers at one depth."""
+    return DepthScore(
+        depth=depth,
+        found=_mean([answer.found for answer in answers]),
+        first=_mean([answer.rank == 1 for answer in answers]),
+        rank=_mean([answer.rank for answer in answers]),
+        probability=_mean([answer.probability for answer in answers]),
+        nll=_mean([answer.nll for answer in answers]),
+        reference=None if reference is None else _depth_score(depth, reference),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,10 +1,10 @@
-"""A sentence encoder's retrieval: the passage that answers each question, found among all; beside its reference."""
+"""Retrieval by a sentence encoder: each question's passage is looked for among all, beside its reference."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -23,6 +23,7 @@ from headwise.checkpoints import (
     tokenize,
 )
 from headwise.errors import ArgumentError, CheckpointError
+from headwise.evaluation.paired import Paired
 from headwise.evaluation.rate import Rate, rate
 from headwise.hf import as_device, as_dtype
 from headwise.progress import Progress, silent
@@ -40,12 +41,12 @@ _POOLINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pooling:
-    """How a sentence's states become its embedding.
+    """How an embedding is made from the states of a sentence's tokens.
 
     Attributes:
         mode: ``mean`` or ``max`` over its tokens, or the first token's (``cls``).
         normalize: to length 1.
-        max_length: tokens read of a sentence; as many as the model has positions when None.
+        max_length: tokens that are read of a sentence; as many as the model has positions when None.
     """
 
     mode: str = "mean"
@@ -55,7 +56,14 @@ class Pooling:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Encoder:
-    """A loaded encoder with all that its embeddings depend on."""
+    """A loaded encoder with all that its embeddings depend on.
+
+    Attributes:
+        name: as it was named.
+        model: transformers'.
+        tokenizer: transformers'.
+        pooling: how embeddings are made of its states.
+    """
 
     name: str
     model: Any
@@ -64,16 +72,21 @@ class Encoder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalEvaluation:
+class RetrievalEvaluation(Paired, compared=("mrr",)):
     """Question → passage retrieval of an encoder, and of its reference on the same questions.
 
     Attributes:
-        file: where the questions are from.
-        questions: how many.
-        passages: how many different ones.
+        model: as it was named.
+        against: the reference, as it was named.
+        file: the questions' file.
+        questions: how many there are.
+        passages: how many different ones there are.
         recall_at_1: how often the question's passage is the nearest.
         recall_at_10: how often it is among the nearest ten.
-        mrr: mean of one over its rank.
+        mrr: the mean reciprocal rank of the question's passage.
+        dtype: of the model's weights.
+        device: the model was run on.
+        threads: torch's.
     """
 
     model: str
@@ -84,14 +97,9 @@ class RetrievalEvaluation:
     recall_at_1: Rate
     recall_at_10: Rate
     mrr: float
-    reference_mrr: float | None = None
     dtype: str
     device: str
     threads: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """The measurements as JSON-able values."""
-        return asdict(self)
 
 
 def evaluate_retrieval(
@@ -105,11 +113,13 @@ def evaluate_retrieval(
     seed: int = 0,
     progress: Progress = silent,
 ) -> RetrievalEvaluation:
-    """Find each question's passage among all the file's passages, by the product of their embeddings.
+    """Look for each question's passage among all the file's passages, by the inner product of their embeddings.
+
+    For example ``evaluate_retrieval("./minilm-gqa", against="./minilm", file="boolq.jsonl").recall_at_1.rate``.
 
     Args:
         model: a source with weights, or a loaded encoder.
-        file: a ``.jsonl`` of objects with ``question`` and ``passage``; equal passages count as one.
+        file: a ``.jsonl`` file of objects with ``question`` and ``passage``; equal passages count as one.
         against: the reference; its tokenizer and pooling are used for a model given by its source.
         limit: questions, and their passages, from the beginning; all when None.
         dtype: to run in; as stored when None.
@@ -118,7 +128,7 @@ def evaluate_retrieval(
         progress: told of each batch.
 
     Raises:
-        ArgumentError: the file is not such a one.
+        ArgumentError: the file has another form.
         CheckpointError: a model could not be read, or computes NaN.
     """
     exam = Questions.read(file, limit)
@@ -127,23 +137,37 @@ def evaluate_retrieval(
         encoders["against"] = _loaded(against, dtype, device)
     encoders["model"] = _loaded(model, dtype, device, like=encoders.get("against"))
     ranks = {name: exam.ranks(encoder, progress) for name, encoder in encoders.items()}
-    own = encoders["model"].model
+    encoder = encoders["model"].model
+    run: dict[str, Any] = {
+        "file": str(file),
+        "questions": len(exam.questions),
+        "passages": len(exam.passages),
+        "dtype": dtype_name(encoder.dtype),
+        "device": str(encoder.device),
+        "threads": torch.get_num_threads(),
+    }
+    reference = None
+    if "against" in encoders:
+        name = encoders["against"].name
+        reference = RetrievalEvaluation(model=name, against=None, **rated(ranks["against"]), **run)
     return RetrievalEvaluation(
         model=encoders["model"].name,
-        against=encoders["against"].name if "against" in encoders else None,
-        file=str(file),
-        questions=len(exam.questions),
-        passages=len(exam.passages),
+        against=None if reference is None else reference.model,
         **rated(ranks["model"], ranks.get("against"), seed=seed),
-        dtype=dtype_name(own.dtype),
-        device=str(own.device),
-        threads=torch.get_num_threads(),
+        **run,
+        reference=reference,
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Questions:
-    """Questions ``[Q]``, passages ``[P]`` without doubles, and ``[Q]`` which of them is each question's."""
+    """The questions of a file and the passages they look for.
+
+    Attributes:
+        questions: as text.
+        passages: as text, without doubles.
+        answers: ``[Q]``, the index of each question's passage.
+    """
 
     questions: list[str]
     passages: list[str]
@@ -151,10 +175,14 @@ class Questions:
 
     @classmethod
     def read(cls, file: str | Path, limit: int | None = None) -> Questions:
-        """Of a file, as `evaluate_retrieval` takes it.
+        """Read a file of the form that `evaluate_retrieval` takes.
+
+        Args:
+            file: a ``.jsonl`` file.
+            limit: questions, and their passages, from the beginning; all when None.
 
         Raises:
-            ArgumentError: the file is not such a one.
+            ArgumentError: the file has another form.
         """
         rows = read_jsonl(file, name="retrieval", limit=limit)
         for number, row in enumerate(rows, 1):
@@ -167,29 +195,34 @@ class Questions:
 
     def ranks(self, encoder: Encoder, progress: Progress = silent) -> Tensor:
         """The rank ``[Q]`` of each question's passage, 1 the nearest."""
-        asked = embed(encoder, self.questions, progress=progress)
-        return answer_ranks(asked, embed(encoder, self.passages, progress=progress), self.answers)
+        questions = embed(encoder, self.questions, progress=progress)
+        return answer_ranks(questions, embed(encoder, self.passages, progress=progress), self.answers)
 
 
-def rated(ranks: Tensor, reference: Tensor | None, *, seed: int = 0) -> dict[str, Any]:
-    """What ranks ``[Q]`` come to, beside a reference's of the same questions: fields of `RetrievalEvaluation`."""
-    near = {
+def rated(ranks: Tensor, reference: Tensor | None = None, *, seed: int = 0) -> dict[str, Any]:
+    """Recall and mean reciprocal rank, as fields of `RetrievalEvaluation`.
+
+    Args:
+        ranks: ``[Q]``, of each question's passage.
+        reference: ``[Q]``, the reference's of the same questions; the rates are compared with its own.
+        seed: of the intervals' resampling.
+    """
+    recall = {
         f"recall_at_{count}": rate(
             (ranks <= count).tolist(), None if reference is None else (reference <= count).tolist(), seed=seed
         )
         for count in (1, 10)
     }
-    reference_mrr = None if reference is None else float((1 / reference).mean())
-    return {**near, "mrr": float((1 / ranks).mean()), "reference_mrr": reference_mrr}
+    return {**recall, "mrr": float((1 / ranks).mean())}
 
 
 @torch.inference_mode()
 def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent) -> Tensor:
-    """Embeddings ``[texts, E]`` in float32 on the CPU.
+    """Embed texts: ``[texts, E]`` in float32 on the CPU.
 
     Args:
         encoder: the model and how to pool its states.
-        texts: sentences or passages; what is beyond the encoder's length is not read.
+        texts: sentences or passages; each is cut off at the encoder's length.
         progress: told of each batch.
 
     Raises:
@@ -224,20 +257,20 @@ def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent
 
 
 def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Embeddings ``[B, E]`` of sentences.
+    """Make embeddings ``[B, E]`` of the states of sentences.
 
     Args:
         states: ``[B, T, E]``, the last layer's.
-        mask: ``[B, T]``, 1 for a sentence's own tokens.
-        pooling: how.
+        mask: ``[B, T]``, 1 for a sentence's tokens and 0 for padding.
+        pooling: the way to do it.
     """
-    own = mask[..., None].bool()
+    is_token = mask[..., None].bool()  # [B, T, 1]
     if pooling.mode == "cls":
         pooled = states[:, 0]
     elif pooling.mode == "max":
-        pooled = states.masked_fill(~own, -torch.inf).amax(1)
+        pooled = states.masked_fill(~is_token, -torch.inf).amax(1)
     else:
-        pooled = states.masked_fill(~own, 0).sum(1) / own.sum(1)
+        pooled = states.masked_fill(~is_token, 0).sum(1) / is_token.sum(1)
     return torch.nn.functional.normalize(pooled, dim=-1) if pooling.normalize else pooled
 
 
@@ -245,9 +278,9 @@ def answer_ranks(questions: Tensor, passages: Tensor, answers: Tensor) -> Tensor
     """The rank ``[Q]`` of each question's passage by inner product, 1 the nearest; a tie counts against it.
 
     Args:
-        questions: ``[Q, E]``.
-        passages: ``[P, E]``.
-        answers: ``[Q]``, which passage is a question's.
+        questions: embeddings ``[Q, E]``.
+        passages: embeddings ``[P, E]``.
+        answers: ``[Q]``, the index of each question's passage.
     """
     scores = questions @ passages.T
     return (scores >= scores.gather(1, answers[:, None])).sum(1)
@@ -256,21 +289,21 @@ def answer_ranks(questions: Tensor, passages: Tensor, answers: Tensor) -> Tensor
 def load_encoder(
     source: str | Path, *, dtype: str | None = None, device: str | None = None, like: Encoder | None = None
 ) -> Encoder:
-    """An encoder, ready to embed, as sentence-transformers would use the folder.
+    """Load an encoder as sentence-transformers would.
 
     Args:
         source: a model folder.
-        dtype: of the weights in memory; as stored when None.
-        device: where to put it; the CPU when None.
-        like: an encoder whose tokenizer and pooling to take in place of the folder's own.
+        dtype: to hold the weights in; as stored when None.
+        device: to run on; the CPU when None.
+        like: an encoder whose tokenizer and pooling to use in place of the folder's.
 
     Raises:
         ArgumentError: there is no such source, dtype or device.
-        CheckpointError: its files are missing or damaged, or it pools in a way that is not known.
+        CheckpointError: its files are missing or damaged, or it pools in an unknown way.
     """
-    wanted, place = None if dtype is None else as_dtype(dtype), as_device(device)
+    torch_dtype, torch_device = None if dtype is None else as_dtype(dtype), as_device(device)
     path = model_path(source)
-    model = _encoder_model(path, wanted).to(place)
+    model = _encoder_model(path, torch_dtype).to(torch_device)
     return Encoder(
         name=str(source),
         model=model,
@@ -283,7 +316,7 @@ def _encoder_model(path: Path, dtype: torch.dtype | None) -> Any:
     refuse_unsafe(read_json(path / "config.json", LARGEST_CONFIG), path)
     refuse_other_weights(path)
     try:
-        model, found = AutoModel.from_pretrained(
+        model, report = AutoModel.from_pretrained(
             path,
             dtype=dtype or "auto",
             local_files_only=True,
@@ -294,17 +327,17 @@ def _encoder_model(path: Path, dtype: torch.dtype | None) -> Any:
     except Exception as error:  # transformers raises many kinds
         reason = shorten(str(error), 300, placeholder=" …")
         raise CheckpointError("folder", str(path), f"could not be loaded: {reason}") from None
-    for name in sorted(found["missing_keys"]):
-        if not name.startswith("pooler."):  # BERT's own pooler is not what sentences are pooled by
+    for name in sorted(report["missing_keys"]):
+        if not name.startswith("pooler."):  # sentences are not pooled by BERT's own pooler
             raise CheckpointError("tensor", name, f"is missing from {path}")
     return model.eval()
 
 
 def read_pooling(folder: Path) -> Pooling:
-    """What sentence-transformers' files in a folder say; the mean, of length 1, where there are none.
+    """Read a folder's pooling from sentence-transformers' files; the mean, of length 1, where there are none.
 
     Raises:
-        CheckpointError: they are damaged, or ask for what is not known.
+        CheckpointError: the files are damaged, or name an unknown module or mode.
     """
     if not (folder / "modules.json").is_file():
         return Pooling()
@@ -312,8 +345,8 @@ def read_pooling(folder: Path) -> Pooling:
     kinds = {str(module.get("type", "")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
     if unknown := sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"}):
         raise CheckpointError("modules.json", unknown[0], "must be Transformer, Pooling or Normalize")
-    said = _json(folder / kinds.get("Pooling", "") / "config.json", dict) if "Pooling" in kinds else {}
-    modes = [key for key, value in said.items() if key.startswith("pooling_mode_") and value is True]
+    config = _json(folder / kinds.get("Pooling", "") / "config.json", dict) if "Pooling" in kinds else {}
+    modes = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     if "Pooling" in kinds and (len(modes) != 1 or modes[0] not in _POOLINGS):
         raise CheckpointError("pooling_mode", ", ".join(modes), f"must be one of {', '.join(_POOLINGS)}")
     return Pooling(
@@ -332,6 +365,6 @@ def _json(path: Path, kind: type) -> Any:
 
 
 def _loaded(
-    given: str | Path | Encoder, dtype: str | None, device: str | None, like: Encoder | None = None
+    source: str | Path | Encoder, dtype: str | None, device: str | None, like: Encoder | None = None
 ) -> Encoder:
-    return given if isinstance(given, Encoder) else load_encoder(given, dtype=dtype, device=device, like=like)
+    return source if isinstance(source, Encoder) else load_encoder(source, dtype=dtype, device=device, like=like)

@@ -1,4 +1,7 @@
-"""A model's predictions on a window of text, token by token, beside its reference's."""
+"""The cost of each token of a window of text, for a model and its reference.
+
+Shapes: S tokens in the window, V tokens in the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _WHOLE = 2048
-"""The longest window whose logits are computed at once."""
+"""The longest window whose logits are computed in one call."""
 _PIECE = 1024
-"""Tokens at a time of a longer one."""
+"""Tokens a call of a longer window."""
 _ROWS = 256
-"""Positions whose log-probabilities are in memory at once: a window of them is large."""
+"""Positions whose log-probabilities are in memory at once; those of a whole window would be large."""
 
 
 @torch.inference_mode()
 def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
-    """What each token after the first costs, as float64 vectors ``[S - 1]`` on the CPU.
+    """Score each token after the first, as float64 vectors ``[S - 1]`` on the CPU.
 
-    A window beyond 2048 tokens is read as a server reads it, in pieces through the cache, so that its logits are
+    A window beyond 2048 tokens is read in pieces through the cache, as a server reads it, so that its logits are
     never all in memory.
 
     Args:
-        models: ``model``, and ``against`` where there is a reference.
+        models: transformers models: ``model``, and ``against`` where there is a reference.
         ids: ``[S]`` token ids.
 
     Returns:
@@ -35,15 +38,15 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     rows: list[dict[str, Tensor]] = []
     targets = ids[1:]
     for logits in zip(*(_logits(model, ids) for model in models.values()), strict=True):
-        here, targets = targets[: len(logits[0])], targets[len(logits[0]) :]
-        for start in range(0, len(here), _ROWS):
+        current, targets = targets[: len(logits[0])], targets[len(logits[0]) :]
+        for start in range(0, len(current), _ROWS):
             piece = slice(start, start + _ROWS)
-            rows.append(_score(*(part[piece] for part in logits), targets=here[piece]))
+            rows.append(_score(*(part[piece] for part in logits), targets=current[piece]))
     return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
 
 def _logits(model: Any, ids: Tensor) -> Iterator[Tensor]:
-    """The distributions of all tokens but the last, a piece at a time."""
+    """Yield the logits ``[·, V]`` of all tokens but the last, a piece at a time."""
     ids = ids.to(model.device)[None]
     if ids.shape[1] <= _WHOLE:
         yield model(ids, use_cache=False).logits[0, :-1]
@@ -56,12 +59,13 @@ def _logits(model: Any, ids: Tensor) -> Iterator[Tensor]:
 
 
 def _score(logits: Tensor, reference: Tensor | None = None, *, targets: Tensor) -> dict[str, Tensor]:
+    """The scores of some positions, from logits ``[rows, V]``; see `score_window`."""
     targets = targets.to(logits.device)
-    own = F.log_softmax(logits.float(), -1)
-    found = {"nll": F.nll_loss(own, targets, reduction="none")}
+    ours = F.log_softmax(logits.float(), -1)  # [rows, V]
+    scores = {"nll": F.nll_loss(ours, targets, reduction="none")}
     if reference is not None:
-        other = F.log_softmax(reference.float(), -1)
-        found["reference_nll"] = F.nll_loss(other, targets, reduction="none")
-        found["kl"] = F.kl_div(own, other, log_target=True, reduction="none").sum(-1)
-        found["agree"] = own.argmax(-1) == other.argmax(-1)
-    return {key: values.double().cpu() for key, values in found.items()}
+        theirs = F.log_softmax(reference.float(), -1)
+        scores["reference_nll"] = F.nll_loss(theirs, targets, reduction="none")
+        scores["kl"] = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
+        scores["agree"] = ours.argmax(-1) == theirs.argmax(-1)
+    return {key: values.double().cpu() for key, values in scores.items()}

@@ -1,4 +1,4 @@
-"""Bytes of cache and milliseconds a token, of several models in turn."""
+"""Cache bytes and decoding time of models, measured in turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from headwise.progress import Progress, silent
 
 @dataclass(frozen=True)
 class Speed:
-    """One model's cache and time a token."""
+    """One model's cache and decoding time.
+
+    Attributes:
+        bytes_per_token: bytes of its cache, over the tokens in it.
+        decode_ms: median milliseconds for one more token.
+    """
 
     bytes_per_token: float
     decode_ms: float
@@ -23,17 +28,17 @@ class Speed:
 def decode_times(
     models: dict[str, Any], prompt: Tensor, *, repeats: int = 12, progress: Progress = silent
 ) -> dict[str, Speed]:
-    """Bytes of cache a token, read off the tensors, and the median time of one more token, the models in turn.
+    """Read the bytes of each model's cache off its tensors, and time one more token of each in turn.
 
     Args:
-        models: transformers models.
+        models: transformers models, by name.
         prompt: ``[1, context]`` token ids that fill the cache.
-        repeats: timed tokens of each.
+        repeats: tokens that are timed of each model.
         progress: told of each round.
     """
-    caches = {name: m(prompt, use_cache=True, logits_to_keep=1).past_key_values for name, m in models.items()}
+    caches = {name: model(prompt, use_cache=True, logits_to_keep=1).past_key_values for name, model in models.items()}
     for cache in caches.values():
-        cache.activate_past_recording()  # a layer with a sliding window has to be told that tokens will be taken back
+        cache.activate_past_recording()  # layers with a sliding window must keep what cropping takes back
     nbytes = {name: cache_nbytes(cache) / prompt.shape[1] for name, cache in caches.items()}
 
     def step(name: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from headwise.checkpoints import Checkpoint
-from headwise.conversion.calibration.streams import STAGES
-from headwise.conversion.planning.plan import POOLINGS, Job
+from headwise.conversion.methods import STAGES, Method, all_methods, find_method
+from headwise.conversion.planning.plan import make_plan
 from headwise.conversion.planning.target import Target, parse_target
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.specs import GroupedSpec
@@ -19,14 +19,11 @@ from headwise.specs import GroupedSpec
 BUDGETS = (0.75, 0.5, 0.33, 0.25)
 """Fractions of the source's cache that MLA is tried at."""
 
-FREQFOLDS = (1, 2, 4, 8)
-"""Of TransMLA, whose authors take the best of several."""
-
 TARGETS = "mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or mha"
 
 
 @dataclass(frozen=True)
-class Rung:
+class Candidate:
     """One conversion to try.
 
     Attributes:
@@ -49,9 +46,14 @@ class Rung:
         return " ".join(("headwise", *(("without", ", ".join(self.without)) if self.without else ())))
 
     @property
-    def is_fold(self) -> bool:
-        """Whether it is one of several that are tried for the best to be shown: of TransMLA's folds."""
-        return self.way.startswith("transmla")
+    def parsed_method(self) -> Method | None:
+        """The method that is named, or None for headwise's own."""
+        return None if self.method is None else find_method(self.method)
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether it is one of several variants of a method that are tried for the best to be shown."""
+        return self.parsed_method is not None and bool(self.parsed_method.variants)
 
     @property
     def slug(self) -> str:
@@ -91,9 +93,9 @@ def read_target(text: str) -> str:
     return own
 
 
-def plan_rungs(
+def list_candidates(
     checkpoint: Checkpoint, targets: Sequence[str] = (), *, methods: bool = False, dtype: torch.dtype | None = None
-) -> tuple[list[Rung], list[str]]:
+) -> tuple[list[Candidate], list[str]]:
     """What to try, and what is left out of it and why.
 
     Args:
@@ -111,25 +113,27 @@ def plan_rungs(
     """
     refused: dict[str, HeadwiseError] = {}
     if targets:
-        rungs = [Rung(target) for target in dict.fromkeys(map(read_target, targets))]
-        for rung in rungs:
-            Job(checkpoint, rung.parsed(), dtype)
+        candidates = [Candidate(target) for target in dict.fromkeys(map(read_target, targets))]
+        for candidate in candidates:
+            make_plan(checkpoint, candidate.parsed(), dtype=dtype)
     else:
-        rungs = _possible([Rung(target) for target in default_targets(checkpoint)], checkpoint, dtype, refused)
-        if not rungs:
+        candidates = _possible(
+            [Candidate(target) for target in default_targets(checkpoint)], checkpoint, dtype, refused
+        )
+        if not candidates:
             raise next(iter(refused.values()))
         if methods:
-            rungs = sorted(rungs, key=lambda rung: rung.target != "mla:0.5")[:1]
+            candidates = sorted(candidates, key=lambda candidate: candidate.target != "mla:0.5")[:1]
     if methods:
-        rungs = [
+        candidates = [
             way
-            for rung in rungs
+            for candidate in candidates
             for way in (
-                *_own_ways(rung, checkpoint, dtype),
-                *_possible(_published_ways(rung), checkpoint, dtype, refused),
+                *_own_ways(candidate, checkpoint, dtype),
+                *_possible(_baselines(candidate), checkpoint, dtype, refused),
             )
         ]
-    return rungs, [f"not tried: {what} ({error})" for what, error in refused.items()]
+    return candidates, [f"not tried: {what} ({error})" for what, error in refused.items()]
 
 
 def default_targets(checkpoint: Checkpoint) -> list[str]:
@@ -141,32 +145,44 @@ def default_targets(checkpoint: Checkpoint) -> list[str]:
     return [*(f"mla:{budget:g}" for budget in BUDGETS), *grouped]
 
 
-def _own_ways(rung: Rung, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Rung]:
+def _own_ways(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:
     """Headwise's conversion, without each stage that it has in turn, and what goes with it, and without all."""
-    job = Job(checkpoint, rung.parsed(), dtype)
-    stages = job.stages(None, ())
-    fewer = [[other for other in stages if other not in job.stages(None, [stage])] for stage in stages]
-    return [replace(rung, without=tuple(left_out)) for left_out in ((), *fewer, *([STAGES] if stages else []))]
+
+    def stages_without(*left_out: str) -> tuple[str, ...]:
+        return make_plan(checkpoint, candidate.parsed(), dtype=dtype, without=left_out).stages
+
+    stages = stages_without()
+    fewer = [[other for other in stages if other not in stages_without(stage)] for stage in stages]
+    return [replace(candidate, without=tuple(left_out)) for left_out in ((), *fewer, *([STAGES] if stages else []))]
 
 
-def _published_ways(rung: Rung) -> list[Rung]:
-    """Other people's, at the same target."""
-    latent = ("mha2mla", *(f"transmla:{fold}" for fold in FREQFOLDS))
-    return [replace(rung, method=name) for name in (latent if rung.target.startswith("mla") else POOLINGS)]
+def _baselines(candidate: Candidate) -> list[Candidate]:
+    """The other methods for the same target."""
+    mechanism = candidate.parsed().mechanism
+    spellings = [
+        spelling
+        for method in all_methods()
+        if method.is_selectable and not method.is_default and mechanism in method.targets
+        for spelling in method.variants or (method.name,)
+    ]
+    return [replace(candidate, method=spelling) for spelling in spellings]
 
 
 def _possible(
-    rungs: Sequence[Rung], checkpoint: Checkpoint, dtype: torch.dtype | None, refused: dict[str, HeadwiseError]
-) -> list[Rung]:
+    candidates: Sequence[Candidate],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    refused: dict[str, HeadwiseError],
+) -> list[Candidate]:
     """Those that can be made; of the others the reason goes into ``refused``."""
     found = []
-    for rung in rungs:
+    for candidate in candidates:
         try:
-            Job(checkpoint, rung.parsed(), dtype, rung.method)
+            make_plan(checkpoint, candidate.parsed(), dtype=dtype, method=candidate.method)
         except HeadwiseError as error:
-            refused[rung.method or rung.target] = error
+            refused[candidate.method or candidate.target] = error
         else:
-            found.append(rung)
+            found.append(candidate)
     return found
 
 

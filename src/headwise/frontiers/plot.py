@@ -55,22 +55,11 @@ def _ladder(found: Frontier) -> dict[str, Any]:
             "hovertemplate": f"<b>original</b> · {escape(found.label)}<br>{whole:,.0f} B a token<extra></extra>",
         }
     )
-    most = max([whole, *(point.cache_bytes_per_token for point in points)])
-    step = 0.25 if most <= 1.5 * whole else 0.5 if most <= 3 * whole else math.ceil(most / whole / 6)
-    ticks = [step * count for count in range(int(most / whole / step + 1e-9) + 1)]
     values, labels, span = _ratio_axis([point.perplexity_ratio for point in points])
     return {
         "data": traces,
         "layout": _layout(
-            xaxis={
-                "title": {
-                    "text": f"cache bytes a token ({found.dtype}), and their share of the original's",
-                    "standoff": 12,
-                },
-                "tickvals": [tick * whole for tick in ticks],
-                "ticktext": [f"{tick * whole:,.0f}<br>{tick:.0%}" for tick in ticks],
-                "range": [0, most * 1.08],
-            },
+            xaxis=_cache_axis(points, found),
             yaxis={
                 "title": {"text": "perplexity, × the original's (log scale)", "standoff": 8},
                 "type": "log",
@@ -81,6 +70,20 @@ def _ladder(found: Frontier) -> dict[str, Any]:
             height=540,
             legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         ),
+    }
+
+
+def _cache_axis(points: list[Point], found: Frontier) -> dict[str, Any]:
+    """The axis of bytes of cache a token, with ticks at round shares of the source's."""
+    whole = found.cache_bytes_per_token
+    most = max([whole, *(point.cache_bytes_per_token for point in points)])
+    step = 0.25 if most <= 1.5 * whole else 0.5 if most <= 3 * whole else math.ceil(most / whole / 6)
+    ticks = [step * count for count in range(int(most / whole / step + 1e-9) + 1)]
+    return {
+        "title": {"text": f"cache bytes a token ({found.dtype}), and their share of the original's", "standoff": 12},
+        "tickvals": [tick * whole for tick in ticks],
+        "ticktext": [f"{tick * whole:,.0f}<br>{tick:.0%}" for tick in ticks],
+        "range": [0, most * 1.08],
     }
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headwise.conversion.methods import find_method
 from headwise.documents import finite
-from headwise.frontiers.ladder import Rung
+from headwise.errors import ArgumentError
+from headwise.frontiers.ladder import Candidate
 
 LOSSES = (1.05, 1.15, 1.5)
 """Ratios of perplexity that a user may be ready to accept."""
@@ -102,7 +105,7 @@ class Frontier:
 
 
 def collect(
-    results: Sequence[tuple[Rung, Mapping[str, Any]]], *, label: str, notes: Sequence[str], **about: Any
+    results: Sequence[tuple[Candidate, Mapping[str, Any]]], *, label: str, notes: Sequence[str], **about: Any
 ) -> Frontier:
     """Points of results, each a ``conversion`` and an ``evaluation``; ``about`` is the rest of a `Frontier`."""
     spots = [
@@ -113,8 +116,8 @@ def collect(
     whole = float(first["reference_cache_bytes_per_token"])
     points = tuple(
         Point(
-            target=rung.target,
-            way=rung.way,
+            target=candidate.target,
+            way=candidate.way,
             label=result["conversion"]["label"],
             mechanism=_MECHANISMS[result["conversion"]["mechanism"]],
             cache_bytes_per_token=spot[0],
@@ -129,7 +132,7 @@ def collect(
             conversion=dict(result["conversion"]),
             evaluation=dict(result["evaluation"]),
         )
-        for (rung, result), spot in zip(results, spots, strict=True)
+        for (candidate, result), spot in zip(results, spots, strict=True)
     )
     return Frontier(
         label=label,
@@ -154,26 +157,26 @@ def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
 def shown(found: Frontier) -> list[Point]:
     """The points as a table has them.
 
-    A ladder's from the most cache to the least. Of ways at one target those in the order they were tried, and of
-    TransMLA's folds the best alone, which is what its authors report: the best on held-out calibration text.
+    A ladder's from the most cache to the least. Of ways to one target those in the order they were tried, and of a
+    method's variants the best alone, as its authors report it: the best on held-out calibration text.
     """
     if not found.methods:
         return sorted(found.points, key=lambda point: (-point.cache_bytes_per_token, point.perplexity_ratio))
-    best: dict[str, Point] = {}
+    best: dict[tuple[str, str], Point] = {}
     for point in found.points:
         if point.held_out_loss is not None:
-            best[point.target] = min(best.get(point.target, point), point, key=_held_out_loss)
-    return [point for point in found.points if point.held_out_loss is None or point is best[point.target]]
+            variants = point.target, find_method(point.way).label
+            best[variants] = min(best.get(variants, point), point, key=_held_out_loss)
+    return [point for point in found.points if point.held_out_loss is None or point in best.values()]
 
 
 def name(point: Point, found: Frontier) -> str:
-    """What a row is called: a target, or among ways to one the way in words."""
+    """The name of a point's row: its target, or among ways to one target the way in words."""
     if not found.methods:
         return point.target
-    if point.held_out_loss is not None:
-        return f"TransMLA (fold {point.way.partition(':')[2]})"
-    known = {"mha2mla": "MHA2MLA", "mean": "mean of heads", "first_head": "first head"}
-    return known.get(point.way, point.way.removeprefix("headwise "))
+    with suppress(ArgumentError):
+        return find_method(point.way).title
+    return point.way.removeprefix("headwise ")  # an ablation
 
 
 def targets(found: Frontier) -> list[str]:

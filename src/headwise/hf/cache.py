@@ -138,9 +138,13 @@ def _joins(held: Tensor | None, new: Tensor) -> bool:
     return new.shape[3] == 0 or (torch.is_grad_enabled() and wanting)
 
 
-def _refuse_more(total: int, most: int | None) -> None:
+def _refuse(held: Tensor, new: Tensor, total: int, most: int | None) -> None:
+    """Raise an `ArgumentError` for tokens that cannot be appended to those held: too many, or of another batch."""
     if most is not None and total > most:
         raise ArgumentError("cache length", total, f"is over max_length = {most}")
+    if held.shape[0] != new.shape[0]:
+        rule = f"must be {held.shape[0]}, the batch size of the tokens held; begin another batch with a new cache"
+        raise ArgumentError("batch", new.shape[0], rule)
 
 
 class GrowingLayer(DynamicLayer):
@@ -167,11 +171,11 @@ class GrowingLayer(DynamicLayer):
         """Append ``[B, K, S, D]`` keys and values; all that is held, as views.
 
         Raises:
-            ArgumentError: there would be more than ``max_length`` tokens.
+            ArgumentError: there would be more than ``max_length`` tokens, or of another batch size than is held.
         """
-        if not self.is_initialized:
+        if not self.get_seq_length():  # an empty cache takes any batch
             self.lazy_initialization(key_states, value_states)
-        _refuse_more(self.keys.shape[2] + key_states.shape[2], self.max_length)
+        _refuse(self.keys, key_states, self.keys.shape[2] + key_states.shape[2], self.max_length)
         self.keys = self._append(self.rooms[0], self.keys, key_states)
         self.values = self._append(self.rooms[1], self.values, value_states)
         return self.keys, self.values
@@ -235,13 +239,17 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append ``[B, K, S, D]``; what the new tokens may see: the window before them, and themselves."""
-        _refuse_more(self.cumulative_length + key_states.shape[2], self.max_length)
+        """Append ``[B, K, S, D]``; what the new tokens may see: the window before them, and themselves.
+
+        Raises:
+            ArgumentError: as `GrowingLayer.update`.
+        """
+        if not self.cumulative_length:
+            self.lazy_initialization(key_states, value_states)
+        _refuse(self.keys, key_states, self.cumulative_length + key_states.shape[2], self.max_length)
         if self.record_past:  # nothing is forgotten then until `crop`
             kept: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return kept
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[2]
         seen_keys, self.keys = self._append(self.rooms[0], self.keys, key_states)
         seen_values, self.values = self._append(self.rooms[1], self.values, value_states)

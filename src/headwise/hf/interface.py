@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from headwise.errors import ArgumentError
-from headwise.kernels import attend, attend_quantized, dequantize, unpack
+from headwise.kernels import attend, attend_quantized, attend_with_weights, dequantize, unpack
 
 NAME = "headwise"
 """What ``attn_implementation`` is to be."""
@@ -69,17 +69,13 @@ def attention_forward(
             mixed = attend_quantized(query, unpack(key), unpack(value), mask, causal, scaling)
             return mixed.transpose(1, 2).contiguous(), None
         key, value = (dequantize(*unpack(states), query.dtype) for states in (key, value))
-    attended = attend(
-        query,
-        key,
-        value,
-        mask,
-        dropout,
-        causal,
-        scaling,
-        return_weights=returns_weights,
-    )
-    out, weights = attended if isinstance(attended, tuple) else (attended, None)
+    weights = None
+    if returns_weights:
+        out, weights = attend_with_weights(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling
+        )
+    else:
+        out = attend(query, key, value, mask, dropout, causal, scaling)
     return out.transpose(1, 2).contiguous(), weights
 
 

@@ -1,6 +1,7 @@
-"""softmax(QKᵀ)V, several ways behind `attend`; `reference` defines what is correct."""
+"""softmax(QKᵀ)V: several backends behind `attend`; `reference` defines what is correct."""
 
-from headwise.kernels.attend import BACKENDS, WITHOUT_WEIGHTS, Backend, Choice, attend, choose_backend
+from headwise.kernels.attend import AttendOptions, attend, attend_with_weights
+from headwise.kernels.choice import BACKENDS, WITHOUT_WEIGHTS, Backend, Choice, choose_backend
 from headwise.kernels.mask import as_bool_mask, causal_mask, combine_masks
 from headwise.kernels.quantized import attend_quantized, dequantize, pack, quantize, unpack
 from headwise.kernels.reference import masked_softmax
@@ -8,11 +9,13 @@ from headwise.kernels.reference import masked_softmax
 __all__ = [
     "BACKENDS",
     "WITHOUT_WEIGHTS",
+    "AttendOptions",
     "Backend",
     "Choice",
     "as_bool_mask",
     "attend",
     "attend_quantized",
+    "attend_with_weights",
     "causal_mask",
     "choose_backend",
     "combine_masks",

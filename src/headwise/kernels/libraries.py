@@ -1,4 +1,4 @@
-"""Other people's kernels behind `attend`: torch's FlexAttention, and flash-attn where it is installed.
+"""Kernels of other libraries behind `attend`: torch's FlexAttention, and flash-attn where it is installed.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
 """
@@ -19,16 +19,24 @@ _FLASH_WIDEST = 256
 def why_not_flash(
     dtype: torch.dtype, device: torch.device, width: int, value_width: int, *, has_mask: bool = False
 ) -> str | None:
-    """Why flash-attn cannot serve such tensors, or None where it can."""
+    """Why flash-attn cannot take such tensors, or None where it can.
+
+    Args:
+        dtype: of queries, keys and values.
+        device: where they are.
+        width: D, the head dim.
+        value_width: V, the value dim.
+        has_mask: whether there is a mask besides the causal one.
+    """
     if not has_flash():
         return "flash-attn is not installed"
     if device.type != "cuda":
         return f"it is for CUDA GPUs, not {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"it knows float16 and bfloat16, not {dtype}"
+        return f"it takes float16 and bfloat16, not {dtype}"
     if width > _FLASH_WIDEST or width != value_width:
         return f"heads are {width} and {value_width} wide, and it takes one width to {_FLASH_WIDEST}"
-    return "it knows no masks" if has_mask else None
+    return "it takes no masks" if has_mask else None
 
 
 @cache
@@ -40,7 +48,9 @@ def has_flash() -> bool:
 def attend_flash(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, window: int | None, scale: float, dropout_p: float
 ) -> Tensor:
-    """flash-attn's own function, of tensors that `why_not_flash` has nothing against; its causal is bottom-right too.
+    """`headwise.attend` by flash-attn, for tensors to which `why_not_flash` has no objection.
+
+    Its causal mask is bottom-right too.
 
     Args:
         query: ``[B, H, S, D]``.
@@ -56,7 +66,7 @@ def attend_flash(
     """
     function: Any = importlib.import_module("flash_attn").flash_attn_func
     out: Tensor = function(
-        *(x.transpose(1, 2) for x in (query, key, value)),
+        *(x.transpose(1, 2) for x in (query, key, value)),  # [B, S or T, heads, D]
         dropout_p=dropout_p,
         softmax_scale=scale,
         causal=is_causal,
@@ -68,7 +78,7 @@ def attend_flash(
 def attend_flex(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, window: int | None, scale: float
 ) -> Tensor:
-    """torch's FlexAttention: what nobody sees is skipped block by block; compiled on a GPU.
+    """`headwise.attend` by torch's FlexAttention, which skips blocks that no query sees; compiled on a GPU.
 
     Args:
         query: ``[B, H, S, D]``.
@@ -82,7 +92,7 @@ def attend_flex(
     Returns:
         ``[B, H, S, V]``.
     """
-    from torch.nn.attention.flex_attention import flex_attention  # brings torch's compiler, which takes seconds
+    from torch.nn.attention.flex_attention import flex_attention  # imports torch's compiler, which takes seconds
 
     S, T = query.shape[2], key.shape[2]
     block_mask = None
@@ -106,7 +116,7 @@ def _compiled() -> Any:
 
 @lru_cache(maxsize=64)
 def causal_block_mask(S: int, T: int, window: int | None, device: torch.device) -> Any:
-    """Bottom-right causal, and a window's; kept, because all layers of a model ask for the same."""
+    """FlexAttention's block mask for bottom-right causal with a window; kept, because all layers ask for the same."""
     return _block_mask(S, T, True, window, device, None)
 
 
@@ -116,15 +126,15 @@ def _block_mask(
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, heads = (None, None) if mask is None else (n if n > 1 else None for n in mask.shape[:2])
-    given = None if mask is None else mask.expand(-1, -1, S, T)
+    full = None if mask is None else mask.expand(-1, -1, S, T)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        at = q + (T - S)
-        seen = k <= at if is_causal else k >= 0
+        position = q + (T - S)
+        seen = k <= position if is_causal else k >= 0
         if window is not None:
-            seen = seen & (k > at - window)
-        if given is not None:
-            seen = seen & given[b if batch else 0, h if heads else 0, q, k]
+            seen = seen & (k > position - window)
+        if full is not None:
+            seen = seen & full[b if batch else 0, h if heads else 0, q, k]
         return seen
 
     return create_block_mask(sees, batch, heads, S, T, device=str(device))

@@ -27,7 +27,7 @@ def combine_masks(
     device: torch.device,
     window: int | None = None,
 ) -> Tensor | None:
-    """One bool mask that broadcasts to ``[B, H, S, T]``, or None when every query sees every key.
+    """Combine a user's mask with the causal one: bool, broadcastable to ``[B, H, S, T]``, or None when all is seen.
 
     Args:
         attn_mask: ``[B, T]`` padding, or 4-D and broadcastable to ``[B, H, S, T]``; bool or 0/1 integers.
@@ -37,7 +37,7 @@ def combine_masks(
         window: with ``is_causal``, how many of the latest keys a query sees.
 
     Raises:
-        ArgumentError: the mask's dtype or shape is none of those.
+        ArgumentError: the mask has another dtype or shape.
     """
     _, _, S, T = shape
     mask = None if attn_mask is None else as_bool_mask(attn_mask, shape)
@@ -48,20 +48,28 @@ def combine_masks(
 
 
 def as_bool_mask(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """Check a user's mask and give it as a 4-D bool tensor."""
+    """Check a user's mask and return it as a 4-D bool tensor that broadcasts to ``shape``.
+
+    Args:
+        attn_mask: ``[B, T]`` padding, or 4-D and broadcastable to ``[B, H, S, T]``; bool or 0/1 integers.
+        shape: (B, H, S, T).
+
+    Raises:
+        ArgumentError: the mask has another dtype or shape.
+    """
     if attn_mask.dtype != torch.bool:
         if attn_mask.is_floating_point() or attn_mask.is_complex():
             rule = "must be bool or 0/1 integers, True = attend; additive masks are not taken"
             raise ArgumentError("attention_mask dtype", str(attn_mask.dtype), rule)
         attn_mask = attn_mask != 0
     B, _, _, T = shape
-    given = tuple(attn_mask.shape)
+    sizes = tuple(attn_mask.shape)
     if attn_mask.dim() == 2:
-        if given[0] not in (1, B) or given[1] != T:
+        if sizes[0] not in (1, B) or sizes[1] != T:
             rule = f"a 2-D mask is padding, [batch, keys] = [{B}, {T}]; write an [S, T] mask as mask[None, None]"
-            raise ArgumentError("attention_mask shape", given, rule)
-        return attn_mask[:, None, None, :]
-    if attn_mask.dim() != 4 or any(g not in (1, want) for g, want in zip(given, shape, strict=True)):
+            raise ArgumentError("attention_mask shape", sizes, rule)
+        return attn_mask[:, None, None, :]  # [B, 1, 1, T]
+    if attn_mask.dim() != 4 or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
         rule = f"must be [{B}, {T}] or broadcast to [B, H, S, T] = {list(shape)}"
-        raise ArgumentError("attention_mask shape", given, rule)
+        raise ArgumentError("attention_mask shape", sizes, rule)
     return attn_mask

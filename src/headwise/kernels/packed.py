@@ -1,7 +1,8 @@
-"""Grouped attention without expanding keys and values: a group's query heads become more queries.
+"""Grouped attention without expanding keys and values: the query heads of a group are folded into more queries.
 
-A group of G query heads reads the same keys, so ``[B, K·G, S, D]`` queries are ``[B, K, G·S, D]`` queries of K
-heads and the product reads each key once. For decoding (S = 1), where the time is that of reading the cache.
+The G query heads of a group read the same keys, so ``[B, K·G, S, D]`` queries become ``[B, K, G·S, D]`` queries of K
+heads, and the product reads each key once. It is meant for decoding (S = 1), where most of the time goes into
+reading the cache.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from headwise.kernels.reference import masked_softmax
 
 FEW_TOKENS = 8
-"""New tokens up to which folding the group into the queries pays; benchmarks/results/speed.json."""
+"""New tokens up to which folding is the faster way; measured in benchmarks/results/speed.json."""
 
 
 def attend_packed(
@@ -26,30 +27,40 @@ def attend_packed(
     *,
     return_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `headwise.kernels.reference.attend_reference`, K and V read in place; the weights only when asked for."""
+    """`headwise.attend` with keys and values read in place; arguments as `attend_reference`'s.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``.
+        value: ``[B, K, T, V]``.
+        mask: bool, broadcastable to ``[B, H, S, T]``.
+        scale: multiplies the scores.
+        dropout_p: probability of dropping a weight.
+        return_weights: whether to return the weights ``[B, H, S, T]``; else None is returned for them.
+    """
     B, H, S, D = query.shape
     K, T, V = key.shape[1], key.shape[2], value.shape[3]
     group = H // K
     # SDPA on the CPU is slow in half precision with few queries, and has no blocked path for V ≠ D (`dispatch` in
-    # benchmarks/speed.py); plain products then are the better way, at the price of all scores at once.
+    # benchmarks/speed.py). Plain products are faster then, although they hold all scores at once.
     if not return_weights and D == V and query.dtype.itemsize >= 4:
-        folded = query.reshape(B, K, group * S, D)
+        folded = query.reshape(B, K, group * S, D)  # [B, K, G·S, D]
         out = F.scaled_dot_product_attention(folded, key, value, _fold(mask, K, group, S), dropout_p, scale=scale)
         return out.view(B, H, S, V), None
     dtype = query.dtype
     if S > FEW_TOKENS:
-        # Many scores would be rounded to the inputs' dtype; widening keys and values is then the lesser cost.
+        # All scores would be rounded to the inputs' dtype; with many of them, widening keys and values costs less.
         query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
-    folded = (query * scale).reshape(B, K, group * S, D)
-    scores = (folded @ key.transpose(-1, -2)).view(B, H, S, T)
+    folded = (query * scale).reshape(B, K, group * S, D)  # [B, K, G·S, D]
+    scores = (folded @ key.transpose(-1, -2)).view(B, H, S, T)  # [B, K, G·S, T] → [B, H, S, T]
     weights = masked_softmax(scores, mask)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0)
-    out = (weights.view(B, K, group * S, T) @ value).view(B, H, S, V).to(dtype)
+    out = (weights.view(B, K, group * S, T) @ value).view(B, H, S, V).to(dtype)  # [B, H, S, V]
     return out, weights.to(dtype) if return_weights else None
 
 
 def _fold(mask: Tensor | None, K: int, group: int, S: int) -> Tensor | None:
-    """A mask over ``[B, H, S, T]`` as one over ``[B, K, G·S, T]``."""
+    """Fold a mask for ``[B, H, S, T]`` into one for ``[B, K, G·S, T]``."""
     if mask is None or mask.shape[1:3] == (1, 1):
         return mask
     if mask.shape[1] == 1:

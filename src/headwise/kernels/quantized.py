@@ -1,4 +1,4 @@
-"""Keys and values as int8 with a scale for each token and head: a quarter of float32's bytes, half of bfloat16's.
+"""Keys and values in int8 with a scale for each token and head: a quarter of float32's bytes, half of bfloat16's.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
 """
@@ -17,9 +17,9 @@ _LEVELS = 127
 
 
 def quantize(states: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes ``[B, K, T, D]`` and float32 scales ``[B, K, T]``: a token's largest number is 127 scales.
+    """int8 codes ``[B, K, T, D]`` and float32 scales ``[B, K, T]``; a token's largest number becomes ±127.
 
-    What is not finite makes the token's scale so, and comes back as that.
+    An infinity or NaN makes the scale of its token and head so, and all its numbers come back as NaN.
     """
     wide = states.float()
     scale = wide.abs().amax(-1) / _LEVELS
@@ -28,15 +28,15 @@ def quantize(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that codes stand for, within half a scale of those they were made of."""
+    """``[B, K, T, D]`` numbers from codes and scales, within half a scale of those that were quantised."""
     return (codes.float() * scale[..., None]).to(dtype)
 
 
 def pack(states: Tensor) -> Tensor:
-    """Codes and scales side by side, ``[B, K, T, D + 4]`` int8: whatever moves tokens about moves both.
+    """Quantise, with codes and scales side by side, ``[B, K, T, D + 4]`` int8: a cache that moves tokens moves both.
 
     Raises:
-        ArgumentError: D is not a multiple of 4, and scales would lie between words.
+        ArgumentError: D is not a multiple of 4, so that scales would not be aligned.
     """
     if states.shape[-1] % 4:
         raise ArgumentError("head_dim", states.shape[-1], "must be a multiple of 4 for an int8 cache")
@@ -45,7 +45,7 @@ def pack(states: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``[B, K, T, D]`` and scales ``[B, K, T]`` of what `pack` made, as views."""
+    """Codes ``[B, K, T, D]`` and scales ``[B, K, T]`` from a result of `pack`, as views."""
     return packed[..., :-4], packed[..., -4:].view(torch.float32)[..., 0]
 
 
@@ -59,7 +59,7 @@ def attend_quantized(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """`headwise.attend` of quantised keys and values, which the fused kernel reads as they are.
+    """`headwise.attend` to quantised keys and values, which the fused kernel reads without widening them in memory.
 
     Args:
         query: ``[B, H, S, D]``.
@@ -80,13 +80,13 @@ def attend_quantized(
         if codes.dtype != torch.int8:
             raise ArgumentError(f"{name} codes", codes.dtype, "must be int8")
         if scales.dtype != torch.float32 or scales.shape != codes.shape[:3]:
-            told = f"{scales.dtype} {list(scales.shape)}"
-            raise ArgumentError(f"{name} scales", told, f"must be torch.float32 {list(codes.shape[:3])}")
+            held = f"{scales.dtype} {list(scales.shape)}"
+            raise ArgumentError(f"{name} scales", held, f"must be torch.float32 {list(codes.shape[:3])}")
     check_shapes(query, key[0], value[0])
     check_window(window, is_causal)
     needs_grad = torch.is_grad_enabled() and query.requires_grad
-    serves = why_not(query.dtype, query.device, needs_grad=needs_grad) is None
-    if not serves or not are_plain(query, *key, *value, attn_mask):
+    can_fuse = why_not(query.dtype, query.device, needs_grad=needs_grad) is None
+    if not can_fuse or not are_plain(query, *key, *value, attn_mask):
         keys, values = (dequantize(*states, query.dtype) for states in (key, value))
         return attend(query, keys, values, attn_mask, is_causal=is_causal, scale=scale, window=window)
     B, H, S, D = query.shape

@@ -1,4 +1,4 @@
-"""What attention is. Every faster way is tested against this one.
+"""The definition of attention, in plain torch operations: every other backend is tested against it.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
 Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 for the groups.
@@ -14,7 +14,7 @@ from torch import Tensor
 def attend_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(scale · Q Kᵀ) V``, query head i reading key–value head ``i // (H / K)``; in float32 at least.
+    """``softmax(scale · Q Kᵀ) V``, where query head i reads key–value head ``i // (H / K)``; in float32 at least.
 
     Args:
         query: ``[B, H, S, D]``.
@@ -29,9 +29,9 @@ def attend_reference(
     """
     dtype, group = query.dtype, query.shape[1] // key.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
-    key = key.to(wide).repeat_interleave(group, dim=1)
-    value = value.to(wide).repeat_interleave(group, dim=1)
-    weights = masked_softmax(query.to(wide) @ key.transpose(-1, -2) * scale, mask)
+    key = key.to(wide).repeat_interleave(group, dim=1)  # [B, H, T, D]
+    value = value.to(wide).repeat_interleave(group, dim=1)  # [B, H, T, V]
+    weights = masked_softmax(query.to(wide) @ key.transpose(-1, -2) * scale, mask)  # [B, H, S, T]
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0)
     return (weights @ value).to(dtype), weights.to(dtype)
 

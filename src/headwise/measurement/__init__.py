@@ -1,10 +1,10 @@
-"""Timing, memory, and the machine's own limits."""
+"""Times, memory, and the machine's limits."""
 
-from headwise.measurement.layer import LayerTimes, filled_cache, measure_comparison, measure_layers
+from headwise.measurement.layer_latency import LayerTimes, filled_cache, measure_comparison, measure_layers
 from headwise.measurement.machine import Health, doctor
 from headwise.measurement.memory import available_bytes, cache_nbytes, peak_rss_bytes
 from headwise.measurement.timing import matmul_flops_per_second, time_interleaved
-from headwise.renamed import moved_names
+from headwise.renamed import moved_names, moved_to
 
 __all__ = [
     "Health",
@@ -22,5 +22,5 @@ __all__ = [
 
 __getattr__ = moved_names(
     __name__,
-    dict.fromkeys(("Count", "LayerCounts", "PeerCount", "count", "count_layer", "peer_counts"), "headwise.counting"),
+    moved_to("headwise.counting", "Count", "LayerCounts", "PeerCount", "count", "count_layer", "peer_counts"),
 )

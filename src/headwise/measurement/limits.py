@@ -1,4 +1,4 @@
-"""What a machine can do at most: bytes read a second, and operations a second of a matrix product."""
+"""A machine's measured limits: bytes read a second, and FLOPs a second of a matrix product."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 ATTAINABLE = 0.7
-"""Of the measured peak of a square matrix product: what other shapes may be asked to reach."""
+"""The share of a square product's FLOPs a second that products of other shapes are expected to reach."""
 
 _READ_BYTES = 256 * 1024**2
+"""Bytes that are read to measure a rate: more than any cache holds."""
 _SIZE = {"cpu": 1024, "cuda": 8192}
+"""Width of the square product, by device."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +24,15 @@ class Limits:
     flops_per_second: float
 
     def seconds(self, nbytes: float, flops: float) -> float:
-        """The least time for reading so many bytes and doing so much: the longer of the two."""
+        """The least time for reading ``nbytes`` and computing ``flops``: the longer of the two."""
         return max(nbytes / self.bytes_per_second, flops / (ATTAINABLE * self.flops_per_second))
 
 
 class Probes:
-    """The calls that measure limits, to be timed among the calls they are the limits of.
+    """The calls that measure limits, to be timed in turn with the calls that the limits are for.
 
-    Reading is summing 256 MB (on a GPU copying them, which reads and writes); the product is square, 1024 wide (8192
-    on a GPU).
+    Reading is a sum of 256 MB (on a GPU a copy, which reads and writes); the product is square, 1024 wide (8192 on a
+    GPU).
     """
 
     def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -41,7 +43,7 @@ class Probes:
         self._a, self._b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
 
     def calls(self) -> dict[str, Callable[[], object]]:
-        """By name, for `headwise.measurement.timing`."""
+        """The two calls, ``read`` and ``product``, for the functions of `headwise.measurement.timing`."""
         into = self._into
         read = self._read.sum if into is None else (lambda: into.copy_(self._read))
         return {"read": read, "product": lambda: self._a @ self._b}

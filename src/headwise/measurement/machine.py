@@ -1,4 +1,4 @@
-"""What a machine is, and whether headwise's fast ways are there on it."""
+"""Describe a machine, and which of headwise's kernels run on it (`doctor`)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from headwise.measurement.timing import spread_interleaved
 from headwise.progress import Progress, silent
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "flashinfer-python")
-"""What headwise runs on, or faster with."""
+"""Packages that headwise needs or runs faster with."""
 
 PEERS = ("x-transformers", "llama-cpp-python", "ctranslate2")
-"""What `headwise bench` can set beside it."""
+"""Packages that `headwise bench` can compare headwise with."""
 
 DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes whose matrix products are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What `doctor` found.
+    """The result of `doctor`.
 
     Attributes:
         machine: processor, cores, threads and GPU.
-        versions: of headwise, Python and the packages that count; None for one that is not installed.
-        kernels: whether the compiled kernels are there: ``built``, ``reason``, ``path``, ``has_pairs``.
+        versions: of headwise, Python, `PACKAGES` and `PEERS`; None for one that is not installed.
+        kernels: the compiled kernels: ``built``, ``reason``, ``path``, ``has_pairs``.
         read_bytes_per_second: measured.
         matmul_flops_per_second: measured, by dtype.
-        advice: what would make it faster, a line each; empty where there is nothing to say.
+        advice: what would make headwise faster here, one line each; empty where there is nothing to say.
     """
 
     machine: dict[str, Any]
@@ -46,15 +47,15 @@ class Health:
     advice: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """The result as JSON-able values."""
         return asdict(self)
 
 
 def doctor(*, progress: Progress = silent) -> Health:
-    """Say what this machine can do and what of headwise serves on it; compiles the kernels if they are not there.
+    """Measure this machine's limits, and report which of headwise's kernels run on it; compiles them if necessary.
 
     Args:
-        progress: told of the steps.
+        progress: called at each step.
     """
     progress("looking", 0, 2)
     build = built()
@@ -63,10 +64,10 @@ def doctor(*, progress: Progress = silent) -> Health:
     timed = {dtype: spread_interleaved(probe.calls(), budget=0.5) for dtype, probe in probes.items()}
     limits = {dtype: probes[dtype].limits(t["read"].median, t["product"].median) for dtype, t in timed.items()}
     progress("looking", 2, 2)
-    found = {name: _version(name) for name in (*PACKAGES, *PEERS)}
+    packages = {name: _version(name) for name in (*PACKAGES, *PEERS)}
     return Health(
         machine=machine(),
-        versions={"headwise": _version("headwise"), "python": platform.python_version(), **found},
+        versions={"headwise": _version("headwise"), "python": platform.python_version(), **packages},
         kernels={
             "built": build.library is not None,
             "reason": build.reason,
@@ -92,15 +93,15 @@ def _advice(*, has_kernels: bool, reason: str) -> list[str]:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What a number was measured on."""
-    found: dict[str, Any] = {"cpu": _processor(), "cores": _cores(), "threads": torch.get_num_threads()}
+    """Processor, cores, threads and GPU, for a report of measurements."""
+    facts: dict[str, Any] = {"cpu": _processor(), "cores": _cores(), "threads": torch.get_num_threads()}
     if device != "cpu" or torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
 
 
 def versions() -> dict[str, str | None]:
-    """Of what was timed."""
+    """Versions of headwise, torch and Python, for a report of measurements."""
     return {"headwise": _version("headwise"), "torch": torch.__version__, "python": platform.python_version()}
 
 

@@ -1,4 +1,4 @@
-"""How much memory this process has taken."""
+"""Memory: of this process, of the machine, and of caches."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 def peak_rss_bytes() -> int:
-    """The most resident memory the process has had so far, mapped files included."""
+    """The most resident memory the process has had so far, in bytes, mapped files included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping, as Linux has it; None where that is not known."""
+    """Bytes of memory that Linux can give without swapping; None on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    found = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-    return int(found["MemAvailable"][0]) * 1024 if "MemAvailable" in found else None
+    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    return int(fields["MemAvailable"][0]) * 1024 if "MemAvailable" in fields else None
 
 
 def cache_nbytes(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Time several things side by side: interleaved, so that a noisy machine disturbs them alike; medians."""
+"""Time several calls in turn, so that a noisy machine disturbs them alike, and take medians."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import torch
 from headwise.progress import Progress, silent
 
 _ENOUGH = 1e-3
-"""Seconds a sample should take, so that the clock and the call around it do not count."""
-
+"""Seconds that a sample should take, so that the clock's resolution and the loop do not matter."""
 
 _LONG = 0.5
-"""Seconds of a call that need no warming up, and three samples at least instead of five."""
+"""Seconds from which a call is long: it needs no warming up, and three samples instead of five."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds of one call: the median, and the quartiles around it."""
+    """Seconds of one call: the median, and the lower and upper quartile."""
 
     median: float
     low: float
@@ -38,14 +37,14 @@ def time_interleaved(
     stage: str = "timing",
     progress: Progress = silent,
 ) -> dict[str, float]:
-    """Median seconds of each call, taken in turn.
+    """Median seconds of each of several calls, which take turns.
 
     Args:
         calls: what to time, by name.
-        repeats: timed rounds; each round calls every one once.
+        repeats: timed rounds; each round makes every call once.
         warmup: rounds before those.
-        stage: what ``progress`` calls it.
-        progress: told of each round.
+        stage: the name that ``progress`` is given.
+        progress: called at each round.
     """
     for index in range(warmup):
         progress(stage, index, warmup + repeats)
@@ -63,35 +62,35 @@ def time_interleaved(
 def spread_interleaved(
     calls: Mapping[str, Callable[[], object]], *, budget: float = 2.0, least: int = 5, most: int = 25
 ) -> dict[str, Spread]:
-    """Median and quartiles of each call, taken in an order drawn anew each round, for about as long as told.
+    """Median and quartiles of each of several calls, within a budget of time; every round has a new random order.
 
-    A call far shorter than a clock can tell is repeated within each sample. One that takes more than its share of the
-    budget stops when it has ``least`` samples (three, of calls longer than half a second), and the others go on.
+    A call too short for the clock is repeated within each sample. One that takes more than its share of the budget
+    stops when it has ``least`` samples (three, if it is longer than half a second), and the others go on.
 
     Args:
         calls: what to time, by name.
         budget: seconds for all of them together.
-        least: samples of each, whatever they take.
-        most: samples of each at most.
+        least: samples of each, however long they take.
+        most: the most samples of each.
     """
     within = {name: _warmed(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     spent, share = dict.fromkeys(calls, 0.0), budget / max(1, len(calls))
     names, order = list(calls), random.Random(0)
     for index in range(most):
-        order.shuffle(names)  # nobody always follows the same one, which leaves the processor's caches as it does
+        order.shuffle(names)  # so that no call always finds the processor's caches as the same other call left them
         for name in names:
             call = calls[name]
             needed = least if spent[name] < _LONG * index else min(least, 3)
             if index < needed or spent[name] < share:
-                taken = seconds(call, within[name])
-                spent[name] += taken * within[name]
-                times[name].append(taken)
+                duration = seconds(call, within[name])
+                spent[name] += duration * within[name]
+                times[name].append(duration)
     return {name: _spread(values) for name, values in times.items()}
 
 
 def _warmed(call: Callable[[], object]) -> int:
-    """How often to call within a sample; found by calling it, which warms it up."""
+    """How often to repeat a call within a sample; calling it to find that out also warms it up."""
     if seconds(call) > _LONG:
         return 1
     return max(1, min(200, round(_ENOUGH / max(seconds(call), 1e-7))))
@@ -103,7 +102,7 @@ def _spread(values: list[float]) -> Spread:
 
 
 def seconds(call: Callable[[], object], times: int = 1) -> float:
-    """What one call takes, of so many in a row."""
+    """Seconds that one call takes, on average over ``times`` in a row."""
     _synchronise()
     start = time.perf_counter()
     for _ in range(times):
@@ -113,7 +112,7 @@ def seconds(call: Callable[[], object], times: int = 1) -> float:
 
 
 def matmul_flops_per_second(dtype: torch.dtype = torch.float32, size: int = 1024) -> float:
-    """What this machine reaches in a square matrix product: the limit to set beside a measured rate."""
+    """FLOPs a second that this machine reaches in a square matrix product: the limit to compare a rate with."""
     a, b = torch.rand(size, size).to(dtype), torch.rand(size, size).to(dtype)
     return 2 * size**3 / time_interleaved({"matmul": lambda: a @ b}, repeats=5, warmup=2)["matmul"]
 

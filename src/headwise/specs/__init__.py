@@ -1,5 +1,6 @@
-"""What a model's attention is: frozen dataclasses, and the readers that fill them. No torch here."""
+"""Descriptions of a model's architecture: frozen dataclasses, and the readers that fill them. No torch here."""
 
+from headwise.hub import fetch_hub
 from headwise.specs.base import AttentionSpec, RopeSpec, mechanism_module, spec_from_dict
 from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.feed_forward import FeedForwardSpec
@@ -14,7 +15,6 @@ from headwise.specs.sources import (
     LARGEST_CONFIG,
     Source,
     catalog,
-    fetch_hub,
     layer_spec,
     locate,
     read_json,

@@ -1,4 +1,4 @@
-"""What every attention layer's description has in common."""
+"""The base class of attention specs, the rotary embedding's spec, and the checks that specs share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from headwise.errors import SpecError
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embedding of one layer.
+    """The rotary position embedding of one layer.
 
     Source: Su et al. 2021 (arXiv:2104.09864); scaling as transformers' ``modeling_rope_utils`` defines it.
 
     Attributes:
-        dim: how many of a head's dims are rotated (an even number).
+        dim: how many dims of a head are rotated, an even number.
         theta: the base of the frequencies, ``theta ** (-2 i / dim)``.
         rope_type: ``default`` or one of transformers' scaled kinds (``linear``, ``llama3``, ``yarn``, …).
-        parameters: the scaled kind's own numbers, as (name, value) pairs in transformers' names.
-        interleaved: pairs are neighbours (2i, 2i+1) rather than halves (i, i + dim/2).
-        max_position_embeddings: what ``dynamic`` and ``longrope`` compare the length with.
+        parameters: the numbers of the kind of scaling, as (name, value) pairs in transformers' names.
+        interleaved: whether pairs are neighbours (2i, 2i+1) rather than halves (i, i + dim/2).
+        max_position_embeddings: the length from which ``dynamic`` and ``longrope`` scale.
+
+    Raises:
+        SpecError: a number is impossible.
     """
 
     dim: int
@@ -41,7 +44,7 @@ class RopeSpec:
         positive_number("rope_theta", self.theta)
         if not isinstance(self.rope_type, str):
             raise SpecError("rope_type", self.rope_type, "must be the name of a kind of scaling")
-        _switches(self)
+        _check_booleans(self)
         if self.max_position_embeddings is not None:
             positive("max_position_embeddings", self.max_position_embeddings)
         for name, value in self.parameters:
@@ -51,24 +54,24 @@ class RopeSpec:
             if name in _DIVISORS:
                 for one in value if isinstance(value, tuple) else (value,):
                     positive_number(f"rope {name}", one)
-        # One order, so that equal embeddings compare equal.
+        # Sorted, so that equal embeddings compare equal.
         object.__setattr__(self, "parameters", tuple(sorted(self.parameters, key=lambda pair: pair[0])))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """One layer's attention: everything its cost depends on, and nothing about its weights.
+    """The attention of one layer: everything that its cost depends on, without its weights.
 
-    A subclass lives in a module of ``headwise.specs`` whose name is the mechanism's ``kind``; its formulas
-    live in ``headwise.cost.<kind>`` and its layer in ``headwise.attention.<kind>``.
+    A subclass is in a module of ``headwise.specs`` whose name is the mechanism's ``kind``. Its formulas are in
+    ``headwise.cost.<kind>`` and its layer is in ``headwise.attention.<kind>``.
 
     Attributes:
         hidden_size: E, width of the residual stream.
-        is_causal: a decoder's layer; an encoder's is not causal and keeps no cache.
+        is_causal: True in a decoder; an encoder's layer is not causal and keeps no cache.
         sliding_window: how many of the latest tokens are attended to, or None for all.
         rope: the rotary embedding, or None.
         softmax_scale: multiplies the scores; None means 1/sqrt(query–key width of a head).
-        bias: names of the projections that carry a bias.
+        bias: names of the projections that have a bias.
     """
 
     kind: ClassVar[str] = ""
@@ -85,7 +88,7 @@ class AttentionSpec:
         cls.kind = cls.__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
-        _switches(self)
+        _check_booleans(self)
         positive("hidden_size", self.hidden_size)
         if self.sliding_window is not None:
             positive("sliding_window", self.sliding_window)
@@ -103,7 +106,7 @@ class AttentionSpec:
         return self.mechanism
 
     def to_dict(self) -> dict[str, Any]:
-        """The spec as JSON-able values, ``kind`` first; `spec_from_dict` reads it back equal."""
+        """The spec as JSON-able values, ``kind`` first; `spec_from_dict` makes an equal spec of them."""
         out: dict[str, Any] = {"kind": self.kind}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -115,12 +118,16 @@ class AttentionSpec:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`; an unknown or missing key is a `SpecError`."""
+        """Make a spec from the values of `to_dict`.
+
+        Raises:
+            SpecError: a key is unknown or missing, or a value is impossible.
+        """
         values = {key: value for key, value in values.items() if key != "kind"}
-        known = {field.name for field in fields(cls)}
+        names = {field.name for field in fields(cls)}
         for key in values:
-            if key not in known:
-                raise SpecError(f"{cls.kind} spec key", key, f"must be one of {sorted(known)}")
+            if key not in names:
+                raise SpecError(f"{cls.kind} spec key", key, f"must be one of {sorted(names)}")
         try:
             if (rope := values.get("rope")) is not None:
                 parameters = tuple(
@@ -135,9 +142,16 @@ class AttentionSpec:
 
 
 def mechanism_module(room: str, kind: str) -> types.ModuleType:
-    """The module that holds a mechanism's part in a room: ``headwise.<room>.<kind>``.
+    """Import a mechanism's module in a package: ``headwise.<room>.<kind>``.
 
-    One name in every room is the whole registry: adding a mechanism is adding files.
+    There is no other registry: a mechanism is added by adding these files.
+
+    Args:
+        room: ``specs``, ``cost`` or ``attention``.
+        kind: the mechanism's `AttentionSpec.kind`.
+
+    Raises:
+        SpecError: there is no such module.
     """
     name = f"headwise.{room}.{kind}"
     try:
@@ -149,7 +163,11 @@ def mechanism_module(room: str, kind: str) -> types.ModuleType:
 
 
 def spec_from_dict(values: dict[str, Any]) -> AttentionSpec:
-    """Build the spec that `AttentionSpec.to_dict` described, whatever its kind."""
+    """Make the spec that `AttentionSpec.to_dict` described, whatever its kind.
+
+    Raises:
+        SpecError: the kind is unknown, or the values do not fit it.
+    """
     kind = values.get("kind")
     if not isinstance(kind, str) or not kind.isidentifier():
         raise SpecError("attention kind", kind, "must be the name of a module of headwise.specs")
@@ -160,21 +178,24 @@ def spec_from_dict(values: dict[str, Any]) -> AttentionSpec:
     raise SpecError("attention kind", kind, f"{module.__name__} defines no AttentionSpec")
 
 
-def _switches(spec: RopeSpec | AttentionSpec) -> None:
+def _check_booleans(spec: RopeSpec | AttentionSpec) -> None:
+    """Raise a `SpecError` unless every field annotated as bool is one."""
     for field in fields(spec):
         if field.type == "bool" and not isinstance(value := getattr(spec, field.name), bool):
             raise SpecError(field.name, value, "must be true or false")
 
 
-_DIVISORS = ("factor", "short_factor", "long_factor")  # of frequencies
+_DIVISORS = ("factor", "short_factor", "long_factor")
+"""Parameters that frequencies are divided by, which must be above 0."""
 
 MAX_SIZE = 2**40
+"""The largest size of a spec: no real model comes near it, and costs below it can still be printed."""
 MAX_HEADS = 2**16
-"""No size of a real model comes near it, and products of sizes below it stay numbers that can be printed."""
+"""The most heads of a spec."""
 
 
 def positive(name: str, value: int, most: int = MAX_SIZE) -> None:
-    """Raise a `SpecError` unless ``value`` is a whole number of at least 1 and at most ``most``."""
+    """Raise a `SpecError` unless ``value`` is a whole number between 1 and ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SpecError(name, value, "must be a whole number of at least 1")
     if value > most:
@@ -188,7 +209,7 @@ def positive_number(name: str, value: float) -> None:
 
 
 def is_finite(value: object) -> bool:
-    """Whether it is a number that a float can hold; JSON's integers know no limit, and its NaN is a float."""
+    """Whether ``value`` is a finite number that a float can hold; integers in JSON have no limit."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
@@ -198,24 +219,27 @@ def bias_names(
     projections: tuple[str, ...],
     shorthands: dict[str, tuple[str, ...]],
 ) -> tuple[str, ...]:
-    """Which projections carry a bias, in the order of ``projections``.
+    """Names of the projections that have a bias, in the order of ``projections``.
 
     Args:
         bias: True for all of them, False for none, a shorthand, or projection names.
-        projections: the names the layer has.
-        shorthands: what ``"qkv"`` or ``"hf"`` stands for in this mechanism.
+        projections: all projections of the layer.
+        shorthands: the projections that ``"qkv"`` or ``"hf"`` stands for in this mechanism.
+
+    Raises:
+        SpecError: a name is unknown.
     """
     if isinstance(bias, bool):
         return projections if bias else ()
     if isinstance(bias, str):
         if bias not in shorthands:
             raise SpecError("bias", bias, f"must be True, False, one of {sorted(shorthands)} or projection names")
-        wanted: Collection[str] = shorthands[bias]
+        names: Collection[str] = shorthands[bias]
     elif isinstance(bias, Collection):
-        wanted = bias
+        names = bias
     else:
         raise SpecError("bias", bias, f"must be True, False, one of {sorted(shorthands)} or projection names")
-    for name in wanted:
+    for name in names:
         if name not in projections:
             raise SpecError("bias", name, f"must name one of {list(projections)}")
-    return tuple(name for name in projections if name in wanted)
+    return tuple(name for name in projections if name in names)

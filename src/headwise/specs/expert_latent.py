@@ -1,4 +1,4 @@
-"""Expert-decoded latent attention: each query's gates choose how the cached latents are decoded."""
+"""The spec of expert-decoded latent attention: each query's gates choose how the cached latents are decoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONDITIONINGS = ("token", "sequence")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLatentSpec(AttentionSpec):
-    """Latent heads decoded by a mixture of experts that the query gates, of one layer.
+    """One layer's latent heads, decoded by a mixture of experts that the query gates.
 
     Attributes:
         num_heads: H.
@@ -22,8 +22,8 @@ class ExpertLatentSpec(AttentionSpec):
         latent_kv_heads: K, cached latents for keys (and as many for values); divides H.
         kv_dim: C, width of a cached latent.
         num_experts: X, decoders ``C × D`` of each head, for keys and for values.
-        top_k: how many of them a gate keeps; not renormalised.
-        conditioning: ``"token"``: each query token has its own gates; ``"sequence"``: all have the gates of the mean
+        top_k: how many of them a gate keeps, without renormalising.
+        conditioning: ``"token"``: each query token has its own gates; ``"sequence"``: all share the gates of the mean
             query, which looks ahead and so is neither causal nor cached.
     """
 
@@ -57,11 +57,11 @@ class ExpertLatentSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``experts 2×64 2/8 P16``: latent heads and their width, experts kept of all, rotated dims."""
+        """A label such as ``experts 2×64 2/8 P16``: latent heads × width, experts kept of all, rotated dims."""
         rotated = "" if self.rope is None else f" P{self.rope.dim}"
         return f"experts {self.latent_kv_heads}×{self.kv_dim} {self.top_k}/{self.num_experts}{rotated}"
 
 
 def expert_latent_bias(bias: bool | str | Collection[str]) -> tuple[str, ...]:
-    """Projection names that carry a bias; the experts have none."""
+    """Names of the projections that have a bias; the experts have none."""
     return bias_names(bias, projections=PROJECTIONS, shorthands={"qkv": PROJECTIONS[:2]})

@@ -1,4 +1,4 @@
-"""A layer's feed-forward network: dense, or a router over experts."""
+"""The spec of a layer's feed-forward network: dense, or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class FeedForwardSpec:
     Attributes:
         hidden_size: E.
         intermediate_size: width of the dense network, or of each expert.
-        gated: three matrices (gate, up, down) rather than two.
-        bias: every matrix of the network, or of each expert, carries one.
-        num_experts: experts to choose from; None for a dense network.
-        experts_per_token: how many a token goes through.
-        shared_intermediate_size: width of all experts together that every token goes through.
-        shared_gate: a learned gate on them (Qwen2-MoE).
-        router_bias: the router's logits carry a bias (gpt-oss).
-        score_correction: a number an expert that balances the choice and is no weight of it (DeepSeek-V3).
+        gated: whether there are three matrices (gate, up, down) rather than two.
+        bias: whether every matrix of the network, or of each expert, has a bias.
+        num_experts: experts that the router chooses from; None for a dense network.
+        experts_per_token: how many of them a token uses.
+        shared_intermediate_size: width of the shared experts, which every token uses, together.
+        shared_gate: whether they have a learned gate (Qwen2-MoE).
+        router_bias: whether the router's logits have a bias (gpt-oss).
+        score_correction: whether each expert has a number that balances how often it is chosen, and does not weigh
+            its output (DeepSeek-V3).
     """
 
     hidden_size: int

@@ -1,7 +1,7 @@
-"""Read a GGUF file's header: its metadata, its tensor table, and the `ModelSpec` they describe.
+"""Read a GGUF file's header: metadata, the tensor table, and the `ModelSpec` they describe.
 
-The gguf package's own reader materialises every vocabulary string, which takes seconds; a question about a
-model's attention needs a few dozen numbers, so this one steps over long arrays.
+The gguf package's reader makes a string of every vocabulary entry, which takes seconds. A model's attention is
+described by a few dozen numbers, so this reader steps over long arrays.
 Source: the GGUF specification, version 3 (ggml).
 """
 
@@ -22,16 +22,18 @@ _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LONGEST_ARRAY = 1024
+"""Items up to which an array is read; longer ones are stepped over."""
 _MAX_DIMS = 8
+"""The most dimensions of a tensor; more of them mean a damaged file."""
 _LARGEST_FLOAT32 = 3.4028234e38
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""GGUF's ``general.architecture`` → transformers' ``model_type``, for those whose metadata are understood."""
+"""GGUF's ``general.architecture`` → transformers' ``model_type``, for architectures whose metadata are understood."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where one tensor lies. ``shape`` is torch's order; ``offset`` counts from the start of the file."""
+    """The place of one tensor; ``shape`` is in torch's order, and ``offset`` in bytes from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +43,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Everything before the weights."""
+    """The part of a GGUF file before the weights."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -55,7 +57,7 @@ class GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Parse the header of a GGUF file.
 
-    Arrays of more than 1024 items (the vocabulary) are stepped over and appear as their length.
+    An array of more than 1024 items (the vocabulary) is stepped over, and its value is its length.
 
     Raises:
         CheckpointError: the file is not GGUF, is of an unknown version, or ends before its header does.
@@ -77,85 +79,98 @@ def read_gguf_header(path: Path) -> GgufHeader:
                 ) from None
 
 
-def _parse(data: mmap.mmap) -> GgufHeader:
-    position = 4
+class _Reader:
+    """Reads a GGUF header's values one after the other.
 
-    def read(code: str) -> Any:
-        nonlocal position
-        (value,) = struct.unpack_from("<" + code, data, position)
-        position += struct.calcsize("<" + code)
+    Args:
+        data: the file; reading starts behind its first four bytes.
+    """
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = len(_MAGIC)
+
+    def number(self, code: str) -> Any:
+        """Read a number of the type that a `struct` format character names."""
+        (value,) = struct.unpack_from("<" + code, self._data, self.position)
+        self.position += struct.calcsize("<" + code)
         return value
 
-    def string() -> str:
-        nonlocal position
-        length = read("Q")
-        if length > len(data) - position:
+    def string(self) -> str:
+        """Read a string, which stands behind its length."""
+        length = self.number("Q")
+        if length > len(self._data) - self.position:
             raise IndexError
-        position += length
-        return data[position - length : position].decode()
+        self.position += length
+        return self._data[self.position - length : self.position].decode()
 
-    def value(kind: int) -> Any:
-        nonlocal position
+    def value(self, kind: int) -> Any:
+        """Read a value of one of GGUF's types; a long array is stepped over, and its length returned."""
         if kind in _SCALARS:
-            return read(_SCALARS[kind])
+            return self.number(_SCALARS[kind])
         if kind == _STRING:
-            return string()
+            return self.string()
         if kind != _ARRAY:
             raise CheckpointError("GGUF value type", kind, "is not in the GGUF specification")
-        item, count = read("I"), read("Q")
-        if count > len(data):
+        item, count = self.number("I"), self.number("Q")
+        if count > len(self._data):
             raise IndexError
         if count <= _LONGEST_ARRAY:
-            return [value(item) for _ in range(count)]
-        _skip(item, count)
+            return [self.value(item) for _ in range(count)]
+        self._skip(item, count)
         return count
 
-    def _skip(item: int, count: int) -> None:
-        nonlocal position
+    def _skip(self, item: int, count: int) -> None:
         if item in _SCALARS:
-            position += count * struct.calcsize("<" + _SCALARS[item])
+            self.position += count * struct.calcsize("<" + _SCALARS[item])
             return
         unpack: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
         for _ in range(count):
             if item == _STRING:
-                position += 8 + unpack(data, position)[0]
+                self.position += 8 + unpack(self._data, self.position)[0]
             else:
-                value(item)
+                self.value(item)
 
-    version, tensor_count, entry_count = read("I"), read("Q"), read("Q")
+
+def _parse(data: mmap.mmap) -> GgufHeader:
+    reader = _Reader(data)
+    version, tensor_count, entry_count = reader.number("I"), reader.number("Q"), reader.number("Q")
     if version not in (2, 3):
         raise CheckpointError("GGUF version", version, "must be 2 or 3")
     metadata = {}
     for _ in range(entry_count):
-        key = string()
-        metadata[key] = value(read("I"))
-    table = []
-    for _ in range(tensor_count):
-        name = string()
-        dims = read("I")
-        if dims > _MAX_DIMS:
-            raise IndexError
-        shape = tuple(reversed([read("Q") for _ in range(dims)]))
-        table.append((name, shape, read("I"), read("Q")))
+        key = reader.string()
+        metadata[key] = reader.value(reader.number("I"))
+    table = [_read_entry(reader) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
-    # Stepping over a long array can lead past the end, where nothing is read any more.
-    if position > len(data) or not isinstance(alignment, int) or alignment < 1:
+    # Stepping over a long array can lead past the end, and nothing has been read there to notice it.
+    if reader.position > len(data) or not isinstance(alignment, int) or alignment < 1:
         raise IndexError
-    start = -(-position // alignment) * alignment
+    start = -(-reader.position // alignment) * alignment
     tensors = {name: GgufTensor(name, shape, kind, start + offset) for name, shape, kind, offset in table}
     return GgufHeader(metadata, tensors)
 
 
+def _read_entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+    """Read a row of the tensor table: name, shape, type, and offset behind the header."""
+    name = reader.string()
+    dims = reader.number("I")
+    if dims > _MAX_DIMS:
+        raise IndexError
+    shape = tuple(reversed([reader.number("Q") for _ in range(dims)]))
+    return name, shape, reader.number("I"), reader.number("Q")
+
+
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
-    """The ``config.json`` a GGUF header amounts to.
+    """The fields of the ``config.json`` that a GGUF header is equivalent to.
 
     Raises:
         SpecError: the architecture's metadata are not understood, or a needed number is missing.
     """
     metadata, architecture = header.metadata, header.architecture
     if architecture not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise SpecError("general.architecture", architecture, f"is not understood in GGUF; known: {known}")
+        names = ", ".join(sorted(ARCHITECTURES))
+        raise SpecError("general.architecture", architecture, f"is not understood in GGUF; known: {names}")
 
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"{architecture}.{key}", default)
@@ -192,7 +207,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         "dtype": "float32",
     }
     if config["rms_norm_eps"] is not None:
-        # A float32 in the file; the shortest decimal that gives it back is the number its author wrote.
+        # The file holds a float32; the shortest decimal that rounds to it is the number its author wrote.
         config["rms_norm_eps"] = _shortest_float32(config["rms_norm_eps"])
     for key, name in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
         if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
@@ -201,11 +216,12 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def read_gguf_spec(path: Path) -> ModelSpec:
-    """What the model in a GGUF file is."""
+    """Read the spec of the model in a GGUF file."""
     return read_config(gguf_config(read_gguf_header(path)))
 
 
 def _shortest_float32(value: float) -> float:
+    """The shortest decimal that rounds to a float32."""
     if abs(value) > _LARGEST_FLOAT32:
         return value
     for digits in range(1, 10):

@@ -1,4 +1,4 @@
-"""MHA, MQA and GQA: query heads in groups that share a key–value head."""
+"""The spec of MHA, MQA and GQA: query heads in groups that share a key–value head."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class GroupedSpec(AttentionSpec):
     Attributes:
         num_heads: H, query heads.
         num_kv_heads: K, key–value heads; divides H.
-        head_dim: D, width of a query or key head; its own number, not E/H.
-        v_head_dim: width of a value head; ``head_dim`` when None.
+        head_dim: D, width of a query or key head, which may differ from E/H.
+        v_head_dim: V, width of a value head; ``head_dim`` when None.
         qk_norm: ``"head"`` for an RMSNorm over each query and key head (Qwen3), ``"full"`` for one over all
             heads together (OLMo 2), or None.
-        sinks: a learned logit a head that takes part in the softmax and attends to nothing (gpt-oss).
+        sinks: whether each head has a learned logit that takes part in the softmax and attends to nothing (gpt-oss).
         softcap: scores pass through ``softcap * tanh(score / softcap)`` (Gemma 2), or None.
-        output_projection: whether there is an ``o_proj``; without, the heads' values are the output.
-        output_gate: the query projection makes a gate for each head's output as well (Qwen3-Next).
-        shares_kv: an earlier layer's keys and values are read, and none are made or cached (Gemma 3n).
+        output_projection: whether there is an ``o_proj``; if not, the heads' values are the output.
+        output_gate: whether the query projection also computes a gate of each head's output (Qwen3-Next).
+        shares_kv: whether the layer reads an earlier layer's keys and values, and caches none (Gemma 3n).
     """
 
     num_heads: int
@@ -72,7 +72,7 @@ class GroupedSpec(AttentionSpec):
 
     @property
     def mechanism(self) -> str:
-        """``mha``, ``mqa`` or ``gqa``, by the number of key–value heads; ``single_head`` when there is one head."""
+        """``mha``, ``mqa`` or ``gqa``, by the number of key–value heads; ``single_head`` where there is one head."""
         if self.num_heads == 1:
             return "single_head"
         if self.num_kv_heads == self.num_heads:
@@ -81,7 +81,7 @@ class GroupedSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``GQA 32/8 × 128``: heads, key–value heads, head dim."""
+        """A label such as ``GQA 32/8 × 128``: heads, key–value heads, head dim."""
         if self.num_heads == 1:
             return f"single head × {self.head_dim}"
         shared = " shared" if self.shares_kv else ""
@@ -89,6 +89,6 @@ class GroupedSpec(AttentionSpec):
 
 
 def grouped_bias(bias: bool | str | Collection[str], *, output_projection: bool = True) -> tuple[str, ...]:
-    """Projection names that carry a bias; ``"qkv"`` is Qwen2's way."""
+    """Names of the projections that have a bias; ``"qkv"`` stands for those of Qwen2."""
     projections = PROJECTIONS if output_projection else PROJECTIONS[:3]
     return bias_names(bias, projections=projections, shorthands={"qkv": PROJECTIONS[:3], "hf": projections})

@@ -21,7 +21,7 @@ from headwise.specs.readers.fields import (
 )
 
 HOSTED_PREFIX = "headwise_"
-"""A converted model's type is this and its family's: ``headwise_llama``."""
+"""A converted model's ``model_type`` is this prefix and its family's type: ``headwise_llama``."""
 
 _REFUSED = {
     "is an encoder–decoder, and the cache of its source is not counted": (
@@ -34,15 +34,17 @@ _REFUSED = {
     "has two attentions in a layer": ("longcat_flash",),
     "has attention and Mamba side by side in a layer": ("falcon_h1",),
 }  # fmt: skip
+"""Model types that are refused, by reason."""
 _UNREAD = {
     "kv_lora_rank": "belongs to MLA (a latent), and {} is not an MLA model headwise knows",
     "use_cla": "is not understood: layers that share keys and values are known in gemma3n_text alone",
     "num_kv_shared_layers": "is not understood: layers that share keys and values are known in gemma3n_text alone",
-    "block_configs": "is not understood: layers told apart are known in nemotron-nas alone",
+    "block_configs": "is not understood: layers that differ so are known in nemotron-nas alone",
     "attention_chunk_size": "is not understood: attention within chunks is no window",
     "index_topk": "is not understood: the cost of sparse attention is its indexer's",
 }
-"""Fields that change what a layer is, wherever they stand; a family that reads one is named in `_READ`."""
+"""Fields that change a layer in any family, and the rule of the error where they are set; `_READ` names the families
+that read them."""
 _READ = {
     "kv_lora_rank": {*deepseek.READERS, "kimi_linear"},
     "num_kv_shared_layers": {"gemma3n_text"},
@@ -51,16 +53,19 @@ _READ = {
 
 
 def read_config(config: Config) -> ModelSpec:
-    """What the model described by a ``config.json`` is.
+    """Read the spec of the model that a ``config.json`` describes.
 
     Args:
-        config: the parsed JSON, as it stands in the file. A field that it leaves out is the family's own default,
-            where all of the family's models agree on it, and is refused by name where they do not; MLA is known by
-            ``kv_lora_rank`` in the file and not by what some class would assume. The text half of a larger model
-            is read alone.
+        config: the parsed JSON of the file. A field that it leaves out has the family's default, where all models of
+            the family agree on one; elsewhere its absence is an error. MLA is recognised by ``kv_lora_rank`` in the
+            file, not by a default of transformers' class. Of a multimodal model only the text part is read.
 
     Raises:
-        SpecError: a field is missing or impossible, or the architecture is not one headwise understands.
+        SpecError: a field is missing or impossible, or the architecture is not understood.
+
+    >>> sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+    >>> read_config({"model_type": "llama", **sizes}).layers[0].label
+    'MHA 8/8 × 8'
     """
     if not isinstance(config, Mapping):
         raise SpecError("config.json", type(config).__name__, "must hold a JSON object")
@@ -70,7 +75,7 @@ def read_config(config: Config) -> ModelSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError("model_type", model_type, "must be present: it names the architecture")
-    optional_number(config, "rms_norm_eps")  # no matter of attention's, but NaN here is NaN everywhere
+    optional_number(config, "rms_norm_eps")  # attention does not depend on it, but a NaN here makes every output NaN
     reader = _reader(model_type, config)
     config = {**reader.absent, **config}
     layers = reader.layers(config)
@@ -94,6 +99,7 @@ def read_config(config: Config) -> ModelSpec:
 
 
 def _reader(model_type: str, config: Config) -> Reader:
+    """The reader of a model type; raise a `SpecError` for a type or a field that is not understood."""
     if model_type.startswith(HOSTED_PREFIX):
         family = READERS.get(model_type.removeprefix(HOSTED_PREFIX))
         has_cross = family is not None and family.cross is not None
@@ -105,19 +111,19 @@ def _reader(model_type: str, config: Config) -> Reader:
     for reason, names in _REFUSED.items():
         if model_type in names:
             raise SpecError("model_type", model_type, reason)
-    known = READERS.get(model_type)
-    if flag(config, "is_encoder_decoder", False) and not (known and known.cross):
+    reader = READERS.get(model_type)
+    if flag(config, "is_encoder_decoder", False) and not (reader and reader.cross):
         raise SpecError("is_encoder_decoder", True, "is not understood: the cache of the source is not counted")
     for name, rule in _UNREAD.items():
         if config.get(name) not in (None, False, 0) and model_type not in _READ.get(name, ()):
             raise SpecError(name, config[name], rule.format(model_type))
-    if model_type not in READERS:
+    if reader is None:
         raise SpecError("model_type", model_type, f"is not understood; known: {', '.join(sorted(READERS))}")
-    return READERS[model_type]
+    return reader
 
 
 def _body(reader: Reader, config: Config, layers: int) -> BodySpec | None:
-    """What is around the attention; None where the file does not say all of it (a wrong word is still refused)."""
+    """The body around the attention, or None where the file leaves part of it out; wrong values are errors."""
     if reader.body is None:
         return None
     try:
@@ -127,20 +133,21 @@ def _body(reader: Reader, config: Config, layers: int) -> BodySpec | None:
 
 
 def hosted_attention(model: ModelSpec, *, cross: bool = False) -> list[dict[str, Any]]:
-    """Every layer's attention as ``headwise.attention`` of a ``config.json`` holds it; `read_config` reads it back.
+    """The field ``headwise.attention`` of a converted model's ``config.json``, which `read_config` reads back.
 
-    The model's type is then `HOSTED_PREFIX` and its family's. With ``cross``, what ``headwise.cross_attention``
-    holds: the attention to an encoder's output.
+    Args:
+        model: the converted model.
+        cross: return the field ``headwise.cross_attention`` instead, the attention to an encoder's output.
     """
     layers = model.cross_layers if cross else model.layers
     return [{"layers": list(indices), **spec.to_dict()} for spec, indices in distinct(layers)]
 
 
 def _hosted(config: Config, name: str) -> tuple[AttentionSpec, ...]:
-    """What headwise itself wrote: the specs are in the file."""
+    """Read the layers of a config that headwise wrote, which holds their specs."""
     block = config.get("headwise")
     if not isinstance(block, Mapping) or not isinstance(block.get(name), list):
-        raise SpecError("headwise", block, "must hold the attention specs headwise wrote")
+        raise SpecError("headwise", block, "must hold the attention specs that headwise writes")
     layers: list[tuple[int, AttentionSpec]] = []
     for entry in block[name]:
         if not isinstance(entry, Mapping):
@@ -152,7 +159,7 @@ def _hosted(config: Config, name: str) -> tuple[AttentionSpec, ...]:
         layers += [(index, spec) for index in indices]
     layers.sort(key=lambda layer: layer[0])
     covered = [index for index, _ in layers]
-    # A speech model's num_hidden_layers are its encoder's.
+    # In a speech model num_hidden_layers counts its encoder's layers.
     if covered != list(range(num_layers(config, "decoder_layers", "num_hidden_layers", "n_layer", "n_layers"))):
         raise SpecError(f"headwise.{name}", covered, "must cover every layer once")
     return tuple(spec for _, spec in layers)

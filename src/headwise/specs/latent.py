@@ -1,4 +1,4 @@
-"""MLA: multi-head latent attention with a decoupled rotary key."""
+"""The spec of MLA: multi-head latent attention with a decoupled rotary key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LatentSpec(AttentionSpec):
         num_heads: H.
         kv_lora_rank: R, width of the cached latent that keys and values are decoded from.
         qk_nope_head_dim: a head's query–key dims without rotation; 0 when all of them rotate.
-        qk_rope_head_dim: P, width of the one rotary key that all heads share; 0 in a model without RoPE.
+        qk_rope_head_dim: P, width of the rotary key that all heads share; 0 in a model without RoPE.
         v_head_dim: width of a value head.
         q_lora_rank: width of the query latent, or None for a plain query projection.
         latent_norm: RMSNorm on the latents before they are used (and cached).
@@ -62,16 +62,16 @@ class LatentSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """Such as ``MLA 512 + 64``: latent and rope widths, what a token caches; ``MLA 512`` without RoPE."""
+        """A label such as ``MLA 512 + 64``: widths of the latent and the rotary key; ``MLA 512`` without RoPE."""
         rope = f" + {self.qk_rope_head_dim}" if self.qk_rope_head_dim else ""
         return f"MLA {self.kv_lora_rank}{rope}"
 
 
 def latent_bias(bias: bool | str | Collection[str], q_lora_rank: int | None) -> tuple[str, ...]:
-    """Projection names that carry a bias.
+    """Names of the projections that have a bias.
 
-    ``"hf"`` is what transformers' ``attention_bias`` covers (q_a, kv_a, o); ``"qkv"`` is what a converted
-    Qwen2 needs (the query and kv_a projections).
+    ``"hf"`` stands for those of transformers' ``attention_bias`` (q_a, kv_a, o), ``"qkv"`` for those of a converted
+    Qwen2 (the query and kv_a projections).
     """
     query = ("q_proj",) if q_lora_rank is None else ("q_a_proj", "q_b_proj")
     projections = (*query, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")

@@ -1,4 +1,4 @@
-"""Latent-space attention: whole heads in a space narrower than the queries'."""
+"""The spec of latent-space attention: heads in a space narrower than the queries'."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "v_out_proj", "o_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpaceSpec(AttentionSpec):
-    """Keys and values projected to a latent that the heads share out among them, of one layer.
+    """One layer's keys and values, projected to a latent of which each head has an equal part.
 
-    Queries are projected to their full width and cut to the first dims of each head that a latent head has. What
-    the heads mix is projected up to the queries' width before the output projection.
+    Queries are projected to their full width, and each head is cut to the width of a latent head. The mixed values
+    are projected up to the queries' width before the output projection.
 
     Attributes:
         num_heads: H; divides ``latent_dim``.
@@ -44,15 +44,15 @@ class LatentSpaceSpec(AttentionSpec):
 
     @property
     def latent_head_dim(self) -> int:
-        """R/H, what a head compares and mixes."""
+        """R/H, width of a latent head."""
         return self.latent_dim // self.num_heads
 
     @property
     def label(self) -> str:
-        """Such as ``latent-space 256``: the latent's width."""
+        """A label such as ``latent-space 256``: the latent's width."""
         return f"latent-space {self.latent_dim}"
 
 
 def latent_space_bias(bias: bool | str | Collection[str]) -> tuple[str, ...]:
-    """Projection names that carry a bias."""
+    """Names of the projections that have a bias."""
     return bias_names(bias, projections=PROJECTIONS, shorthands={"qkv": PROJECTIONS[:3]})

@@ -1,4 +1,4 @@
-"""What a model is: its attention, layer by layer, and what stands around it."""
+"""The spec of a whole model: the attention of each layer, and the body around it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from headwise.specs.latent import LatentSpec
 
 @dataclass(frozen=True, kw_only=True)
 class BodySpec:
-    """What a decoder has around its attention: with the layers, every weight it stores.
+    """A decoder without its attention: together with the layers, every weight that the model stores.
 
     Attributes:
         vocab_size: rows of the embedding and of the head.
-        feed_forward: one a layer, in order; None where a layer has none.
-        norms: norms over E in each layer; one more of their kind stands before the head.
-        norm_vectors: vectors of E a norm learns: 1 a weight, 2 a weight and a bias, 0 neither.
+        feed_forward: the network of each layer, in order; None where a layer has none.
+        norms: norms over E in each layer; one more of the same kind stands before the head.
+        norm_vectors: vectors of E that a norm learns: 1 for a weight, 2 for a weight and a bias, 0 for neither.
         positions: rows of a learned position embedding.
-        tied: the head is the embedding.
-        head_bias: the head carries a bias.
+        tied: whether the head shares the embedding's weights.
+        head_bias: whether the head has a bias.
     """
 
     vocab_size: int
@@ -39,17 +39,17 @@ class BodySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A stack of layers, each with its attention (or what it has in its place), and what is around them.
+    """A model: a stack of layers, each with its attention or another mixer, and the body around them.
 
     Attributes:
         model_type: transformers' name of the architecture.
         hidden_size: E.
-        layers: one spec a layer, in order.
-        vocab_size: rows of the embedding, when the config says.
-        max_position_embeddings: longest sequence the model was made for, when the config says.
-        dtype: the dtype of the stored weights, when the config says.
-        body: what is around the attention, when the config says all of it and the family's is written down.
-        cross_layers: one spec a layer of its attention to an encoder's output (Whisper's decoder), or none.
+        layers: the spec of each layer, in order.
+        vocab_size: rows of the embedding, where the config has it.
+        max_position_embeddings: the longest sequence that the model was made for, where the config has it.
+        dtype: of the stored weights, where the config has it.
+        body: the rest of the model, where the config is complete and the family's body is understood.
+        cross_layers: the spec of each layer's attention to an encoder's output (Whisper's decoder), or none.
     """
 
     model_type: str
@@ -76,13 +76,13 @@ class ModelSpec:
 
     @property
     def mechanism(self) -> str:
-        """The layers' common mechanism, or ``mixed``."""
+        """The mechanism of all layers, or ``mixed`` where they differ."""
         names = {layer.mechanism for layer in self.layers}
         return names.pop() if len(names) == 1 else "mixed"
 
     @property
     def label(self) -> str:
-        """A layer's, such as ``MLA 512 + 64``; of MLA layers of several sizes, what they have on average."""
+        """The first layer's label, such as ``MLA 512 + 64``, or for MLA layers of several sizes their average."""
         sizes = [(x.kv_lora_rank, x.qk_rope_head_dim) for x in self.layers if isinstance(x, LatentSpec)]
         if len(sizes) < self.num_layers or len(set(sizes)) == 1:
             return self.layers[0].label
@@ -91,17 +91,17 @@ class ModelSpec:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the layers are causal (and so have a cache to speak of)."""
+        """Whether all layers are causal, and so keep a cache."""
         return all(layer.is_causal for layer in self.layers)
 
     def distinct_layers(self) -> list[tuple[AttentionSpec, tuple[int, ...]]]:
-        """Each distinct spec with the indices of its layers, in order of first appearance."""
+        """Each distinct spec and the indices of its layers, in order of first appearance."""
         return distinct(self.layers)
 
 
 def distinct(layers: Sequence[AttentionSpec]) -> list[tuple[AttentionSpec, tuple[int, ...]]]:
-    """Each distinct spec among some layers with their indices, in order of first appearance."""
-    found: dict[AttentionSpec, list[int]] = {}
+    """Each distinct spec among ``layers`` and the indices of its layers, in order of first appearance."""
+    indices_of: dict[AttentionSpec, list[int]] = {}
     for index, layer in enumerate(layers):
-        found.setdefault(layer, []).append(index)
-    return [(spec, tuple(indices)) for spec, indices in found.items()]
+        indices_of.setdefault(layer, []).append(index)
+    return [(spec, tuple(indices)) for spec, indices in indices_of.items()]

@@ -1,4 +1,4 @@
-"""Layers that mix tokens without softmax attention: their state has one size, however long the context."""
+"""The spec of layers without softmax attention, whose state has a constant size for any context."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _SIZES = {
     "short_conv": ("num_heads", "head_dim", "conv_kernel"),
     "none": (),
 }
+"""Sizes that each form has."""
 NAMES = {
     "mamba": "Mamba",
     "mamba2": "Mamba-2",
@@ -23,23 +24,24 @@ NAMES = {
     "short_conv": "short conv",
     "none": "none",
 }
+"""Each form's name in tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSpec(AttentionSpec):
-    """One layer's mixer where it is no softmax attention; it has costs and no runnable layer.
+    """A layer's mixer other than softmax attention; headwise has its costs, and no layer that runs.
 
     Source: Mamba (arXiv:2312.00752) with Jamba's norms (arXiv:2403.19887), Mamba-2 (arXiv:2405.21060), Gated
     DeltaNet (arXiv:2412.06464), Kimi Linear (arXiv:2510.26692), LFM2's gated short convolution.
 
     Attributes:
         form: ``mamba``, ``mamba2``, ``gated_delta_net``, ``kimi_delta``, ``short_conv``, or ``none`` for a layer
-            without a mixer. The sizes a form does not name are 0.
-        num_heads: H, heads of the state (Mamba and short convolutions: one a channel).
+            without a mixer. Sizes that a form does not have are 0.
+        num_heads: H, heads of the state; in Mamba and short convolutions one for each channel.
         head_dim: D, values of a head.
         state_size: N, numbers kept for each value: the SSM's state, or the width of a key.
         num_groups: G, heads of B and C, or of keys and queries.
-        conv_kernel: tokens the causal convolution before the recurrence sees.
+        conv_kernel: tokens that the causal convolution before the recurrence sees.
         dt_rank: width of Mamba's time step before it is projected.
     """
 
@@ -65,11 +67,11 @@ class RecurrentSpec(AttentionSpec):
 
     @property
     def mechanism(self) -> str:
-        """The form."""
+        """The form of the mixer."""
         return self.form
 
     @property
     def label(self) -> str:
-        """Such as ``Mamba-2 128 × 64 × 128``: heads, values of a head, numbers kept for each."""
+        """A label such as ``Mamba-2 128 × 64 × 128``: heads, values of a head, numbers kept for each."""
         sizes = [size for size in (self.num_heads, self.head_dim, self.state_size) if size > 1]
         return " ".join([NAMES[self.form], " × ".join(map(str, sizes))]).rstrip()

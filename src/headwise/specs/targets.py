@@ -1,4 +1,4 @@
-"""What a layer becomes when it is converted: the one place that decides a target's sizes."""
+"""The spec that a layer has after conversion: the only place that decides a target's sizes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ def as_grouped(source: AttentionSpec, num_kv_heads: int) -> GroupedSpec:
 
     Raises:
         ArgumentError: ``num_kv_heads`` does not divide the query heads, or is neither a multiple nor a divisor of
-            the source's own.
+            the source's.
         SpecError: the source is not of the grouped kind.
     """
     source = _grouped(source)
-    own, heads = source.num_kv_heads, source.num_heads
+    current, heads = source.num_kv_heads, source.num_heads
     if num_kv_heads < 1 or heads % num_kv_heads:
         raise ArgumentError("num_kv_heads", num_kv_heads, f"must divide the {heads} query heads")
-    if max(own, num_kv_heads) % min(own, num_kv_heads):
-        raise ArgumentError("num_kv_heads", num_kv_heads, f"must divide or be a multiple of the source's {own}")
+    if max(current, num_kv_heads) % min(current, num_kv_heads):
+        raise ArgumentError("num_kv_heads", num_kv_heads, f"must divide or be a multiple of the source's {current}")
     return replace(source, num_kv_heads=num_kv_heads)
 
 
 def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -> LatentSpec:
-    """The MLA layer that takes the place of a grouped one.
+    """The MLA layer that a grouped layer is converted to.
 
-    A head keeps its own D content dims beside the rotary ones, and when every rotary channel is kept only those that
-    never rotated; the output projection's bias stays, and query, key and value biases become the query's and the
-    latent's. No ``rope`` is named: which frequency of the model's a rotary pair keeps is found by converting, layer
-    by layer. A layer without RoPE has no rotary key.
+    A head keeps its D content dims beside the rotary ones, or, where every rotary channel is kept, only those that
+    never rotated. The bias of the output projection stays; biases of queries, keys and values become those of the
+    query and the latent. The spec has no ``rope``: conversion finds for each layer which of the model's frequencies
+    its rotary pairs keep. A layer without RoPE has no rotary key.
 
     Raises:
-        ArgumentError: a width is outside what the source has to give.
+        ArgumentError: a width is impossible, or more than the source has.
         SpecError: the source is not of the grouped kind.
     """
     source = _grouped(source)
@@ -48,9 +48,9 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
         raise ArgumentError("qk_rope_head_dim", qk_rope_head_dim, rule)
     most = keys - qk_rope_head_dim + source.num_kv_heads * source.value_dim
     if not 1 <= kv_lora_rank <= most:
-        rule = f"must be at least 1 and at most {most}, all that is left beside the rotary key"
+        rule = f"must be at least 1 and at most {most}, all channels beside the rotary key"
         raise ArgumentError("kv_lora_rank", kv_lora_rank, rule)
-    biased = any(name in source.bias for name in ("q_proj", "k_proj", "v_proj"))
+    has_bias = any(name in source.bias for name in ("q_proj", "k_proj", "v_proj"))
     return LatentSpec(
         hidden_size=source.hidden_size,
         is_causal=source.is_causal,
@@ -62,14 +62,14 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
         v_head_dim=source.value_dim,
         latent_norm=False,
         bias=(
-            *(("q_proj", "kv_a_proj_with_mqa") if biased else ()),
+            *(("q_proj", "kv_a_proj_with_mqa") if has_bias else ()),
             *(("o_proj",) if "o_proj" in source.bias else ()),
         ),
     )
 
 
 def refuse_as_latent(source: AttentionSpec) -> None:
-    """Raise for a layer that can be set beside MLA and not be converted to it.
+    """Raise an error for a layer that `compare` can set beside MLA, but that cannot be converted to it.
 
     Raises:
         SpecError: it has norms on queries and keys, sinks or a softcap.
@@ -85,28 +85,28 @@ def refuse_as_latent(source: AttentionSpec) -> None:
 
 
 def rotated_dims(source: GroupedSpec) -> int:
-    """How many dims of a head rotate."""
+    """How many dims of a head are rotated."""
     return 0 if source.rope is None else source.rope.dim
 
 
 def rotary_width(source: GroupedSpec) -> int:
-    """How many of a token's cached keys rotate: the width of the rotary key that keeps them all."""
+    """Rotated dims of all key heads together: the width of a rotary key that keeps them all."""
     return source.num_kv_heads * rotated_dims(source)
 
 
 def split_budget(source: AttentionSpec, values: int) -> tuple[int, int]:
-    """Spend ``values`` cached numbers a token on a latent and a rotary key.
+    """Split a budget of ``values`` cached numbers a token into a latent and a rotary key.
 
-    About a quarter goes to the rotary key (in steps of 16, or of 2 where that is coarse), but no more than a head
-    rotates, one channel a frequency: each query head has a part for all of the rotary key, so with the quarter of
-    many heads ``q_proj`` would be several times as large. A budget of the source's whole cache keeps every rotary
-    channel, which is lossless.
+    About a quarter goes to the rotary key, in steps of 16, or of 2 where that is too coarse. It is no more than the
+    rotated dims of one head: every query head has dims for the whole rotary key, so that with a quarter of many heads
+    ``q_proj`` would be several times as large. A budget of the source's whole cache keeps every rotary channel, which
+    is lossless.
 
     Returns:
         ``(kv_lora_rank, qk_rope_head_dim)``.
 
     Raises:
-        ArgumentError: fewer than 3 values, a latent and a rotary pair; fewer than 1 without RoPE.
+        ArgumentError: the budget is below 3, a latent channel and a rotary pair, or below 1 without RoPE.
         SpecError: the source is not of the grouped kind.
     """
     source = _grouped(source)

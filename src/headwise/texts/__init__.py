@@ -1,4 +1,4 @@
-"""Text as windows of tokens: sources, mixtures, calibration."""
+"""Texts as windows of tokens: sources, mixtures to calibrate on, passages that two texts share."""
 
 from headwise.texts.calibration import (
     NO_TEXTS,
@@ -8,8 +8,9 @@ from headwise.texts.calibration import (
     refuse_cross_layers,
     refuse_unknown_tokens,
 )
-from headwise.texts.files import language_reference, read_jsonl, read_text
+from headwise.texts.files import language_reference, read_jsonl, read_text, reference_topics
 from headwise.texts.mixture import calibration_windows, hold_out, windows_beyond
+from headwise.texts.overlap import overlap_note, passages_apart, shared_fraction, shared_tokens
 from headwise.texts.sources import read_source, refuse_twice, text_identity
 from headwise.texts.windows import (
     cut_windows,
@@ -32,12 +33,17 @@ __all__ = [
     "hold_out",
     "language_reference",
     "open_windows",
+    "overlap_note",
+    "passages_apart",
     "read_jsonl",
     "read_source",
     "read_text",
+    "reference_topics",
     "refuse_cross_layers",
     "refuse_twice",
     "refuse_unknown_tokens",
+    "shared_fraction",
+    "shared_tokens",
     "text_identity",
     "token_ids",
     "token_windows",

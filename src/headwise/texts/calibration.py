@@ -17,21 +17,22 @@ from headwise.texts.sources import read_source, refuse_twice, text_identity
 from headwise.texts.windows import usual_window, wrapping_ids
 
 TOKENS = 16_384
-"""Calibrated on where nobody says how many."""
+"""How many tokens are calibrated on unless the user says."""
 
 WINDOW = 1024
-"""Shorter ones begin more often: how a text begins is what an attention rests on, and a conversion is only as good as
-the beginnings it has seen. Longer ones show more of what lies far apart."""
+"""Tokens in a window unless the user says. Shorter windows show more beginnings of text, on which attention rests and
+which a conversion has to have seen; longer ones show more dependencies over a distance."""
 HELD_EVERY = 8
+"""One window in so many is held out."""
 
 
 @dataclass(frozen=True)
 class CalibrationTexts:
-    """What a model is studied on; falsy where that is nothing.
+    """The texts to calibrate on, and how much of them; false where there are none.
 
     Attributes:
-        sources: see `calibration_windows`.
-        tokens: how many to look at.
+        sources: the texts; see `headwise.texts.read_source`.
+        tokens: how many of their tokens.
         window: tokens in each window; `WINDOW` when None. Fewer where the model or the text has no more, and an
             encoder's are no longer than the sentences it reads.
     """
@@ -45,11 +46,11 @@ class CalibrationTexts:
 
     @property
     def widest(self) -> int:
-        """Tokens in a window, at most."""
+        """The most tokens that a window has."""
         return self.window or WINDOW
 
     def identity(self) -> list[Any]:
-        """What tells them from others, whatever their files are called."""
+        """JSON-able values that tell these texts from others, whatever their files are called."""
         return [[text_identity(source) for source in self.sources], self.tokens, self.widest]
 
 
@@ -57,13 +58,20 @@ NO_TEXTS = CalibrationTexts()
 
 
 def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> tuple[Tensor, int]:
-    """Windows to calibrate on and, last, those held out; and how many those are.
+    """Cut the windows to calibrate on, those held out last, and say how many are held out.
 
-    An encoder's have the tokens that its tokenizer puts around a text.
+    An encoder's windows have the tokens that its tokenizer puts around a text.
+
+    Args:
+        checkpoint: the model that is calibrated.
+        texts: what it is calibrated on.
+
+    Returns:
+        Windows ``[N, W]`` of token ids, and how many of the last are held out.
 
     Raises:
         ArgumentError: a text cannot be read or is too short, or has tokens the model does not know; or the windows
-            are to be longer than its positions.
+            would be longer than the model's positions.
     """
     positions = checkpoint.spec.max_position_embeddings
     if texts.window is not None and positions is not None and texts.window > positions:
@@ -71,7 +79,7 @@ def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> tuple[Tenso
     tokenizer = load_tokenizer(checkpoint.path)
     before, after, most = list[int](), list[int](), texts.widest
     if not checkpoint.spec.is_causal:
-        # An encoder never reads text without the tokens around it, and attends to them more than to most words.
+        # An encoder always reads text with these tokens around it, and attends to them more than to most words.
         before, after = wrapping_ids(tokenizer)
         most = min(most, max_length(checkpoint.path) or most)
     window = usual_window(positions, most, around=len(before) + len(after))
@@ -92,15 +100,16 @@ def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> tuple[Tenso
 def check_texts(
     calibrate: str | Path | Sequence[str | Path] | None, tokens: int | None, window: int | None
 ) -> CalibrationTexts:
-    """The texts that were named, every one of which can be read, and none of which is another.
+    """Check the texts that the user named: each can be read, and no two are the same.
 
     Args:
         calibrate: a text, or several, or none.
-        tokens: how many to look at; `TOKENS` when None.
-        window: see `CalibrationTexts`.
+        tokens: how many of their tokens; `TOKENS` when None.
+        window: tokens in each window; see `CalibrationTexts`.
 
     Raises:
-        ArgumentError: one cannot or is, or too few tokens are asked for, or some of no text.
+        ArgumentError: a text cannot be read or is named twice; or fewer than 2 tokens are asked for, or a number of
+            tokens without a text.
         MissingExtraError: a dataset is named and ``datasets`` is not installed.
     """
     sources = (calibrate,) if isinstance(calibrate, str | Path) else tuple(calibrate or ())
@@ -118,8 +127,12 @@ def check_texts(
 def refuse_unknown_tokens(checkpoint: Checkpoint, *windows: Tensor) -> None:
     """Refuse tokens that the model has no embedding for.
 
+    Args:
+        checkpoint: the model.
+        windows: token ids, of any shape.
+
     Raises:
-        ArgumentError: there are some.
+        ArgumentError: one is outside the vocabulary.
     """
     vocabulary, largest = checkpoint.config.get("vocab_size"), max(int(batch.max()) for batch in windows)
     if isinstance(vocabulary, int) and largest >= vocabulary:
@@ -127,10 +140,10 @@ def refuse_unknown_tokens(checkpoint: Checkpoint, *windows: Tensor) -> None:
 
 
 def refuse_cross_layers(checkpoint: Checkpoint, texts: CalibrationTexts) -> None:
-    """Refuse a text where a model decodes what its encoder heard.
+    """Refuse to calibrate a model with cross-attention, such as Whisper's decoder, on text.
 
     Raises:
-        ArgumentError: it does.
+        ArgumentError: there is a text and the model has cross-attention.
     """
     if texts and checkpoint.spec.cross_layers:
         rule = f"is text, and a {checkpoint.spec.model_type} model decodes what its encoder heard"

@@ -1,4 +1,4 @@
-"""Text out of files: UTF-8 text, ``.jsonl`` rows, and the language reference that comes with Python."""
+"""Text from files: UTF-8 text, ``.jsonl`` rows, and the language reference that comes with Python."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def read_text(path: str | Path, *, characters: int | None = None, name: str = "t
 
     Args:
         path: of the file.
-        characters: how many at most, from the beginning; what is beyond is not read. All when None.
-        name: what an error calls it.
+        characters: the most to read, from the beginning; all when None.
+        name: what an error calls the text.
 
     Raises:
-        ArgumentError: there is no such file, or what is read is not UTF-8 text.
+        ArgumentError: there is no such file, or it is not UTF-8 text as far as it is read.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
@@ -30,31 +30,36 @@ def read_text(path: str | Path, *, characters: int | None = None, name: str = "t
 
 
 def language_reference(topics: slice = slice(None)) -> str:
-    """Python's own language reference: English prose that is on every machine that runs this.
+    """Python's own language reference as one text; see `reference_topics`."""
+    return "\n\n".join(reference_topics(topics))
+
+
+def reference_topics(topics: slice = slice(None)) -> list[str]:
+    """The topics of Python's own language reference: English prose that is on every machine that runs this.
 
     Args:
-        topics: which of its topics, in order of their names.
+        topics: which of them, in order of their names.
 
     Raises:
         ArgumentError: this Python came without it.
     """
     try:
-        from pydoc_data.topics import topics as known
+        from pydoc_data.topics import topics as texts
     except ImportError:
         raise ArgumentError("pydoc_data.topics", None, "is missing from this Python; name another text") from None
-    return "\n\n".join(known[name] for name in sorted(known)[topics])
+    return [texts[name] for name in sorted(texts)[topics]]
 
 
 def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a ``.jsonl`` file, one a line; empty lines are skipped.
+    """Read the objects of a ``.jsonl`` file, one a line; empty lines are skipped.
 
     Args:
         path: a UTF-8 file.
-        name: what an error calls it.
-        limit: at most this many, from the beginning; all when None.
+        name: what an error calls the file.
+        limit: the most objects to read, from the beginning; all when None.
 
     Raises:
-        ArgumentError: the file cannot be read, a line is no JSON object, there is none, or the limit is not positive.
+        ArgumentError: the file cannot be read or is empty, a line is no JSON object, or the limit is not positive.
     """
     if limit is not None and limit < 1:
         raise ArgumentError("limit", limit, "must be at least 1")

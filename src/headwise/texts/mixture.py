@@ -1,4 +1,4 @@
-"""A mixture of texts as windows of tokens: some to calibrate on, some held out, some beyond both."""
+"""A mixture of texts as windows of tokens: some to calibrate on, some held out, some left for an evaluation."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from headwise.texts.sources import read_source
 from headwise.texts.windows import cut_windows, token_ids
 
 SPREAD = 128
-"""Characters of a long text for each token asked for: what windows are spread over, to be about many things."""
+"""Characters of a long text that windows are spread over for each token asked for, so that their subjects differ."""
 
 _RESERVE = 8
-"""One in so many tokens of a text, at its end, are left for an exam, and a few windows at least."""
+"""One in so many tokens of a text, at its end, is left for an evaluation, and a few windows at least."""
 
 
 def calibration_windows(
     tokenizer: Any, sources: Sequence[str | Path], *, tokens: int, window: int, name: str = "calibrate"
 ) -> Tensor:
-    """Windows ``[N, window]`` of a mixture of texts: an equal share of each, in turn.
+    """Cut windows ``[N, window]`` from a mixture of texts: an equal share of each, in turn.
 
-    Those of a long text lie evenly apart, as windows next to each other are about one thing; its end is left for
-    `windows_beyond`. Where a text is shorter than its share, what there is is taken: ``numel()`` of the result is the
-    number of tokens. The same arguments give the same windows.
+    Windows of a long text lie evenly apart, because neighbouring ones are about one subject; its end is left for
+    `windows_beyond`. A text shorter than its share gives what it has: ``numel()`` of the result is the number of
+    tokens. Equal arguments give equal windows.
 
     Args:
         tokenizer: transformers'.
-        sources: see `read_source`.
+        sources: the texts; see `read_source`.
         tokens: how many in all; a few more where each source would not get a window.
-        window: tokens in each at most: they are shorter where that uses all the tokens asked for, or where a single
-            text has no more.
-        name: of the sources, for errors.
+        window: the most tokens in each: fewer where that uses all the tokens asked for, or where a single text has
+            no more.
+        name: what an error calls the sources.
 
     Raises:
         ArgumentError: a source cannot be read, or has fewer tokens than a window.
@@ -48,13 +48,13 @@ def calibration_windows(
     for field, value in (("tokens", tokens), ("window", window)):
         if value < 2:
             raise ArgumentError(field, value, "must be at least 2")
-    ids = [_beginning(tokenizer, source, _enough(tokens, window, len(sources)), name) for source in sources]
-    counts, window = _shares([len(own) for own in ids], tokens, window)
+    texts = [_beginning(tokenizer, source, _enough(tokens, window, len(sources)), name) for source in sources]
+    counts, window = _shares([len(ids) for ids in texts], tokens, window)
     cut = []
-    for own, count, source in zip(ids, counts, sources, strict=True):
-        whole = cut_windows(own, window=window, windows=count, name=f"{name} {source}")
-        apart = window + (_span(len(own), len(whole), window) - whole.numel()) // len(whole)
-        cut.append([torch.tensor(own[at * apart : at * apart + window]) for at in range(len(whole))])
+    for ids, count, source in zip(texts, counts, sources, strict=True):
+        whole = cut_windows(ids, window=window, windows=count, name=f"{name} {source}")
+        stride = window + (_span(len(ids), len(whole), window) - whole.numel()) // len(whole)
+        cut.append([torch.tensor(ids[at * stride : at * stride + window]) for at in range(len(whole))])
     in_turn = [row for rows in zip_longest(*cut) for row in rows if row is not None]
     return torch.stack(in_turn)
 
@@ -69,36 +69,42 @@ def windows_beyond(
     windows: int,
     name: str = "calibrate",
 ) -> list[tuple[str, Tensor]]:
-    """Windows ``[n, width]`` of each text that `calibration_windows` takes none of, and what to call them.
+    """Cut windows ``[n, width]`` from the end of each text, behind those of `calibration_windows`.
 
     Args:
         tokenizer: transformers'.
         sources: as they are given to `calibration_windows`.
         tokens: likewise.
         window: likewise.
-        width: tokens in each window given back; a text with fewer left is left out.
-        windows: how many of each text at most.
-        name: of the sources, for errors.
+        width: tokens in each of the new windows; a text with fewer left is left out.
+        windows: the most of each text.
+        name: what an error calls the sources.
+
+    Returns:
+        For each text that has some left what to call them, and the windows.
     """
     enough = _enough(tokens, window, len(sources))
-    ids = [_beginning(tokenizer, source, enough, name) for source in sources]
-    counts, taken = _shares([len(own) for own in ids], tokens, window)
-    found = []
-    for own, count, source in zip(ids, counts, sources, strict=True):
-        used = _span(len(own), min(count, len(own) // taken), taken)
-        if len(own) - used >= width:
-            left = cut_windows(own[used:], window=width, windows=windows)
-            found.append((f"{source} after {used:,} tokens", left))
-    return found
+    texts = [_beginning(tokenizer, source, enough, name) for source in sources]
+    counts, taken = _shares([len(ids) for ids in texts], tokens, window)
+    beyond = []
+    for ids, count, source in zip(texts, counts, sources, strict=True):
+        used = _span(len(ids), min(count, len(ids) // taken), taken)
+        if len(ids) - used >= width:
+            left = cut_windows(ids[used:], window=width, windows=windows)
+            beyond.append((f"{source} after {used:,} tokens", left))
+    return beyond
 
 
 def hold_out(windows: Tensor, every: int, *, sources: int = 1) -> tuple[Tensor, Tensor]:
-    """Set about every so many windows aside, at least one, of each source in turn: the rest, and those.
+    """Set one in so many windows aside, at least one, of each source in turn.
 
     Args:
         windows: ``[N, window]``, of `calibration_windows`.
         every: one in so many; one or a few more where each source would otherwise not have its turn.
-        sources: how many texts are mixed in them.
+        sources: how many texts are mixed in the windows.
+
+    Returns:
+        The windows that stay, and those that are held out.
 
     Raises:
         ArgumentError: there are fewer than two windows, or ``every`` is less than 2.
@@ -114,7 +120,7 @@ def hold_out(windows: Tensor, every: int, *, sources: int = 1) -> tuple[Tensor, 
 
 
 def _enough(tokens: int, window: int, sources: int) -> int:
-    """How many characters of each source windows are spread over, and an exam is taken from."""
+    """How many characters of each source are read, for calibration and evaluation together."""
     return SPREAD * (-(-tokens // sources) + window)
 
 
@@ -124,14 +130,14 @@ def _span(length: int, count: int, window: int) -> int:
 
 
 def _beginning(tokenizer: Any, source: str | Path, characters: int, name: str) -> list[int]:
-    """The tokens of so many characters of a source; no more of it is read than that needs."""
+    """The tokens of the first characters of a source; no more of it is read than that needs."""
     return token_ids(tokenizer, read_source(source, characters=characters, name=name)[:characters])
 
 
 def _shares(lengths: Sequence[int], tokens: int, window: int) -> tuple[list[int], int]:
-    """How many windows of each source are asked for, and of how many tokens they are.
+    """How many windows are asked of each source, and how many tokens each window has.
 
-    The first sources have one more where they do not divide.
+    The first sources give one more where the windows do not divide evenly.
     """
     if len(lengths) == 1:
         tokens = max(min(tokens, lengths[0]), 2)

@@ -19,18 +19,20 @@ _KINDS = {"parquet": ("*.parquet",), "json": ("*.jsonl", "*.json"), "text": ("*.
 
 
 def read_source(source: str | Path, *, characters: int | None = None, name: str = "calibrate") -> str:
-    """The text of a source, or at least the first ``characters`` of it.
+    """Read the text of a source, or at least the first ``characters`` of it.
+
+    For example ``read_source("hf-dataset://owner/name::train#text", characters=10_000)``.
 
     Args:
         source: a UTF-8 file; a ``.parquet`` or ``.jsonl`` file, or a folder of one of those or of ``.txt``; or a
             dataset of the Hugging Face hub, ``hf-dataset://owner/name:config:split#column``, where the split is
             ``train`` and the column is ``text`` unless named (``hf-dataset://owner/name::test`` has a split and no
             config). All but the first are read by the ``datasets`` library, and ``#column`` goes with each.
-        characters: enough; what is beyond is not read where it need not be.
-        name: what an error calls it.
+        characters: how many are enough; sources that are read row by row are read no further.
+        name: what an error calls the source.
 
     Raises:
-        ArgumentError: it cannot be read, or has no such column.
+        ArgumentError: the source cannot be read, or has no such column.
         MissingExtraError: ``datasets`` is needed and not installed.
     """
     if not str(source):
@@ -54,34 +56,34 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
 
 
 def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
-    """Refuse texts of which two are the same, wherever they are: it would count twice.
+    """Refuse a text that is named twice, under whatever path, because it would count twice.
 
     Args:
         sources: see `read_source`.
-        name: what an error calls them.
+        name: what an error calls the sources.
 
     Raises:
-        ArgumentError: two are, or one cannot be read.
+        ArgumentError: two sources are the same text, or one cannot be read.
     """
-    known: dict[str, str | Path] = {}
+    by_identity: dict[str, str | Path] = {}
     for source in sources:
         identity = text_identity(source, name=name)
-        if identity in known:
-            raise ArgumentError(name, str(source), f"is the same text as {known[identity]}; name it once")
-        known[identity] = source
+        if identity in by_identity:
+            raise ArgumentError(name, str(source), f"is the same text as {by_identity[identity]}; name it once")
+        by_identity[identity] = source
 
 
 def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
-    """What tells a text from another, wherever it is: of files a digest of their content and of the column read.
+    """A string that is the same for equal texts, wherever they are stored: a digest of content and column.
 
-    A dataset of the hub is known by its name alone.
+    A dataset of the hub is identified by its name alone.
 
     Args:
         source: see `read_source`.
-        name: what an error calls it.
+        name: what an error calls the source.
 
     Raises:
-        ArgumentError: it cannot be read.
+        ArgumentError: the source cannot be read.
     """
     if str(source).startswith(DATASET_PREFIX):
         return str(source)
@@ -97,7 +99,7 @@ def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
 
 
 def _local(source: str | Path) -> tuple[Path, str]:
-    """The file or folder of a source, and the column that is named with it."""
+    """The file or folder of a source, and the column that is named behind its ``#``."""
     where, _, column = str(source).partition("#")
     if Path(source).exists() or not Path(where).exists():
         return Path(source), ""  # the # is part of the path
@@ -110,7 +112,7 @@ def _digest(file: str) -> str:
 
 
 def _local_files(path: Path, name: str) -> tuple[str, list[str]]:
-    """What ``datasets`` calls the kind, and the files in order."""
+    """The name that ``datasets`` has for the kind of the files, and the files in order."""
     for kind, patterns in _KINDS.items():
         if path.is_dir():
             files = sorted(str(file) for pattern in patterns for file in path.rglob(pattern))
@@ -127,15 +129,15 @@ def _dataset_rows(source: str | Path, name: str, *args: Any, **kwargs: Any) -> I
     except ImportError:
         raise MissingExtraError(name, str(source), f"needs the datasets package: {DATASETS_PIP}") from None
     try:
-        # Streamed: of a large dataset only the beginning is fetched.
+        # Streaming fetches no more of a large dataset than is read.
         yield from datasets.load_dataset(*args, **kwargs, streaming=True)
-    except Exception as error:  # it raises many kinds
+    except Exception as error:  # datasets raises many kinds
         reason = shorten(str(error), 300, placeholder=" …") or type(error).__name__
         raise ArgumentError(name, str(source), f"could not be read: {reason}") from None
 
 
 def _text(rows: Iterator[dict[str, Any]], column: str, characters: int | None, source: str | Path, name: str) -> str:
-    """The rows' texts, each ending its line."""
+    """The texts of the rows, each on a line of its own."""
     texts: list[str] = []
     length = 0
     for row in rows:

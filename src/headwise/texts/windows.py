@@ -1,4 +1,4 @@
-"""Text as windows of tokens."""
+"""Tokenising text, and cutting it into windows of tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headwise.errors import ArgumentError, SpecError
 def token_windows(
     tokenizer: Any, text: str, *, window: int, windows: int | None = None, name: str = "text"
 ) -> Tensor:
-    """Token ids ``[windows, window]``: consecutive windows without overlap, and without added special tokens.
+    """Tokenise a text into consecutive windows ``[windows, window]`` without overlap or added special tokens.
 
     Args:
         tokenizer: transformers'.
-        text: what to cut up; a last part shorter than a window is left out.
+        text: as it is; a last part shorter than a window is left out.
         window: tokens in each.
-        windows: at most this many; all there are when None.
-        name: of the text, for the error.
+        windows: the most windows; all when None.
+        name: what an error calls the text.
 
     Raises:
         ArgumentError: window or windows is not positive, or the text is shorter than one window.
@@ -35,18 +35,24 @@ def token_windows(
 
 
 def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[int]:
-    """The text's tokens, none added; of a long text no more than about ``at_most`` needs is read."""
+    """Tokenise a text, adding no special tokens.
+
+    Args:
+        tokenizer: transformers'.
+        text: as it is.
+        at_most: how many tokens are enough: of a long text only the beginning is read. All when None.
+    """
     # No tokenizer in use averages over 16 characters a token for long.
-    some = text if at_most is None else text[: at_most * 32]
-    ids: list[int] = tokenize(tokenizer, some, add_special_tokens=False)["input_ids"]
+    beginning = text if at_most is None else text[: at_most * 32]
+    ids: list[int] = tokenize(tokenizer, beginning, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name: str = "text") -> Tensor:
-    """Ids as ``[windows, window]``; see `token_windows`.
+    """Cut token ids into windows ``[windows, window]``; see `token_windows`.
 
     Raises:
-        ArgumentError: there are fewer than one window of them.
+        ArgumentError: there are fewer ids than a window has.
     """
     if len(ids) < window:
         raise ArgumentError(
@@ -59,15 +65,15 @@ def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name
 
 
 def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
-    """Tokens of a text in a window where none are asked for: ``most``, or as many as the model has positions.
+    """The default number of a text's tokens in a window: ``most``, or as many as the model has positions.
 
     Args:
         positions: the model's; None where it has no limit.
-        most: with what is put around them.
+        most: tokens in a window, those around the text included.
         around: how many tokens a tokenizer puts around a text.
 
     Raises:
-        SpecError: the model has no room for two.
+        SpecError: the model has no room for two tokens of text.
     """
     if positions is not None and positions < 2 + around:
         raise SpecError("max_position_embeddings", positions, f"must be at least {2 + around} for a text to be read")
@@ -75,13 +81,13 @@ def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
 
 
 def first_ids(tokenizer: Any) -> list[int]:
-    """The token a tokenizer puts before any text by itself, if it does."""
+    """The token that a tokenizer puts before any text, as a list; empty if it puts none."""
     ids: list[int] = tokenize(tokenizer, "")["input_ids"]
     return [token for token in ids[:1] if token == tokenizer.bos_token_id]
 
 
 def wrapping_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens a tokenizer puts before and behind any text by itself: an encoder's ``[CLS]`` and ``[SEP]``."""
+    """The tokens that a tokenizer puts before and after any text: an encoder's ``[CLS]`` and ``[SEP]``."""
     alone = token_ids(tokenizer, "a")
     whole: list[int] = tokenize(tokenizer, "a")["input_ids"]
     for at in range(len(whole) - len(alone) + 1):
@@ -91,7 +97,7 @@ def wrapping_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def ending_ids(tokenizer: Any, prompt: str, ending: str) -> tuple[list[int], list[int]]:
-    """A prompt's tokens and its ending's, read as one text: a token that spans both is the ending's."""
+    """Tokenise a prompt and its ending as one text, and split them; a token that spans both is the ending's."""
     alone = token_ids(tokenizer, prompt)
     whole = token_ids(tokenizer, prompt + ending)
     shared = 0

@@ -16,14 +16,16 @@ from safetensors.torch import load_file, save_file
 import headwise
 from headwise import Conversion
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion.budget import spread
-from headwise.conversion.budget.spread import Trial, held_pieces, narrowed, sizes_to_try
-from headwise.conversion.loop import read_layer
-from headwise.conversion.solvers.heads import Layer, rotation_tables
-from headwise.conversion.solvers.latent import convert_to_latent
+from headwise.conversion.budget import layer_trials, spread
+from headwise.conversion.budget.layer_trials import LayerTrials
+from headwise.conversion.budget.sizes import narrowed, sizes_to_try
+from headwise.conversion.budget.trial import Trial, held_pieces
+from headwise.conversion.planning.plan import Place, read_layer
+from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
+from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec, RopeSpec, as_latent
 from tests.real_models import save_tiny
@@ -42,7 +44,7 @@ def opened(folder: Path, model_type: str = "llama", **overrides: Any) -> Layerwi
 @torch.no_grad()
 def studied(model: LayerwiseModel) -> tuple[Layer, Statistics]:
     """Layer 0 and its statistics."""
-    layer = read_layer(model.checkpoint, 0).float()
+    layer = read_layer(model.checkpoint, Place(0)).float()
     call, _ = model.trace(0, model.layer(0), model.begin(ids(4, 32)))
     return layer, statistics_of(layer, None, enumerate(call.inputs), 32)
 
@@ -89,7 +91,7 @@ def test_pieces_are_of_the_held_out_text() -> None:
 def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
     """Layer 0 is given other weights, in a trial and in the model itself."""
     model, pieces = opened(tmp_path / "source"), ids(2, 24)
-    layer = read_layer(model.checkpoint, 0).float()
+    layer = read_layer(model.checkpoint, Place(0)).float()
     blurred = {name: x + 0.2 * x.std() * torch.randn_like(x) for name, x in layer.state.items()}
     trial = Trial(model, pieces)
     module = model.layer(0)
@@ -152,7 +154,7 @@ def test_a_layer_that_does_nothing_gives_its_cache_to_the_others(tmp_path: Path)
 
 def test_a_plan_that_is_no_better_when_measured_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uneven(tmp_path / "source")
-    monkeypatch.setattr(spread, "_try_plans", lambda *_: [0.5, 0.5])
+    monkeypatch.setattr(LayerTrials, "divergences", lambda *_: [0.5, 0.5])
     done = converted(tmp_path)
     assert done.spread is not None
     assert done.spread.is_even
@@ -165,10 +167,10 @@ def test_a_plan_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     uneven(tmp_path / "source")
     whole = converted(tmp_path, "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.conversion.output.formats.fill", None)
+        patch.setattr("headwise.conversion.run._fill", None)
         with pytest.raises(TypeError):
             converted(tmp_path)
-    monkeypatch.setattr(spread, "_find", None)
+    monkeypatch.setattr(spread, "_search", None)
     again = converted(tmp_path)
     assert again.spread == whole.spread
     for file in ("model.safetensors", "config.json"):
@@ -197,9 +199,9 @@ def test_a_search_that_is_killed_goes_on(
     """Nothing is tried again: with 3 sensitivities, then two files a layer are kept, then one a plan."""
     uneven(tmp_path / "source")
     whole = converted(tmp_path, "whole")
-    own, count = LayerResults.save, 0
+    own, count = LayerFiles.save, 0
 
-    def stopping(self: LayerResults, *args: Any) -> None:
+    def stopping(self: LayerFiles, *args: Any) -> None:
         nonlocal count
         own(self, *args)
         count += 1
@@ -207,19 +209,19 @@ def test_a_search_that_is_killed_goes_on(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(LayerResults, "save", stopping)
+        patch.setattr(LayerFiles, "save", stopping)
         with pytest.raises(KeyboardInterrupt):
             converted(tmp_path)
     tries, plans = list[int](), list[tuple[int, int]]()
 
-    def noting(self: LayerResults, index: int, tensors: Any, about: Any) -> None:
+    def noting(self: LayerFiles, index: int, tensors: Any, about: Any) -> None:
         if self.folder.name == "tried":
             tries.append(index)
         if self.folder.name == "plans":
             plans.append((about["layers"] - 1, index))
         own(self, index, tensors, about)
 
-    monkeypatch.setattr(LayerResults, "save", noting)
+    monkeypatch.setattr(LayerFiles, "save", noting)
     again = converted(tmp_path)
     assert (tries, plans) == (tried, planned)
     assert again.spread == whole.spread
@@ -236,7 +238,7 @@ def test_where_there_is_nothing_to_spread_it_is_not_tried(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny(tmp_path / "source")
-    monkeypatch.setattr(spread, "_find", None)
+    monkeypatch.setattr(spread, "_search", None)
     done = converted(tmp_path, **options)
     assert done.spread is None
     assert "spread" not in json.dumps(done.notes)
@@ -244,10 +246,10 @@ def test_where_there_is_nothing_to_spread_it_is_not_tried(
 
 def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uneven(tmp_path / "source")
-    wanted = spread.KEY_WEIGHTS[2], spread.KEY_WEIGHTS[0], spread.KEY_WEIGHTS[1]
+    wanted = layer_trials.KEY_WEIGHTS[2], layer_trials.KEY_WEIGHTS[0], layer_trials.KEY_WEIGHTS[1]
     weights: dict[int, float] = {}
     kept, given = list[Layer](), list[float]()
-    solutions, solve = spread.solutions, convert_to_latent
+    solutions, solve = layer_trials.solutions, convert_to_latent
 
     def noted(*args: Any, key_weight: float = KEY_WEIGHT, **more: Any) -> Iterator[tuple[tuple[int, int], Layer]]:
         for size, layer in solutions(*args, key_weight=key_weight, **more):
@@ -255,17 +257,17 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
             weights[id(layer)] = key_weight
             yield size, layer
 
-    def solved(*args: Any, key_weight: float, **kwargs: Any) -> Any:
-        given.append(key_weight)
-        return solve(*args, key_weight=key_weight, **kwargs)
+    def solved(*args: Any, options: LatentOptions, **kwargs: Any) -> Any:
+        given.append(options.key_weight)
+        return solve(*args, options=options, **kwargs)
 
     def errors(_: Trial, index: int, *rest: Any) -> Callable[[Layer], float]:
         return lambda layer: 0.5 if weights[id(layer)] == wanted[index] else 1.0
 
-    monkeypatch.setattr(spread, "solutions", noted)
+    monkeypatch.setattr(layer_trials, "solutions", noted)
     monkeypatch.setattr(Trial, "errors", errors)
-    monkeypatch.setattr(spread, "_try_plans", lambda *_: [0.5, 0.4])
-    monkeypatch.setattr("headwise.conversion.loop.convert_to_latent", solved)
+    monkeypatch.setattr(LayerTrials, "divergences", lambda *_: [0.5, 0.4])
+    monkeypatch.setattr("headwise.conversion.methods.headwise.convert_to_latent", solved)
     done = converted(tmp_path)
     assert done.spread is not None
     assert done.spread.key_weights == wanted == tuple(given)
@@ -274,7 +276,7 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
     said = "before any refit KL 0.400 nats on held-out text, and 0.500 with one size for all"
     assert any(said in note for note in done.notes)
     given.clear()
-    monkeypatch.setattr(spread, "_try_plans", lambda *_: [0.4, 0.5])
+    monkeypatch.setattr(LayerTrials, "divergences", lambda *_: [0.4, 0.5])
     assert converted(tmp_path, "even").spread == replace(
         done.spread, sizes=done.spread.even, key_weights=(KEY_WEIGHT,) * 3, measured=(0.4, 0.5)
     )

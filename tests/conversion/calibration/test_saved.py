@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save
 
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion import loop as layers
-from headwise.conversion.calibration.saved import SavedStatistics, _triangle, _whole, open_statistics
-from headwise.conversion.calibration.streams import Sequential
+from headwise.conversion.calibration.saved import SavedCalibrator, _triangle, _whole, open_statistics
+from headwise.conversion.calibration.text import TextCalibrator
+from headwise.conversion.planning import plan as planning
+from headwise.conversion.planning.plan import Place
 from headwise.conversion.proof import REFERENCE
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf import LayerwiseModel
 from headwise.texts import calibration_windows
 from tests.conversion.test_resumed import StoppedError, stop_at
@@ -27,7 +28,7 @@ from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 
-study = sys.modules["headwise.conversion.calibrate"]
+calibrate = sys.modules["headwise.conversion.calibrate"]
 
 convert = partial(headwise.convert, evaluate=False)
 """Nothing is measured, but where a test says so."""
@@ -54,8 +55,8 @@ def statistics(source: Path, text: Path, tmp_path: Path) -> Path:
 def layers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Filled with the source's layers as conversions read them."""
     read: list[int] = []
-    own = layers.read_layer
-    monkeypatch.setattr(layers, "read_layer", lambda *args, **kwargs: read.append(args[1]) or own(*args, **kwargs))
+    own = planning.read_layer
+    monkeypatch.setattr(planning, "read_layer", lambda source, place: read.append(place.index) or own(source, place))
     return read
 
 
@@ -89,7 +90,7 @@ def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics
         model(windows)
     for index, (own,) in enumerate(seen):
         inputs = torch.cat((own, torch.ones(512, 1, dtype=torch.float64)), dim=1)
-        found = known.layer(index)[0].inputs
+        found = known.evidence(Place(index)).statistics.inputs  # type: ignore[union-attr]
         assert torch.allclose(found, inputs.mT @ inputs / 512, rtol=1e-4, atol=1e-5 * float(found.abs().max()))
 
 
@@ -113,9 +114,9 @@ def test_it_is_the_conversion_on_the_text_with_every_stage_left_out(
     without = ("spread", "sequence", "refit", "refine") if method is None else ()  # a published one has none
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "method": method}
     convert(source, tmp_path / "on-text", calibrate=text, calibration_tokens=512, without=without, **options)
-    # A study of no more than those windows, in their order.
-    own = study.open_windows
-    monkeypatch.setattr(study, "open_windows", lambda *args: (own(*args)[0][: -own(*args)[1]], 0))
+    # Calibrated on no more than those windows, in their order.
+    own = calibrate.open_windows
+    monkeypatch.setattr(calibrate, "open_windows", lambda *args: (own(*args)[0][: -own(*args)[1]], 0))
     headwise.calibrate(source, tmp_path / "fewer", calibrate=text, calibration_tokens=512)
     convert(source, tmp_path / "out", statistics=tmp_path / "fewer", **options)
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("on-text", "out"))
@@ -129,7 +130,7 @@ def test_layers_that_are_done_are_neither_read_nor_solved_again(
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
     convert(source, tmp_path / "whole", **options)
     with monkeypatch.context() as patch:
-        stop_at(patch, LayerResults, "save", 1, after=True)
+        stop_at(patch, LayerFiles, "save", 1, after=True)
         with pytest.raises(StoppedError):
             convert(source, tmp_path / "out", **options)
     read = layers_read(monkeypatch)
@@ -140,12 +141,12 @@ def test_layers_that_are_done_are_neither_read_nor_solved_again(
 
 
 @pytest.mark.parametrize("call", [1, 3, 4])
-def test_a_study_that_ended_early_goes_on(
+def test_a_calibration_that_ended_early_goes_on(
     source: Path, text: Path, statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     options: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512}
     with monkeypatch.context() as patch:
-        stop_at(patch, LayerResults, "save", call, after=True)
+        stop_at(patch, LayerFiles, "save", call, after=True)
         with pytest.raises(StoppedError):
             headwise.calibrate(source, tmp_path / "again", **options)
     assert not (tmp_path / "again").exists()
@@ -168,7 +169,7 @@ def flip(file: Path) -> None:
 
 
 def poison(file: Path) -> None:
-    results = LayerResults(file.parent)
+    results = LayerFiles(file.parent)
     found = results.load(0)
     assert found is not None
     found[0]["inputs"][3] = float("nan")
@@ -179,7 +180,7 @@ def changed(**tensors: Any) -> Callable[[Path], None]:
     """A layer's file with other tensors (of a function, what it makes of one; None for none), all checksums right."""
 
     def spoil(file: Path) -> None:
-        results = LayerResults(file.parent)
+        results = LayerFiles(file.parent)
         found = results.load(0)
         assert found is not None
         own, about = found
@@ -304,7 +305,7 @@ def test_they_end_as_deepseek_too(
     """The channels that all layers keep are chosen by them, and the model is run for nothing but the comparison."""
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "format": "deepseek"}
     convert(source, tmp_path / "blind", **options)
-    monkeypatch.setattr("headwise.texts.calibration.LayerwiseModel", None)  # would be called
+    monkeypatch.setattr("headwise.conversion.calibration.text.LayerwiseModel", None)  # would be called
     done = convert(source, tmp_path / "out", statistics=statistics, **options)
     assert (done.model_type, done.calibration_tokens) == ("deepseek_v3", 512)
     assert done.stock is not None
@@ -324,8 +325,10 @@ def test_what_they_would_take(source: Path, statistics: Path, tmp_path: Path) ->
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        own = SavedStatistics.layer
-        patch.setattr(SavedStatistics, "layer", lambda self, index: read.append(index) or own(self, index))
+        own = SavedCalibrator.evidence
+        patch.setattr(
+            SavedCalibrator, "evidence", lambda self, place, *a: read.append(place.index) or own(self, place)
+        )
         dry = convert(source, tmp_path / "out", **options, dry_run=True)
     assert read == [0, 1, 0]  # both are checked, and one is solved for
     assert dry.seconds > 0
@@ -343,7 +346,7 @@ def test_a_resumed_conversion_on_a_text_does_not_read_what_it_skips(
 ) -> None:
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "calibrate": text, "calibration_tokens": 512}
     with monkeypatch.context() as patch:
-        stop_at(patch, Sequential, "layer", 1, after=True)
+        stop_at(patch, TextCalibrator, "advance", 1, after=True)
         with pytest.raises(StoppedError):
             convert(source, tmp_path / "out", **options)
     read = layers_read(monkeypatch)

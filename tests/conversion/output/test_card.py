@@ -60,10 +60,11 @@ def score(text: str, **values: Any) -> dict[str, Any]:
 def evaluation(*texts: dict[str, Any], **values: Any) -> dict[str, Any]:
     """As `evaluate` reports it, so that the card's names are held to that class."""
     buckets = (PositionScore(start=1, stop=256, nll=3.0),)
-    return Evaluation(
-        **{
+    return paired(
+        Evaluation,
+        {
             **score(", ".join(text["text"] for text in texts)),
-            "texts": tuple(TextScore(**text, by_position=buckets) for text in texts),
+            "texts": tuple(paired(TextScore, {**text, "by_position": buckets}) for text in texts),
             "model": "/home/somebody/out",
             "against": "/home/somebody/models/small",
             "window": 2048,
@@ -75,8 +76,16 @@ def evaluation(*texts: dict[str, Any], **values: Any) -> dict[str, Any]:
             "device": "cpu",
             "threads": 2,
             **values,
-        }
+        },
     ).to_dict()
+
+
+def paired(kind: type[Any], values: dict[str, Any]) -> Any:
+    """A result from the values of its JSON, those of the reference among them."""
+    own = {name: value for name, value in values.items() if not name.startswith("reference_")}
+    others = {name.removeprefix("reference_"): value for name, value in values.items() if name not in own}
+    is_alone = all(value is None for value in others.values())
+    return kind(**own, reference=None if is_alone else kind(**{**own, **others}))
 
 
 def metadata(card: str) -> dict[str, Any]:

@@ -15,16 +15,19 @@ import torch
 import headwise
 from headwise.checkpoints import FolderWriter, open_checkpoint
 from headwise.conversion import parse_target
-from headwise.conversion.budget import shared_channels as common_plan
-from headwise.conversion.budget.shared_channels import common_channels, rotary_losses
-from headwise.conversion.loop import convert_layer, read_layer
+from headwise.conversion.budget import shared_channels
+from headwise.conversion.budget.shared_channels import choose_shared_channels, rotary_losses
+from headwise.conversion.calibration.base import NOTHING_KNOWN
+from headwise.conversion.loop import convert_layer
 from headwise.conversion.output import deepseek, formats
-from headwise.conversion.output.formats import logits_difference
-from headwise.conversion.planning.plan import Job
+from headwise.conversion.output.difference import logits_difference
+from headwise.conversion.output.layout import OutputLayout
+from headwise.conversion.output.store import LayerStore
+from headwise.conversion.planning.plan import ConversionPlan, Place, make_plan
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage.activations import Activations
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.progress import silent
 from headwise.specs import GroupedSpec, LatentSpec
 from tests.conversion.test_resumed import StoppedError, stop_at
@@ -53,8 +56,8 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def job_of(source: Path, budget: float = 0.5) -> Job:
-    return Job(open_checkpoint(source), parse_target("mla", kv_budget=budget), None)
+def plan_of(source: Path, budget: float = 0.5) -> ConversionPlan:
+    return make_plan(open_checkpoint(source), parse_target("mla", kv_budget=budget))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
@@ -136,34 +139,31 @@ def test_one_layers_plan_is_its_own(text: Path, tmp_path: Path) -> None:
     done = headwise.convert(source, tmp_path / "out", **STOCK, calibrate=text, calibration_tokens=512)
     assert done.stock is not None
     assert done.stock.shared_plan_error == pytest.approx(done.stock.own_plan_error, rel=1e-5)
-    job = job_of(source)
-    spec, target = job.before.layers[0], job.after.layers[0]
+    plan = plan_of(source)
+    spec, target = plan.before.layers[0], plan.after.layers[0]
     assert isinstance(spec, GroupedSpec)
     assert isinstance(target, LatentSpec)
-    state = read_layer(job.checkpoint, 0).state
+    state = plan.source_layer(Place(0)).state
     energy, lost = rotary_losses(state, spec, target, Statistics.nothing(48, 6, 256))
     own = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
-    assert torch.equal(common_channels(job, None, silent), own)
-    kept = Job(job.checkpoint, parse_target("mla", kv_budget=0.5), None)
-    convert_layer(kept, 0)
-    assert kept.channels[0] == own.nonzero()[:, 0].tolist()
+    assert torch.equal(choose_shared_channels(plan, NOTHING_KNOWN, silent), own)
+    layer = convert_layer(OutputLayout(plan), NOTHING_KNOWN, LayerStore(None), Place(0))
+    assert layer.channels == own.nonzero()[:, 0].tolist()
 
 
 def test_a_plan_is_for_what_all_layers_lose_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers that want channels 0 and 1 most, and both 2 nearly as much."""
-    job = job_of(save_tiny(tmp_path / "source"))
-    job.after = replace(
-        job.after,
-        layers=tuple(replace(layer, qk_rope_head_dim=2) for layer in job.after.layers),  # type: ignore[type-var]
-    )
+    plan = plan_of(save_tiny(tmp_path / "source"))
+    layers = tuple(replace(layer, qk_rope_head_dim=2) for layer in plan.after.layers)  # type: ignore[type-var]
+    plan = replace(plan, after=replace(plan.after, layers=layers))
     losses = iter(([[5.0, 0.0], [0.0, 0.0], [4.0, 1.0]], [[0.0, 0.0], [5.0, 0.0], [4.0, 1.0]]))
 
     def known(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         lost = torch.tensor(next(losses), dtype=torch.float64)
         return torch.full_like(lost, 1 / lost.numel()), lost
 
-    monkeypatch.setattr(common_plan, "rotary_losses", known)
-    assert common_channels(job, None, silent).nonzero().tolist() == [[2, 0]]
+    monkeypatch.setattr(shared_channels, "rotary_losses", known)
+    assert choose_shared_channels(plan, NOTHING_KNOWN, silent).nonzero().tolist() == [[2, 0]]
 
 
 def test_every_layer_keeps_the_same(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,9 +206,9 @@ def test_what_it_would_take(text: Path, tmp_path: Path) -> None:
     ("owner", "name", "call"),
     [
         (Activations, "commit", 2),
-        (LayerResults, "save", 3),  # of the plan
-        (LayerResults, "save", 5),  # of a layer, after its costs
-        (LayerResults, "save", 8),  # of the summary
+        (LayerFiles, "save", 3),  # of the channels
+        (LayerFiles, "save", 5),  # of a layer, with its costs
+        (LayerFiles, "save", 6),  # of the summary
         (FolderWriter, "_move_into_place", 1),  # of headwise's own format
         (FolderWriter, "add", 30),  # of a stock tensor
         (FolderWriter, "_move_into_place", 2),

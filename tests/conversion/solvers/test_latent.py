@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion.loop import read_layer
+from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.aligned import align
-from headwise.conversion.solvers.heads import Layer, rotation_tables
 from headwise.conversion.solvers.latent import convert_to_latent
+from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.specs import GroupedSpec, as_latent
 from tests.real_models import save_tiny
 
@@ -21,7 +21,7 @@ from tests.real_models import save_tiny
 def test_without_a_text_biases_are_inputs_too(tmp_path: Path, to: str) -> None:
     """What a layer says of nothing at all is in them alone; qwen2 has no bias to make up for it."""
     save_tiny(tmp_path / "source", "qwen2")
-    source = read_layer(open_checkpoint(tmp_path / "source"), 0)
+    source = read_layer(open_checkpoint(tmp_path / "source"), Place(0))
     spec, state = source.spec, dict(source.state)
     assert isinstance(spec, GroupedSpec)
     state["v_proj.bias"] = 10 * state["v_proj.bias"]

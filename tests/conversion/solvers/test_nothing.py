@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 import headwise
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion import loop as layers
-from headwise.conversion.budget.shared_channels import common_channels, rotary_losses
-from headwise.conversion.loop import read_layer
-from headwise.conversion.planning.plan import Job
+from headwise.conversion.budget.shared_channels import choose_shared_channels, rotary_losses
+from headwise.conversion.calibration.base import NOTHING_KNOWN
+from headwise.conversion.methods import headwise as own_method
+from headwise.conversion.planning.plan import Place, make_plan, read_layer
 from headwise.conversion.planning.target import parse_target
 from headwise.conversion.solvers.joint_latent import Part, joint_latent
 from headwise.conversion.solvers.refit import Cost, OutputRefit
@@ -108,14 +108,14 @@ def test_so_do_families_with_biases_and_norms_of_keys(tmp_path: Path, part: str,
 
 def test_a_layer_without_keys_has_no_say_in_the_channels_that_all_keep(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(without(tmp_path / "source", NOTHING["keys"]))
-    asked = Job(checkpoint, parse_target("mla", kv_budget=0.5), None, None)
+    asked = make_plan(checkpoint, parse_target("mla", kv_budget=0.5))
     target = asked.after.layers[0]
     assert isinstance(target, LatentSpec)
-    source = read_layer(checkpoint, 0)
-    known = Statistics.nothing(source.spec.hidden_size, source.spec.num_heads, asked.longest)
+    source = read_layer(checkpoint, Place(0))
+    known = Statistics.nothing(source.spec.hidden_size, source.spec.num_heads, asked.layer_target(Place(0)).longest)
     energy, lost = rotary_losses(source.state, source.spec, target, known)  # type: ignore[arg-type]
     alone = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
-    assert torch.equal(common_channels(asked, None, silent), alone)
+    assert torch.equal(choose_shared_channels(asked, NOTHING_KNOWN, silent), alone)
 
 
 def test_where_every_channel_rotates_keys_leave_nothing_for_the_latent(tmp_path: Path) -> None:
@@ -157,12 +157,12 @@ def test_a_refit_of_nothing_changes_nothing() -> None:
 
 def test_nan_is_said_to_be_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no wider dtype is advised, which would hold it no better."""
-    source, own = save_tiny(tmp_path / "source"), layers.convert_to_latent
+    source, own = save_tiny(tmp_path / "source"), own_method.convert_to_latent
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         state, channels = own(*args, **kwargs)
         return {**state, "kv_b_proj.weight": state["kv_b_proj.weight"] * torch.nan}, channels
 
-    monkeypatch.setattr(layers, "convert_to_latent", broken)
+    monkeypatch.setattr(own_method, "convert_to_latent", broken)
     with pytest.raises(headwise.CheckpointError, match=r"kv_b_proj\.weight': came out NaN$"):
         convert(source, tmp_path / "out", **MLA)

@@ -15,7 +15,10 @@ import headwise
 from headwise.attention import RotaryEmbedding
 from headwise.attention.latent import constructor_arguments
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion.solvers.published import first_head, mha2mla, principal, rotate_rope, share_out, transmla
+from headwise.conversion.methods.first_head import first_head
+from headwise.conversion.methods.mha2mla import mha2mla
+from headwise.conversion.methods.transmla import rotate_rope, transmla
+from headwise.conversion.solvers.orthogonal_channels import principal, share_out
 from headwise.hf import HostedLatentAttention
 from headwise.specs import GroupedSpec, LatentSpec, RopeSpec, as_grouped, as_latent
 from tests.closeness import assert_close

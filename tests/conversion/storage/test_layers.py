@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.errors import CheckpointError
 
 ABOUT = {"spec": {"kind": "latent", "rope": None}, "channels": [3, 0, 7], "error": 0.1 + 0.2, "chosen": "refit é"}
@@ -26,13 +26,13 @@ def layer() -> dict[str, torch.Tensor]:
 
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     first, second = layer(), layer()
-    results = LayerResults(tmp_path / "work" / "layers")
+    results = LayerFiles(tmp_path / "work" / "layers")
     assert results.load(0) is None
     results.save(0, first, ABOUT)
     results.save(11, second, {})
     results.save(0, second, ABOUT)
     results.save(0, first, ABOUT)
-    again = LayerResults(tmp_path / "work" / "layers")
+    again = LayerFiles(tmp_path / "work" / "layers")
     for index, tensors, about in ((0, first, ABOUT), (11, second, {})):
         found = again.load(index)
         assert found is not None
@@ -47,7 +47,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
 
 def test_tensors_that_share_memory(tmp_path: Path) -> None:
     both = torch.randn(4, 4)
-    results = LayerResults(tmp_path)
+    results = LayerFiles(tmp_path)
     results.save(0, {"whole": both, "rows": both[1:3], "again": both}, {})
     found = results.load(0)
     assert found is not None
@@ -56,7 +56,7 @@ def test_tensors_that_share_memory(tmp_path: Path) -> None:
 
 
 def test_any_damaged_byte_is_noticed(tmp_path: Path) -> None:
-    results = LayerResults(tmp_path)
+    results = LayerFiles(tmp_path)
     tensors = {"a": torch.randn(3, 2), "b": torch.randn(2)}
     results.save(3, tensors, ABOUT)
     file = next(tmp_path.iterdir())
@@ -77,7 +77,7 @@ def test_any_damaged_byte_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_could_not_be_saved_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = LayerResults(tmp_path)
+    results = LayerFiles(tmp_path)
     results.save(0, {"a": torch.zeros(2)}, {})
 
     def full(source: Path, destination: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_layer_that_could_not_be_saved_leaves_the_old_one(tmp_path: Path, monk
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    results = LayerResults(tmp_path)
+    results = LayerFiles(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
@@ -107,4 +107,4 @@ def test_a_full_disk(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"^results = '.*file/inside': could not be written: Not a directory"):
-        LayerResults(tmp_path / "file" / "inside").save(0, {"x": torch.zeros(1)}, {})
+        LayerFiles(tmp_path / "file" / "inside").save(0, {"x": torch.zeros(1)}, {})

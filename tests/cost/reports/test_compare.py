@@ -168,7 +168,9 @@ def test_an_encoder_has_no_cache_to_compare() -> None:
 
 def test_layers_of_two_kinds_have_no_one_ladder() -> None:
     layers = (read_spec("llama-3-8b").layers[0], read_spec("deepseek-v3").layers[0])
-    with pytest.raises(SpecError, match=r"^attention kinds = \['grouped', 'latent'\]: must be one: layers"):
+    with pytest.raises(
+        SpecError, match=r"^attention kinds = \['grouped', 'latent'\]: must be one: candidates replace all layers"
+    ):
         compare(ModelSpec(model_type="toy", hidden_size=4096, layers=layers))
 
 

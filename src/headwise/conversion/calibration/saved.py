@@ -1,4 +1,4 @@
-"""What a study of a model found, in a folder: layers are solved from it for any target, and the model is not run.
+"""Statistics of a model in a folder, from which any target is solved without running the model.
 
 ``statistics.json`` says of which model it is and of which text; each layer has a file of its own, with a checksum. Of
 the Gram matrices the upper triangles are kept, in float64: in float32 the folder would be half as large, and rounding
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,8 +25,12 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, dtype_name, model_identity, versions
 from headwise.checkpoints.disk import sync
+from headwise.conversion.calibration.base import Calibrator
+from headwise.conversion.methods import Evidence
+from headwise.conversion.planning.plan import Place
+from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.storage.layers import LayerResults
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.progress import Progress, silent
 from headwise.texts import text_identity
@@ -36,35 +41,39 @@ _GRAMS = ("inputs", "keys")
 _FIELD = "statistics"
 
 
-@dataclass(frozen=True)
-class SavedStatistics:
+@dataclass
+class SavedCalibrator(Calibrator):
     """Statistics of every layer of a model, read when they are asked for.
 
     Attributes:
         folder: where they are.
         tokens: how many went into them.
         window: tokens in each window of them.
-        identity: what tells them from others.
-        texts: what they are of, by name.
-        studied: the same texts' `text_identity`, where it is known.
+        identity: tells them from others.
+        texts: the names of the texts they are of.
+        text_identities: the same texts' `text_identity`, where it is known.
+        read_seconds: spent on reading them.
     """
 
     folder: Path
-    tokens: int
-    window: int
-    identity: str
-    texts: tuple[str, ...]
-    studied: frozenset[str] = frozenset()
+    tokens: int = 0
+    window: int = 0
+    identity: str = ""
+    texts: tuple[str, ...] = ()
+    text_identities: frozenset[str] = frozenset()
+    read_seconds: float = 0.0
 
-    def layer(self, index: int) -> tuple[Statistics, Tensor]:
-        """One layer's statistics, and what an error of its output costs, ``[E, E]`` float64.
+    def evidence(self, place: Place, source: Layer | None = None) -> Evidence:
+        """One layer's statistics and sensitivity; the layer itself is not looked at.
 
         Raises:
             CheckpointError: its file is missing or damaged, or does not hold statistics of a layer.
         """
-        found = LayerResults(self.folder).load(index)
+        start, index = time.perf_counter(), place.index
+        assert not place.cross  # a model with attention to an encoder has no statistics
+        found = LayerFiles(self.folder).load(index)
         if found is None:
-            file = LayerResults(self.folder).file(index)
+            file = LayerFiles(self.folder).file(index)
             rule = "is cut short or damaged" if file.is_file() else "is missing"
             raise CheckpointError(_FIELD, str(file), f"{rule}; calibrate again")
         tensors = found[0]
@@ -73,10 +82,11 @@ class SavedStatistics:
         sensitivity = tensors.pop("sensitivity").double()
         width = len(sensitivity) + 1
         known = {name: _whole(tensor, width) if name in _GRAMS else tensor for name, tensor in tensors.items()}
-        return Statistics(**known), sensitivity
+        self.read_seconds += time.perf_counter() - start
+        return Evidence(Statistics(**known), sensitivity)
 
 
-def save_layer(results: LayerResults, index: int, known: Statistics, sensitivity: Tensor) -> None:
+def save_layer(results: LayerFiles, index: int, known: Statistics, sensitivity: Tensor) -> None:
     """Keep one layer's statistics, as means.
 
     Raises:
@@ -88,7 +98,7 @@ def save_layer(results: LayerResults, index: int, known: Statistics, sensitivity
 
 
 def write_statistics(
-    folder: Path, results: LayerResults, checkpoint: Checkpoint, texts: Sequence[str | Path], windows: Tensor
+    folder: Path, results: LayerFiles, checkpoint: Checkpoint, texts: Sequence[str | Path], windows: Tensor
 ) -> None:
     """Make a folder of what was kept of every layer.
 
@@ -121,7 +131,7 @@ def write_statistics(
     (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
-def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progress = silent) -> SavedStatistics:
+def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progress = silent) -> SavedCalibrator:
     """Statistics of a model, all of them read once to see that they are whole.
 
     Args:
@@ -142,7 +152,7 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         form, model, sums = about["format"], about["model"], about["layers"]
         tokens, window = about["tokens"], about["window"]
         texts = tuple(str(text["name"]) for text in about["texts"])
-        studied = frozenset(str(text.get("sha256", text["name"])) for text in about["texts"])
+        identities = frozenset(str(text.get("sha256", text["name"])) for text in about["texts"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(_FIELD, str(folder), f"has no readable {ABOUT}; headwise calibrate makes one") from None
     if form != FORMAT:
@@ -157,12 +167,14 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         raise CheckpointError(_FIELD, str(folder), f"has {count} layers, and {checkpoint.path} has {layers}")
     if model != _model(checkpoint):
         raise CheckpointError(_FIELD, str(folder), f"is of another model than {checkpoint.path}")
-    found = SavedStatistics(folder, tokens, window, hashlib.sha256(text.encode()).hexdigest(), texts, studied)
-    results = LayerResults(folder)
+    found = SavedCalibrator(folder, tokens, window, hashlib.sha256(text.encode()).hexdigest(), texts, identities)
+    results = LayerFiles(folder)
     for index, layer in enumerate(checkpoint.spec.layers):
         progress("checking statistics", index, layers)
-        known, sensitivity = found.layer(index)
-        found_sizes = (*known.distances.shape, len(sensitivity))
+        evidence = found.evidence(Place(index))
+        assert evidence.statistics is not None
+        assert evidence.sensitivity is not None
+        found_sizes = (*evidence.statistics.distances.shape, len(evidence.sensitivity))
         sizes = (getattr(layer, "num_heads", 0), window, layer.hidden_size)
         if results.checksum(index) != sums[index] or found_sizes != sizes:
             raise CheckpointError(_FIELD, str(results.file(index)), f"is not the layer that {ABOUT} names")

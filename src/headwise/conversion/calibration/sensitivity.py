@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from headwise.checkpoints.disk import clearly
-from headwise.conversion.solvers.quick import quick_products
-from headwise.conversion.storage.layers import LOST, LayerResults
+from headwise.conversion.solvers.bfloat16 import quick_products
+from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
-from headwise.processes import all_sum, barrier, my_windows, rank
+from headwise.processes import all_sum, barrier, my_windows, process_index
 from headwise.progress import Progress, silent
 
 PIECE = 256
@@ -33,7 +33,7 @@ _ASIDE = "sensitivities-"
 
 
 def output_sensitivities(
-    model: LayerwiseModel, windows: Tensor, results: LayerResults, *, progress: Progress = silent
+    model: LayerwiseModel, windows: Tensor, results: LayerFiles, *, progress: Progress = silent
 ) -> None:
     """Keep G of every layer, ``sensitivity`` ``[E, E]`` float32, unless an earlier run has.
 
@@ -45,7 +45,7 @@ def output_sensitivities(
         results: where they are kept.
         progress: told of each layer, twice.
     """
-    if rank() == 0:
+    if process_index() == 0:
         for left in results.folder.parent.glob(f"{_ASIDE}*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
     barrier()
@@ -59,7 +59,7 @@ def output_sensitivities(
     barrier()
 
 
-def _weigh(model: LayerwiseModel, windows: Tensor, results: LayerResults, folder: Path, progress: Progress) -> None:
+def _weigh(model: LayerwiseModel, windows: Tensor, results: LayerFiles, folder: Path, progress: Progress) -> None:
     count, layers = len(windows), model.num_layers
     mine = my_windows(count)
     files = [folder / f"{index}.activations" for index in range(layers)]
@@ -92,7 +92,7 @@ def _weigh(model: LayerwiseModel, windows: Tensor, results: LayerResults, folder
             gram.addmm_(wide.mT, wide)
         files[index].unlink()
         total = all_sum(gram) / windows.numel()
-        if rank() == 0:
+        if process_index() == 0:
             results.save(index, {"sensitivity": total.float()}, {})
     progress("weighing", 2 * layers, 2 * layers)
 
@@ -107,7 +107,7 @@ def _put_aside(hidden: Tensor, file: Path) -> None:
         file.write_bytes(save({"hidden": hidden.contiguous()}))
 
 
-def kept_sensitivity(results: LayerResults, index: int) -> Tensor:
+def kept_sensitivity(results: LayerFiles, index: int) -> Tensor:
     """A layer's, ``[E, E]`` float32, of those that `output_sensitivities` has kept.
 
     Raises:

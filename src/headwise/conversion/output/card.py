@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from huggingface_hub import ModelCardData, metadata_load
 
 from headwise.checkpoints import TensorInfo, dtype_name, versions
-from headwise.conversion.planning.plan import Job
+from headwise.conversion.planning.plan import ConversionPlan
 from headwise.cost import layer as layer_cost
 from headwise.cost import model as model_cost
 from headwise.hf import auto_class
@@ -92,29 +92,37 @@ def model_card(facts: CardFacts) -> str:
     return "\n\n".join(text) + "\n"
 
 
+class CalibrationFacts(NamedTuple):
+    """What a model was calibrated on.
+
+    Attributes:
+        texts: by name.
+        tokens: how many of them; 0 for none.
+        window: tokens in each window.
+    """
+
+    texts: Sequence[str | Path] = ()
+    tokens: int = 0
+    window: int = 0
+
+
 def card_facts(
-    job: Job,
+    plan: ConversionPlan,
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     *,
     source: str,
-    calibration: Sequence[str | Path],
-    calibration_tokens: int,
-    calibration_window: int,
-    stages: Sequence[str],
+    calibration: CalibrationFacts,
     notes: Sequence[str],
 ) -> CardFacts:
     """What there is to tell of a conversion whose folder is written.
 
     Args:
-        job: the conversion.
+        plan: the conversion.
         config: of the result.
         tensors: of the result.
         source: as the user named it.
-        calibration: see `CardFacts`.
-        calibration_tokens: likewise.
-        calibration_window: likewise.
-        stages: those of calibration that were done.
+        calibration: what it was calibrated on.
         notes: see `CardFacts`.
     """
     after, base_model = read_config(config), base_model_of(source)
@@ -122,20 +130,20 @@ def card_facts(
     return CardFacts(
         name=f"{(base_model or _place(source)).rpartition('/')[2]}, {after.label}",
         source=source,
-        before=job.before,
+        before=plan.before,
         after=after,
-        dtype=dtype_name(job.dtype),
+        dtype=dtype_name(plan.dtype),
         layout="headwise" if hosted else "deepseek" if config["model_type"] == "deepseek_v3" else "stock",
-        method=job.method,
-        stages=stages if calibration_tokens else [],
-        calibration=calibration,
-        calibration_tokens=calibration_tokens,
-        calibration_window=calibration_window,
+        method=plan.method.spelling,
+        stages=plan.stages if calibration.tokens else [],
+        calibration=calibration.texts,
+        calibration_tokens=calibration.tokens,
+        calibration_window=calibration.window,
         base_model=base_model,
-        license=source_license(job.checkpoint.path),
+        license=source_license(plan.checkpoint.path),
         versions=versions(),
         auto_class=auto_class(dict(config)),
-        parameters=(parameters_of(job.checkpoint.tensors), parameters_of(tensors)),
+        parameters=(parameters_of(plan.checkpoint.tensors), parameters_of(tensors)),
         notes=notes,
     )
 

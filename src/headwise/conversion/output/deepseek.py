@@ -21,7 +21,6 @@ from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint
-from headwise.conversion.clock import Clock
 from headwise.errors import ArgumentError, SpecError
 from headwise.hf import as_dtype, check_complete, expected_tensors, stock_config
 from headwise.progress import Progress, silent
@@ -188,14 +187,13 @@ def export_deepseek(
     check_complete(checkpoint)
     tensors = {name: TensorInfo(shape, checkpoint.dtype) for name, shape in expected_tensors(config).items()}
     with FolderWriter(Path(output), tensors, overwrite=overwrite) as writer:
-        add_deepseek(writer, checkpoint, config, Clock(), progress)
+        add_deepseek(writer, checkpoint, config, progress)
 
 
 def add_deepseek(
     writer: FolderWriter,
     checkpoint: Checkpoint,
     config: Mapping[str, Any],
-    clock: Clock,
     progress: Progress = silent,
 ) -> None:
     """Add all that a stock folder needs and its writer has not, from a folder in headwise's own format.
@@ -204,14 +202,11 @@ def add_deepseek(
         writer: of the stock folder, whose tensors are those of `config`.
         checkpoint: the folder in headwise's own format.
         config: from `deepseek_config`.
-        clock: told of what reading and writing take.
         progress: told of each layer.
     """
     writer.add_companions(checkpoint)
     for name, tensor in _exported(checkpoint, config, writer.missing, progress):
-        with clock("writing"):
-            writer.add(name, tensor)
-    clock.add("reading", checkpoint.read_seconds)
+        writer.add(name, tensor)
     writer.write_json("config.json", config)
 
 

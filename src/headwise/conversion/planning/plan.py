@@ -1,257 +1,224 @@
-"""One conversion's plan: what is read, what each layer becomes, what is written."""
+"""The plan of a conversion: what is read, what each layer becomes and how, decided before any weight is read."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, TensorInfo, dtype_name
-from headwise.conversion.calibration.streams import STAGES
-from headwise.conversion.clock import Clock
-from headwise.conversion.planning.target import Target, plan_layers, refuse_latent
-from headwise.conversion.solvers.grouped import METHODS, Method
-from headwise.conversion.solvers.heads import Layer
-from headwise.conversion.solvers.published import PUBLISHED, is_published, refuse_published
-from headwise.errors import ArgumentError, CheckpointError
-from headwise.hf import check_complete, expected_tensors, model_class
-from headwise.specs import (
-    HOSTED_PREFIX,
-    AttentionSpec,
-    GroupedSpec,
-    LatentSpec,
-    ModelSpec,
-    as_latent,
-    hosted_attention,
-    rotary_width,
-)
+from headwise.checkpoints import Checkpoint
+from headwise.conversion.methods import LONGEST, LayerTarget, Method, choose_method
+from headwise.conversion.planning.target import Target, convert_spec, refuse_latent
+from headwise.conversion.solvers.layer import NORM_EPS, Layer
+from headwise.conversion.solvers.metrics import KEY_WEIGHT
+from headwise.errors import ArgumentError
+from headwise.hf import check_complete
+from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, as_latent
 
-POOLINGS = ("mean", "first_head")
-"""Ways to share heads that no text goes into."""
+Calibration = Literal["text", "statistics"]
 
-LONGEST = 2048
-"""Without a text: the distance up to which tokens are taken to be attended to."""
-
-FORMAT = 1
-"""Version of the ``headwise`` block in a converted ``config.json``."""
+_NEEDS_TEXT = ("spread", "sequence", "refine", "refit")
+"""Stages that run the model on a text; saved statistics serve the others."""
 
 
-class Job:
-    """One conversion's plan: what is read, what each layer becomes, what is written.
+@dataclass(frozen=True)
+class Place:
+    """One attention layer of a model.
+
+    Attributes:
+        index: the layer's number.
+        cross: whether it is the layer's attention to an encoder's output.
+    """
+
+    index: int
+    cross: bool = False
+
+
+class LayerSize(NamedTuple):
+    """The size of one MLA layer.
+
+    Attributes:
+        rank: R, of the latent.
+        rotary: P, the width of the rotary key.
+        key_weight: the cost of an error of its keys relative to one of its values.
+    """
+
+    rank: int
+    rotary: int
+    key_weight: float = KEY_WEIGHT
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ConversionPlan:
+    """What is read, what each layer becomes, and how.
+
+    Attributes:
+        checkpoint: the source.
+        after: the converted model.
+        method: how its layers are made.
+        dtype: of the output.
+        stages: those of the method that are carried out.
+        mixes_heads: whether key heads are mixed into rotary channels (the stage ``channels``).
+        key_weights: of each MLA layer; None where all have the usual one.
+        rotary_channels: bool ``[F, K]``, the channels that every MLA layer keeps rotated; None where each layer
+            chooses.
+    """
+
+    checkpoint: Checkpoint
+    after: ModelSpec
+    method: Method
+    dtype: torch.dtype
+    stages: tuple[str, ...] = ()
+    mixes_heads: bool = True
+    key_weights: tuple[float, ...] | None = None
+    rotary_channels: Tensor | None = None
+
+    @property
+    def before(self) -> ModelSpec:
+        """The source model."""
+        return self.checkpoint.spec
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the result computes what the source does, beyond rounding."""
+        return self.method.is_exact(self.before, self.after)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every attention layer of the model."""
+        return tuple(
+            Place(index, cross)
+            for cross, layers in ((False, self.after.layers), (True, self.after.cross_layers))
+            for index in range(len(layers))
+        )
+
+    def source_layer(self, place: Place) -> Layer:
+        """One layer of the source with its weights, by the layer's own names, in the dtype they are stored in."""
+        return read_layer(self.checkpoint, place)
+
+    def layer_target(self, place: Place) -> LayerTarget:
+        """What one layer becomes."""
+        spec = (self.after.cross_layers if place.cross else self.after.layers)[place.index]
+        assert isinstance(spec, GroupedSpec | LatentSpec)
+        return LayerTarget(
+            spec,
+            key_weight=KEY_WEIGHT if self.key_weights is None else self.key_weights[place.index],
+            rotary_channels=self.rotary_channels,
+            mixes_heads=self.mixes_heads,
+            longest=min(LONGEST, self.before.max_position_embeddings or LONGEST),
+        )
+
+    def resized(self, sizes: Sequence[LayerSize]) -> ConversionPlan:
+        """The plan with another size for each MLA layer."""
+        layers = tuple(
+            as_latent(layer, size.rank, size.rotary) for layer, size in zip(self.before.layers, sizes, strict=True)
+        )
+        key_weights = tuple(size.key_weight for size in sizes)
+        return replace(self, after=replace(self.after, layers=layers), key_weights=key_weights)
+
+    def sharing(self, rotary_channels: Tensor | None) -> ConversionPlan:
+        """The plan with the same rotary channels for all layers."""
+        return replace(self, rotary_channels=rotary_channels)
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    target: Target,
+    *,
+    method: str | None = None,
+    dtype: torch.dtype | None = None,
+    without: Collection[str] = (),
+    calibration: Calibration | None = "text",
+) -> ConversionPlan:
+    """The plan of a conversion, with every stage that its method has and that it can use.
 
     Args:
         checkpoint: the source.
-        target: what it is to be.
+        target: what it is to become.
+        method: how a user names the method; the default for the target when None.
         dtype: of the output; the source's when None.
-        method: see `headwise.convert`.
-        mixes: whether heads are mixed into rotary channels: the stage ``channels``.
+        without: stages left out; ``spread`` goes with ``sensitivity``.
+        calibration: what layers are solved from beside their weights; None for nothing.
+
+    Raises:
+        ArgumentError: the size is outside what a layer has to give, or the method does not go with the target.
+        SpecError: a layer is of a kind that is not converted.
+        CheckpointError: the checkpoint lacks tensors that its config claims.
     """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        target: Target,
-        dtype: torch.dtype | None,
-        method: str | None = None,
-        *,
-        mixes: bool = True,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.before = checkpoint.spec
-        refuse_latent(self.before)  # a better reason than its family's having no file
-        self.family = checkpoint.family
-        self.after = plan_layers(self.before, target)
-        # A family whose own class has one number of heads is given our layer where that number changes.
-        self.hosted = self.after.mechanism == "mla" or (
-            not self.family.stock_kv_heads and any(_is_shared(layer) for layer in self.after.layers)
-        )
-        # Before anything is made of the sizes the config claims.
-        check_complete(checkpoint)
-        self.published, self.merging = _methods(method)
-        if self.published is not None:
-            if self.after.mechanism != "mla":
-                raise ArgumentError("method", method, "goes with mla")
-            refuse_published(self.published, self.before)
-        elif method is not None and self.method not in METHODS:
-            raise ArgumentError("method", method, "says how heads come to be shared, and none do here")
-        self.dtype = dtype or checkpoint.dtype
-        self.clock = Clock()
-        self.key_weights: tuple[float, ...] | None = None  # of each layer, where they are not all the same
-        self.kept: Tensor | None = None  # rotary channels that every layer keeps, where all are to keep the same
-        self.mixes = mixes
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        self.channels = [
-            [0] * (layer.qk_rope_head_dim // 2) for layer in self.after.layers if isinstance(layer, LatentSpec)
-        ]
-        self.tensors = {
-            name: TensorInfo(shape, self.dtype) for name, shape in expected_tensors(self.config()).items()
-        }
-
-    def resize(self, sizes: Sequence[tuple[int, int]], key_weights: Sequence[float]) -> None:
-        """Give each MLA layer its own R and P, and its keys their weight beside its values."""
-        layers = tuple(as_latent(layer, *size) for layer, size in zip(self.before.layers, sizes, strict=True))
-        self.after, self.key_weights = replace(self.after, layers=layers), tuple(key_weights)
-        self._lay_out()
-
-    @property
-    def method(self) -> str:
-        """How the new heads are made."""
-        if self.after.mechanism == "mla":
-            return self.published or "headwise"
-        old, new = (_kv_heads(model) for model in (self.before, self.after))
-        return "copy" if new == old else "repeat" if new > old else self.merging
-
-    def refuse_inputs(
-        self, texts: Sequence[str | Path], statistics: str | Path | None, without: Collection[str]
-    ) -> None:
-        """Refuse texts, statistics and stages that do not go with each other or with the method.
-
-        Raises:
-            ArgumentError: they do not.
-        """
-        for field, given in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
-            if given is not None and self.method in POOLINGS:
-                raise ArgumentError(field, str(given), f"goes with mla and aligned heads, not with {self.method}")
-        if statistics is not None and texts:
-            raise ArgumentError("statistics", str(statistics), "goes without calibrate: it is in the place of a text")
-        rule = None
-        if statistics is not None:
-            rule = "is a stage of calibrate, and goes without statistics"
-        elif self.published or self.method in POOLINGS:
-            rule = f"is a stage of headwise's own, and {self.method} has none"
-        elif self.is_lossless:
-            rule = "is a stage of calibrate, and nothing is lost at this size"
-        elif not texts:
-            rule = "is a stage of calibrate, and no text is given"
-        if without and rule is not None:
-            raise ArgumentError("without", min(without), rule)
-        if self.published and self.published != "mha2mla" and statistics is None and not texts:
-            raise ArgumentError("calibrate", None, f"is required: {self.method} finds its channels on a text")
-
-    def stages(self, statistics: str | Path | None, without: Collection[str]) -> list[str]:
-        """Those of `STAGES` that are done.
-
-        Published methods have none, what loses nothing needs none, and some need a text that goes through the model.
-        """
-        if self.published or self.is_lossless:
-            return []
-        left_out = {*without}
-        if statistics is not None:
-            left_out |= {*STAGES} - {"sensitivity", "channels"}
-        if not self._can_spread or "sensitivity" in without:
-            left_out.add("spread")
-        if not any(self.channels):
-            left_out.add("channels")
-        return [stage for stage in STAGES if stage not in left_out]
-
-    @property
-    def _can_spread(self) -> bool:
-        """Whether there is a cache of several layers to spread, and logits that say what comes of it."""
-        model = self.before
-        is_decoder = model.is_causal and not model.cross_layers
-        return self.after.mechanism == "mla" and is_decoder and model.num_layers > 1
-
-    @property
-    def is_lossless(self) -> bool:
-        """Whether the result computes what the source does, beyond rounding."""
-        if self.after.mechanism != "mla":
-            return self.method not in METHODS
-        if self.published:
-            return False  # it is done as it was published, whatever there is to lose
-        return all(
-            new.qk_rope_head_dim == rotary_width(old)
-            # What is not rotated is made of E inputs and a constant, however many numbers it is.
-            and new.kv_lora_rank
-            >= min(
-                old.num_kv_heads * (old.head_dim + old.value_dim) - rotary_width(old),
-                old.hidden_size + ("kv_a_proj_with_mqa" in new.bias),
-            )
-            for old, new in zip(
-                (*self.before.layers, *self.before.cross_layers),
-                (*self.after.layers, *self.after.cross_layers),
-                strict=True,
-            )
-            if isinstance(old, GroupedSpec) and isinstance(new, LatentSpec)
-        )
-
-    @property
-    def longest(self) -> int:
-        """Without a text, the longest distance that counts, in tokens."""
-        return min(LONGEST, self.before.max_position_embeddings or LONGEST)
-
-    def config(self) -> dict[str, Any]:
-        """The output's ``config.json``."""
-        config = {key: value for key, value in self.checkpoint.config.items() if not key.startswith("_")}
-        config.pop("torch_dtype", None)
-        config["dtype"] = dtype_name(self.dtype)
-        config["model_type"] = self.family.model_type
-        config.pop("headwise", None)
-        if self.hosted:
-            config["model_type"] = HOSTED_PREFIX + self.family.model_type
-            config["headwise"] = {"format": FORMAT, "attention": hosted_attention(self.after)}
-            if self.after.cross_layers:
-                config["headwise"]["cross_attention"] = hosted_attention(self.after, cross=True)
-            if self.channels:
-                config["headwise"]["rope_channels"] = self.channels
-        elif self.family.stock_kv_heads:
-            config["num_key_value_heads"] = _kv_heads(self.after)
-        config["architectures"] = [model_class(config).__name__]
-        return config
-
-    def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor in the output's dtype, whose range may be smaller than the source's."""
-        cast = tensor.to(self.dtype)
-        if not bool(torch.isfinite(cast).all()):
-            rule = f"does not fit in {dtype_name(self.dtype)}; choose a wider dtype"
-            if not bool(torch.isfinite(tensor).all()):  # no dtype would do
-                rule = f"came out {'NaN' if bool(tensor.isnan().any()) else 'infinite'}"
-            raise CheckpointError("tensor", name, rule)
-        return cast
-
-    def note_channels(self, index: int, channels: list[int]) -> None:
-        """The model frequency of each rotary pair of a layer, for the output's config."""
-        if self.channels:
-            self.channels[index] = channels
-
-    def stored(self, index: int, layer: Layer, *, cross: bool = False) -> dict[str, Tensor]:
-        """A converted layer's tensors by the output's names, in its dtype."""
-        if isinstance(layer.spec, GroupedSpec) and not self.hosted:
-            named = self.family.write_attention(layer.state, index, layer.spec, cross=cross)
-        else:
-            prefix = self.family.place(index, cross=cross, hosted=True)
-            named = {f"{prefix}.{name}": tensor for name, tensor in layer.state.items()}
-        return {name: self.cast(name, tensor) for name, tensor in named.items()}
-
-    def names(self, index: int, *, cross: bool) -> list[str]:
-        """The output's names of a layer's attention."""
-        if self.hosted:
-            prefix = self.family.place(index, cross=cross, hosted=True) + "."
-            return [name for name in self.tensors if name.startswith(prefix)]
-        spec = (self.after.cross_layers if cross else self.after.layers)[index]
-        assert isinstance(spec, GroupedSpec)
-        return list(self.family.stored_shapes(index, spec, cross=cross))
+    before = checkpoint.spec
+    refuse_latent(before)  # a better reason than that its family has no file
+    _ = checkpoint.family  # refused by name, where there is none
+    after = convert_spec(before, target)
+    check_complete(checkpoint)  # before anything is made of the sizes the config claims
+    plan = ConversionPlan(
+        checkpoint=checkpoint,
+        after=after,
+        method=choose_method(method, before, after),
+        dtype=dtype or checkpoint.dtype,
+        mixes_heads="channels" not in without,
+    )
+    left_out = {*without, *(_NEEDS_TEXT if calibration == "statistics" else ())}
+    stages = () if calibration is None or plan.is_exact else tuple(_stages(plan, left_out))
+    return replace(plan, stages=stages)
 
 
-def _methods(asked: str | None) -> tuple[str | None, Method]:
-    """The published method for mla that was asked for, if it is one, and the way to share heads."""
-    if asked is None or is_published(asked):
-        return asked, METHODS[0]
-    if asked not in METHODS:
-        raise ArgumentError("method", asked, f"must be one of {', '.join(METHODS)}; or for mla {PUBLISHED}")
-    return None, asked
+def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
+    """The stages of a plan's method that are carried out, in order."""
+    # One cache of several layers to spread, and logits that say what comes of it.
+    model = plan.before
+    is_decoder = model.is_causal and not model.cross_layers
+    can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without
+    has_rotary_keys = any(isinstance(layer, LatentSpec) and layer.qk_rope_head_dim for layer in plan.after.layers)
+    for stage in plan.method.stages:
+        is_possible = {"spread": can_spread, "channels": has_rotary_keys}.get(stage, True)
+        if is_possible and stage not in without:
+            yield stage
 
 
-def _is_shared(layer: AttentionSpec) -> bool:
-    return isinstance(layer, GroupedSpec) and layer.num_kv_heads < layer.num_heads
+def read_layer(checkpoint: Checkpoint, place: Place) -> Layer:
+    """One layer's attention of a model, by the layer's own names."""
+    spec = (checkpoint.spec.cross_layers if place.cross else checkpoint.spec.layers)[place.index]
+    assert isinstance(spec, GroupedSpec)
+    was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
+    state = checkpoint.family.read_attention(checkpoint.read, place.index, spec, cross=place.cross, hosted=was_hosted)
+    norm_eps = checkpoint.config.get("rms_norm_eps")
+    return Layer(spec, state, norm_eps=NORM_EPS if norm_eps is None else float(norm_eps))
 
 
-def _kv_heads(model: ModelSpec) -> int:
-    layer = model.layers[0]
-    assert isinstance(layer, GroupedSpec)
-    return layer.num_kv_heads
+def refuse_inputs(
+    plan: ConversionPlan, texts: Sequence[str | Path], statistics: str | Path | None, without: Collection[str]
+) -> None:
+    """Refuse texts, statistics and left-out stages that do not go with each other or with the method.
+
+    Args:
+        plan: the conversion.
+        texts: that are calibrated on.
+        statistics: the folder in the place of a text.
+        without: stages that are left out.
+
+    Raises:
+        ArgumentError: they do not go together.
+    """
+    method = plan.method
+    for field, given in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
+        if given is not None and not method.uses_text:
+            raise ArgumentError(field, str(given), f"goes with mla and aligned heads, not with {method.name}")
+    if statistics is not None and texts:
+        raise ArgumentError("statistics", str(statistics), "goes without calibrate: it stands in for a text")
+    rule = None
+    if statistics is not None:
+        rule = "is a stage of calibrate, and goes without statistics"
+    elif plan.is_exact:
+        rule = "is a stage of calibrate, and nothing is lost at this size"
+    elif not method.stages:
+        rule = f"is a stage of headwise's own methods, and {method.name} has none"
+    elif not texts:
+        rule = "is a stage of calibrate, and no text is given"
+    if without and rule is not None:
+        raise ArgumentError("without", min(without), rule)
+    if method.needs_text and statistics is None and not texts:
+        raise ArgumentError("calibrate", None, f"is required: {method.name} finds its channels on a text")

@@ -1,4 +1,4 @@
-"""What to convert to: the target as the user wrote it, and every layer's spec from it."""
+"""The target of a conversion, as a user writes it, and the spec of every layer that follows from it."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def refuse_latent(source: ModelSpec) -> None:
             raise SpecError("source attention", layer.label, "converting from MLA is not supported")
 
 
-def plan_layers(source: ModelSpec, target: Target) -> ModelSpec:
-    """Every layer of the converted model.
+def convert_spec(source: ModelSpec, target: Target) -> ModelSpec:
+    """The converted model, without its weights.
 
     Raises:
         ArgumentError: the size is outside what a layer has to give.
@@ -95,13 +95,13 @@ def plan_layers(source: ModelSpec, target: Target) -> ModelSpec:
     """
     refuse_latent(source)
     layers, cross_layers = (
-        tuple(plan_layer(layer, target) for layer in part) for part in (source.layers, source.cross_layers)
+        tuple(_convert_layer_spec(layer, target) for layer in part) for part in (source.layers, source.cross_layers)
     )
     return replace(source, layers=layers, cross_layers=cross_layers)
 
 
-def plan_layer(source: AttentionSpec, target: Target) -> AttentionSpec:
-    """What one layer becomes; see `plan_layers`."""
+def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:
+    """One layer of `convert_spec`."""
     assert isinstance(source, GroupedSpec)
     if target.mechanism != "mla":
         counts = {"mha": source.num_heads, "mqa": 1, "gqa": target.num_kv_heads}

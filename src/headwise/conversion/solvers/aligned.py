@@ -80,7 +80,7 @@ def _prepare(
     sensitivity: Tensor | None,
 ) -> tuple[_Parts, Callable[[Group], float]]:
     """A layer head by head, and what merging some of them costs."""
-    _refuse(source)
+    refuse_unaligned(source)
     parts = _parts(state, source, statistics, sensitivity)
     key_weight = KEY_WEIGHT
     if statistics is None:
@@ -229,7 +229,12 @@ def _units(source: GroupedSpec) -> Tensor:
     return units
 
 
-def _refuse(source: GroupedSpec) -> None:
+def refuse_unaligned(source: GroupedSpec) -> None:
+    """Refuse a layer with no place to undo a mixture of heads in.
+
+    Raises:
+        SpecError: it is one.
+    """
     if source.qk_norm == "full":
         rule = "one norm over all heads changes with their number; method mean pools them"
         raise SpecError("qk_norm", source.qk_norm, rule)

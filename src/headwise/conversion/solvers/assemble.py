@@ -1,4 +1,4 @@
-"""An MLA layer's tensors out of a solution's parts: names, order of rows, biases and scale.
+"""The tensors of an MLA layer from a solution's parts: names, order of rows, biases and scale.
 
 Shapes: H query heads, K key heads, D head dim, V value dim, E hidden, E' = E or E + 1 (a column for the biases),
 P rotary dims, R latent rank. Everything is float64.
@@ -7,11 +7,32 @@ P rotary dims, R latent rank. Everything is float64.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.specs import GroupedSpec, LatentSpec
+
+
+class LatentParts(NamedTuple):
+    """A solution for one MLA layer.
+
+    Attributes:
+        q_nope: ``[H·D, E']``, each head's query for the content.
+        q_rope: ``[H, P, E']``, for the shared rotary key.
+        k_rope: ``[P, E']``, the shared rotary key.
+        down: ``[R, E']``, the latent.
+        key_up: ``[K·D, R]``, each key head's content from the latent.
+        value_up: ``[K·V, R]``, each value head from the latent.
+    """
+
+    q_nope: Tensor
+    q_rope: Tensor
+    k_rope: Tensor
+    down: Tensor
+    key_up: Tensor
+    value_up: Tensor
 
 
 def projections(state: Mapping[str, Tensor], target: LatentSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,32 +45,21 @@ def assemble(
     state: Mapping[str, Tensor],
     source: GroupedSpec,
     target: LatentSpec,
-    *,
-    q_nope: Tensor,
-    q_rope: Tensor,
-    k_rope: Tensor,
-    down: Tensor,
-    key_up: Tensor,
-    value_up: Tensor,
+    parts: LatentParts,
 ) -> dict[str, Tensor]:
-    """The layer's tensors by its own names.
+    """The tensors of an MLA layer by its own names.
 
     Args:
         state: the source layer's, for its output projection.
         source: what they are.
         target: what is made.
-        q_nope: ``[H·D, E']``, a head's query for the content.
-        q_rope: ``[H, P, E']``, for the shared rotary key.
-        k_rope: ``[P, E']``.
-        down: ``[R, E']``, the latent.
-        key_up: ``[K·D, R]``, each key head's content from it.
-        value_up: ``[K·V, R]``.
+        parts: the solution.
     """
     H, K, D = source.num_heads, source.num_kv_heads, source.head_dim
-    queries, decoders = [q_rope], [value_up.view(K, source.value_dim, -1)]
+    queries, decoders = [parts.q_rope], [parts.value_up.view(K, source.value_dim, -1)]
     if nope := target.qk_nope_head_dim:  # without the rotated dims, which come first, where all keep their rotation
-        queries.insert(0, torch.unflatten(q_nope, 0, (H, D))[:, D - nope :])
-        decoders.insert(0, key_up.view(K, D, -1)[:, D - nope :])
+        queries.insert(0, torch.unflatten(parts.q_nope, 0, (H, D))[:, D - nope :])
+        decoders.insert(0, parts.key_up.view(K, D, -1)[:, D - nope :])
     # The new heads are wider, so their softmax scale is smaller; the scores must not be.
     rescale = (target.qk_head_dim / D) ** 0.5 * (
         1.0 if source.softmax_scale is None else source.softmax_scale * D**0.5
@@ -57,7 +67,7 @@ def assemble(
     biased = is_biased(target)
     out = {
         **split_bias("q_proj", torch.cat(queries, dim=1).flatten(0, 1) * rescale, biased),
-        **split_bias("kv_a_proj_with_mqa", torch.cat((down, k_rope)), biased),
+        **split_bias("kv_a_proj_with_mqa", torch.cat((parts.down, parts.k_rope)), biased),
         "kv_b_proj.weight": torch.cat(decoders, dim=1).repeat_interleave(H // K, dim=0).flatten(0, 1),
         "o_proj.weight": state["o_proj.weight"].double(),
     }

@@ -11,14 +11,16 @@ Shapes: H query heads, K key heads, D head dim, D' its rotated dims, F = D'/2, V
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
-from headwise.conversion.solvers.assemble import assemble, is_biased, with_bias
+from headwise.conversion.solvers.assemble import LatentParts, assemble, is_biased, with_bias
 from headwise.conversion.solvers.joint_latent import NOTHING, Part, joint_latent, whole_latent
 from headwise.conversion.solvers.metrics import (
     KEY_BALANCE,
@@ -43,6 +45,23 @@ from headwise.conversion.solvers.statistics import Statistics
 from headwise.specs import GroupedSpec, LatentSpec, rotated_dims
 
 
+@dataclass(frozen=True)
+class LatentOptions:
+    """What may be decided about an MLA layer beside its sizes.
+
+    Attributes:
+        longest: without statistics, the distance up to which a dropped rotation is averaged, in tokens.
+        key_weight: with statistics, the cost of an error of the keys relative to one of the values.
+        kept: bool ``[F, K]``, the channels that keep their rotation; those that are needed most when None.
+        mix: whether rotation is concentrated by mixing heads; otherwise each channel is one head's own.
+    """
+
+    longest: int = 2048
+    key_weight: float = KEY_WEIGHT
+    kept: Tensor | None = None
+    mix: bool = True
+
+
 def convert_to_latent(
     state: Mapping[str, Tensor],
     source: GroupedSpec,
@@ -50,10 +69,8 @@ def convert_to_latent(
     *,
     statistics: Statistics | None,
     sensitivity: Tensor | None = None,
-    longest: int = 2048,
-    key_weight: float = KEY_WEIGHT,
-    kept: Tensor | None = None,
-    mix: bool = True,
+    options: LatentOptions | None = None,
+    **fields: Any,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """The MLA layer's weights, and the model frequency of each of its rotary pairs.
 
@@ -62,17 +79,18 @@ def convert_to_latent(
         source: what they are.
         target: what to make; from `headwise.specs.as_latent`.
         statistics: means over a text; None for none: all inputs count alike, near tokens are attended to more.
-        sensitivity: ``[E, E]``, what an error of the output costs; the same in every direction when None.
-        longest: without statistics, the distance up to which a dropped rotation is averaged.
-        key_weight: with statistics, how much an error of the keys counts.
-        kept: bool ``[F, K]``, the channels that keep their rotation; the most needed when None.
-        mix: whether rotation is concentrated by mixing heads; else each channel is a head's own.
+        sensitivity: ``[E, E]``, the cost of an error of the output; the same in every direction when None.
+        options: what else may be decided; see `LatentOptions`.
+        fields: those of `LatentOptions` by themselves, as an older spelling; deprecated.
 
     Returns:
         Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
     """
-    known = statistics or Statistics.nothing(source.hidden_size, source.num_heads, longest)
-    keys, content = _divided(state, source, target, known, kept, mix=mix)
+    if fields:
+        warnings.warn("convert_to_latent takes options=LatentOptions(…)", DeprecationWarning, stacklevel=2)
+    options = options or LatentOptions(**fields)
+    known = statistics or Statistics.nothing(source.hidden_size, source.num_heads, options.longest)
+    keys, content = _divided(state, source, target, known, options)
     w_v = with_bias(state, "v_proj", is_biased(target))
     if keys.back_to_heads is not None or target.kv_lora_rank >= w_v.shape[1]:
         down, (key_up, value_up) = whole_latent([content, w_v], target.kv_lora_rank)
@@ -83,6 +101,7 @@ def convert_to_latent(
         # Queries are made of the weights once more at the end: until then the room is needed.
         asked = key_metric(_unrotated_queries(state, source, target, keys), inputs, known.head_weight, source)
         values = Part(w_v, value_metric(state["o_proj.weight"], sensitivity, source), inputs)
+        key_weight = options.key_weight
         if statistics is None:
             most = max(cost_without(Part(content, asked, keyed)), NOTHING)
             key_weight = KEY_BALANCE * cost_without(values) / most
@@ -90,10 +109,7 @@ def convert_to_latent(
         down, (key_up, value_up) = joint_latent(parts, target.kv_lora_rank)
         del values, parts
     del content, w_v
-    out = assemble(
-        state,
-        source,
-        target,
+    solution = LatentParts(
         q_nope=_unrotated_queries(state, source, target, keys).flatten(0, 1),
         q_rope=_rotary_queries(state, source, target, keys),
         k_rope=keys.rotary,
@@ -101,6 +117,7 @@ def convert_to_latent(
         key_up=key_up if keys.back_to_heads is None else keys.back_to_heads @ key_up,
         value_up=value_up,
     )
+    out = assemble(state, source, target, solution)
     return out, torch.nonzero(keys.kept)[:, 0].tolist()
 
 
@@ -162,9 +179,7 @@ def _divided(
     source: GroupedSpec,
     target: LatentSpec,
     known: Statistics,
-    kept: Tensor | None,
-    *,
-    mix: bool,
+    options: LatentOptions,
 ) -> tuple[_Keys, Tensor]:
     """Choose the channels that keep their rotation, and part a layer's keys into them and the rest.
 
@@ -176,7 +191,8 @@ def _divided(
     if source.rope is None:
         none, nothing = torch.zeros(0, K, dtype=torch.bool), torch.zeros(0, K, K, dtype=torch.complex128)
         return _Keys(none, nothing, nothing[:, 0].mT, w_k[:0], None), w_k
-    _, channels, rotation, lost = rotary_channels(w_q, w_k, source, known, mix=mix)
+    _, channels, rotation, lost = rotary_channels(w_q, w_k, source, known, mix=options.mix)
+    kept = options.kept
     if kept is None:
         kept = keep_rotation(channels.energy, lost, P // 2)
     rotary, interleaved = to_real(channels.keys[kept]), source.rope.interleaved

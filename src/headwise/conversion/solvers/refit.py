@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.conversion.solvers.bfloat16 import quick_products
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.quick import quick_products
 
 RIDGE = 0.1
 """Of the mean square of the inputs: how strongly a refit holds on to what it starts from."""

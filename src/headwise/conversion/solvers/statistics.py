@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.heads import Layer, Rotation, attention_weights, rotation_tables, sample_rows
+from headwise.conversion.solvers.layer import Layer, Rotation, attention_weights, rotation_tables, sample_rows
 from headwise.processes import all_sum
 from headwise.specs import GroupedSpec
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from headwise.checkpoints import dtype_name
 from headwise.checkpoints.disk import clearly
 from headwise.errors import CheckpointError
-from headwise.processes import all_sum, barrier, rank
+from headwise.processes import all_sum, barrier, process_index
 
 _STATE = "activations.json"
 _PIECE = 1 << 20
@@ -109,7 +109,7 @@ class Activations:
         """
         total = int(all_sum(torch.tensor(float(len(self._written)), dtype=torch.float64)))
         assert total == len(self) * len(self.streams), "a window was not written"
-        if rank() == 0:
+        if process_index() == 0:
             with clearly("activations", self.folder):
                 sums = {stream: _checksum(self._file(stream, self._next)) for stream in self.streams}
                 state = self.folder / f"{_STATE}.new"
@@ -141,7 +141,7 @@ class Activations:
     def _clear(self) -> None:
         """Begin the next layer: all but the last commit goes."""
         self._written: set[tuple[str, int]] = set()
-        if rank() == 0:
+        if process_index() == 0:
             kept = {self._file(stream, self.layer) for stream in self.streams} if self.layer is not None else set()
             for file in self.folder.glob("*.activations"):
                 if file not in kept:

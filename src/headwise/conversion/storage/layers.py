@@ -20,7 +20,7 @@ LOST = "was lost of what an earlier run had kept; the same command begins anew"
 _DAMAGED = (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError)
 
 
-class LayerResults:
+class LayerFiles:
     """Solved layers, one file each, there whole or not at all.
 
     A layer is to be saved before the activations are moved past it (`Activations.commit`): then every layer that
@@ -63,6 +63,15 @@ class LayerResults:
             return tensors, json.loads(about["about"])
         except _DAMAGED:
             return None
+
+    def about(self, index: int) -> dict[str, Any] | None:
+        """What is noted of a layer that was kept, its tensors left on the disk; None when it was not."""
+        try:
+            with safe_open(self.file(index), framework="pt", backend="pread") as file:
+                about: dict[str, Any] = json.loads(_metadata(file)["about"])
+        except _DAMAGED:
+            return None
+        return about
 
     def checksum(self, index: int) -> str | None:
         """What a layer that was kept says its checksum is, or None."""

@@ -1,1 +1,1 @@
-"""Costs as answers: one model inspected, mechanisms compared, one layer stage by stage."""
+"""Reports of costs: one model (`inspect`), mechanisms side by side (`compare`), one layer by stage (`complexity`)."""

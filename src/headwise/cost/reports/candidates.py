@@ -1,4 +1,4 @@
-"""Which mechanisms and sizes are worth setting beside a layer."""
+"""Candidates to compare with a layer: other mechanisms, at several sizes or at the nearest one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from headwise.specs.targets import as_grouped, as_latent, split_budget
 
 Match = Literal["cache", "parameters"]
 MATCHES: tuple[Match, ...] = ("cache", "parameters")
+"""The costs by which `matched` chooses a size."""
 
 _WIDEST = 2**16
+"""The largest size that `matched` tries."""
 
 
 def ladder(source: AttentionSpec) -> list[AttentionSpec]:
-    """Every mechanism at a ladder of sizes in the place of a layer, which is among them.
+    """Every mechanism at several sizes in the place of a layer, with the layer itself.
 
-    First what a layer can be converted to, from the largest cache down: MHA, ever fewer key–value heads (each time
-    about half) down to MQA, and MLA at the source's whole cache, a half and a quarter of it, about a quarter of that
-    for the rotary key. Then the mechanisms to design with: latent-space and expert-latent attention at the same
-    three budgets, and one head of the same width as all heads.
+    The list begins with the mechanisms that a layer can be converted to, from the largest cache down: MHA, ever fewer
+    key–value heads (each time about half) down to MQA, and MLA at the source's whole cache, a half and a quarter of
+    it, of which the rotary key takes about a quarter. Mechanisms for new designs follow: latent-space and
+    expert-latent attention at the same three budgets, and one head of the same width as all heads.
     """
     if isinstance(source, GroupedSpec):
         rotary = source.rope is not None
@@ -39,22 +41,22 @@ def ladder(source: AttentionSpec) -> list[AttentionSpec]:
 
 
 def matched(source: AttentionSpec, match: Match) -> list[AttentionSpec]:
-    """Every mechanism at the one size whose cache (or parameters) is nearest the layer's, which is the first.
+    """Every mechanism at the one size whose cache (or parameters) is nearest the layer's; the layer comes first.
 
-    The heads stay; what gives is a head's width (MHA, GQA, MQA, one head) or the latent's. A mechanism whose smallest
-    size is over already is left out.
+    The number of heads stays, and a head's width (MHA, GQA, MQA, one head) or the latent's changes. A mechanism whose
+    smallest size already costs more is left out.
     """
     if not isinstance(source, GroupedSpec | LatentSpec):
         return [source]
     cost: Callable[[AttentionSpec], int] = layer.cache_values if match == "cache" else layer.parameters
     goal = cost(source)
-    found = [_nearest(make, cost, goal) for make in _families(source)]
-    own = source.mechanism
-    return [source, *(spec for spec in found if spec is not None and spec.mechanism != own)]
+    candidates = [_nearest(make, cost, goal) for make in _families(source)]
+    others = (spec for spec in candidates if spec is not None and spec.mechanism != source.mechanism)
+    return [source, *others]
 
 
 def _families(source: GroupedSpec | LatentSpec) -> list[Callable[[int], AttentionSpec | None]]:
-    """One mechanism each, from its free size to a layer; None where that size is impossible."""
+    """A function for each mechanism that makes a layer of a given size, or None where the size is impossible."""
     dense = source if isinstance(source, GroupedSpec) else _dense(source)
     E, H, D = dense.hidden_size, dense.num_heads, dense.head_dim
     rotary = dense.rope is not None or isinstance(source, LatentSpec)
@@ -94,7 +96,7 @@ def _families(source: GroupedSpec | LatentSpec) -> list[Callable[[int], Attentio
 def _nearest(
     make: Callable[[int], AttentionSpec | None], cost: Callable[[AttentionSpec], int], goal: int
 ) -> AttentionSpec | None:
-    """The layer whose cost is nearest the goal; a larger size never costs less."""
+    """The layer whose cost is nearest the goal, found by bisection: a larger size never costs less."""
 
     def costs(size: int) -> int | None:
         spec = make(size)
@@ -113,7 +115,7 @@ def _nearest(
 
 
 def _widened(dense: GroupedSpec, num_kv_heads: int, width: int) -> GroupedSpec:
-    """The heads of another width, rotated as far as they were."""
+    """The layer with heads of another width, of which the same share is rotated."""
     rope = dense.rope
     if rope is not None:
         rope = replace(rope, dim=max(2, rope.dim * width // dense.head_dim // 2 * 2))
@@ -121,7 +123,7 @@ def _widened(dense: GroupedSpec, num_kv_heads: int, width: int) -> GroupedSpec:
 
 
 def _kv_heads(dense: GroupedSpec) -> int | None:
-    """The key–value heads of a GQA worth the name: the source's own, or about a quarter of the heads."""
+    """The number of key–value heads of a GQA layer: the source's, or about a quarter of the heads."""
     if 1 < dense.num_kv_heads < dense.num_heads:
         return dense.num_kv_heads
     between = [d for d in range(2, dense.num_heads) if dense.num_heads % d == 0]
@@ -129,7 +131,7 @@ def _kv_heads(dense: GroupedSpec) -> int | None:
 
 
 def _dense(source: LatentSpec) -> GroupedSpec:
-    """The multi-head attention that an MLA layer takes the place of."""
+    """The multi-head attention with the heads of an MLA layer."""
     return GroupedSpec(
         hidden_size=source.hidden_size,
         num_heads=source.num_heads,
@@ -151,16 +153,18 @@ def _grouped_ladder(source: GroupedSpec) -> list[AttentionSpec]:
 
 
 def _latent_ladder(source: GroupedSpec) -> list[AttentionSpec]:
-    if source.num_kv_heads * source.head_dim < 2:  # nothing to make a rotary pair of
+    if source.num_kv_heads * source.head_dim < 2:  # too few dims for a rotary pair
         return []
     values = source.num_kv_heads * (source.head_dim + source.value_dim)
     budgets = [values, values // 2, values // 4]
-    sizes = [split_budget(source, budget) for budget in budgets if budget >= 3]  # a latent and a rotary pair
+    sizes = [
+        split_budget(source, budget) for budget in budgets if budget >= 3
+    ]  # at least a latent channel and a rotary pair
     return [as_latent(source, rank, rope_dim) for rank, rope_dim in sizes]
 
 
 def _designs(dense: GroupedSpec, values: int, *, rotary: bool) -> list[AttentionSpec]:
-    """Latent-space and expert-latent attention with ``values`` cached, half and a quarter of them; one wide head."""
+    """Latent-space and expert-latent attention that cache ``values``, half or a quarter; and one wide head."""
     E, H, D = dense.hidden_size, dense.num_heads, dense.head_dim
     K = _kv_heads(dense) or 1
     widths = dict.fromkeys(min(D, max(1, values // part // (2 * H))) for part in (1, 2, 4))
@@ -173,7 +177,7 @@ def _designs(dense: GroupedSpec, values: int, *, rotary: bool) -> list[Attention
 
 
 def _experts(dense: GroupedSpec, latent_kv_heads: int, kv_dim: int, *, rotary: bool) -> ExpertLatentSpec:
-    """With RoPE on an eighth of a head's dims: rotated keys are decoded at every step, so more would be the cost."""
+    """Expert-latent attention with RoPE on an eighth of a head: rotated keys are decoded at every step."""
     D = dense.head_dim
     theta = 10000.0 if dense.rope is None else dense.rope.theta
     rope = RopeSpec(dim=max(2, D // 16 * 2), theta=theta) if rotary and D > 1 else None

@@ -1,4 +1,4 @@
-"""The side-by-side of mechanisms for one model's shape."""
+"""`compare`: the costs of several mechanisms in the place of a model's attention."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from headwise.specs.targets import as_latent, refuse_as_latent
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One mechanism at one size, in the place of the model's own attention.
+    """One mechanism at one size, in the place of the model's attention.
 
-    FLOPs are those of all layers' attention (or what is in its place), causal; ``decode_flops`` is one token's at the
-    stated context. ``convert_to`` is what `headwise.convert` is told to make it, None where it cannot.
-    ``decode_ms`` and ``prefill_ms`` are one layer's, measured, when asked for.
+    FLOPs are those of all layers' attention (or mixers), causal; ``decode_flops`` are those of one token at the
+    stated context. ``convert_to`` is the option of ``headwise convert`` that makes it, None where there is none.
+    ``decode_ms`` and ``prefill_ms`` are measured on one layer, when asked for.
     """
 
     mechanism: str
@@ -41,7 +41,7 @@ class Row:
     prefill_ms: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as JSON-able values; the measured keys only when there is a measurement."""
+        """The row as JSON-able values, with the measured keys only where there is a measurement."""
         return {key: value for key, value in asdict(self).items() if value is not None or not key.endswith("_ms")}
 
 
@@ -77,23 +77,25 @@ def compare(
     dtype: str = "bfloat16",
     match: Match | None = None,
 ) -> Comparison:
-    """What each mechanism would cost in the place of a model's attention.
+    """Compare the costs of mechanisms in the place of a model's attention.
 
-    Layers that are no attention stay as they are, and every candidate keeps each layer's own window.
+    Layers without attention stay as they are, and every candidate keeps each layer's window.
 
     Args:
         source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
         context: tokens in the cache, and in the prefill.
         batch: sequences.
-        dtype: the cache's.
-        match: None for a ladder of sizes (`headwise.cost.ladder`); ``cache`` or ``parameters`` for each mechanism at
-            the one size that is nearest the model's own in that.
+        dtype: of the cache.
+        match: None for several sizes (`headwise.cost.ladder`); ``cache`` or ``parameters`` for each mechanism at the
+            one size whose cache or parameters are nearest the model's.
 
     Raises:
         ArgumentError: context or batch is not positive, a name is not known, or there is no such source.
         CheckpointError: its files are damaged.
         SpecError: the architecture is not understood, the model keeps no cache, or its attention is not of one kind
             and size, or shares keys and values, or is gated.
+
+    >>> [row.label for row in headwise.compare("llama-3-8b", context=8192, match="cache").rows]
     """
     for name, value in (("context", context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -105,17 +107,17 @@ def compare(
     spec = source if isinstance(source, ModelSpec) else read_spec(source)
     if not spec.is_causal:
         raise SpecError("model_type", spec.model_type, "is an encoder: it keeps no cache to compare")
-    own = _attention_of(spec)
-    specs = tuple(ladder(own) if match is None else matched(own, match))
+    original = _attention_of(spec)
+    specs = tuple(ladder(original) if match is None else matched(original, match))
     rows = []
     for candidate in specs:
-        stack = spec if candidate == own else _with(spec, candidate)
+        stack = spec if candidate == original else _with(spec, candidate)
         rows.append(
             Row(
                 mechanism=candidate.mechanism,
                 label=candidate.label,
-                is_source=candidate == own,
-                convert_to=_target(own, candidate),
+                is_source=candidate == original,
+                convert_to=_target(original, candidate),
                 attention_parameters_per_layer=layer.parameters(candidate),
                 prefill_flops=model.attention_flops(stack, context, batch=batch, causal=True),
                 decode_flops=model.attention_flops(stack, 1, context, batch=batch, causal=True),
@@ -136,43 +138,45 @@ def compare(
 
 
 def _attention_of(spec: ModelSpec) -> AttentionSpec:
-    """The layer that candidates take the place of: the first of the model's attention, which is of one kind."""
-    attention = [own for own in spec.layers if not isinstance(own, RecurrentSpec)]
-    kinds = {own.kind for own in attention}
+    """The layer that candidates replace: the model's first attention layer, where all are of one kind and size."""
+    attention = [one for one in spec.layers if not isinstance(one, RecurrentSpec)]
+    kinds = {one.kind for one in attention}
     if len(kinds) != 1:
-        raise SpecError("attention kinds", sorted(kinds), "must be one: layers of several kinds have no one ladder")
+        raise SpecError(
+            "attention kinds", sorted(kinds), "must be one: candidates replace all layers, which are of several kinds"
+        )
     for name, what in (("shares_kv", "share keys and values"), ("output_gate", "gate their output")):
-        if any(getattr(own, name, False) for own in attention):
-            raise SpecError("model_type", spec.model_type, f"has layers that {what}: nothing is set beside them")
-    sizes = {replace(own, sliding_window=None, rope=None, softmax_scale=None) for own in attention}
+        if any(getattr(one, name, False) for one in attention):
+            raise SpecError("model_type", spec.model_type, f"has layers that {what}, which candidates cannot replace")
+    sizes = {replace(one, sliding_window=None, rope=None, softmax_scale=None) for one in attention}
     if len(sizes) > 1:
         rule = "must be of one size to be compared: each candidate takes the place of all of them"
-        raise SpecError("attention", list(dict.fromkeys(own.label for own in attention)), rule)
+        raise SpecError("attention", list(dict.fromkeys(one.label for one in attention)), rule)
     return attention[0]
 
 
 def _with(spec: ModelSpec, candidate: AttentionSpec) -> ModelSpec:
-    """The model with another attention, each layer keeping its own window, and recurrent layers themselves."""
+    """The model with another attention; each layer keeps its window, and recurrent layers stay as they are."""
     layers = (
-        own if isinstance(own, RecurrentSpec) else replace(candidate, sliding_window=own.sliding_window)
-        for own in spec.layers
+        one if isinstance(one, RecurrentSpec) else replace(candidate, sliding_window=one.sliding_window)
+        for one in spec.layers
     )
     return replace(spec, layers=tuple(layers))
 
 
-def _target(own: AttentionSpec, candidate: AttentionSpec) -> str | None:
-    """The arguments of ``headwise convert`` that make the candidate of the layer."""
-    if candidate == own or not isinstance(own, GroupedSpec):
+def _target(original: AttentionSpec, candidate: AttentionSpec) -> str | None:
+    """The arguments of ``headwise convert`` that turn the layer into the candidate, or None."""
+    if candidate == original or not isinstance(original, GroupedSpec):
         return None
     if isinstance(candidate, LatentSpec):
         rank, rope_dim = candidate.kv_lora_rank, candidate.qk_rope_head_dim
         try:
-            refuse_as_latent(own)
-            converted = as_latent(own, rank, rope_dim)
-        except (ArgumentError, SpecError):  # of a kind that is not converted, or wider than what the source has
-            return None
+            refuse_as_latent(original)
+            converted = as_latent(original, rank, rope_dim)
+        except (ArgumentError, SpecError):
+            return None  # a source of its kind is not converted, or is narrower than the candidate
         return f"--to mla --kv-lora-rank {rank} --qk-rope-head-dim {rope_dim}" if candidate == converted else None
-    if isinstance(candidate, GroupedSpec) and replace(own, num_kv_heads=candidate.num_kv_heads) == candidate:
+    if isinstance(candidate, GroupedSpec) and replace(original, num_kv_heads=candidate.num_kv_heads) == candidate:
         count = candidate.num_kv_heads
         return f"--to {candidate.mechanism}" + (f":{count}" if candidate.mechanism == "gqa" else "")
     return None

@@ -1,16 +1,17 @@
-"""Time and space of one attention layer, stage by stage: every number beside the formula it is the value of."""
+"""`complexity`: time and space of one attention layer by stage, each number with its formula."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from headwise.cost import layer
-from headwise.cost.activations import kept_values, kept_width
+from headwise.cost.activations import Kept, kept_values, kept_width
 from headwise.cost.latent import expanded_cache_values
 from headwise.cost.size import Size
-from headwise.cost.stages import Core, Kernel, check_kernel
+from headwise.cost.stages import Call, Core, Kernel, check_kernel
 from headwise.cost.training import kept_activations
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
@@ -38,6 +39,7 @@ SYMBOLS = {
     "Δ": "rank of the time step",
     "w": "sliding window",
 }
+"""The letters of formulas, and what they stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class Complexity:
 
     Attributes:
         label: the layer.
-        impl: the implementation the stages are of.
+        impl: the implementation whose stages these are.
         kernel: one of `headwise.cost.KERNELS`.
         dtype: of weights, activations and cache.
         symbols: the letters of the formulas and their values.
@@ -73,11 +75,11 @@ class Complexity:
         forward_flops: of all stages.
         backward_flops: of all stages.
         parameters: of all stages.
-        cache_bytes_per_token: what one token adds to the cache.
-        cache_bytes: of all tokens, or those a window holds.
-        activations: what a training step keeps for its backward pass, in bytes, by tensor; none where T is not S, or
-            where headwise has no layer that would tell.
-        activation_bytes: all of that, or None.
+        cache_bytes_per_token: bytes that one token adds to the cache.
+        cache_bytes: bytes of all tokens, or of those that a window holds.
+        activations: bytes that a training step keeps for its backward pass, by tensor; none where T is not S, or
+            where headwise has no such layer.
+        activation_bytes: the sum of those, or None.
     """
 
     label: str
@@ -96,8 +98,18 @@ class Complexity:
     activation_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """The report as JSON-able values."""
         return asdict(self)
+
+
+class RunOptions(TypedDict, total=False):
+    """How a layer is run; `complexity` describes the fields."""
+
+    batch: int
+    causal: bool | None
+    impl: str
+    kernel: Kernel
+    dtype: str
 
 
 def complexity(
@@ -106,11 +118,7 @@ def complexity(
     total_tokens: int | None = None,
     *,
     index: int = 0,
-    batch: int = 1,
-    causal: bool | None = None,
-    impl: str = "auto",
-    kernel: Kernel = "fused",
-    dtype: str = "bfloat16",
+    **run: Unpack[RunOptions],
 ) -> Complexity:
     """Time and space of one layer by stage, as formulas and as numbers.
 
@@ -119,51 +127,56 @@ def complexity(
         new_tokens: S.
         total_tokens: T; S when None.
         index: which layer of a model.
-        batch: B.
-        causal: as `headwise.cost.forward_flops`.
-        impl: as `headwise.cost.forward_flops`.
-        kernel: one of `headwise.cost.KERNELS`.
-        dtype: of weights, activations and cache.
+        run: any of ``batch`` (B; 1 when left out), ``causal`` and ``impl`` (as in `headwise.cost.forward_flops`),
+            ``kernel`` (one of `headwise.cost.KERNELS`; ``"fused"``) and ``dtype`` (of weights, activations and cache;
+            ``"bfloat16"``).
 
     Raises:
         ArgumentError: a number is impossible, a name is not known, or there is no such source.
         SpecError: the architecture is not understood.
+
+    >>> headwise.complexity("llama-3-8b", 1, 8192).cache_bytes_per_token.formula
+    '2·K·D·e'
     """
-    spec = layer_spec(source, index)
+    return _layer_complexity(layer_spec(source, index), new_tokens, total_tokens, **run)
+
+
+def _layer_complexity(
+    spec: AttentionSpec,
+    new_tokens: int,
+    total_tokens: int | None,
+    *,
+    batch: int = 1,
+    causal: bool | None = None,
+    impl: str = "auto",
+    kernel: Kernel = "fused",
+    dtype: str = "bfloat16",
+) -> Complexity:
     call = layer.call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal)
     check_kernel(kernel)
     impl = layer.chosen_impl(spec, impl, call)
     work = layer.stages(spec, impl, new_tokens=new_tokens)
-    size = Size(layer.dtype_bytes(dtype), "e")
-    kept_bytes = {}
+    value_bytes = Size(layer.dtype_bytes(dtype), "e")
+    kept_bytes: dict[str, Size] = {}
     if call.total is call.new:
-        try:
+        with suppress(SpecError):  # headwise inspects such layers and does not run them
             kept, _ = kept_activations(
                 spec, new_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
             )
-        except SpecError:  # a layer that is inspected and not run here
-            kept = ()
-        kept_bytes = {
-            tensor.name: kept_values(tensor, batch=call.batch, new=call.new, total=call.total)
-            * (size if (width := kept_width(tensor, size)) == size else width)
-            for tensor in kept
-        }
+            kept_bytes = {tensor.name: _kept_bytes(tensor, call, value_bytes) for tensor in kept}
     costs = [
         (stage, stage.forward_flops(call, kernel), stage.backward_flops(call, kernel, input_gradient=True))
         for stage in work
     ]
-    per_token = _cached(spec, impl) * size
+    per_token = _cached(spec, impl) * value_bytes
     held = layer.held_tokens(spec, new_tokens if total_tokens is None else total_tokens)
     softmax = sum((stage.softmax_flops(call) for stage in work if isinstance(stage, Core)), Size(0))
-    symbols: dict[str, int] = {}
-    for amount in (*(flops for _, flops, _ in costs), *kept_bytes.values(), per_token):
-        symbols |= amount.symbols
     return Complexity(
         label=spec.label,
         impl=impl,
         kernel=kernel,
         dtype=dtype.removeprefix("torch."),
-        symbols={name: symbols[name] for name in (*SYMBOLS, "e") if name in symbols},
+        symbols=_symbols(*(flops for _, flops, _ in costs), *kept_bytes.values(), per_token),
         stages=tuple(
             StageCost(
                 name=stage.name,
@@ -185,8 +198,23 @@ def complexity(
     )
 
 
+def _kept_bytes(tensor: Kept, call: Call, value_bytes: Size) -> Size:
+    """Bytes of one kept tensor, in letters where its values are of the layer's dtype."""
+    width = kept_width(tensor, value_bytes)
+    values = kept_values(tensor, batch=call.batch, new=call.new, total=call.total)
+    return values * (value_bytes if width == value_bytes else width)
+
+
+def _symbols(*amounts: Size) -> dict[str, int]:
+    """The letters of some formulas and their values, in the order of `SYMBOLS`."""
+    values: dict[str, int] = {}
+    for amount in amounts:
+        values |= amount.symbols
+    return {name: values[name] for name in (*SYMBOLS, "e") if name in values}
+
+
 def _cached(spec: AttentionSpec, impl: str) -> Size:
-    """Values a token adds to the cache: none in an encoder, every head's where an MLA layer caches them decoded."""
+    """Values that a token adds to the cache: none in an encoder, every head's where MLA caches decoded keys."""
     if not spec.is_causal:
         return Size(0)
     if isinstance(spec, LatentSpec) and impl == "cached_kv":

@@ -1,9 +1,10 @@
-"""`inspect`: what a model is and what it costs, from its config alone."""
+"""`inspect`: a model's architecture and costs, from its config alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from headwise.specs import AttentionSpec, BodySpec, FeedForwardSpec, GroupedSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers of one spec: their indices, and one layer's costs."""
+    """Layers with equal specs: their indices, and the costs of one of them."""
 
     layers: tuple[int, ...]
     label: str
@@ -28,16 +29,17 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A model: its weights, its attention, its cache for a token and at the longest context it was made for.
+    """A model's weights, attention and cache, for one token and at the longest context that the model was made for.
 
-    A number that differs from layer to layer, or that the mechanism lacks, is None; so is what needs the whole model
+    A number that differs between layers, or that the mechanism lacks, is None; so are numbers of the whole model
     (``weights``, ``active_weights``, ``flops_…``, ``body``) where only its attention is known.
 
-    ``kv_bytes_per_token`` is all layers', in ``dtype``, and ``state_bytes`` what no token adds to; a decoder that
-    attends to an encoder's output keeps ``source_kv_bytes_per_token`` of each of its tokens besides.
-    ``kv_bytes_at_longest`` counts both, and windows. ``head_dim`` is a head's whole query–key width. The FLOPs
-    are one token's, with nothing before it and at the longest context. ``kv_bytes_…_of_rank`` is what each of
-    ``ranks`` tensor-parallel ranks holds of the cache.
+    ``kv_bytes_per_token`` are the cache bytes that a token adds in all layers, in ``dtype``, and ``state_bytes``
+    those that do not grow with tokens. A decoder that attends to an encoder's output caches
+    ``source_kv_bytes_per_token`` for each token of that besides. ``kv_bytes_at_longest`` counts all layers at the
+    longest context, within their windows, and their states. ``head_dim`` is a head's whole query–key width. The FLOPs
+    are those of one token, without context and at the longest one. ``kv_bytes_…_of_rank`` is the part of the cache on
+    each of ``ranks`` tensor-parallel ranks.
     """
 
     source: str
@@ -70,36 +72,28 @@ class Inspection:
     body: dict[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """The report as JSON-able values."""
         return asdict(self)
 
 
 def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: int = 1) -> Inspection:
-    """What a model is, its attention above all, and what it costs, without weights and without torch.
+    """Report a model's architecture, above all its attention, and its costs, without its weights and without torch.
 
     Args:
         source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
-        dtype: the cache's.
+        dtype: of the cache.
         ranks: tensor-parallel ranks that the heads are split over.
 
     Raises:
         SpecError: the architecture is not understood.
         ArgumentError: there is no such source or dtype, or the heads cannot be split so.
         CheckpointError: its files are damaged.
+
+    >>> headwise.inspect("llama-3-8b").kv_bytes_per_token
+    131072
     """
     layer.dtype_bytes(dtype)
     spec = source if isinstance(source, ModelSpec) else read_spec(source)
-
-    def common(value: Callable[[AttentionSpec], int | None]) -> int | None:
-        values = {value(own) for own in spec.layers}
-        return values.pop() if len(values) == 1 else None
-
-    def head_dim(own: AttentionSpec) -> int | None:
-        return own.qk_head_dim if isinstance(own, LatentSpec) else getattr(own, "head_dim", None)
-
-    def v_head_dim(own: AttentionSpec) -> int | None:
-        return own.value_dim if isinstance(own, GroupedSpec) else getattr(own, "v_head_dim", None)
-
     longest, rank = spec.max_position_embeddings, model.shard(spec, ranks)
     weights = active = first = last = None
     if spec.body is not None:
@@ -113,13 +107,7 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
         hidden_size=spec.hidden_size,
         max_position_embeddings=spec.max_position_embeddings,
         mechanism=spec.mechanism,
-        num_heads=common(lambda own: getattr(own, "num_heads", None)),
-        num_kv_heads=common(lambda own: getattr(own, "num_kv_heads", None)),
-        head_dim=common(head_dim),
-        v_head_dim=common(v_head_dim),
-        q_lora_rank=common(lambda own: getattr(own, "q_lora_rank", None)),
-        kv_lora_rank=common(lambda own: getattr(own, "kv_lora_rank", None)),
-        qk_rope_head_dim=common(lambda own: getattr(own, "qk_rope_head_dim", None)),
+        **_common_sizes(spec),
         dtype=dtype.removeprefix("torch."),
         kv_bytes_per_token=model.cache_bytes_per_token(spec, dtype),
         source_kv_bytes_per_token=model.source_cache_bytes_per_token(spec, dtype),
@@ -128,26 +116,58 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
         ranks=ranks,
         kv_bytes_per_token_of_rank=model.cache_bytes_per_token(rank, dtype),
         kv_bytes_at_longest_of_rank=None if longest is None else model.cache_bytes(rank, longest, dtype=dtype),
-        attention_parameters_per_layer=common(layer.parameters),
         weights=weights,
         active_weights=active,
         flops_of_first_token=first,
         flops_at_longest=last,
-        layers=tuple(
-            LayerGroup(
-                layers=indices,
-                label=own.label,
-                mechanism=own.mechanism,
-                kv_bytes_per_token=layer.cache_bytes_per_token(own, dtype),
-                state_bytes=layer.state_bytes(own, dtype=dtype),
-                kv_bytes_at_longest=None if longest is None else layer.cache_bytes(own, longest, dtype=dtype),
-                attention_parameters=layer.parameters(own),
-                sliding_window=own.sliding_window,
-                spec=own.to_dict(),
-            )
-            for own, indices in spec.distinct_layers()
-        ),
+        layers=_layer_groups(spec, dtype),
         body=None if spec.body is None else _body(spec.body),
+    )
+
+
+def _common_sizes(spec: ModelSpec) -> dict[str, int | None]:
+    """Sizes that all layers share; None for one that differs, or that the mechanism lacks."""
+
+    def common(value: Callable[[AttentionSpec], int | None]) -> int | None:
+        values = {value(one) for one in spec.layers}
+        return values.pop() if len(values) == 1 else None
+
+    def head_dim(one: AttentionSpec) -> int | None:
+        return one.qk_head_dim if isinstance(one, LatentSpec) else getattr(one, "head_dim", None)
+
+    def v_head_dim(one: AttentionSpec) -> int | None:
+        return one.value_dim if isinstance(one, GroupedSpec) else getattr(one, "v_head_dim", None)
+
+    names = ("num_heads", "num_kv_heads", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")
+    return {
+        **{name: common(partial(_field, name)) for name in names},
+        "head_dim": common(head_dim),
+        "v_head_dim": common(v_head_dim),
+        "attention_parameters_per_layer": common(layer.parameters),
+    }
+
+
+def _field(name: str, spec: AttentionSpec) -> int | None:
+    value: int | None = getattr(spec, name, None)
+    return value
+
+
+def _layer_groups(spec: ModelSpec, dtype: str) -> tuple[LayerGroup, ...]:
+    """Each distinct layer with its indices and costs."""
+    longest = spec.max_position_embeddings
+    return tuple(
+        LayerGroup(
+            layers=indices,
+            label=one.label,
+            mechanism=one.mechanism,
+            kv_bytes_per_token=layer.cache_bytes_per_token(one, dtype),
+            state_bytes=layer.state_bytes(one, dtype=dtype),
+            kv_bytes_at_longest=None if longest is None else layer.cache_bytes(one, longest, dtype=dtype),
+            attention_parameters=layer.parameters(one),
+            sliding_window=one.sliding_window,
+            spec=one.to_dict(),
+        )
+        for one, indices in spec.distinct_layers()
     )
 
 
@@ -156,7 +176,7 @@ def _parts(counts: model.Weights | model.Flops) -> dict[str, int]:
 
 
 def _body(body: BodySpec) -> dict[str, Any]:
-    """As JSON-able values, layers with the same network together."""
+    """The body as JSON-able values, where layers with equal networks are one entry."""
     networks: dict[FeedForwardSpec | None, list[int]] = {}
     for index, network in enumerate(body.feed_forward):
         networks.setdefault(network, []).append(index)

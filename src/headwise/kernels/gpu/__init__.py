@@ -1,4 +1,4 @@
-"""Decoding on a GPU: one pass over keys and values, split over the sequence, in Triton."""
+"""Attention of a few new tokens on a GPU: one pass over keys and values, split over the sequence, in Triton."""
 
 from headwise.kernels.gpu.split import attend_split, why_not_split
 

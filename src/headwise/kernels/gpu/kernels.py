@@ -1,9 +1,10 @@
-"""The Triton kernels: a part of a sequence for sixteen rows at once, and the parts put together.
+"""The Triton kernels: attention to one part of a sequence for a tile of rows, and the parts combined.
 
-Rows are the new tokens of all query heads of one key–value head, so that they share each load of a key or value.
+Rows are the new tokens of all query heads that share a key–value head, so that all of them use one load of a
+key or value.
 """
 
-# Triton reads these functions' text, so that types and long names are not theirs.
+# Triton compiles the source text of these functions, and does not take type annotations.
 # mypy: ignore-errors
 # ruff: noqa: PLR0915
 
@@ -17,7 +18,7 @@ def attend_part(
     key,
     value,
     mask,
-    found,
+    mixtures,
     weights,
     scale,
     K,
@@ -41,8 +42,8 @@ def attend_part(
     mask_head,
     mask_new,
     mask_token,
-    found_part,
-    found_batch,
+    mixtures_part,
+    mixtures_batch,
     weights_part,
     weights_batch,
     weights_kind,
@@ -57,7 +58,7 @@ def attend_part(
     SHARED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One part's mixture of values, not yet divided by the sum of its weights 2^(score − highest)."""
+    """The values of one part summed with weights 2^(score − highest score), and the sum of those weights."""
     unit, part = tl.program_id(0), tl.program_id(1)
     head, tile = unit // tiles, unit % tiles
     b, k = (head // K).to(tl.int64), head % K
@@ -69,7 +70,7 @@ def attend_part(
     q = tl.load(at + main[None, :], mask=is_row[:, None], other=0.0)
     if REST:
         q_rest = tl.load(at + rest[None, :], mask=is_row[:, None] & (rest < D)[None, :], other=0.0)
-    if WIDEN:  # Triton's interpreter multiplies the bits of bfloat16
+    if WIDEN:  # Triton's interpreter would multiply the bits of bfloat16
         q = q.to(tl.float32)
         if REST:
             q_rest = q_rest.to(tl.float32)
@@ -93,33 +94,33 @@ def attend_part(
                 mask + b * mask_batch + g[:, None] * mask_head + s[:, None] * mask_new + token[None, :] * mask_token
             )
             seen = seen & (tl.load(place, mask=seen, other=0) != 0)
-        # What nobody sees is not read: it may hold anything.
-        any_sees = tl.max(seen.to(tl.int32), axis=0) > 0
+        # Tokens that no row sees are not read: their memory may hold anything.
+        is_seen = tl.max(seen.to(tl.int32), axis=0) > 0
         token = token.to(tl.int64)
         keys = key + b * key_batch + k * key_head + token[:, None] * key_token
-        x = tl.load(keys + main[None, :], mask=any_sees[:, None], other=0.0)
+        x = tl.load(keys + main[None, :], mask=is_seen[:, None], other=0.0)
         x = x.to(q.dtype)
         scores = tl.dot(q, tl.trans(x), input_precision="ieee")
         if REST:
-            x_rest = tl.load(keys + rest[None, :], mask=any_sees[:, None] & (rest < D)[None, :], other=0.0)
+            x_rest = tl.load(keys + rest[None, :], mask=is_seen[:, None] & (rest < D)[None, :], other=0.0)
             x_rest = x_rest.to(q.dtype)
             scores += tl.dot(q_rest, tl.trans(x_rest), input_precision="ieee")
         scores = tl.where(seen, scores * scale, -float("inf"))
         higher = tl.maximum(high, tl.max(scores, axis=1))
         base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: all weights are 0
         shares = tl.exp2(scores - base[:, None])
-        kept = tl.exp2(high - base)
-        total = total * kept + tl.sum(shares, axis=1)
+        keep = tl.exp2(high - base)
+        total = total * keep + tl.sum(shares, axis=1)
         if SHARED:
             y = x
         else:
             values = value + b * value_batch + k * value_head + token[:, None] * value_token
-            y = tl.load(values + width[None, :], mask=any_sees[:, None] & (width < V)[None, :], other=0.0)
+            y = tl.load(values + width[None, :], mask=is_seen[:, None] & (width < V)[None, :], other=0.0)
             y = y.to(q.dtype)
-        mixture = mixture * kept[:, None] + tl.dot(shares.to(y.dtype), y, input_precision="ieee")
+        mixture = mixture * keep[:, None] + tl.dot(shares.to(y.dtype), y, input_precision="ieee")
         high = higher
     row_of_all = g * S + s
-    at = found + part * found_part + b * found_batch + row_of_all[:, None] * V + width[None, :]
+    at = mixtures + part * mixtures_part + b * mixtures_batch + row_of_all[:, None] * V + width[None, :]
     tl.store(at, mixture, mask=is_row[:, None] & (width < V)[None, :])
     at = weights + part * weights_part + b * weights_batch + row_of_all
     tl.store(at, high, mask=is_row)
@@ -128,15 +129,15 @@ def attend_part(
 
 @triton.jit
 def join_parts(
-    found,
+    mixtures,
     weights,
     out,
     H,
     S,
     V,
     parts,
-    found_part,
-    found_batch,
+    mixtures_part,
+    mixtures_batch,
     weights_part,
     weights_batch,
     weights_kind,
@@ -145,7 +146,7 @@ def join_parts(
     out_token,
     WIDTH: tl.constexpr,
 ):
-    """One row of the output from what its parts found; nothing seen gives zeros."""
+    """Combine the parts of one row of the output; a row that sees nothing gives zeros."""
     row = tl.program_id(0)
     b, of_all = (row // (H * S)).to(tl.int64), row % (H * S)
     width = tl.arange(0, WIDTH)
@@ -159,7 +160,7 @@ def join_parts(
     for part in range(parts):
         share = tl.exp2(tl.load(at + part * weights_part) - base)
         total += share * tl.load(at + part * weights_part + weights_kind)
-        piece = found + part * found_part + b * found_batch + of_all * V
+        piece = mixtures + part * mixtures_part + b * mixtures_batch + of_all * V
         mixture += share * tl.load(piece + width, mask=width < V, other=0.0)
     mixture = tl.where(total == 0.0, 0.0, mixture / tl.where(total == 0.0, 1.0, total))
     place = out + b * out_batch + of_all // S * out_head + of_all % S * out_token + width

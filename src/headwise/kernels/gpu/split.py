@@ -1,4 +1,4 @@
-"""Calling the Triton kernel: how many parts a sequence is cut into, and what is put together at the end.
+"""Call the Triton kernels: cut the sequence into parts, attend to all of them at once, and combine the results.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
 """
@@ -15,14 +15,17 @@ from torch import Tensor
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 576
 _LEAST_TOKENS = 256
-"""Tokens of a part at least: less would cost more to put together than it gains."""
+"""The fewest tokens of a part: with fewer, combining the parts would take longer than is gained."""
 _PROGRAMS_A_PROCESSOR = 4
+"""Programs to start for each of the GPU's processors, so that all stay busy."""
 _ROWS = 16
 """Rows of a tile: the fewest that a GPU's matrix units take."""
+_LOG2_E = 1.4426950408889634
+"""Turns natural exponents into exponents of two."""
 
 
 def why_not_split(dtype: torch.dtype, device: torch.device, width: int, *, needs_grad: bool = False) -> str | None:
-    """Why the kernel cannot serve such tensors, or None where it can.
+    """Why the kernel cannot take such tensors, or None where it can.
 
     Args:
         dtype: of queries, keys and values.
@@ -35,7 +38,7 @@ def why_not_split(dtype: torch.dtype, device: torch.device, width: int, *, needs
     if device.type != "cuda" and not is_interpreted():
         return f"it is for CUDA GPUs, not {device.type}"
     if dtype not in _DTYPES:
-        return f"it knows {', '.join(str(known) for known in _DTYPES)}, not {dtype}"
+        return f"it takes {', '.join(str(supported) for supported in _DTYPES)}, not {dtype}"
     if width > _WIDEST:
         return f"heads are {width} wide, and it takes {_WIDEST} at most"
     if needs_grad:
@@ -50,7 +53,7 @@ def has_triton() -> bool:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU, step by step."""
+    """Whether Triton's interpreter runs the kernels, step by step on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -65,62 +68,81 @@ def attend_split(
     *,
     parts: int | None = None,
 ) -> Tensor:
-    """As `headwise.kernels.reference.attend_reference`, of tensors that `why_not_split` has nothing against.
+    """`headwise.attend` by the Triton kernels, for tensors to which `why_not_split` has no objection.
 
     Args:
         query: ``[B, H, S, D]``, of any strides.
         key: ``[B, K, T, D]``; copied where a token's numbers do not lie side by side.
         value: ``[B, K, T, V]``, likewise; where it is the key's first columns it is not read again.
-        mask: bool, broadcastable to ``[B, H, S, T]``; a slot that nobody sees is never read.
+        mask: bool, broadcastable to ``[B, H, S, T]``; a key or value that no query sees is never read.
         is_causal: bottom-right.
         window: how many of the latest keys a query sees.
         scale: multiplies the scores.
-        parts: into how many parts a sequence is cut; by the GPU's size when None.
+        parts: how many parts the sequence is cut into; by the GPU's size when None.
 
     Returns:
         ``[B, H, S, V]``, in memory ``[B, S, H, V]``, as the output projection reads it.
     """
-    import triton
-
-    from headwise.kernels.gpu.kernels import attend_part, join_parts
-
     query, key, value = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (query, key, value))
-    B, H, S, D = query.shape
+    B, H, S, _ = query.shape
     K, T, V = key.shape[1], key.shape[2], value.shape[3]
-    rows = H // K * S
-    out = query.new_empty(B, S, H, V).transpose(1, 2)
+    out = query.new_empty(B, S, H, V).transpose(1, 2)  # [B, H, S, V]
     if out.numel() == 0:
         return out
-    tiles = triton.cdiv(rows, _ROWS)
     if parts is None:
+        tiles = -(-(H // K * S) // _ROWS)
         parts = _parts(B * K * tiles, T, query.device)
-    each = triton.cdiv(max(T, 1), parts)
-    found = torch.empty(parts, B, H * S, V, dtype=torch.float32, device=query.device)
-    weights = torch.empty(2, parts, B, H * S, dtype=torch.float32, device=query.device)
-    main = 1 << (D.bit_length() - 1)  # the largest power of two in D; the rest is multiplied apart
+    mixtures = torch.empty(parts, B, H * S, V, dtype=torch.float32, device=query.device)
+    weights = torch.empty(2, parts, B, H * S, dtype=torch.float32, device=query.device)  # highest scores, then sums
+    _attend_parts((query, key, value, mask), mixtures, weights, is_causal=is_causal, window=window, scale=scale)
+    _join_parts(mixtures, weights, out)
+    return out
+
+
+def _attend_parts(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    mixtures: Tensor,
+    weights: Tensor,
+    *,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+) -> None:
+    """Fill ``mixtures`` and ``weights`` by the kernel `headwise.kernels.gpu.kernels.attend_part`.
+
+    Args:
+        tensors: query, key, value and mask.
+        mixtures: ``[parts, B, H·S, V]``, each part's values summed with weights 2^(score − highest score).
+        weights: ``[2, parts, B, H·S]``, each part's highest score, and the sum of its weights.
+        is_causal: as `attend_split`.
+        window: as `attend_split`.
+        scale: as `attend_split`.
+    """
+    import triton
+
+    from headwise.kernels.gpu.kernels import attend_part
+
+    query, key, value, mask = tensors
+    B, H, S, D = query.shape
+    K, T, V = key.shape[1], key.shape[2], value.shape[3]
+    parts, group = len(mixtures), H // K
+    tiles = triton.cdiv(group * S, _ROWS)
+    main = 1 << (D.bit_length() - 1)  # the largest power of two in D; the rest is multiplied separately
     rest = D - main
-    shared = value.data_ptr() == key.data_ptr() and value.stride() == key.stride() and main == V
-    strides: tuple[int, ...] = (0, 0, 0, 0)
+    is_shared = value.data_ptr() == key.data_ptr() and value.stride() == key.stride() and main == V
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
-        strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+        strides = zip(mask.shape, mask.stride(), strict=True)
+        mask_strides = tuple(0 if size == 1 else stride for size, stride in strides)
     attend_part[(B * K * tiles, parts)](
-        query,
-        key,
-        value,
-        query if mask is None else mask,
-        found,
-        weights,
-        scale * 1.4426950408889634,
-        *(K, H // K, S, T, D, V, each, tiles),
+        *(query, key, value, query if mask is None else mask, mixtures, weights),
+        scale * _LOG2_E,
+        *(K, group, S, T, D, V, triton.cdiv(max(T, 1), parts), tiles),
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
-        *strides,
-        found.stride(0),
-        found.stride(1),
-        weights.stride(1),
-        weights.stride(2),
-        weights.stride(0),
+        *mask_strides,
+        *_strides(mixtures, weights),
         0 if window is None else window,
         ROWS=_ROWS,
         TOKENS=16 if main >= 512 else 32 if main >= 256 else 64,
@@ -129,31 +151,38 @@ def attend_split(
         WIDTH=max(16, triton.next_power_of_2(V)),
         HAS_MASK=mask is not None,
         CAUSAL=is_causal,
-        SHARED=shared,
+        SHARED=is_shared,
         WIDEN=is_interpreted() and query.dtype == torch.bfloat16,
         num_warps=4 if main <= 128 else 8,
     )
+
+
+def _join_parts(mixtures: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Fill ``out``, ``[B, H, S, V]``, from all parts by the kernel `headwise.kernels.gpu.kernels.join_parts`."""
+    import triton
+
+    from headwise.kernels.gpu.kernels import join_parts
+
+    B, H, S, V = out.shape
     join_parts[(B * H * S,)](
-        found,
-        weights,
-        out,
-        *(H, S, V, parts),
-        found.stride(0),
-        found.stride(1),
-        weights.stride(1),
-        weights.stride(2),
-        weights.stride(0),
+        *(mixtures, weights, out),
+        *(H, S, V, len(mixtures)),
+        *_strides(mixtures, weights),
         *out.stride()[:3],
         WIDTH=triton.next_power_of_2(V),
         num_warps=1 if V <= 128 else 4,
     )
-    return out
+
+
+def _strides(mixtures: Tensor, weights: Tensor) -> tuple[int, ...]:
+    """Strides of a part and a sequence in ``mixtures``, the same in ``weights``, and between its two halves."""
+    return *mixtures.stride()[:2], *weights.stride()[1:3], weights.stride(0)
 
 
 def _parts(units: int, T: int, device: torch.device) -> int:
-    """As many as keep the GPU busy and are worth putting together."""
+    """How many parts keep the GPU busy, none of them with fewer than `_LEAST_TOKENS` tokens."""
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = -(-_PROGRAMS_A_PROCESSOR * processors // units)
-    return max(1, min(wanted, T // _LEAST_TOKENS))
+    enough = -(-_PROGRAMS_A_PROCESSOR * processors // units)
+    return max(1, min(enough, T // _LEAST_TOKENS))

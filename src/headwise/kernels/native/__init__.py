@@ -1,4 +1,4 @@
-"""What torch does not do at the machine's limit, in C++ that is compiled for the machine it runs on."""
+"""CPU kernels in C++, compiled on the machine that runs them: attention, and linear layers of a few tokens."""
 
 from headwise.kernels.native.attention import attend_fused
 from headwise.kernels.native.build import Build, are_plain, built, why_not

@@ -1,9 +1,9 @@
-// softmax(scale · Q Kᵀ) V for a few new tokens: one pass over keys and values, a block of tokens at a time.
+// softmax(scale · Q Kᵀ) V on the CPU: one pass over keys and values, a block of tokens at a time.
 //
-// A unit is one batch row's key–value head; its rows are the new tokens of all query heads that read it. All units'
-// tokens, laid end to end, are cut into equal parts, one a thread, so that one long row uses every core and a batch
-// of unequal lengths costs the sum of its lengths. A unit that several threads share is put together at the end.
-// A prompt has units enough for threads to take them whole.
+// A unit is one key–value head of one sequence; its rows are the new tokens of all query heads that read it. For a few
+// new tokens, the tokens of all units are laid end to end and cut into equal parts, one a thread, so that one long
+// sequence uses every core and a batch of unequal lengths costs the sum of its lengths. Where several threads share a
+// unit, their partial results are combined at the end. A prompt has enough units for each thread to take whole ones.
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -14,11 +14,11 @@
 
 namespace {
 
-// Room that grows and is kept for the next call.
-class Room {
+// Memory to work in, which grows when needed and is kept for the next call.
+class ScratchMemory {
  public:
-  ~Room() { free(at_); }
-  char* of(size_t bytes) {
+  ~ScratchMemory() { free(at_); }
+  char* at_least(size_t bytes) {
     if (bytes > size_) {
       free(at_);
       size_ = (bytes + 4095) / 4096 * 4096;
@@ -40,29 +40,29 @@ constexpr double LOG2E = 1.4426950408889634;
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What a thread found of a unit: a mixture of values, not yet divided by the sum of its weights 2^(score − high). Sums
-// are in W parts, and scores in powers of two.
-struct Found {
+// A thread's partial result for a unit: for each row the values summed with weights 2^(score − high), the highest score
+// `high` and the sum of the weights. The sum is kept in W lanes, and scores are exponents of two.
+struct Partial {
   float *mixture, *high, *sum;
   static int64_t floats(int64_t rows, int64_t V) { return up(rows * V, 16) + up(rows, 16) + up(rows * W, 16); }
-  Found(float* at, int64_t rows, int64_t V) : mixture(at), high(at + up(rows * V, 16)), sum(high + up(rows, 16)) {}
+  Partial(float* at, int64_t rows, int64_t V) : mixture(at), high(at + up(rows * V, 16)), sum(high + up(rows, 16)) {}
 };
 
-// A: arithmetic; T: keys and values as stored; Q: queries and output.
+// One call. A: arithmetic; T: type of stored keys and values; Q: type of queries and output.
 template <class A, class T, class Q>
-class Decoding {
+class Attention {
   static constexpr bool WHOLE = std::is_same_v<typename A::Query, float>;
-  // Keys can be broadcast as they are.
+  // Whether stored keys can be broadcast without conversion.
   static constexpr bool HAS_SIDES = HAS_LANES && std::is_same_v<typename A::Query, T>;
   const Arguments& a_;
   const Sight sight_;
   const int rows_;
-  const int groups_, beside_;  // groups of eight rows side by side, and the rows that are in them: the first ones
+  const int groups_, beside_;  // groups of eight rows that share vectors, and how many rows (the first) they hold
   const int64_t D_, V_;        // padded
   const int most_;  // tokens in a block
 
  public:
-  explicit Decoding(const Arguments& a)
+  explicit Attention(const Arguments& a)
       : a_(a),
         sight_(a),
         rows_(int(a.G * a.S)),
@@ -72,25 +72,29 @@ class Decoding {
         V_(up(a.V, A::TOKENS * W)),
         most_(tokens_in_a_block()) {}
 
-  // One row's head, all of it by this thread.
-  void whole(int64_t b, int64_t k) const {
-    static thread_local Room kept;
-    char* room = kept.of(up(Found::floats(rows_, V_) * sizeof(float), 64) + scratch());
-    const Found found((float*)room, rows_, V_);
-    attend(b, k, sight_.range(b), found, room + up(Found::floats(rows_, V_) * sizeof(float), 64));
-    for (int row = 0; row < rows_; row++) finish(b, k, row, &found, 1);
+  // One unit, all of it by the calling thread.
+  void run_unit(int64_t b, int64_t k) const {
+    static thread_local ScratchMemory memory;
+    char* scratch = memory.at_least(up(Partial::floats(rows_, V_) * sizeof(float), 64) + scratch_bytes());
+    const Partial partial((float*)scratch, rows_, V_);
+    attend(b, k, sight_.range(b), partial, scratch + up(Partial::floats(rows_, V_) * sizeof(float), 64));
+    for (int row = 0; row < rows_; row++) finish(b, k, row, &partial, 1);
   }
 
+  // All units, their tokens shared out among the threads.
   void run() const {
     int64_t tokens = 0;
     for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length() * a_.K;
     const int threads = threads_for(tokens);
-    // A thread's room: what it finds of a unit that is all its own, of its first and of its last, and what it works in.
-    const int64_t part = Found::floats(rows_, V_) * sizeof(float), list = up(threads * sizeof(Found), 64);
-    const int64_t each = up(3 * part + list + scratch(), 4096);
-    static thread_local Room kept;
-    char* room = kept.of(threads * each);
-    const auto found_by = [&](int thread, int which) { return Found((float*)(room + thread * each + which * part), rows_, V_); };
+    // A thread's memory: partial results for a unit that no other thread shares, for its first unit and for its last
+    // one, then a list of partial results to combine, then scratch memory.
+    const int64_t part = Partial::floats(rows_, V_) * sizeof(float), list = up(threads * sizeof(Partial), 64);
+    const int64_t each = up(3 * part + list + scratch_bytes(), 4096);
+    static thread_local ScratchMemory memory;
+    char* scratch = memory.at_least(threads * each);
+    const auto partial_of = [&](int thread, int which) {
+      return Partial((float*)(scratch + thread * each + which * part), rows_, V_);
+    };
     const auto share = [&](int thread) { return Range{tokens * thread / threads, tokens * (thread + 1) / threads}; };
 
     in_threads(threads, [&](int thread) {
@@ -98,32 +102,32 @@ class Decoding {
         const Range mine = unit.cut(share(thread));
         if (unit.length() ? !mine.length() : thread != 0) return;
         const bool is_whole = mine.length() == unit.length();
-        const Found found = found_by(thread, is_whole ? 0 : mine.from > unit.from ? 1 : 2);
+        const Partial partial = partial_of(thread, is_whole ? 0 : mine.from > unit.from ? 1 : 2);
         const int64_t start = sight_.range(b).from - unit.from;
-        attend(b, k, {mine.from + start, mine.to + start}, found, room + thread * each + 3 * part + list);
+        attend(b, k, {mine.from + start, mine.to + start}, partial, scratch + thread * each + 3 * part + list);
         if (is_whole)
-          for (int row = 0; row < rows_; row++) finish(b, k, row, &found, 1);
+          for (int row = 0; row < rows_; row++) finish(b, k, row, &partial, 1);
       });
     });
     if (threads == 1) return;
     in_threads(threads, [&](int thread) {
-      Found* found = (Found*)(room + thread * each + 3 * part);
+      Partial* partials = (Partial*)(scratch + thread * each + 3 * part);
       int64_t number = 0;
       each_unit([&](int64_t b, int64_t k, Range unit) {
         int count = 0;
         for (int other = 0; other < threads; other++) {
           const Range theirs = unit.cut(share(other));
           if (theirs.length() && theirs.length() < unit.length())
-            found[count++] = found_by(other, theirs.from > unit.from ? 1 : 2);
+            partials[count++] = partial_of(other, theirs.from > unit.from ? 1 : 2);
         }
         for (int row = 0; row < rows_ && count; row++)
-          if (number++ % threads == thread) finish(b, k, row, found, count);
+          if (number++ % threads == thread) finish(b, k, row, partials, count);
       });
     });
   }
 
  private:
-  // f(b, k, where its tokens are among all)
+  // f(b, k, range) for each unit, where `range` is its tokens' place among those of all units
   template <class F>
   void each_unit(F f) const {
     int64_t at = 0;
@@ -140,39 +144,40 @@ class Decoding {
     return useful_threads(bytes / 40e3 + flops / 100e3, a_.threads);
   }
 
-  // Few rows are done with a block at once: it is small enough to lie in the first cache while the next one arrives.
+  // With few rows a block takes little time: it is small enough to lie in the first cache while the next one arrives.
   int tokens_in_a_block() const {
     if (groups_ || rows_ >= 8) return BLOCK;
     const int64_t fitting = 8192 / (std::max(a_.D, a_.V) * int64_t(sizeof(T)));
     return int(std::clamp<int64_t>(fitting, 16, BLOCK)) / 16 * 16;
   }
 
-  // Up to four rows alone, or three besides groups, would leave most lanes empty.
+  // Groups of eight rows: up to four rows alone, or three left over, would leave most lanes empty and go one by one.
   int groups() const {
     if (!HAS_SIDES || a_.D % (8 / sizeof(typename A::Query))) return 0;
     return rows_ < 8 ? rows_ > 4 : rows_ / 8 + (rows_ % 8 > 3);
   }
   int64_t padded_rows() const { return groups_ * 8 + rows_ - beside_; }
-  int64_t scratch() const {
+  int64_t scratch_bytes() const {
     const int64_t rows = padded_rows();
     return up(rows * D_ * sizeof(typename A::Query), 64) + up(rows * BLOCK * sizeof(float), 64) +
            up(rows * BLOCK * sizeof(typename A::Weight), 64) + up(rows * sizeof(float), 64) + 2 * groups_ * 16 * sizeof(float);
   }
 
-  void attend(int64_t b, int64_t k, Range tokens, const Found& found, char* room) const {
-    const auto take = [&](int64_t bytes) { return (room += up(bytes, 64)) - up(bytes, 64); };
+  // A unit's rows attend to some of its tokens; `scratch` holds scratch_bytes().
+  void attend(int64_t b, int64_t k, Range tokens, const Partial& partial, char* scratch) const {
+    const auto take = [&](int64_t bytes) { return (scratch += up(bytes, 64)) - up(bytes, 64); };
     const int64_t rows = padded_rows();
     auto* query = (typename A::Query*)take(rows * D_ * sizeof(typename A::Query));
     float* scores = (float*)take(rows * BLOCK * sizeof(float));
-    // By token where rows are side by side, else by row.
+    // [token, row] where rows share vectors, else [row, token].
     auto* weights = (typename A::Weight*)take(rows * BLOCK * sizeof(typename A::Weight));
     const Weights<typename A::Weight> all_weights{weights, groups_ ? A::TOKENS : BLOCK, groups_ ? rows : 1};
     float* keep = (float*)take(rows * sizeof(float));
     float* highs = (float*)take(groups_ * 16 * sizeof(float));
     float* sums = (float*)take(groups_ * 16 * sizeof(float));
-    std::fill_n(found.high, rows_, NOTHING);
-    std::fill_n(found.sum, rows_ * W, 0.0f);
-    std::fill_n(found.mixture, rows_ * V_, 0.0f);
+    std::fill_n(partial.high, rows_, NOTHING);
+    std::fill_n(partial.sum, rows_ * W, 0.0f);
+    std::fill_n(partial.mixture, rows_ * V_, 0.0f);
     std::fill_n(highs, groups_ * 16, NOTHING);
     std::fill_n(sums, groups_ * 16, 0.0f);
     read_query(b, k, query);
@@ -187,11 +192,11 @@ class Decoding {
       if (!count) break;
       find(keys, a_.key_stride[2], token, count, key);
       find(values, a_.value_stride[2], token, count, value);
-      value[count] = value[count - 1];  // a pair's other half, of weight 0
+      value[count] = value[count - 1];  // the other half of a pair; its weight is 0
       token[count] = token[count - 1];
 
-      // The values arrive while scores are made, and weights of them; and meanwhile of those, the next keys. Where a mask
-      // leaves tokens out, that is a guess.
+      // Prefetch: this block's values while its scores and weights are computed, the next block's keys while its values
+      // are summed. Where a mask leaves tokens out, the place of the next keys is a guess.
       const int others = rows_ - beside_;
       Ahead ahead(value[0], a_.value_stride[2] * sizeof(T), count, apart ? a_.V * sizeof(T) : 0,
                   others + steps_of_scores(others, count) + groups_ + steps_beside(count));
@@ -206,29 +211,29 @@ class Decoding {
       if constexpr (HAS_SIDES)
         for (int group = 0; group < groups_; group++) {
           ahead.step();
-          float* own = scores + group * 8 * BLOCK;
-          sight_.hide_in_group(b, k, group, token, count, own);
-          weigh_group(own, count, score_scale(), highs + group * 16, sums + group * 16, weights + group * 8 * A::TOKENS,
+          float* of_group = scores + group * 8 * BLOCK;
+          sight_.hide_in_group(b, k, group, token, count, of_group);
+          weigh_group(of_group, count, score_scale(), highs + group * 16, sums + group * 16, weights + group * 8 * A::TOKENS,
                       rows, keep + group * 8);
         }
 #endif
       for (int row = beside_; row < rows_; row++) {
         ahead.step();
-        float* own = scores + (groups_ * 8 + row - beside_) * BLOCK;
+        float* of_row = scores + (groups_ * 8 + row - beside_) * BLOCK;
         if (!groups_) {
-          weigh(b, k, row, token, count, own, weights + row * BLOCK, found, keep);
+          weigh(b, k, row, token, count, of_row, weights + row * BLOCK, partial, keep);
           continue;
         }
-        typename A::Weight made[BLOCK];
-        weigh(b, k, row, token, count, own, made, found, keep);
+        typename A::Weight row_weights[BLOCK];
+        weigh(b, k, row, token, count, of_row, row_weights, partial, keep);
         for (int t = 0; t < most_; t += A::TOKENS)
-          std::copy_n(made + t, A::TOKENS, weights + t * rows + row * A::TOKENS);
+          std::copy_n(row_weights + t, A::TOKENS, weights + t * rows + row * A::TOKENS);
       }
-      mix<A>(found.mixture, rows_, all_weights, keep, value, count, a_.V, keys_ahead);
+      mix<A>(partial.mixture, rows_, all_weights, keep, value, count, a_.V, keys_ahead);
     }
     for (int row = 0; row < beside_; row++) {
-      found.high[row] = highs[2 * row];
-      found.sum[row * W] = sums[2 * row] + sums[2 * row + 1];
+      partial.high[row] = highs[2 * row];
+      partial.sum[row * W] = sums[2 * row] + sums[2 * row + 1];
     }
   }
 
@@ -238,10 +243,10 @@ class Decoding {
 #endif
     return 0;
   }
-  // Products by pairs are scaled afterwards; else the query is.
+  // What scores are multiplied by: bfloat16 products are scaled afterwards, in float the query is scaled beforehand.
   float score_scale() const { return WHOLE ? 1.0f : float(a_.scale * LOG2E); }
 
-  // A block of tokens from `next` on that some row sees; `next` moves behind them.
+  // Gathers a block of tokens that some row sees, from `next` on, and moves `next` behind them; returns their number.
   int gather(int64_t b, int64_t k, int64_t to, int64_t& next, int32_t* token) const {
     int count = 0;
     if (!a_.mask) {
@@ -255,13 +260,13 @@ class Decoding {
     return count;
   }
 
-  // Where the block's tokens are.
-  static void find(const T* first, int64_t stride, const int32_t* token, int count, const T** made) {
+  // Pointers to the keys, or values, of the block's tokens.
+  static void find(const T* first, int64_t stride, const int32_t* token, int count, const T** pointer) {
     if (token[count - 1] - token[0] == count - 1) {
       first += token[0] * stride;
-      for (int t = 0; t < count; t++, first += stride) made[t] = first;
+      for (int t = 0; t < count; t++, first += stride) pointer[t] = first;
     } else {
-      for (int t = 0; t < count; t++) made[t] = first + token[t] * stride;
+      for (int t = 0; t < count; t++) pointer[t] = first + token[t] * stride;
     }
   }
 
@@ -269,7 +274,8 @@ class Decoding {
     return (const Q*)a_.query + b * a_.query_stride[0] + (k * a_.G + row / a_.S) * a_.query_stride[1] +
            row % a_.S * a_.query_stride[2];
   }
-  // Rows side by side as [rows / 8, D / n, 8, n], where n numbers take 8 bytes; then the others as [row, D_].
+  // Copies the queries: grouped rows as [rows / 8, D / n, 8, n], where n numbers take 8 bytes; then the others as
+  // [row, D_].
   void read_query(int64_t b, int64_t k, typename A::Query* query) const {
     constexpr int n = 8 / sizeof(typename A::Query);
     std::fill_n(query, padded_rows() * D_, typename A::Query{});
@@ -287,84 +293,84 @@ class Decoding {
     }
   }
 
-  // One row's scores become weights, and what was found before them is told how much of it to keep.
-  void weigh(int64_t b, int64_t k, int row, const int32_t* token, int count, float* own,
-             typename A::Weight* made, const Found& found, float* keep) const {
+  // One row's scores become weights; keep[row] is what its partial result so far is multiplied by.
+  void weigh(int64_t b, int64_t k, int row, const int32_t* token, int count, float* scores,
+             typename A::Weight* weights, const Partial& partial, float* keep) const {
     if (a_.key_scale) {
       const float* scale = a_.key_scale + b * a_.key_scale_stride[0] + k * a_.key_scale_stride[1];
-      for (int t = 0; t < count; t++) own[t] *= scale[token[t] * a_.key_scale_stride[2]];
+      for (int t = 0; t < count; t++) scores[t] *= scale[token[t] * a_.key_scale_stride[2]];
     }
-    sight_.hide_in_row(b, k, row, token, count, own);
-    std::fill(own + count, own + most_, NOTHING);
+    sight_.hide_in_row(b, k, row, token, count, scores);
+    std::fill(scores + count, scores + most_, NOTHING);
 
     const float scale = score_scale();
-    Vector top = load(own);
-    for (int t = W; t < most_; t += W) top = larger(top, load(own + t));
+    Vector top = load(scores);
+    for (int t = W; t < most_; t += W) top = larger(top, load(scores + t));
     top *= scale;
     keep[row] = 1;
-    if (exceeds(top, found.high[row])) {
+    if (exceeds(top, partial.high[row])) {
       const float high = largest(top);
-      keep[row] = std::exp2(found.high[row] - high);
-      found.high[row] = high;
+      keep[row] = std::exp2(partial.high[row] - high);
+      partial.high[row] = high;
     }
-    const float base = found.high[row] == NOTHING ? 0.0f : found.high[row];  // nothing seen yet: all weights are 0
-    Vector sums_of = load(found.sum + row * W) * keep[row];
+    const float base = partial.high[row] == NOTHING ? 0.0f : partial.high[row];  // nothing seen yet: all weights are 0
+    Vector sums_of = load(partial.sum + row * W) * keep[row];
     for (int t = 0; t < most_; t += W) {
-      const Vector weights = power_of_two<!WHOLE>(load(own + t) * scale - base);
-      sums_of += weights;
+      const Vector block = power_of_two<!WHOLE>(load(scores + t) * scale - base);
+      sums_of += block;
 #if HAS_PAIRS
       if constexpr (!WHOLE) {
-        _mm256_storeu_si256((__m256i*)(made + t), (__m256i)_mm512_cvtneps_pbh((__m512)weights));
+        _mm256_storeu_si256((__m256i*)(weights + t), (__m256i)_mm512_cvtneps_pbh((__m512)block));
         continue;
       }
 #endif
-      if constexpr (WHOLE) store(made + t, weights);
+      if constexpr (WHOLE) store(weights + t, block);
     }
-    store(found.sum + row * W, sums_of);
+    store(partial.sum + row * W, sums_of);
     if constexpr (WHOLE)
       if (a_.value_scale) {
         const float* scales = a_.value_scale + b * a_.value_scale_stride[0] + k * a_.value_scale_stride[1];
-        for (int t = 0; t < count; t++) made[t] *= scales[token[t] * a_.value_scale_stride[2]];
+        for (int t = 0; t < count; t++) weights[t] *= scales[token[t] * a_.value_scale_stride[2]];
       }
   }
 
-  // One row of the output from what one thread or several found of it; nothing seen gives zeros.
-  void finish(int64_t b, int64_t k, int row, const Found* found, int count) const {
+  // Writes one row of the output from the partial results of one or several threads; a row that saw nothing gives zeros.
+  void finish(int64_t b, int64_t k, int row, const Partial* partials, int count) const {
     float high = NOTHING, sum = 0;
-    for (int i = 0; i < count; i++) high = std::max(high, found[i].high[row]);
+    for (int i = 0; i < count; i++) high = std::max(high, partials[i].high[row]);
     const auto share = [&](int i) {
-      return found[i].high[row] == NOTHING ? 0.0f : std::exp2(found[i].high[row] - high);
+      return partials[i].high[row] == NOTHING ? 0.0f : std::exp2(partials[i].high[row] - high);
     };
-    for (int i = 0; i < count; i++) sum += share(i) * ::sum(load(found[i].sum + row * W));
+    for (int i = 0; i < count; i++) sum += share(i) * ::sum(load(partials[i].sum + row * W));
     Q* out = (Q*)a_.out + b * a_.out_stride[0] + (k * a_.G + row / a_.S) * a_.out_stride[1] +
              row % a_.S * a_.out_stride[2];
-    float* made = found[0].mixture + row * V_;
+    float* mixture = partials[0].mixture + row * V_;
     const float first = sum == 0 ? 0.0f : share(0) / sum;
-    for (int64_t d = 0; d < a_.V; d++) made[d] *= first;
+    for (int64_t d = 0; d < a_.V; d++) mixture[d] *= first;
     for (int i = 1; i < count; i++) {
       const float weight = sum == 0 ? 0.0f : share(i) / sum;
-      for (int64_t d = 0; d < a_.V; d++) made[d] += weight * found[i].mixture[row * V_ + d];
+      for (int64_t d = 0; d < a_.V; d++) mixture[d] += weight * partials[i].mixture[row * V_ + d];
     }
-    for (int64_t d = 0; d < a_.V; d++) put(out + d, made[d]);
+    for (int64_t d = 0; d < a_.V; d++) put(out + d, mixture[d]);
   }
 };
 
-// f(a Decoding of a) with the arithmetic that suits it.
+// Calls f with an Attention of the arithmetic that suits the call.
 template <class T, class Q, class F>
-void with_decoding(const Arguments& a, F f) {
+void with_attention(const Arguments& a, F f) {
 #if HAS_PAIRS
   if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<Q, bfloat16>)
-    // By a negative number, the largest score would become the smallest.
-    if (a.scale > 0) return f(Decoding<Paired, T, Q>(a));
+    // Multiplied by a negative scale, the largest score would become the smallest.
+    if (a.scale > 0) return f(Attention<Paired, T, Q>(a));
 #endif
-  f(Decoding<Single, T, Q>(a));
+  f(Attention<Single, T, Q>(a));
 }
 
-// Many new tokens are taken some at a time: as many as leave what is found of them in the second cache.
+// Many new tokens are taken some at a time: as many as leave their partial results in the second cache.
 constexpr int64_t MOST_ROWS = 128;
 
 template <class T, class Q>
-void decode(const Arguments& a) {
+void compute(const Arguments& a) {
   const int64_t most = std::max<int64_t>(1, MOST_ROWS / a.G), parts = (a.S + most - 1) / most, heads = a.B * a.K;
   const auto part_of = [&](int64_t number) {
     const int64_t from = number * most;
@@ -373,22 +379,22 @@ void decode(const Arguments& a) {
     part.query = (const Q*)a.query + from * a.query_stride[2];
     part.out = (Q*)a.out + from * a.out_stride[2];
     if (a.mask) part.mask = a.mask + from * a.mask_stride[2];
-    if (a.causal) part.T = a.T - (a.S - from - part.S);  // those behind the last of them are not looked at
+    if (a.causal) part.T = a.T - (a.S - from - part.S);  // tokens after this part's last one are hidden from it
     return part;
   };
   if (parts == 1 || parts * heads < 4 * a.threads) {
     for (int64_t number = 0; number < parts; number++)
-      with_decoding<T, Q>(part_of(number), [](const auto& decoding) { decoding.run(); });
+      with_attention<T, Q>(part_of(number), [](const auto& attention) { attention.run(); });
     return;
   }
-  // Enough for every thread to take one after another, the longest first, and to wait for nobody before the end.
+  // There are enough units for every thread to take one after another, the longest first, without waiting.
   std::atomic<int64_t> next(0);
   std::atomic<bool> failed(false);
   in_threads(int(a.threads), [&](int) {
     for (int64_t unit; (unit = next++) < parts * heads && !failed;) try {
         const Arguments part = part_of(parts - 1 - unit / heads);
         const int64_t head = unit % heads;
-        with_decoding<T, Q>(part, [&](const auto& decoding) { decoding.whole(head / a.K, head % a.K); });
+        with_attention<T, Q>(part, [&](const auto& attention) { attention.run_unit(head / a.K, head % a.K); });
       } catch (const std::bad_alloc&) {
         failed = true;
       }
@@ -397,20 +403,20 @@ void decode(const Arguments& a) {
 }
 
 template <class Q>
-void decode(const Arguments& a, bool is_int8) {
-  is_int8 ? decode<int8_t, Q>(a) : decode<Q, Q>(a);
+void compute(const Arguments& a, bool is_int8) {
+  is_int8 ? compute<int8_t, Q>(a) : compute<Q, Q>(a);
 }
 
 }  // namespace
 
-// 0, or why not: 1 no memory, 2 a type that this compiler has not. Types of queries and output: 0 float32, 1 bfloat16,
-// 2 float16; keys and values are of that too, or int8.
-extern "C" int headwise_decode(const Arguments* arguments, int type, int is_int8) try {
+// The entry point. Returns 0, or 1 without memory, or 2 for a type that this compiler lacks. `type` is that of queries and
+// output: 0 float32, 1 bfloat16, 2 float16; keys and values are of the same type, or int8.
+extern "C" int headwise_attention(const Arguments* arguments, int type, int is_int8) try {
   switch (type) {
-    case 0: decode<float>(*arguments, is_int8); return 0;
-    case 1: decode<bfloat16>(*arguments, is_int8); return 0;
+    case 0: compute<float>(*arguments, is_int8); return 0;
+    case 1: compute<bfloat16>(*arguments, is_int8); return 0;
 #if defined(__FLT16_MAX__)
-    case 2: decode<float16>(*arguments, is_int8); return 0;
+    case 2: compute<float16>(*arguments, is_int8); return 0;
 #endif
     default: return 2;
   }
@@ -418,7 +424,7 @@ extern "C" int headwise_decode(const Arguments* arguments, int type, int is_int8
   return 1;
 }
 
-// Whether there is arithmetic on pairs of bfloat16: without it halves are widened first, and gain nothing but bytes.
+// Whether the processor multiplies pairs of bfloat16; otherwise they are widened first, which saves bytes and no time.
 extern "C" int headwise_has_pairs() { return HAS_PAIRS; }
 
 // Whether this compiler knows float16.

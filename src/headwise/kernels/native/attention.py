@@ -1,4 +1,4 @@
-"""Calling the compiled kernel.
+"""Call the compiled attention kernel, ``attention.cpp``.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
 """
@@ -28,21 +28,24 @@ def attend_fused(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """As `headwise.kernels.reference.attend_reference`, of tensors that `why_not` has nothing against.
+    """`headwise.attend` by the compiled kernel, for tensors to which `why_not` has no objection.
 
     Args:
         query: ``[B, H, S, D]``, of any strides.
         key: ``[B, K, T, D]``; copied where a token's numbers do not lie side by side.
         value: ``[B, K, T, V]``, likewise.
-        mask: bool, broadcastable to ``[B, H, S, T]``; a slot that nobody sees is never read.
+        mask: bool, broadcastable to ``[B, H, S, T]``; a key or value that no query sees is never read.
         is_causal: bottom-right.
         window: how many of the latest keys a query sees.
         scale: multiplies the scores.
-        key_scale: float32 ``[B, K, T]``, what a token's int8 key is multiplied by.
-        value_scale: as that, of values; both or neither.
+        key_scale: float32 ``[B, K, T]``, which int8 keys are multiplied by; None where keys are not int8.
+        value_scale: float32 ``[B, K, T]``, which int8 values are multiplied by; given if ``key_scale`` is.
 
     Returns:
         ``[B, H, S, V]``, in memory ``[B, S, H, V]``, as the output projection reads it.
+
+    Raises:
+        MemoryError: there is no memory to work in.
     """
     library = built().library
     assert library is not None
@@ -52,29 +55,31 @@ def attend_fused(
     out = query.new_empty(B, S, H, V).transpose(1, 2)
     if out.numel() == 0:
         return out
-    strides: tuple[int, ...] = (0, 0, 0, 0)
-    place = 0
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    mask_pointer = 0
     if mask is not None:
-        strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-        place = mask.data_ptr()
-    scales: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
-    scale_places = (0, 0)
+        mask_strides = tuple(
+            0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)
+        )
+        mask_pointer = mask.data_ptr()
+    scale_strides: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
+    scale_pointers = (0, 0)
     if key_scale is not None and value_scale is not None:
-        scales = (*key_scale.stride(), *value_scale.stride())
-        scale_places = (key_scale.data_ptr(), value_scale.data_ptr())
+        scale_strides = (*key_scale.stride(), *value_scale.stride())
+        scale_pointers = (key_scale.data_ptr(), value_scale.data_ptr())
     arguments = _ARGUMENTS.pack(
-        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), place, *scale_places),
+        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), mask_pointer, *scale_pointers),
         *(B, K, H // K, S, T, D, V),
         *query.stride()[:3],
         *out.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
-        *scales,
-        *strides,
+        *scale_strides,
+        *mask_strides,
         *(is_causal, window or 0, torch.get_num_threads()),
         scale,
     )
-    status = library.headwise_decode(arguments, TYPES[query.dtype], key_scale is not None)
+    status = library.headwise_attention(arguments, TYPES[query.dtype], key_scale is not None)
     if status == 1:
         raise MemoryError("no memory to attend in")
     assert status == 0

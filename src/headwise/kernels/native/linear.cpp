@@ -1,7 +1,7 @@
 // y = x Wᵀ + b for a few rows x: each weight is read once, in the order it lies in memory.
 //
-// Matrix libraries cut a product into tiles for the caches; with few rows nothing is used twice, and what counts is
-// that memory never waits.
+// Matrix libraries cut a product into tiles for the caches. With few rows no weight is used twice, and the product takes
+// as long as reading the weights: memory must never wait.
 #include <new>
 #include <vector>
 
@@ -20,14 +20,14 @@ struct LinearArguments {
 
 constexpr int MOST_ROWS = 8;
 
-// Outputs that are summed up together: several weight rows share each load of x.
+// Outputs that are computed together: several weight rows share each load of x.
 constexpr int together(int rows) { return rows <= 4 ? (W == 16 ? 4 : 2) : 2; }
 
 template <class A, class T>
 class Product {
   const LinearArguments& a_;
   const typename A::Query* x_;
-  const int64_t whole_;  // of the inputs, those that fill vectors
+  const int64_t whole_;  // inputs that fill whole vectors
 
  public:
   Product(const LinearArguments& a, const typename A::Query* x) : a_(a), x_(x), whole_(a.in / A::DIMS * A::DIMS) {}
@@ -62,12 +62,12 @@ class Product {
   void some(int64_t o) const {
     const T* weight = (const T*)a_.weight + o * a_.weight_stride;
     const int64_t stride = a_.weight_stride, ahead = MANY * stride * int64_t(sizeof(T));
-    // Sums whose turn comes round more slowly than an addition takes.
+    // Independent sums, so that no addition waits for the one before.
     constexpr int CHAINS = ROWS * MANY >= 8 ? 1 : ROWS * MANY >= 4 ? 2 : 4;
-    Vector made[CHAINS][ROWS][MANY];
+    Vector acc[CHAINS][ROWS][MANY];
     UNROLL for (int c = 0; c < CHAINS; c++)
       UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int m = 0; m < MANY; m++) made[c][r][m] = Vector{};
+        UNROLL for (int m = 0; m < MANY; m++) acc[c][r][m] = Vector{};
     const auto step = [&](int64_t i, int c) __attribute__((always_inline)) {
       typename A::Operand w[MANY];
       UNROLL for (int m = 0; m < MANY; m++) {
@@ -77,7 +77,7 @@ class Product {
       UNROLL for (int r = 0; r < ROWS; r++) {
         typename A::Operand x = A::load(x_ + r * a_.x_stride + i);
         if constexpr (MANY > 1) IN_REGISTER(x);
-        UNROLL for (int m = 0; m < MANY; m++) A::add(made[c][r][m], x, w[m]);
+        UNROLL for (int m = 0; m < MANY; m++) A::add(acc[c][r][m], x, w[m]);
       }
     };
     int64_t i = 0;
@@ -86,8 +86,8 @@ class Product {
     for (; i < whole_; i += A::DIMS) step(i, 0);
     for (int r = 0; r < ROWS; r++)
       for (int m = 0; m < MANY; m++) {
-        Vector all_of = made[0][r][m];
-        UNROLL for (int c = 1; c < CHAINS; c++) all_of += made[c][r][m];
+        Vector all_of = acc[0][r][m];
+        UNROLL for (int c = 1; c < CHAINS; c++) all_of += acc[c][r][m];
         float y = sum(all_of);
         for (int64_t rest = whole_; rest < a_.in; rest++)
           y += number(x_[r * a_.x_stride + rest]) * number(weight[m * stride + rest]);
@@ -116,7 +116,7 @@ void multiply(const LinearArguments& a) {
 
 }  // namespace
 
-// As headwise_decode; 3: too many rows.
+// The entry point: `type` and result as headwise_attention's, and 3 for too many rows.
 extern "C" int headwise_linear(const LinearArguments* arguments, int type) try {
   if (arguments->rows > MOST_ROWS) return 3;
   switch (type) {

@@ -1,4 +1,4 @@
-"""Linear layers of a few tokens: weights are read once, at the speed of memory."""
+"""Linear layers of a few tokens, by a kernel that reads each weight once, at the speed of memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from headwise.kernels.native.build import TYPES, are_plain, built, why_not
 
 MOST_ROWS = 8
-"""Rows that linear.cpp is compiled for: up to about so many, reading the weights is the cost."""
+"""The most rows that linear.cpp is compiled for: up to about this many, reading weights takes most of the time."""
 
 # `LinearArguments` of linear.cpp: four pointers, three sizes, two strides, threads.
 _ARGUMENTS = struct.Struct("@4P3q2qq")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x Wᵀ + b`` as torch's `torch.nn.functional.linear`, which it is for more than a few rows or with gradients.
+    """``x Wᵀ + b``, by the compiled kernel for up to `MOST_ROWS` rows, and by torch for more rows or with gradients.
 
     Args:
         x: ``[..., in]``.
@@ -26,7 +26,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: ``[out]`` or None.
 
     Returns:
-        ``[..., out]``; sums are taken in float32 and in another order than torch's.
+        ``[..., out]``; the kernel sums in float32, in another order than torch.
+
+    Raises:
+        MemoryError: there is no memory to work in.
     """
     inputs = x.shape[-1]
     rows = x.numel() // inputs if inputs else 0
@@ -49,16 +52,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel serves; what torch would refuse is left to torch."""
-    given = (x, weight) if bias is None else (x, weight, bias)
+    """Whether the kernel takes these tensors; those that torch would refuse are left to torch's own errors."""
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return (
-        are_plain(*given)
+        are_plain(*tensors)
         and weight.dim() == 2
         and weight.shape[1] == x.shape[-1]
         and weight.stride(1) == 1
         and (bias is None or (bias.shape == weight.shape[:1] and bias.stride(0) == 1))
         and weight.dtype == x.dtype
         and (bias is None or bias.dtype == x.dtype)
-        and why_not(x.dtype, x.device, needs_grad=torch.is_grad_enabled() and any(one.requires_grad for one in given))
-        is None
+        and why_not(x.dtype, x.device, needs_grad=needs_grad) is None
     )

@@ -1,4 +1,4 @@
-// What a call asks for, and which tokens its rows see: by the causal rule, by the window, by the mask.
+// The arguments of a call, and which tokens its rows see: by the causal rule, by the window, by the mask.
 #pragma once
 
 #include "lanes.h"
@@ -9,13 +9,13 @@ struct Arguments {
   const void *query, *key, *value;
   void* out;
   const uint8_t* mask;                        // true where a query attends, or null
-  const float *key_scale, *value_scale;       // of each token, or null
-  int64_t B, K, G, S, T, D, V;                // G query heads a key–value head
+  const float *key_scale, *value_scale;       // one for each token and head, or null
+  int64_t B, K, G, S, T, D, V;                // G query heads share a key–value head
   int64_t query_stride[3], out_stride[3];     // batch, head, token
   int64_t key_stride[3], value_stride[3];     // in numbers; the last dimension is dense
   int64_t key_scale_stride[3], value_scale_stride[3];
   int64_t mask_stride[4];                     // batch, query head, new token, token
-  int64_t causal, window;                     // a new token sees those up to itself; at most so many, all when 0
+  int64_t causal, window;                     // a new token sees those up to itself; the latest `window`, or all when 0
   int64_t threads;
   double scale;
 };
@@ -26,14 +26,14 @@ struct Range {
   Range cut(Range other) const { return {std::max(from, other.from), std::min(to, other.to)}; }
 };
 
-// Of one call.
+// Which tokens the rows of one call see.
 class Sight {
   const Arguments& a_;
 
  public:
   explicit Sight(const Arguments& a) : a_(a) {}
 
-  // Tokens that any row of a batch row may see.
+  // Tokens that any row of a sequence may see.
   Range range(int64_t b) const {
     Range all{seen(0).from, seen(a_.S - 1).to};
     if (shares_mask()) {
@@ -58,7 +58,7 @@ class Sight {
     return false;
   }
 
-  // One row's scores with tokens that it does not see become nothing.
+  // Sets one row's scores with tokens that it does not see to −∞.
   void hide_in_row(int64_t b, int64_t k, int row, const int32_t* token, int count, float* scores) const {
     const Range sees = seen(row % a_.S);
     if (token[0] < sees.from || token[count - 1] >= sees.to)
@@ -76,7 +76,7 @@ class Sight {
   }
 
 #if HAS_LANES
-  // Scores of a group's rows with tokens that they do not see become nothing.
+  // Sets a group's scores with tokens that its rows do not see to −∞.
   void hide_in_group(int64_t b, int64_t k, int group, const int32_t* token, int count, float* scores) const {
     const auto leave = [&](int pair, __mmask16 seen) {
       store(scores + pair * W, chosen(seen, all(NOTHING), load(scores + pair * W)));
@@ -117,19 +117,19 @@ class Sight {
     return {a_.window ? std::max<int64_t>(0, to - a_.window) : 0, std::max<int64_t>(0, to)};
   }
 
-  // Whether all rows of a batch row have one mask; what it hides is then left out from the start.
+  // Whether all rows of a sequence share one mask; the tokens it hides are then left out of the blocks.
   bool shares_mask() const { return a_.mask && !a_.mask_stride[1] && !a_.mask_stride[2]; }
 
   const uint8_t* mask_of(int64_t b, int64_t k, int row) const {
     return a_.mask + b * a_.mask_stride[0] + (k * a_.G + row / a_.S) * a_.mask_stride[1] + row % a_.S * a_.mask_stride[2];
   }
-  // Whether a mask says of the block's tokens side by side.
+  // Whether the mask of the block's tokens lies side by side in memory.
   bool is_dense(const int32_t* token, int count) const {
     return a_.mask_stride[3] == 1 && token[count - 1] - token[0] == count - 1;
   }
 
 #if HAS_LANES
-  // Which of the block's tokens a row's mask shows.
+  // The block's tokens that a row's mask shows, one bit each.
   uint64_t bits_of_mask(int64_t b, int64_t k, int row, const int32_t* token, int count) const {
     if (row >= a_.G * a_.S) return 0;
     const uint8_t* mask = mask_of(b, k, row);

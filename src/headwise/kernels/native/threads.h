@@ -1,4 +1,4 @@
-// f(thread) on so many threads: torch's own, by OpenMP, or fresh ones where a tool is to watch for races.
+// Calls f(thread) on a number of threads: torch's own, by OpenMP, or new ones, so that a sanitizer can watch for races.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// More threads than there is work for would be waiting for each other.
+// How many threads the work is enough for: more would wait for each other.
 inline int useful_threads(double microseconds, int64_t most) {
   return int(std::max<int64_t>(1, std::min<int64_t>(most, int64_t(microseconds / 3) + 1)));
 }

@@ -1,6 +1,6 @@
 // Products of a few query rows with a block of keys, and of their weights with a block of values.
 //
-// Scores and weights are [rows, BLOCK]; a key or value is where its pointer says, so that any tokens make a block.
+// Scores and weights are [rows, BLOCK]; keys and values are given by pointers, so that a block can be any tokens.
 #pragma once
 
 #include <type_traits>
@@ -22,11 +22,11 @@ constexpr int MIX_SUMS = W == 16 ? 24 : 9;
 #define HAS_PAIRS 0
 #endif
 
-// Memory that is soon read, asked for a few cache lines at a time between products.
+// Prefetches memory that is soon read, a few cache lines at a time between products.
 class Ahead {
  public:
-  // Rows of so many bytes, `stride` bytes apart, in so many steps; into the first cache where they are few enough, else
-  // into the second.
+  // Prefetches `count` rows of `bytes` bytes, `stride` bytes apart, in `steps` steps; into the first cache where they are
+  // few enough, else into the second.
   Ahead(const void* first, int64_t stride, int64_t count, int64_t bytes, int64_t steps) : at_((const char*)first) {
     near_ = count * bytes <= 16384;
     if (stride == bytes) bytes *= count, count = 1;
@@ -54,7 +54,7 @@ class Ahead {
   bool near_;
 };
 
-// f(first row, how many) over blocks of nearly one size, at most MOST; the size is known when compiled.
+// Calls f(first row, size) for blocks of rows of nearly one size, at most MOST; the size is a compile-time constant.
 template <int MOST, class F>
 INLINE void in_blocks(int rows, F f) {
   const int blocks = (rows + MOST - 1) / MOST;
@@ -76,13 +76,13 @@ INLINE void in_blocks(int rows, F f) {
 
 // --- arithmetic --------------------------------------------------------------------------------------------------
 
-// In float, whatever the numbers are stored as.
+// Arithmetic in float, whatever the stored type.
 struct Single {
   using Query = float;
   using Weight = float;
   using Operand = Vector;
-  static constexpr int DIMS = W;    // of keys, an operand
-  static constexpr int TOKENS = 1;  // of values, an operand
+  static constexpr int DIMS = W;    // dims of a key in an operand
+  static constexpr int TOKENS = 1;  // tokens of values in an operand
   static constexpr int MIX_ROWS = W == 16 ? 6 : 3;
   template <class T>
   static INLINE Operand load(const T* at) { return ::load(at); }
@@ -91,17 +91,17 @@ struct Single {
   static INLINE void add(Vector& to, Operand a, Operand b) { to += a * b; }
   static INLINE Operand weight(const float* at) { return all(*at); }
   template <int COLUMNS, class T>
-  static INLINE void columns(const T* const* value, int64_t d, Operand* made) {
-    UNROLL for (int c = 0; c < COLUMNS; c++) made[c] = ::load(*value + d + c * W);
+  static INLINE void columns(const T* const* value, int64_t d, Operand* out) {
+    UNROLL for (int c = 0; c < COLUMNS; c++) out[c] = ::load(*value + d + c * W);
   }
   template <class T>
-  static INLINE void last_columns(const T* const* value, int64_t d, int count, Operand* made) {
-    *made = ::load(*value + d, count);
+  static INLINE void last_columns(const T* const* value, int64_t d, int count, Operand* out) {
+    *out = ::load(*value + d, count);
   }
 };
 
 #if HAS_PAIRS
-// Two bfloat16 at a time: neighbouring dims of keys, neighbouring tokens of values.
+// Arithmetic on two bfloat16 at a time: neighbouring dims of keys, neighbouring tokens of values.
 struct Paired {
   using Query = bfloat16;
   using Weight = bfloat16;
@@ -120,42 +120,42 @@ struct Paired {
     return (Operand)_mm512_set1_epi32(pair);
   }
   template <int COLUMNS>
-  static INLINE void columns(const bfloat16* const* value, int64_t d, Operand* made) {
+  static INLINE void columns(const bfloat16* const* value, int64_t d, Operand* out) {
     static_assert(COLUMNS % 2 == 0);
-    UNROLL for (int c = 0; c < COLUMNS; c += 2) weave(load(value[0] + d + c * W), load(value[1] + d + c * W), made + c);
+    UNROLL for (int c = 0; c < COLUMNS; c += 2) weave(load(value[0] + d + c * W), load(value[1] + d + c * W), out + c);
   }
-  static INLINE void last_columns(const bfloat16* const* value, int64_t d, int count, Operand* made) {
-    weave(load(value[0] + d, count), load(value[1] + d, count), made);
+  static INLINE void last_columns(const bfloat16* const* value, int64_t d, int count, Operand* out) {
+    weave(load(value[0] + d, count), load(value[1] + d, count), out);
   }
 
  private:
-  static INLINE void weave(Operand even, Operand odd, Operand* made) {
+  static INLINE void weave(Operand even, Operand odd, Operand* out) {
     alignas(64) static constexpr uint16_t FIRST[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
     const __m512i first = _mm512_load_si512(FIRST);
     const __m512i last = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-    made[0] = (Operand)_mm512_permutex2var_epi16((__m512i)even, first, (__m512i)odd);
-    made[1] = (Operand)_mm512_permutex2var_epi16((__m512i)even, last, (__m512i)odd);
+    out[0] = (Operand)_mm512_permutex2var_epi16((__m512i)even, first, (__m512i)odd);
+    out[1] = (Operand)_mm512_permutex2var_epi16((__m512i)even, last, (__m512i)odd);
   }
 };
 #endif
 
 // --- scores ------------------------------------------------------------------------------------------------------
 
-// ROWS · TOKENS dot products of D numbers; queries are padded with zeros to whole operands.
+// ROWS · TOKENS dot products of D numbers; queries are padded with zeros to a multiple of an operand.
 template <class A, int ROWS, int TOKENS, class T>
 INLINE void dot(const typename A::Query* query, const T* const* key, int64_t D, float* scores) {
   static_assert(ROWS * TOKENS <= SUMS);
   const int64_t whole = D / A::DIMS * A::DIMS, padded = whole == D ? D : whole + A::DIMS;
-  Vector made[SUMS];
-  UNROLL for (int i = 0; i < SUMS; i++) made[i] = Vector{};
+  Vector acc[SUMS];
+  UNROLL for (int i = 0; i < SUMS; i++) acc[i] = Vector{};
   const T* at[TOKENS];
   UNROLL for (int t = 0; t < TOKENS; t++) at[t] = key[t];
   const auto add = [&](int64_t d, const typename A::Operand* x) __attribute__((always_inline)) {
     UNROLL for (int r = 0; r < ROWS; r++) {
       typename A::Operand y = A::load(query + r * padded + d);
       if constexpr (ROWS > 1) IN_REGISTER(y);
-      UNROLL for (int t = 0; t < TOKENS; t++) A::add(made[r * TOKENS + t], y, x[t]);
+      UNROLL for (int t = 0; t < TOKENS; t++) A::add(acc[r * TOKENS + t], y, x[t]);
     }
   };
   typename A::Operand x[TOKENS];
@@ -168,7 +168,7 @@ INLINE void dot(const typename A::Query* query, const T* const* key, int64_t D, 
     add(whole, x);
   }
   float flat[SUMS];
-  UNROLL for (int i = 0; i < SUMS; i += W) store(flat + i, sums(made + i));
+  UNROLL for (int i = 0; i < SUMS; i += W) store(flat + i, sums(acc + i));
   UNROLL for (int r = 0; r < ROWS; r++) memcpy(scores + r * BLOCK, flat + r * TOKENS, TOKENS * sizeof(float));
 }
 
@@ -193,7 +193,8 @@ INLINE int64_t steps_of_scores(int rows, int count) {
   return blocks * (count / tokens);
 }
 
-// scores[r, t] of all rows with the block's keys. A few keys stay in the first cache, queries come from the second.
+// scores[r, t] of all rows with the block's keys. Keys are taken a few at a time: these stay in the first cache while the
+// queries come from the second.
 template <class A, class T>
 void score(const typename A::Query* query, int rows, const T* const* key, int count, int64_t D, float* scores,
            Ahead& ahead) {
@@ -215,15 +216,15 @@ struct Weights {
   int64_t row, token;
 };
 
-// out[r, d …] = keep[r] · out[r, d …] + Σ weights[r, t] · value[t, d …], of COLUMNS vectors; the last of them, when IS_LAST,
-// have `left` columns. Rows of out are `stride` apart.
+// out[r, d …] = keep[r] · out[r, d …] + Σ weights[r, t] · value[t, d …] for COLUMNS vectors of columns; when IS_LAST, only
+// `left` columns are there. Rows of out are `stride` apart.
 template <class A, int ROWS, int COLUMNS, bool IS_LAST, class T>
 INLINE void mix_columns(float* out, int64_t stride, Weights<typename A::Weight> weights, const float* keep,
                         const T* const* value, int count, int64_t d, int left, Ahead& shared) {
-  Ahead ahead = shared;  // its own, so that it can be in registers
-  Vector made[ROWS][COLUMNS];
+  Ahead ahead = shared;  // a local copy can be in registers
+  Vector acc[ROWS][COLUMNS];
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int c = 0; c < COLUMNS; c++) made[r][c] = load(out + r * stride + d + c * W) * keep[r];
+    UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] = load(out + r * stride + d + c * W) * keep[r];
   const typename A::Weight* weight = weights.at;
   for (int t = 0; t < count; t += A::TOKENS, weight += A::TOKENS * weights.token) {
     ahead.step();
@@ -234,15 +235,15 @@ INLINE void mix_columns(float* out, int64_t stride, Weights<typename A::Weight> 
       A::template columns<COLUMNS>(value + t, d, x);
     UNROLL for (int r = 0; r < ROWS; r++) {
       const typename A::Operand y = A::weight(weight + r * weights.row);
-      UNROLL for (int c = 0; c < COLUMNS; c++) A::add(made[r][c], y, x[c]);
+      UNROLL for (int c = 0; c < COLUMNS; c++) A::add(acc[r][c], y, x[c]);
     }
   }
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int c = 0; c < COLUMNS; c++) store(out + r * stride + d + c * W, made[r][c]);
+    UNROLL for (int c = 0; c < COLUMNS; c++) store(out + r * stride + d + c * W, acc[r][c]);
   shared = ahead;
 }
 
-// How many vectors of columns go together, at most: few rows leave room for more.
+// The most vectors of columns that are summed together: with few rows more registers are free.
 template <class A>
 constexpr int wide(int rows) {
   return std::clamp(MIX_SUMS / rows / A::TOKENS * A::TOKENS, A::TOKENS, 8);
@@ -256,16 +257,16 @@ INLINE int64_t steps_of_mixture(int rows, int count, int64_t V) {
   return blocks * ((columns + together - 1) / together) * ((count + A::TOKENS - 1) / A::TOKENS);
 }
 
-// out[r] = keep[r] · out[r] + Σ weights[r, t] · value[t]; rows of out are padded to whole operands.
+// out[r] = keep[r] · out[r] + Σ weights[r, t] · value[t]; rows of out are padded to a multiple of an operand.
 template <class A, class T>
 void mix(float* out, int rows, Weights<typename A::Weight> weights, const float* keep, const T* const* value, int count,
          int64_t V, Ahead& ahead) {
   constexpr int64_t OPERAND = A::TOKENS * W;
   const int64_t stride = (V + OPERAND - 1) / OPERAND * OPERAND;
   in_blocks<A::MIX_ROWS>(rows, [&](int row, auto ROWS) {
-    const Weights<typename A::Weight> own{weights.at + row * weights.row, weights.row, weights.token};
+    const Weights<typename A::Weight> block{weights.at + row * weights.row, weights.row, weights.token};
     const auto columns = [&](int64_t d, auto COLUMNS, auto IS_LAST) {
-      mix_columns<A, ROWS(), COLUMNS(), IS_LAST()>(out + row * stride, stride, own, keep + row, value, count, d,
+      mix_columns<A, ROWS(), COLUMNS(), IS_LAST()>(out + row * stride, stride, block, keep + row, value, count, d,
                                                    int(V - d), ahead);
     };
     in_blocks<wide<A>(ROWS()) / A::TOKENS>(int(V / OPERAND), [&](int operand, auto OPERANDS) {

@@ -18,7 +18,7 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
-// Early, so that small arrays become registers.
+// Unrolled early, so that small arrays become registers.
 #define UNROLL _Pragma("GCC unroll 32")
 // A vector that is used several times is loaded once: GCC would rather load it with every use.
 #if defined(__AVX512F__)
@@ -61,21 +61,21 @@ INLINE float number(float x) { return x; }
 INLINE float number(int8_t x) { return x; }
 INLINE float number(bfloat16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
-  float made;
-  memcpy(&made, &bits, 4);
-  return made;
+  float result;
+  memcpy(&result, &bits, 4);
+  return result;
 }
 INLINE void put(float* at, float x) { *at = x; }
 INLINE void put(bfloat16* at, float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   if ((bits & 0x7fffffff) > 0x7f800000)
-    at->bits = uint16_t(bits >> 16 | 64);  // not a number stays none
+    at->bits = uint16_t(bits >> 16 | 64);  // NaN stays NaN
   else
     at->bits = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Half precision is there where the compiler knows it.
+// Half precision, where the compiler has it.
 #if defined(__FLT16_MAX__)
 typedef _Float16 float16;
 #if defined(__AVX512F__)
@@ -84,16 +84,16 @@ INLINE Vector load(const float16* at) { return (Vector)_mm512_cvtph_ps(_mm256_lo
 INLINE Vector load(const float16* at) { return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
 #else
 INLINE Vector load(const float16* at) {
-  Vector made;
-  for (int i = 0; i < W; i++) made[i] = (float)at[i];
-  return made;
+  Vector result;
+  for (int i = 0; i < W; i++) result[i] = (float)at[i];
+  return result;
 }
 #endif
 INLINE float number(float16 x) { return (float)x; }
 INLINE void put(float16* at, float x) { *at = (float16)x; }
 #endif
 
-// The first of W numbers, and zeros; what is behind them in memory is not touched.
+// Loads `count` numbers and fills the vector with zeros; memory behind them is not read.
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 INLINE Vector load(const float* at, int count) { return (Vector)_mm512_maskz_loadu_ps((__mmask16)((1 << count) - 1), at); }
 INLINE Vector load(const int8_t* at, int count) {
@@ -123,7 +123,7 @@ INLINE Vector larger(Vector a, Vector b) {
 }
 #endif
 
-// Lanes picked from two vectors: PICK(l) for lane l, those of the second counted on from W.
+// Lanes picked from two vectors: lane l of the result is lane PICK(l), where b's lanes follow a's and begin at W.
 template <int (*PICK)(int), size_t... L>
 INLINE Vector picked(Vector a, Vector b, std::index_sequence<L...>) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -137,7 +137,7 @@ INLINE Vector picked(Vector a, Vector b) {
   return picked<PICK>(a, b, std::make_index_sequence<W>());
 }
 
-// Of each 2 H lanes: the first H of a's and of b's; and the last.
+// From each 2 H lanes of a and of b: the first H, or the last H.
 template <int H>
 constexpr int first_halves(int lane) {
   return lane / (2 * H) * (2 * H) + lane % H + (lane % (2 * H) < H ? 0 : W);
@@ -147,7 +147,7 @@ constexpr int last_halves(int lane) {
   return first_halves<H>(lane) + H;
 }
 
-// W vectors added up: lane i of the result is the sum of x[i]'s lanes.
+// The sums of W vectors: lane i of the result is the sum of x[i]'s lanes.
 template <int H = W / 2>
 INLINE Vector sums(const Vector* x) {
   Vector half[H];
@@ -163,22 +163,22 @@ INLINE float sum(Vector x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);
 #else
-  float made = 0;
-  for (int i = 0; i < W; i++) made += x[i];
-  return made;
+  float result = 0;
+  for (int i = 0; i < W; i++) result += x[i];
+  return result;
 #endif
 }
 INLINE float largest(Vector x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
 #else
-  float made = x[0];
-  for (int i = 1; i < W; i++) made = std::max(made, x[i]);
-  return made;
+  float result = x[0];
+  for (int i = 1; i < W; i++) result = std::max(result, x[i]);
+  return result;
 #endif
 }
 
-// Whether any lane is more than x; what is not a number is not.
+// Whether any lane is above x; NaN is not.
 INLINE bool exceeds(Vector lanes, float x) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(x), _CMP_GT_OQ) != 0;
@@ -189,15 +189,15 @@ INLINE bool exceeds(Vector lanes, float x) {
 #endif
 }
 
-// 2^x for x ≤ 0, 0 below -126: to rounding, or within 8e-5 where what comes of it is rounded to bfloat16.
-// The polynomials have the least largest relative error on [-1/2, 1/2] of their degree.
+// 2^x for x ≤ 0, and 0 below -126: exact to rounding, or when ROUGH within 8e-5, for results that are rounded to bfloat16.
+// The polynomials are minimax in relative error on [-1/2, 1/2].
 template <bool ROUGH>
 INLINE Vector power_of_two(Vector x) {
 #if !defined(__AVX512F__)
   const Whole tiny = x < -126.0f;
 #endif
-  x = larger(all(-200.0f), x);  // in this order: what is not a number stays none
-  const Vector shift = all(12582912.0f);  // 1.5 · 2²³: what is added to it is rounded to a whole number
+  x = larger(all(-200.0f), x);  // in this order NaN stays NaN
+  const Vector shift = all(12582912.0f);  // 1.5 · 2²³: adding it rounds to a whole number
   const Vector shifted = x + shift;
   const Vector rest = x - (shifted - shift);
   Vector power;

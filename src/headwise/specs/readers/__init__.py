@@ -1,4 +1,4 @@
-"""How each family writes what it is in its ``config.json``: one module a group of families, found by `READERS`."""
+"""Readers of each family's ``config.json``: one module for each group of families, found by `READERS`."""
 
 from headwise.specs.readers import deepseek, gpt, linear, llama, mamba, uneven, whisper
 from headwise.specs.readers.fields import Reader

@@ -1,4 +1,4 @@
-"""What stands around the attention: feed-forward networks, norms, embedding, head."""
+"""Read the body around the attention: feed-forward networks, norms, embedding, head."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ from headwise.specs.model import BodySpec
 from headwise.specs.readers.fields import Config, NotSaidError, count, flag, integer, listed, optional_integer
 
 FeedForward = tuple[FeedForwardSpec | None, ...]
+"""The feed-forward network of each layer."""
 Rule = Callable[[Config, int], FeedForward]
+"""Reads the networks from a config and the number of layers."""
 
 
 def read_body(config: Config, feed_forward: FeedForward, *, tied: bool = False, **rest: Any) -> BodySpec:
-    """The body around some feed-forward networks; ``tied`` is the family's own where the file does not say."""
+    """The body of a model with these feed-forward networks.
+
+    Args:
+        config: the config.
+        feed_forward: the networks.
+        tied: the family's default of ``tie_word_embeddings``.
+        rest: other fields of `BodySpec`.
+    """
     return BodySpec(
         vocab_size=integer(config, "vocab_size"),
         feed_forward=feed_forward,
@@ -27,7 +36,14 @@ def read_body(config: Config, feed_forward: FeedForward, *, tied: bool = False, 
 def dense(
     width: str = "intermediate_size", *, gated: bool = True, bias: str | None = None, bias_absent: bool = False
 ) -> Rule:
-    """The same network in every layer; ``bias`` is the field that says whether it carries one."""
+    """A rule for one dense network in every layer.
+
+    Args:
+        width: the field that has its width.
+        gated: whether it has three matrices.
+        bias: the field that tells whether it has a bias; None for never.
+        bias_absent: the default of that field.
+    """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
         network = FeedForwardSpec(
@@ -42,7 +58,13 @@ def dense(
 
 
 def experts(*, count: str = "num_local_experts", bias: bool = False, score_correction: bool = False) -> Rule:
-    """Experts in every layer, ``intermediate_size`` wide."""
+    """A rule for experts in every layer, each ``intermediate_size`` wide.
+
+    Args:
+        count: the field that has their number.
+        bias: whether experts and router have a bias.
+        score_correction: as in `FeedForwardSpec`.
+    """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
         network = FeedForwardSpec(
@@ -60,7 +82,12 @@ def experts(*, count: str = "num_local_experts", bias: bool = False, score_corre
 
 
 def qwen_experts(*, shared: bool, dense_layers: bool = True) -> Rule:
-    """Qwen's: every ``decoder_sparse_step``-th layer but ``mlp_only_layers``; perhaps a gated shared expert."""
+    """Qwen's rule: experts in every ``decoder_sparse_step``-th layer except ``mlp_only_layers``.
+
+    Args:
+        shared: whether there is a gated shared expert.
+        dense_layers: whether some layers can be dense.
+    """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
         sparse = FeedForwardSpec(
@@ -74,22 +101,22 @@ def qwen_experts(*, shared: bool, dense_layers: bool = True) -> Rule:
         if not dense_layers:
             return (sparse,) * num_layers
         step = optional_integer(config, "decoder_sparse_step") or 1
-        only = config.get("mlp_only_layers") or []
-        if not isinstance(only, list) or any(type(index) is not int for index in only):
-            raise SpecError("mlp_only_layers", only, "must list layer numbers")
-        is_sparse = [i not in only and (i + 1) % step == 0 for i in range(num_layers)]
+        without = config.get("mlp_only_layers") or []
+        if not isinstance(without, list) or any(type(index) is not int for index in without):
+            raise SpecError("mlp_only_layers", without, "must list layer numbers")
+        is_sparse = [i not in without and (i + 1) % step == 0 for i in range(num_layers)]
         return mixture(config, sparse, is_sparse)
 
     return rule
 
 
 def deepseek_experts(*, first_dense: int | None = None, score_correction: bool = True, by_type: bool = False) -> Rule:
-    """DeepSeek's: the first layers dense, then routed experts beside shared ones of the same width.
+    """DeepSeek's rule: the first layers dense, then routed experts beside shared ones of the same width.
 
     Args:
-        first_dense: ``first_k_dense_replace`` where the file does not say; None where it must.
-        score_correction: the router balances by numbers of its own.
-        by_type: ``mlp_layer_types`` may name each layer instead.
+        first_dense: the default of ``first_k_dense_replace``; None where the file must have it.
+        score_correction: as in `FeedForwardSpec`.
+        by_type: whether ``mlp_layer_types`` may name each layer's kind instead.
     """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
@@ -117,7 +144,7 @@ def deepseek_experts(*, first_dense: int | None = None, score_correction: bool =
 
 
 def mixture(config: Config, sparse: FeedForwardSpec, is_sparse: Sequence[bool]) -> FeedForward:
-    """Experts where ``is_sparse``, and a dense network of ``intermediate_size`` elsewhere."""
+    """Experts in the layers where ``is_sparse``, and a dense network of ``intermediate_size`` in the others."""
     if all(is_sparse):
         return (sparse,) * len(is_sparse)
     plain = FeedForwardSpec(

@@ -1,6 +1,6 @@
-"""Multi-head latent attention: DeepSeek-V2 and V3, and the families after them.
+"""Multi-head latent attention: DeepSeek-V2 and V3, and families like them.
 
-``num_key_value_heads`` and ``head_dim`` there mean nothing for the cache.
+Their ``num_key_value_heads`` and ``head_dim`` do not describe the cache, and are not read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from headwise.specs.readers.rope import read_rope, yarn_softmax_scale
 
 
 def latent_layer(config: Config, *, interleaved: bool | None = None, rotated: bool = True) -> LatentSpec:
-    """One MLA layer; ``interleaved`` None is what ``rope_interleave`` says, or True."""
+    """Read one MLA layer.
+
+    Args:
+        config: the config.
+        interleaved: whether rotary pairs are neighbours; ``rope_interleave``, which is True by default, when None.
+        rotated: whether the rotary key is rotated.
+    """
     rope_dim = integer(config, "qk_rope_head_dim")
     nope_dim = _nope_dim(config)
     if "q_lora_rank" not in config:
-        # One transformers class serves models with a query latent (its default) and without.
+        # One transformers class is for models with a query latent, which is its default, and without.
         raise NotSaidError("q_lora_rank", None, "is required in config.json, as null where queries have no latent")
     q_lora_rank = optional_integer(config, "q_lora_rank")
     if interleaved is None:
@@ -41,9 +47,9 @@ def latent_layer(config: Config, *, interleaved: bool | None = None, rotated: bo
 
 
 def _nope_dim(config: Config) -> int:
-    """0 where all of a head rotates, as in a converted model that keeps every rotary channel."""
-    said = config.get("qk_nope_head_dim")
-    return 0 if type(said) is int and said == 0 else integer(config, "qk_nope_head_dim")
+    """Read ``qk_nope_head_dim``, which is 0 in a converted model that keeps every rotary channel."""
+    value = config.get("qk_nope_head_dim")
+    return 0 if type(value) is int and value == 0 else integer(config, "qk_nope_head_dim")
 
 
 def _layers(config: Config) -> tuple[AttentionSpec, ...]:
@@ -51,7 +57,7 @@ def _layers(config: Config) -> tuple[AttentionSpec, ...]:
 
 
 def _minicpm3_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """It rotates halves, and its published file leaves the width of a value head to its code, E/H."""
+    """MiniCPM3 rotates halves, and its published file leaves out the width of a value head, which is E/H."""
     if config.get("v_head_dim") is None:
         config = {**config, "v_head_dim": integer(config, "hidden_size") // integer(config, "num_attention_heads")}
     return (latent_layer(config, interleaved=False),) * num_layers(config)

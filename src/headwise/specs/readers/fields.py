@@ -1,4 +1,4 @@
-"""Fields of a ``config.json``, checked as they are read, and what a family's reader is."""
+"""Read and check single fields of a ``config.json``; and `Reader`, the functions that read a family."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from headwise.specs.model import BodySpec
 
 Config = Mapping[str, Any]
 _MAX_LAYERS = 10_000
+"""The most layers that are read: a spec is made for each."""
 
 
 class NotSaidError(SpecError):
-    """A config does not say something: reason to refuse its attention, and to leave what is around it unread."""
+    """A config leaves something out: its attention cannot be read then, or its body is left unknown."""
 
 
 class Reader(NamedTuple):
-    """How one ``model_type`` is read.
+    """Functions that read the config of one ``model_type``.
 
     Attributes:
-        layers: the attention of each layer.
-        body: what stands around ``n`` such layers; None where nobody has written it down yet.
-        absent: what a published file leaves to its class, where that is one model's size.
-        cross: the attention of each layer to an encoder's output, where it has one.
+        layers: reads the attention of each layer.
+        body: reads the body around a number of layers; None where that is not supported yet.
+        absent: values of fields that a published file leaves to its class, where the class has one model's sizes.
+        cross: reads the attention of each layer to an encoder's output; None where there is none.
     """
 
     layers: Callable[[Config], tuple[AttentionSpec, ...]]
@@ -35,7 +36,7 @@ class Reader(NamedTuple):
 
 
 def integer(config: Config, *names: str) -> int:
-    """The first of several spellings that is present, as a positive whole number."""
+    """Read a positive whole number, from the first of several names that is present."""
     value = optional_integer(config, *names)
     if value is None:
         raise NotSaidError(names[0], None, "is required in config.json")
@@ -43,7 +44,7 @@ def integer(config: Config, *names: str) -> int:
 
 
 def optional_integer(config: Config, *names: str, absent: int | None = None) -> int | None:
-    """As `integer`; ``absent`` (a family's own default) where no spelling is there, None where they are null."""
+    """Read as `integer`; ``absent``, a family's default, where no name is there, and None where they are null."""
     for name in names:
         value = config.get(name)
         if value is not None:
@@ -53,13 +54,13 @@ def optional_integer(config: Config, *names: str, absent: int | None = None) -> 
 
 
 def head_dim_of(config: Config, absent: int | None = None) -> int:
-    """``head_dim``; where it is absent the family's own (if it has one), where there is none E/H."""
-    given = optional_integer(config, "head_dim", absent=absent)
-    return given or divide(integer(config, "hidden_size"), integer(config, "num_attention_heads"))
+    """Read ``head_dim``; where it is absent it is the family's default, or without one E/H."""
+    head_dim = optional_integer(config, "head_dim", absent=absent)
+    return head_dim or divide(integer(config, "hidden_size"), integer(config, "num_attention_heads"))
 
 
 def count(config: Config, name: str, absent: int) -> int:
-    """A whole number that may be 0; absent and null are ``absent``."""
+    """Read a whole number that may be 0; ``absent`` where it is not there or null."""
     value = config.get(name)
     if value is None:
         return absent
@@ -69,7 +70,7 @@ def count(config: Config, name: str, absent: int) -> int:
 
 
 def optional_number(config: Config, name: str, absent: float | None = None) -> float | None:
-    """A number above 0; ``absent`` where it is not there, None where it is null."""
+    """Read a number above 0; ``absent`` where it is not there, None where it is null."""
     value = config.get(name, absent)
     if value is not None:
         positive_number(name, value)
@@ -77,14 +78,14 @@ def optional_number(config: Config, name: str, absent: float | None = None) -> f
 
 
 def number(name: str, value: Any) -> float:
-    """Any finite number."""
+    """Check that a value is a finite number, and return it as a float."""
     if isinstance(value, bool) or not is_finite(value):
         raise SpecError(name, value, "must be a number")
     return float(value)
 
 
 def flag(config: Config, name: str, default: bool) -> bool:
-    """A switch; absent and null are the default, and only true and false are others."""
+    """Read true or false; ``default`` where it is not there or null."""
     value = config.get(name)
     if value is None:
         return default
@@ -93,34 +94,34 @@ def flag(config: Config, name: str, default: bool) -> bool:
     return value
 
 
-def listed(config: Config, name: str, num_layers: int, known: Mapping[str, str]) -> list[str] | None:
-    """A list with one of the ``known`` words for each layer, each as what it maps to; None where it is absent."""
+def listed(config: Config, name: str, num_layers: int, meanings: Mapping[str, str]) -> list[str] | None:
+    """Read a list with a word for each layer, and return what ``meanings`` maps them to; None where it is absent."""
     words = config.get(name)
     if words is None:
         return None
     if not isinstance(words, list) or len(words) != num_layers:
         raise SpecError(name, words, f"must list one type for each of {num_layers} layers")
     for word in words:
-        if not isinstance(word, str) or word not in known:
-            raise SpecError(name, word, f"is not understood; known: {', '.join(known)}")
-    return [known[word] for word in words]
+        if not isinstance(word, str) or word not in meanings:
+            raise SpecError(name, word, f"is not understood; known: {', '.join(meanings)}")
+    return [meanings[word] for word in words]
 
 
 def num_layers(config: Config, *names: str) -> int:
-    """How many layers; a spec is made for each, so a number without sense must not take the machine with it."""
+    """Read the number of layers; as a spec is made for each, an absurd number is an error."""
     value = integer(config, *(names or ("num_hidden_layers", "n_layer", "n_layers")))
     positive("num_hidden_layers", value, most=_MAX_LAYERS)
     return value
 
 
 def divide(hidden_size: int, num_heads: int) -> int:
-    """The head dim of a family whose heads share the hidden size out."""
+    """The head dim of a family whose heads divide the hidden size among them."""
     if hidden_size % num_heads:
         raise SpecError("num_attention_heads", num_heads, f"must divide hidden_size = {hidden_size}")
     return hidden_size // num_heads
 
 
 def refuse(config: Config, name: str, *, unless: tuple[Any, ...], rule: str) -> None:
-    """Raise a `SpecError` where a field holds anything but what it is understood to."""
+    """Raise a `SpecError` where a field holds a value that is not null and not among ``unless``."""
     if (value := config.get(name)) is not None and value not in unless:
         raise SpecError(name, value, rule)

@@ -1,4 +1,4 @@
-"""GPT-2, the other older decoders and BERT's encoders, each with field names of its own."""
+"""GPT-2, other older decoders, and encoders like BERT, each with its own field names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from headwise.specs.readers.rope import read_rope
 def _gpt2_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """GPT-2, and GPT-BigCode with its ``multi_query``."""
     if flag(config, "add_cross_attention", False):
-        raise SpecError("add_cross_attention", True, "is not understood: its cache of the source is not read")
+        raise SpecError(
+            "add_cross_attention", True, "is not understood: its attention to another sequence is not read"
+        )
     hidden_size = integer(config, "n_embd", "hidden_size")
     num_heads = integer(config, "n_head", "num_attention_heads")
     multi_query = config["model_type"] == "gpt_bigcode" and flag(config, "multi_query", True)
@@ -58,7 +60,7 @@ def _gpt2_body(config: Config, layers: int) -> BodySpec:
 
 
 def _falcon_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """Falcon. Before the "new decoder architecture" ``multi_query`` forces one key–value head."""
+    """Falcon; without the "new decoder architecture", ``multi_query`` means one key–value head."""
     hidden_size = integer(config, "hidden_size", "n_embed")
     num_heads = integer(config, "num_attention_heads", "n_head")
     if _falcon_is_new(config):
@@ -78,7 +80,7 @@ def _falcon_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
 
 def _falcon_is_new(config: Config) -> bool:
-    # The first 40B file predates the flag and is told by its model type alone.
+    # The first 40B file is older than the flag, and recognised by its model type.
     return flag(config, "new_decoder_architecture", config["model_type"] == "RefinedWeb")
 
 
@@ -94,7 +96,7 @@ def _falcon_body(config: Config, layers: int) -> BodySpec:
 
 
 def _opt_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """OPT: learned positions, biases everywhere."""
+    """OPT: learned positions, and a bias in every projection."""
     spec = _plain(config, bias=flag(config, "enable_bias", True))
     return (spec,) * num_layers(config)
 
@@ -102,18 +104,18 @@ def _opt_layers(config: Config) -> tuple[AttentionSpec, ...]:
 def _opt_body(config: Config, layers: int) -> BodySpec:
     for name, usual in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False)):
         if flag(config, name, usual) is not usual:
-            raise NotSaidError(name, not usual, "is not written down")
+            raise NotSaidError(name, not usual, "is not supported in a body")
     if optional_integer(config, "word_embed_proj_dim", absent=None) not in (None, integer(config, "hidden_size")):
-        raise NotSaidError("word_embed_proj_dim", config["word_embed_proj_dim"], "is not written down")
+        raise NotSaidError("word_embed_proj_dim", config["word_embed_proj_dim"], "is not supported in a body")
     networks = dense("ffn_dim", gated=False, bias="enable_bias", bias_absent=True)(config, layers)
     vectors = 2 if flag(config, "layer_norm_elementwise_affine", True) else 0
-    # Two rows more than positions: its first token stands at 2.
+    # Two rows more than positions: the first token is at position 2.
     positions = integer(config, "max_position_embeddings") + 2
     return read_body(config, networks, norm_vectors=vectors, positions=positions, tied=True)
 
 
 def _gpt_neox_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """GPT-NeoX and Pythia: a quarter of each head rotates."""
+    """GPT-NeoX and Pythia: by default a quarter of each head is rotated."""
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     head_dim = divide(hidden_size, num_heads)
     rope = read_rope(
@@ -139,7 +141,7 @@ def _gpt_neox_body(config: Config, layers: int) -> BodySpec:
 
 
 def _phi_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """Phi-1 to Phi-2: half of each head rotates, biases everywhere."""
+    """Phi-1 to Phi-2: half of each head is rotated, and every projection has a bias."""
     if flag(config, "qk_layernorm", False):
         raise SpecError("qk_layernorm", True, "is not understood in a phi model")
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
@@ -161,7 +163,7 @@ def _phi_body(config: Config, layers: int) -> BodySpec:
 
 
 def _bert_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """Bidirectional encoders: every token sees every other, so nothing is cached."""
+    """Bidirectional encoders, in which every token sees every other and nothing is cached."""
     if flag(config, "is_decoder", False):
         raise SpecError("is_decoder", True, f"{config['model_type']} as a decoder is not understood")
     rule = "is not understood: relative positions add weights and scores of their own"
@@ -170,7 +172,7 @@ def _bert_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
 
 def _plain(config: Config, *, bias: bool, is_causal: bool = True) -> GroupedSpec:
-    """MHA without rotation, its heads sharing the hidden size out."""
+    """MHA without rotation, whose heads divide the hidden size among them."""
     hidden_size = integer(config, "hidden_size", "dim")
     num_heads = integer(config, "num_attention_heads", "n_heads")
     return GroupedSpec(

@@ -1,4 +1,4 @@
-"""Delta nets and short convolutions beside attention: Qwen3-Next and Qwen3.5, Kimi Linear, LFM2."""
+"""Stacks of attention with delta nets or short convolutions: Qwen3-Next and Qwen3.5, Kimi Linear, LFM2."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def _kimi_layers(config: Config) -> tuple[AttentionSpec, ...]:
     sizes = sizes if isinstance(sizes, Mapping) else {}
     for name in ("mla_use_output_gate", "routed_expert_hidden_size", "attn_res_block_size", "use_full_rank_gate"):
         if value := {**config, **sizes}.get(name):
-            raise SpecError(name, value, "is not understood: of its kind Kimi Linear alone is")
-    config = {"q_lora_rank": None, **config}  # it has no query latent where it says nothing
+            raise SpecError(name, value, "is not understood: of such models, only Kimi Linear is")
+    config = {"q_lora_rank": None, **config}  # without the field it has no query latent
     types = listed(config, "layer_types", layers, TYPES)
     if (full := sizes.get("full_attn_layers")) is not None:  # counted from 1
         if not isinstance(full, list):

@@ -1,4 +1,4 @@
-"""Llama and the many families that share its field names, each by how it differs."""
+"""Llama and the many families that share its field names, each described by its differences."""
 
 from __future__ import annotations
 
@@ -45,25 +45,26 @@ _GATED = dense()
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family has where Llama has something else; the defaults are Llama's.
+    """The differences of a family from Llama, whose values are the defaults.
 
-    Sizes and switches are those of the family's transformers class, used where the file leaves the field out.
+    Sizes and switches are defaults of the family's transformers class, for fields that a file leaves out.
 
     Attributes:
-        kv_heads: ``num_key_value_heads``; None is as many as heads.
-        head_dim: None is E/H.
-        bias: the projections that carry a bias, from the config.
+        kv_heads: ``num_key_value_heads``; None for as many as query heads.
+        head_dim: ``head_dim``; None for E/H.
+        bias: reads the projections that have a bias.
         qk_norm: as in `GroupedSpec`.
-        qk_norm_switch: the field that turns it on, where there is one.
-        rope_required: the class would scale positions as one model does where the file says nothing of them.
-        refused: switches that change the layer into one nobody has described, refused when on.
-        scale: the softmax scale, from the config.
+        qk_norm_switch: the field that turns the norm on, where there is one.
+        rope_required: whether the file must describe RoPE, because the class defaults to one model's scaling.
+        sinks: as in `GroupedSpec`.
+        refused: switches that make a layer headwise does not support; an error where they are on.
+        scale: reads the softmax scale.
         softcap: ``attn_logit_softcapping``.
-        windows: the windows of the layers.
-        rope: `read_rope`'s keywords.
-        unrotated: which layers go without positions, from the config and their windows.
-        feed_forward: the networks of the layers.
-        around: `readers.body.read_body`'s keywords.
+        windows: reads the windows of the layers.
+        rope: keywords of `read_rope`.
+        unrotated: reads which layers have no positions, from the config and the windows.
+        feed_forward: reads the networks of the layers.
+        around: keywords of `readers.body.read_body`.
     """
 
     kv_heads: int | None = None
@@ -78,13 +79,13 @@ class Family:
     softcap: float | None = None
     windows: WindowsRule = no_window
     rope: dict[str, Any] = field(default_factory=dict)
-    unrotated: Callable[[Config, Windows], list[bool]] = lambda config, found: [False] * len(found)
+    unrotated: Callable[[Config, Windows], list[bool]] = lambda config, windows: [False] * len(windows)
     feed_forward: FeedForwardRule = _GATED
     around: dict[str, Any] = field(default_factory=dict)
 
 
 def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
-    """The attention of each layer."""
+    """Read the attention of each layer."""
     for name in family.refused:
         if flag(config, name, False):
             raise SpecError(name, True, f"is not understood in a {config['model_type']} model")
@@ -99,7 +100,7 @@ def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
     layer_windows = family.windows(config, num_layers(config))
     has_norm = family.qk_norm_switch is None or flag(config, family.qk_norm_switch, False)
     qk_norm = family.qk_norm if has_norm else None
-    # A family's softcap is read only where it has one.
+    # The field is read only in families that have a softcap.
     softcap = None
     if family.softcap is not None:
         softcap = optional_number(config, "attn_logit_softcapping", absent=family.softcap)
@@ -120,21 +121,18 @@ def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
             softmax_scale=family.scale(config),
         )
 
-    made: dict[tuple[int | None, bool], GroupedSpec] = {}
-    keys = list(zip(layer_windows, family.unrotated(config, layer_windows), strict=True))
-    for key in keys:
-        if key not in made:
-            made[key] = layer(*key)
-    return tuple(made[key] for key in keys)
+    kinds = list(zip(layer_windows, family.unrotated(config, layer_windows), strict=True))
+    specs = {kind: layer(*kind) for kind in dict.fromkeys(kinds)}
+    return tuple(specs[kind] for kind in kinds)
 
 
 def read_body(family: Family, config: Config, layers: int) -> BodySpec:
-    """What stands around the attention."""
+    """Read the body around the attention."""
     return read_around(config, family.feed_forward(config, layers), **family.around)
 
 
 def _bias(name: str, default: bool, covers: bool | str = True) -> Callable[[Config], bool | str]:
-    """``covers`` when the switch is on."""
+    """A reader of a switch that gives ``covers`` a bias."""
     return lambda config: covers if flag(config, name, default) else False
 
 
@@ -160,9 +158,9 @@ def _multiplier(config: Config) -> float | None:
     return optional_number(config, "attention_multiplier", absent=1.0)
 
 
-def _smollm3_unrotated(config: Config, found: Windows) -> list[bool]:
-    """A 0 in ``no_rope_layers`` marks a layer without positions."""
-    flags, layers = config.get("no_rope_layers"), len(found)
+def _smollm3_unrotated(config: Config, windows: Windows) -> list[bool]:
+    """SmolLM3: a 0 in ``no_rope_layers`` marks a layer without positions."""
+    flags, layers = config.get("no_rope_layers"), len(windows)
     if flags is None:
         interval = optional_integer(config, "no_rope_layer_interval") or 4
         return [(i + 1) % interval == 0 for i in range(layers)]
@@ -171,19 +169,19 @@ def _smollm3_unrotated(config: Config, found: Windows) -> list[bool]:
     return [not flag for flag in flags]
 
 
-def _full_unrotated(config: Config, found: Windows) -> list[bool]:
-    return [window is None for window in found]
+def _full_unrotated(config: Config, windows: Windows) -> list[bool]:
+    return [window is None for window in windows]
 
 
-def _full_unrotated_among_sliding(config: Config, found: Windows) -> list[bool]:
-    """EXAONE 4: a model without windows rotates everywhere."""
-    return [window is None and config.get("sliding_window") is not None for window in found]
+def _full_unrotated_among_sliding(config: Config, windows: Windows) -> list[bool]:
+    """EXAONE 4: full layers have no positions, unless the model has no windows."""
+    return [window is None and config.get("sliding_window") is not None for window in windows]
 
 
 def _smollm3_windows(config: Config, layers: int) -> Windows:
     def unrotated(config: Config, layers: int) -> list[str]:
-        without = _smollm3_unrotated(config, [None] * layers)
-        return [SLIDING if here else FULL for here in without]
+        is_unrotated = _smollm3_unrotated(config, [None] * layers)
+        return [SLIDING if unrotated else FULL for unrotated in is_unrotated]
 
     return switched(unrotated)(config, layers)
 
@@ -330,12 +328,12 @@ READERS = {
 
 
 def _stablelm_body(config: Config, layers: int) -> BodySpec:
-    """Attention and network side by side share one norm."""
+    """StableLM: attention and network side by side share one norm."""
     norms = 1 if flag(config, "use_parallel_residual", False) else 2
     return read_around(config, dense()(config, layers), norms=norms, norm_vectors=2)
 
 
 READERS["stablelm"] = READERS["stablelm"]._replace(body=_stablelm_body)
-# Gemma 3 4B's file says of its text half only what is unlike the class.
+# The file of Gemma 3 4B has only those fields of its text part that differ from the class's defaults.
 _GEMMA3_4B = {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072}
 READERS["gemma3_text"] = READERS["gemma3_text"]._replace(absent=_GEMMA3_4B)

@@ -1,4 +1,4 @@
-"""Mamba beside attention: Jamba, Bamba, Granite 4, Nemotron-H."""
+"""Stacks of attention with Mamba: Jamba, Bamba, Granite 4, Nemotron-H."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from headwise.specs.recurrent import RecurrentSpec
 
 
 def _jamba_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """No positions: Mamba's layers know the order."""
+    """Jamba's attention has no positions: its Mamba layers encode the order of tokens."""
     hidden_size = integer(config, "hidden_size")
     period, offset = integer(config, "attn_layer_period"), count(config, "attn_layer_offset", 4)
     rank = config.get("mamba_dt_rank", "auto")
@@ -61,7 +61,7 @@ def _jamba_body(config: Config, layers: int) -> BodySpec:
 
 
 def _mamba2(config: Config) -> RecurrentSpec:
-    """Bamba's field names."""
+    """Read a Mamba-2 layer from Bamba's field names."""
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "mamba_n_heads")
     width = (optional_integer(config, "mamba_expand") or 2) * hidden_size
     if width % num_heads or config.get("mamba_d_head", "auto") not in ("auto", width // num_heads):
@@ -89,14 +89,14 @@ def _bamba_layers(config: Config) -> tuple[AttentionSpec, ...]:
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < layers for i in indices):
         raise SpecError("attn_layer_indices", indices, f"must list layers of 0 to {layers - 1}")
     head_dim = divide(integer(config, "hidden_size"), integer(config, "num_attention_heads"))
-    # Half of a head rotates whatever the file says.
+    # Half of a head is rotated, whatever the file has.
     plain = {key: value for key, value in config.items() if key != "partial_rotary_factor"}
     attention = attention_layer(config, read_rope(plain, head_dim, fraction=0.5))
     return stack([FULL if i in indices else RECURRENT for i in range(layers)], attention, _mamba2(config))
 
 
 def _granite_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """Granite 4: rotates only where ``position_embedding_type`` is rope."""
+    """Granite 4 has RoPE only where ``position_embedding_type`` is rope."""
     layers = num_layers(config)
     types = listed(config, "layer_types", layers, TYPES) or listed(config, "layers_block_type", layers, TYPES)
     if types is None:
@@ -106,7 +106,7 @@ def _granite_layers(config: Config) -> tuple[AttentionSpec, ...]:
     rotated = config.get("position_embedding_type") == "rope"
     scale = number("attention_multiplier", config.get("attention_multiplier", 1.0))
     attention = attention_layer(config, read_rope(config, head_dim) if rotated else None, softmax_scale=scale)
-    # A stack may be all attention, and then says nothing of Mamba.
+    # A stack may be all attention, and then has no fields of Mamba.
     return stack(types, attention, _mamba2(config) if RECURRENT in types else attention)
 
 
@@ -131,7 +131,7 @@ _NEMOTRON_TYPES = {name: name for name in _NEMOTRON_LETTERS.values()} | {RECURRE
 
 
 def _nemotron_types(config: Config) -> list[str]:
-    """Nemotron-H's layers hold one thing each: a mixer, or a feed-forward network."""
+    """Nemotron-H's layers hold either a mixer or a feed-forward network; the name of each layer's part."""
     pattern = config.get("hybrid_override_pattern")
     if pattern is None:
         types = config.get("layers_block_type", config.get("layer_types"))
@@ -144,16 +144,16 @@ def _nemotron_types(config: Config) -> list[str]:
 
 
 def _nemotron_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """Attention without positions."""
+    """Nemotron-H's attention has no positions."""
     refuse(config, "sliding_window", unless=(), rule="must be null: a nemotron_h model has none")
     hidden_size, types = integer(config, "hidden_size"), _nemotron_types(config)
-    made: dict[str, AttentionSpec] = {"mlp": RecurrentSpec(form="none", hidden_size=hidden_size)}
-    made["moe"] = made["mlp"]
+    specs: dict[str, AttentionSpec] = {"mlp": RecurrentSpec(form="none", hidden_size=hidden_size)}
+    specs["moe"] = specs["mlp"]
     if "attention" in types:
         head_dim = integer(config, "head_dim", "attention_head_dim")
-        made["attention"] = attention_layer(config, head_dim=head_dim)
+        specs["attention"] = attention_layer(config, head_dim=head_dim)
     if "mamba" in types:
-        made["mamba"] = RecurrentSpec(
+        specs["mamba"] = RecurrentSpec(
             form="mamba2",
             hidden_size=hidden_size,
             num_heads=integer(config, "mamba_num_heads"),
@@ -163,26 +163,26 @@ def _nemotron_layers(config: Config) -> tuple[AttentionSpec, ...]:
             conv_kernel=integer(config, "conv_kernel", "mamba_d_conv"),
             bias=_mamba_bias(config, "use_conv_bias", "use_bias"),
         )
-    return tuple(made[name] for name in types)
+    return tuple(specs[name] for name in types)
 
 
 def _nemotron_body(config: Config, layers: int) -> BodySpec:
     if config.get("moe_latent_size") is not None:
-        raise NotSaidError("moe_latent_size", config["moe_latent_size"], "is not written down")
-    hidden_size, biased = integer(config, "hidden_size"), flag(config, "mlp_bias", False)
+        raise NotSaidError("moe_latent_size", config["moe_latent_size"], "is not supported in a body")
+    hidden_size, has_bias = integer(config, "hidden_size"), flag(config, "mlp_bias", False)
     types = _nemotron_types(config)
-    made: dict[str, FeedForwardSpec | None] = {"mamba": None, "attention": None}
+    networks: dict[str, FeedForwardSpec | None] = {"mamba": None, "attention": None}
     if "mlp" in types:
-        made["mlp"] = FeedForwardSpec(
+        networks["mlp"] = FeedForwardSpec(
             hidden_size=hidden_size,
             intermediate_size=integer(config, "intermediate_size"),
             gated=False,
-            bias=biased,
+            bias=has_bias,
         )
     if "moe" in types:
-        if biased:
-            raise NotSaidError("mlp_bias", True, "is not written down beside experts")
-        made["moe"] = FeedForwardSpec(
+        if has_bias:
+            raise NotSaidError("mlp_bias", True, "is not supported beside experts")
+        networks["moe"] = FeedForwardSpec(
             hidden_size=hidden_size,
             intermediate_size=integer(config, "moe_intermediate_size"),
             gated=False,
@@ -191,7 +191,7 @@ def _nemotron_body(config: Config, layers: int) -> BodySpec:
             shared_intermediate_size=integer(config, "moe_shared_expert_intermediate_size"),
             score_correction=True,
         )
-    return body.read_body(config, tuple(made[name] for name in types), norms=1)
+    return body.read_body(config, tuple(networks[name] for name in types), norms=1)
 
 
 READERS = {

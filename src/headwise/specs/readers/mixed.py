@@ -1,4 +1,4 @@
-"""What the readers of mixed stacks, and of MLA, share."""
+"""Functions that the readers of mixed stacks and of MLA share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from headwise.specs.readers.windows import FULL
 
 RECURRENT = "linear_attention"
 TYPES = {FULL: FULL, "attention": FULL, RECURRENT: RECURRENT, "mamba": RECURRENT}
-"""``layer_types`` of today's files and of older ones."""
+"""Names in ``layer_types`` of current and of older files."""
 
 
 def attention_layer(config: Config, rope: RopeSpec | None = None, **rest: Any) -> GroupedSpec:
-    """The layers of softmax attention, in Llama's field names; ``rest`` overrides."""
+    """Read a layer of softmax attention from Llama's field names; ``rest`` overrides them."""
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     sizes = {
         "num_kv_heads": optional_integer(config, "num_key_value_heads") or num_heads,
@@ -28,10 +28,10 @@ def attention_layer(config: Config, rope: RopeSpec | None = None, **rest: Any) -
 
 
 def stack(types: list[str], attention: AttentionSpec, recurrent: AttentionSpec) -> tuple[AttentionSpec, ...]:
-    """Attention in the layers of full attention, the recurrent layer in all others."""
+    """A stack with ``attention`` in the layers of full attention, and ``recurrent`` in all others."""
     return tuple(attention if name == FULL else recurrent for name in types)
 
 
 def read_body(feed_forward: body.Rule, config: Config, layers: int, **rest: Any) -> BodySpec:
-    """The body of a family whose networks follow a rule."""
+    """Read the body of a family whose networks follow a rule."""
     return body.read_body(config, feed_forward(config, layers), **rest)

@@ -1,4 +1,4 @@
-"""The rotary embedding of a ``config.json``, in any of its spellings."""
+"""Read the rotary embedding of a ``config.json``, however it is written."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ def read_rope(
     layer_type: str = "full_attention",
     local_theta: float | None = None,
 ) -> RopeSpec:
-    """The rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling``.
+    """Read the rotary embedding from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
 
     Args:
-        head_dim: a head's width; all that rotates where ``fraction`` is None.
-        theta: the family's base, where the file names none.
-        fraction: the family's rotated part of a head, where the file names none; None where it is the whole always.
-        interleaved: pairs are neighbours.
-        layer_type: which of ``rope_parameters``, where they are told apart.
-        local_theta: the family's base of sliding layers, which are never scaled; None where it has one for all.
+        config: the config.
+        head_dim: width of a head.
+        theta: the family's default base.
+        fraction: the family's default of the rotated part of a head; None where the whole head is always rotated.
+        interleaved: whether pairs are neighbours.
+        layer_type: which of ``rope_parameters`` to read, where they differ by layer type.
+        local_theta: the family's base in sliding layers, which are never scaled; None where all layers share one.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
@@ -38,20 +39,20 @@ def read_rope(
         parameters = parameters[layer_type]
     elif layer_type == "sliding_attention" and local_theta is not None:
         parameters, base = {}, config.get("rope_local_base_freq", local_theta)
-    kept = {key: value for key, value in parameters.items() if value is not None}
-    rope_type = kept.pop("rope_type", kept.pop("type", "default"))
-    base = kept.pop("rope_theta", base)
-    if (rotated := optional_integer(config, "rotary_dim")) is not None:
-        fraction = rotated / head_dim
-    said = kept.pop("partial_rotary_factor", config.get("partial_rotary_factor") or fraction or 1.0)
-    part = number("partial_rotary_factor", said)
+    scaling = {key: value for key, value in parameters.items() if value is not None}
+    rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
+    base = scaling.pop("rope_theta", base)
+    if (rotated_dims := optional_integer(config, "rotary_dim")) is not None:
+        fraction = rotated_dims / head_dim
+    factor = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor") or fraction or 1.0)
+    part = number("partial_rotary_factor", factor)
     if not 0 < part <= 1:
         raise SpecError("partial_rotary_factor", part, "must be above 0 and at most 1")
     if rope_type == "proportional":
-        # It keeps the head's whole width and stops the frequencies beyond the fraction instead.
-        kept["partial_rotary_factor"], part = part, 1.0
-    if rope_type in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" not in kept:
-        kept["original_max_position_embeddings"] = integer(
+        # This kind rotates the whole head, with frequencies of 0 beyond the fraction.
+        scaling["partial_rotary_factor"], part = part, 1.0
+    if rope_type in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" not in scaling:
+        scaling["original_max_position_embeddings"] = integer(
             config, "original_max_position_embeddings", "max_position_embeddings"
         )
     return RopeSpec(
@@ -59,7 +60,7 @@ def read_rope(
         theta=number("rope_theta", base),
         rope_type=str(rope_type),
         parameters=tuple(
-            (key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(kept.items())
+            (key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(scaling.items())
         ),
         interleaved=interleaved,
         max_position_embeddings=optional_integer(config, "max_position_embeddings"),
@@ -67,7 +68,7 @@ def read_rope(
 
 
 def yarn_softmax_scale(rope: RopeSpec | None, qk_head_dim: int) -> float | None:
-    """YaRN's temperature, which DeepSeek applies to the scores rather than to cos and sin."""
+    """The softmax scale with YaRN's temperature, which DeepSeek applies to scores rather than to cos and sin."""
     if rope is None or rope.rope_type == "default":
         return None
     parameters = dict(rope.parameters)

@@ -1,4 +1,4 @@
-"""Layers that differ: OpenELM's grow, Gemma 3n's share keys and values, Nemotron-NAS's may lack attention."""
+"""Stacks whose layers differ: OpenELM's grow, Gemma 3n's share keys and values, Nemotron-NAS's may lack attention."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ def _nemotron_nas_layers(config: Config) -> tuple[AttentionSpec, ...]:
     rope = read_rope(config, head_dim)
 
     def layer(block: object) -> AttentionSpec:
-        own = block.get("attention") if isinstance(block, Mapping) else None
-        if not isinstance(own, Mapping):
-            raise SpecError("block_configs", block, "must say each layer's attention")
-        if flag(own, "replace_with_linear", False):
+        attention = block.get("attention") if isinstance(block, Mapping) else None
+        if not isinstance(attention, Mapping):
+            raise SpecError("block_configs", block, "must have each layer's attention")
+        if flag(attention, "replace_with_linear", False):
             raise SpecError("replace_with_linear", True, "is not understood")
-        if flag(own, "no_op", False):
+        if flag(attention, "no_op", False):
             return RecurrentSpec(form="none", hidden_size=integer(config, "hidden_size"))
-        return attention_layer(config, rope, num_kv_heads=divide(num_heads, integer(own, "n_heads_in_group")))
+        return attention_layer(config, rope, num_kv_heads=divide(num_heads, integer(attention, "n_heads_in_group")))
 
     return tuple(map(layer, blocks))
 
 
 def _openelm_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """Heads of both kinds are listed layer by layer."""
+    """OpenELM lists query and key–value heads layer by layer."""
     layers = num_layers(config, "num_transformer_layers")
     head_dim = integer(config, "head_dim")
     theta = number("rope_freq_constant", config.get("rope_freq_constant", 10000))
@@ -107,16 +107,16 @@ def _openelm_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
 
 def _openelm_body(config: Config, layers: int) -> BodySpec:
-    """Widths are multiples of E, rounded to ``ffn_dim_divisor`` and never down by more than a tenth."""
+    """OpenELM's widths are multiples of E, rounded to ``ffn_dim_divisor`` and never down by more than a tenth."""
     E, divisor = integer(config, "model_dim"), integer(config, "ffn_dim_divisor")
     multipliers = config.get("ffn_multipliers")
     if not isinstance(multipliers, list) or len(multipliers) != layers:
         raise NotSaidError("ffn_multipliers", multipliers, f"must list one number for each of {layers} layers")
     widths = []
     for multiplier in multipliers:
-        wanted = number("ffn_multipliers", multiplier) * E
-        width = max(divisor, int(wanted + divisor / 2) // divisor * divisor)
-        widths.append(width + divisor if width < 0.9 * wanted else width)
+        exact = number("ffn_multipliers", multiplier) * E
+        width = max(divisor, int(exact + divisor / 2) // divisor * divisor)
+        widths.append(width + divisor if width < 0.9 * exact else width)
     gated = flag(config, "ffn_with_glu", True)
     networks = tuple(FeedForwardSpec(hidden_size=E, intermediate_size=width, gated=gated) for width in widths)
     tied = flag(config, "share_input_output_layers", True)

@@ -1,4 +1,4 @@
-"""Whisper's decoder: attention to its own past, and to what the encoder heard."""
+"""Whisper's decoder: attention to its past tokens, and to the encoder's output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headwise.specs.readers.fields import Config, Reader, divide, integer, num_l
 
 
 def _decoder_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    """The self-attention of each decoder layer; keys alone carry no bias."""
+    """The self-attention of each decoder layer, in which every projection but the keys' has a bias."""
     hidden_size, num_heads = integer(config, "d_model"), integer(config, "decoder_attention_heads")
     spec = GroupedSpec(
         hidden_size=hidden_size,

@@ -1,6 +1,6 @@
-"""The sliding window of each layer, by each family's own way of writing it.
+"""Read the sliding window of each layer, which families write in different ways.
 
-A rule takes the config and the number of layers, and answers with a window or None for each.
+A rule takes the config and the number of layers, and returns a window or None for each layer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from headwise.specs.readers.fields import Config, NotSaidError, count, flag, lis
 Windows = list[int | None]
 Rule = Callable[[Config, int], Windows]
 FULL, SLIDING = "full_attention", "sliding_attention"
-_KNOWN = {FULL: FULL, SLIDING: SLIDING}
+_TYPES = {FULL: FULL, SLIDING: SLIDING}
 
 
 def no_window(config: Config, num_layers: int) -> Windows:
-    """A family that has no windows: its attention would see every token while its cache kept a few."""
+    """The rule of a family without windows, in which ``sliding_window`` must be null.
+
+    Its attention would see every token, while a cache made from the config kept only some.
+    """
     window = optional_integer(config, "sliding_window")
     if window is not None:
         raise SpecError("sliding_window", window, f"must be null: a {config['model_type']} model has none")
@@ -25,7 +28,7 @@ def no_window(config: Config, num_layers: int) -> Windows:
 
 
 def every_layer(absent: int | None = None) -> Rule:
-    """One window for all layers; ``absent`` where the file does not name it (null is none)."""
+    """A rule for one window in all layers; ``absent`` is its default, and null means no window."""
 
     def rule(config: Config, num_layers: int) -> Windows:
         window = optional_integer(config, "sliding_window", absent=absent)
@@ -35,7 +38,12 @@ def every_layer(absent: int | None = None) -> Rule:
 
 
 def every_nth_full(period: int, *, may_be_null: bool = False) -> Rule:
-    """Every ``period``-th layer sees all (or ``sliding_window_pattern``-th, where the file says)."""
+    """A rule for windows in all layers but every ``period``-th, or every ``sliding_window_pattern``-th.
+
+    Args:
+        period: the default of ``sliding_window_pattern``.
+        may_be_null: whether ``sliding_window`` may be null, for no window in any layer.
+    """
 
     def rule(config: Config, num_layers: int) -> Windows:
         window = optional_integer(config, "sliding_window")
@@ -49,23 +57,27 @@ def every_nth_full(period: int, *, may_be_null: bool = False) -> Rule:
 
 
 def switched(default: Callable[[Config, int], list[str]]) -> Rule:
-    """Qwen's: off unless ``use_sliding_window``; beside a switch that is off any number may stand, 0 among them."""
+    """Qwen's rule: windows only with ``use_sliding_window``; without, ``sliding_window`` may be any number, even 0.
+
+    Args:
+        default: the type of each layer where ``layer_types`` is absent.
+    """
 
     def rule(config: Config, num_layers: int) -> Windows:
-        on = flag(config, "use_sliding_window", False)
-        window = optional_integer(config, "sliding_window") if on else None
+        is_on = flag(config, "use_sliding_window", False)
+        window = optional_integer(config, "sliding_window") if is_on else None
         types = (
             [FULL] * num_layers
             if window is None or config.get("layer_types") is not None
             else default(config, num_layers)
         )
-        return _by_type(config, num_layers, window, types, off=not on)
+        return _by_type(config, num_layers, window, types, off=not is_on)
 
     return rule
 
 
 def upper_layers(config: Config, num_layers: int) -> list[str]:
-    """Layers from ``max_window_layers`` on slide."""
+    """Layer types with windows from layer ``max_window_layers`` on."""
     if config.get("max_window_layers") is None:
         raise NotSaidError("max_window_layers", None, "must be a whole number of at least 0")
     first = count(config, "max_window_layers", 0)
@@ -73,17 +85,17 @@ def upper_layers(config: Config, num_layers: int) -> list[str]:
 
 
 def all_layers(config: Config, num_layers: int) -> list[str]:
-    """Every layer slides."""
+    """Layer types with a window in every layer."""
     return [SLIDING] * num_layers
 
 
 def must_be_listed(config: Config, num_layers: int) -> list[str]:
-    """No default is safe: releases of transformers differ on it."""
+    """Raise a `SpecError`: releases of transformers differ in the default, so the file must have ``layer_types``."""
     raise SpecError("layer_types", None, f"is required where {config['model_type']} has use_sliding_window")
 
 
 def above_max_window_layers(config: Config, num_layers: int) -> Windows:
-    """dots.llm1's: no switch, and a file without a window has none."""
+    """The rule of dots.llm1, which has no switch: a file without ``sliding_window`` has no windows."""
     window = optional_integer(config, "sliding_window")
     types = (
         [FULL] * num_layers
@@ -94,7 +106,7 @@ def above_max_window_layers(config: Config, num_layers: int) -> Windows:
 
 
 def _by_type(config: Config, num_layers: int, window: int | None, types: list[str], *, off: bool = False) -> Windows:
-    types = listed(config, "layer_types", num_layers, _KNOWN) or types
+    types = listed(config, "layer_types", num_layers, _TYPES) or types
     if SLIDING in types and window is None and not off:
         raise SpecError("sliding_window", None, "is required where layer_types has sliding_attention")
     return [window if name == SLIDING else None for name in types]

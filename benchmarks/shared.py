@@ -1,0 +1,45 @@
+"""How much of an exam was calibrated on: kept beside each result, so that its table can say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from headwise.checkpoints import Checkpoint, load_tokenizer
+from headwise.texts import read_text, shared_fraction, token_windows
+from headwise.texts.calibration import CalibrationTexts, open_windows
+from headwise.texts.overlap import TOLERATED
+
+
+def shared_fractions(
+    checkpoint: Checkpoint, texts: Mapping[str, Sequence[Tensor]], calibrate: CalibrationTexts
+) -> dict[str, float]:
+    """The fraction of each text's tokens that lie in passages of the calibration; empty without a calibration.
+
+    Args:
+        checkpoint: the source.
+        texts: windows of tokens, by name.
+        calibrate: what the conversion was calibrated on.
+    """
+    if not calibrate:
+        return {}
+    windows, _ = open_windows(checkpoint, calibrate)
+    return {name: round(shared_fraction(batches, [windows]), 4) for name, batches in texts.items()}
+
+
+def exam_windows(
+    checkpoint: Checkpoint, texts: Mapping[str, Path], *, window: int, windows: int
+) -> dict[str, list[Tensor]]:
+    """The windows of each text that `headwise.evaluate` scores, by the same names."""
+    tokenizer = load_tokenizer(checkpoint.path)
+    return {
+        name: [token_windows(tokenizer, read_text(path), window=window, windows=windows)]
+        for name, path in texts.items()
+    }
+
+
+def shared_mark(fraction: float | None) -> str:
+    """The words of a table's cell about a text that was calibrated on in part; none up to 1 %."""
+    return f", {fraction:.0%} shared" if fraction is not None and fraction > TOLERATED else ""

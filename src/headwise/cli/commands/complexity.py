@@ -1,0 +1,81 @@
+"""``headwise complexity``: one layer's time and space by stage, in formulas and numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+from rich.columns import Columns
+from rich.markup import escape
+
+from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
+
+
+@app.command(epilog="Example: headwise complexity deepseek-v3 --tokens 1 --context 32768")
+def complexity(
+    source: Annotated[str, typer.Argument(help=SOURCES_OR_NAME, show_default=False)],
+    tokens: Annotated[int, typer.Option(help="S, new tokens: 1 for a decode step.")] = 2048,
+    context: Annotated[int | None, typer.Option(help="T, tokens attended to; the new ones when left out.")] = None,
+    layer: Annotated[int, typer.Option(help="Which layer of the model.")] = 0,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    causal: Annotated[
+        bool | None,
+        typer.Option(
+            "--causal/--full",
+            help="Count pairs under the causal mask, or all pairs; as the model does when left out.",
+        ),
+    ] = None,
+    impl: Annotated[
+        str, typer.Option(help="The mechanism's implementation; auto takes the one with the fewest FLOPs.")
+    ] = "auto",
+    kernel: Annotated[
+        Literal["unfused", "fused", "padded"],
+        typer.Option(
+            help="Attention that stores its scores, one that does not, or one that also pads heads to one width."
+        ),
+    ] = "fused",
+    dtype: Annotated[str, typer.Option(help="Of weights, activations and cache.")] = "bfloat16",
+    as_json: Json = False,
+) -> None:
+    """Print one layer's time and space by stage, as formulas and as numbers. Reads only the config."""
+    from headwise.cost import Complexity
+    from headwise.cost import complexity as complexity_of
+    from headwise.cost.reports.complexity import SYMBOLS
+
+    report: Complexity = complexity_of(
+        source, tokens, context, index=layer, batch=batch, causal=causal, impl=impl, kernel=kernel, dtype=dtype
+    )
+    if as_json:
+        emit(report.to_dict())
+        return
+    how = "" if report.impl == "direct" else f", {report.impl}"
+    out.print(f"[bold]{escape(source)}[/bold], layer {layer}: {report.label}{how}, {kernel} kernel, {report.dtype}")
+    legend = [f"{name} = {value:,} {SYMBOLS.get(name, 'bytes a value')}" for name, value in report.symbols.items()]
+    out.print(Columns(legend, padding=(0, 2)))
+    trained = bool(report.activations)  # a step that reads a cache is not trained
+    headings = ["forward", *(["backward"] if trained else []), "parameters"]
+    time = numbers_table("time", "FLOPs", *headings)
+    time.columns[1].justify = "left"
+    for stage in report.stages:
+        forward, backward = stage.forward_flops, stage.backward_flops
+        time.add_row(
+            stage.name,
+            forward.formula if forward.value else "",
+            count_text(forward.value) if forward.value else "",
+            *([count_text(backward.value) if backward.value else ""] if trained else []),
+            count_text(stage.parameters.value) if stage.parameters.value else "",
+        )
+    totals = [report.forward_flops, *([report.backward_flops] if trained else [])]
+    time.add_row("in all", "", *map(count_text, totals), count_text(report.parameters), style="bold")
+    time.add_row("softmax, apart", report.softmax_flops.formula, count_text(report.softmax_flops.value))
+    out.print(time)
+    space = numbers_table("space", "bytes", "")
+    space.columns[1].justify = "left"
+    per_token = report.cache_bytes_per_token
+    space.add_row("cache, a token", per_token.formula, f"{per_token.value:,} B")
+    space.add_row("cache, all", "", bytes_text(report.cache_bytes))
+    for name, amount in report.activations.items():
+        space.add_row(name, amount.formula, bytes_text(amount.value))
+    if report.activation_bytes is not None:
+        space.add_row("kept for the backward pass", "", bytes_text(report.activation_bytes), style="bold")
+    out.print(space)

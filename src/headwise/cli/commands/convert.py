@@ -1,0 +1,60 @@
+"""``headwise convert``: a model folder in, a smaller-cache model folder out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.cli.options import takes_options
+from headwise.cli.scores import show_text
+from headwise.cli.torchrun import as_one_process
+from headwise.options import ConvertOptions
+
+if TYPE_CHECKING:
+    from headwise.conversion import Conversion
+
+
+@app.command(
+    epilog="Example: headwise convert smollm2-135m ./smollm2-mla --to mla --kv-budget 0.5 --calibrate text.txt"
+)
+@takes_options(ConvertOptions)
+def convert(
+    source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    options: ConvertOptions,
+    as_json: Json = False,
+) -> None:
+    """Convert a model's attention to MHA, GQA, MQA or MLA and write a model folder."""
+    with as_one_process(), progress_bar() as progress:
+        from headwise.conversion import convert as convert_source
+
+        report = convert_source(source, output, options, progress=progress)
+    if as_json:
+        emit(report.to_dict())
+    else:
+        _show(report)
+
+
+def _show(report: Conversion) -> None:
+    from headwise.specs import HOSTED_PREFIX
+
+    before, after = report.kv_bytes_per_token_before, report.kv_bytes_per_token_after
+    dry_run = " (dry run)" if report.dry_run else ""
+    out.print(f"[bold]{escape(report.source)}[/bold] → {report.label} in {escape(report.output)}{dry_run}")
+    if before:  # an encoder keeps none
+        out.print(f"cache a token  {before:,} → {after:,} B ({after / before:.0%}, {report.dtype})")
+    out.print(f"parameters     {report.parameters_before:,} → {report.parameters_after:,}")
+    out.print(f"on disk        {bytes_text(report.disk_bytes)}")
+    peak = "" if report.peak_rss_bytes is None else f", peak memory {bytes_text(report.peak_rss_bytes)}"
+    out.print(f"{'about ' if report.dry_run else ''}{report.seconds:.1f} s{peak}")
+    if report.model_type.startswith(HOSTED_PREFIX) and not report.dry_run:
+        out.print("run it with headwise.load, or in transformers after import headwise.hf")
+    elif report.stock is not None:
+        out.print("transformers loads it as deepseek_v3; headwise.optimize(model) makes it attend to its latents")
+    for note in report.notes:
+        out.print(f"note: {note}", markup=False)
+    if report.evaluation is not None:
+        show_text(report.evaluation, columns=("converted", "original"))

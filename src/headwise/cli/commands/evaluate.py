@@ -1,0 +1,86 @@
+"""``headwise evaluate``: measure a model on text and on tasks, beside its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
+from headwise.cli.options import takes_options
+from headwise.cli.scores import SHOW
+from headwise.errors import ArgumentError
+from headwise.options import TextOptions, option
+from headwise.progress import Progress
+
+
+class TaskOptions(TextOptions):
+    """All that a model can be measured on in one run of the command."""
+
+    text: Sequence[str | Path] = option("a UTF-8 file to predict", default=(), metavar="FILE")
+    choices: str | Path | None = option(
+        "a .jsonl of questions, choices and answers, such as PIQA", default=None, metavar="FILE"
+    )
+    planted: int | None = option(
+        "plant a fact in a context this long of the first text, and ask for it", default=None, metavar="TOKENS"
+    )
+    retrieval: str | Path | None = option(
+        "a .jsonl of questions and passages, for an encoder", default=None, metavar="FILE"
+    )
+    limit: int | None = option("items of --choices or --retrieval; all when left out", default=None)
+    by_position: bool = option("show the cost by position in the window", default=False, identity=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.text or self.choices or self.retrieval):
+            raise ArgumentError("text", None, "is required, unless --choices or --retrieval is given")
+        if self.planted is not None and not self.text:
+            raise ArgumentError("planted", self.planted, "needs --text, to plant the fact in")
+
+
+@app.command(epilog="Example: headwise evaluate ./smollm2-mla --against smollm2-135m --text text.txt --windows 6")
+@takes_options(TaskOptions)
+def evaluate(
+    model: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
+    options: TaskOptions,
+    as_json: Json = False,
+) -> None:
+    """Measure a model on text: perplexity, divergence, agreement, bytes of cache, time a token; and on tasks."""
+    with progress_bar() as progress:
+        results = _results(model, options, progress)
+    if as_json:
+        documents = {task: result.to_dict() for task, result in results.items()}
+        emit({"model": model, "against": options.against, **documents.pop("text", {}), **documents})
+        return
+    for task, result in results.items():
+        SHOW[task](result)
+        if task == "text" and options.by_position:
+            SHOW["by_position"](result)
+
+
+def _results(model: str, options: TaskOptions, progress: Progress) -> dict[str, Any]:
+    """The result of each task that is asked for, by the task's name; models are loaded once for all tasks on text."""
+    from headwise import evaluation
+
+    where: dict[str, Any] = {"dtype": options.dtype, "device": options.device, "progress": progress}
+    results: dict[str, Any] = {}
+    if options.text or options.choices:
+        pair = evaluation.open_pair(model, against=options.against, **where)
+        if options.text:
+            how = {"window": options.window, "windows": options.windows, "context": options.context}
+            results["text"] = evaluation.evaluate(pair, text=options.text, **how, progress=progress)
+        if options.choices:
+            results["choices"] = evaluation.evaluate_choices(
+                pair, file=options.choices, limit=options.limit, progress=progress
+            )
+        if options.planted is not None:
+            results["planted"] = evaluation.evaluate_planted(
+                pair, text=options.text[0], context=options.planted, progress=progress
+            )
+    if options.retrieval:
+        results["retrieval"] = evaluation.evaluate_retrieval(
+            model, file=options.retrieval, against=options.against, limit=options.limit, **where
+        )
+    return results

@@ -1,0 +1,111 @@
+"""Evaluations printed: a table each, the model beside its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from headwise.cli.app import numbers_table, out
+
+if TYPE_CHECKING:
+    from headwise.evaluation import ChoiceEvaluation, Evaluation, PlantedEvaluation, Rate, RetrievalEvaluation
+    from headwise.evaluation.paired import Paired
+
+COLUMNS = ("model", "reference")
+
+
+def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None:
+    """Print what was measured on text, a column for the model and one for its reference."""
+    how = f"windows of {result.window}; {result.dtype}, {result.threads} thread{'s' * (result.threads != 1)}"
+    out.print(f"{result.tokens:,} tokens of {escape(result.text)}, {how}")
+    table = _table("", result.against, columns)
+    for score in result.texts if len(result.texts) > 1 else ():
+        _row(table, f"perplexity of {escape(score.text)}", score, "perplexity", ".3f")
+    _row(table, "perplexity", result, "perplexity", ".3f")
+    _row(table, "cache B/token", result, "cache_bytes_per_token", ",.0f")
+    _row(table, f"decode ms/token at {result.context}", result, "decode_ms", ".1f")
+    out.print(table)
+    for score in result.texts if result.against is not None else ():
+        named = f"{escape(score.text)}: " if len(result.texts) > 1 else ""
+        out.print(
+            f"{named}perplexity ratio {score.perplexity_ratio:.4f} · KL {score.kl:.4f} nats a token"
+            f" · top-1 agreement {score.top1_agreement:.1%}"
+        )
+
+
+def _show_by_position(result: Evaluation) -> None:
+    for score in result.texts:
+        table = _table(f"nats at positions of {escape(score.text)}", result.against)
+        for bucket in score.by_position:
+            _row(table, f"{bucket.start}–{bucket.stop - 1}", bucket, "nll", ".4f")
+        out.print(table)
+
+
+def _show_choices(result: ChoiceEvaluation) -> None:
+    out.print(f"{result.items:,} items of {escape(result.file)}, zero-shot")
+    rates = {"accuracy": result.accuracy, "accuracy by length": result.accuracy_norm}
+    _show_rates(rates, result.against)
+
+
+def _show_planted(result: PlantedEvaluation) -> None:
+    out.print(
+        f"a fact planted in {result.context:,} tokens of {escape(result.text)}, {result.trials} trials at each depth"
+    )
+    table = _table(f"probability among {result.codes} codes", result.against)
+    for row in result.depths:
+        _row(table, f"at depth {row.depth:.0%}", row, "probability", ".3f")
+    for row in result.depths:
+        _row(table, f"nats at depth {row.depth:.0%}", row, "nll", ".3f")
+    out.print(table)
+    _show_rates({"likeliest of the codes": result.first, "said": result.found}, result.against)
+
+
+def _show_retrieval(result: RetrievalEvaluation) -> None:
+    out.print(f"{result.questions:,} questions, {result.passages:,} passages of {escape(result.file)}")
+    _show_rates({"R@1": result.recall_at_1, "R@10": result.recall_at_10}, result.against)
+    reference = "" if result.reference is None else f", reference {result.reference.mrr:.4f}"
+    out.print(f"MRR {result.mrr:.4f}{reference}")
+
+
+def _show_rates(rates: dict[str, Rate], against: str | None) -> None:
+    """Fractions with their 95 % intervals, and the difference in points of 100."""
+    table = _table("with 95 % intervals", against)
+    for name, rate in rates.items():
+        models = [rate] if rate.reference is None else [rate, rate.reference]
+        table.add_row(name, *(f"{model.rate:.1%} ({_span(model.low, model.high)})" for model in models))
+    out.print(table)
+    for name, rate in rates.items():
+        if rate.difference is not None:
+            out.print(
+                f"{name} {100 * rate.difference:+.1f} points"
+                f" ({_span(rate.difference_low, rate.difference_high, '+.1f')});"
+                f" only the model {rate.only_model}, only the reference {rate.only_reference}"
+            )
+
+
+def _span(low: float | None, high: float | None, style: str = ".1f") -> str:
+    assert low is not None
+    assert high is not None
+    return f"{100 * low:{style}} to {100 * high:{style}}"
+
+
+def _table(heading: str, against: str | None, columns: tuple[str, str] = COLUMNS) -> Any:
+    return numbers_table(heading, *columns[: 1 if against is None else 2])
+
+
+def _row(table: Any, name: str, result: Paired, number: str, style: str) -> None:
+    """One number of a result, and the reference's behind it."""
+    models = [result] if result.reference is None else [result, result.reference]
+    table.add_row(name, *(format(getattr(model, number), style) for model in models))
+
+
+SHOW: dict[str, Callable[[Any], None]] = {
+    "text": show_text,
+    "by_position": _show_by_position,
+    "choices": _show_choices,
+    "planted": _show_planted,
+    "retrieval": _show_retrieval,
+}
+"""By the name of what was measured: the function that prints it."""

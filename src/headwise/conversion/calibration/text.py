@@ -1,0 +1,308 @@
+"""Calibrate on a text: each layer is solved for the inputs that the converted layers before it produce.
+
+Two streams of hidden states go through the model side by side, the source's and the converted model's. A layer is
+solved from the statistics of the converted stream, and refitted so that its output also makes up for the difference
+between the streams.
+
+Shapes: N windows, W tokens in each, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from headwise.conversion.calibration.base import Calibrator, Refined
+from headwise.conversion.calibration.candidate import Candidate, TrainingWindows, descend
+from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
+from headwise.conversion.calibration.source import SourceStream, begin_streams, sensitivity_windows, traced
+from headwise.conversion.methods import STAGES, Evidence
+from headwise.conversion.planning.plan import ConversionPlan, Place
+from headwise.conversion.solvers.layer import Layer, Rotation, rotation_tables
+from headwise.conversion.solvers.refit import Cost, OutputRefit
+from headwise.conversion.solvers.statistics import Statistics, root, statistics_of
+from headwise.conversion.storage.activations import Activations, Spill
+from headwise.conversion.storage.layers import LOST, LayerFiles
+from headwise.errors import CheckpointError
+from headwise.hf import LayerwiseModel
+from headwise.processes import all_sum, barrier, my_windows
+from headwise.progress import Progress, silent
+from headwise.specs import GroupedSpec
+from headwise.texts import CalibrationTexts, open_windows
+
+PASSES = 8
+"""Of the local descent, for each layer: steps on every window, or on every `STRETCH` tokens of longer ones."""
+
+STRETCH = 1024
+
+
+@dataclass(frozen=True)
+class _LayerAtHand:
+    """The layer that is being converted.
+
+    Attributes:
+        index: its number.
+        module: the source model's layer, with its weights.
+        rotation: the rotary tables of a window.
+        cost: of an error of its output, without a limit.
+    """
+
+    index: int
+    module: nn.Module
+    rotation: Rotation | None
+    cost: Cost
+
+
+class TextCalibrator(Calibrator):
+    """A conversion on its way through the layers with the windows of a text.
+
+    Args:
+        model: the source.
+        windows: ``[N, W]`` token ids; the last ``held`` are not calibrated on, and decide between solutions.
+        held: how many.
+        folder: for activations, from which a run that was killed goes on.
+        stages: of `STAGES`, those that are carried out.
+        steps: of the local descent, for each layer; `descent_steps` when None.
+        run: tells this run from another.
+    """
+
+    is_sequential = True
+
+    def __init__(
+        self,
+        model: LayerwiseModel,
+        windows: Tensor,
+        *,
+        held: int,
+        folder: Path,
+        stages: Collection[str] = STAGES,
+        steps: int | None = None,
+        run: str = "",
+    ) -> None:
+        self.model, self.windows, self.stages = model, windows, frozenset(stages)
+        self.tokens, self.window = windows.numel(), windows.shape[1]
+        self.train = len(windows) - held
+        self.steps = descent_steps(windows[: self.train]) if steps is None else steps
+        self.sensitivities = LayerFiles(folder / "sensitivities")
+        self._folder, self._run = folder, run
+        self._streams: Activations | None = None
+        self._at_hand: _LayerAtHand | None = None
+        self._best: Candidate | None = None
+
+    def prepare(self, progress: Progress = silent) -> None:
+        """Measure sensitivities and put both streams before layer 0, or where an earlier run has brought them.
+
+        Raises:
+            CheckpointError: the text makes the model compute no numbers, or the disk is full.
+        """
+        if "sensitivity" in self.stages:
+            windows = self.windows[: self._sensitivity_windows]
+            output_sensitivities(self.model, windows, self.sensitivities, progress=progress)
+        self._streams = begin_streams(self.model, self.windows, self._folder, ("source", "converted"), self._run)
+        self._inputs = Spill(self._folder / "inputs.spill", self._streams.shape)
+        self._wanted = Spill(self._folder / "wanted.spill", self._streams.shape)
+
+    @property
+    def streams(self) -> Activations:
+        """The hidden states of both streams; there after `prepare`."""
+        assert self._streams is not None
+        return self._streams
+
+    @property
+    def position(self) -> int:
+        """How many layers the streams are past."""
+        assert self.streams.layer is not None
+        return self.streams.layer
+
+    def is_past(self, place: Place) -> bool:
+        """Whether the streams are past a layer: its result was kept."""
+        return self.position > place.index
+
+    def sensitivity(self, index: int) -> Tensor | None:
+        """The cost of an error of a layer's output, ``[E, E]`` float64; None where that stage is left out."""
+        if "sensitivity" not in self.stages:
+            return None
+        return kept_sensitivity(self.sensitivities, index).double()
+
+    @torch.no_grad()
+    def evidence(self, place: Place, source: Layer) -> Evidence:
+        """Move the source's stream past the next layer; its statistics and sensitivity.
+
+        Raises:
+            CheckpointError: the layer's result was kept by an earlier run and is lost.
+        """
+        if self.is_past(place):
+            raise CheckpointError("layer", place.index, LOST)
+        assert place.index == self.position
+        source = source.float()
+        assert isinstance(source.spec, GroupedSpec)
+        module = self.model.layer(place.index)
+        sensitivity = self.sensitivity(place.index)
+        statistics = self._statistics(place.index, module, source, sensitivity)
+        rotation = rotation_tables(source.spec, self.window)
+        cost = output_cost(sensitivity, source.spec.hidden_size)
+        self._at_hand = _LayerAtHand(place.index, module, rotation, cost)
+        return Evidence(statistics, sensitivity)
+
+    @torch.no_grad()
+    def refine(self, place: Place, layer: Layer) -> Refined:
+        """The best on held-out windows of the solution, its descent and its refit."""
+        at_hand = self._layer_at_hand(place)
+        self._best = best = self._candidate(layer.float(), "solved")
+        cost = at_hand.cost.limited(self._held_costs(best.output, at_hand.cost))
+        errors = {"solved": self._held_error(best, cost)}
+        chosen = "solved"
+        for stage in ("refine", "refit"):
+            if stage not in self.stages:
+                continue
+            candidate = self._refitted(best, cost) if stage == "refit" else self._descended(best, cost)
+            least = min(errors.values())
+            errors[stage] = self._held_error(candidate, cost)
+            if errors[stage] < least:
+                chosen, best = stage, candidate
+        self._best = best
+        return Refined(best.layer, errors, chosen)
+
+    @torch.no_grad()
+    def advance(self, place: Place, refined: Refined) -> None:
+        """Move the converted stream past the layer, and make both streams what the next layer reads."""
+        at_hand, best = self._layer_at_hand(place), self._best
+        assert best is not None
+        assert best.layer is refined.layer
+        for window in my_windows(len(self.windows)):
+            hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
+            output = best.output(window)[None]
+            hidden = self.model.run(at_hand.index, at_hand.module, hidden, attention_output=output)
+            self.streams.write("converted", window, hidden)
+        self._at_hand = self._best = None
+        self.streams.commit()
+
+    @torch.no_grad()
+    def losses(self, *layers: Layer) -> list[float] | None:
+        """The mean cost of each solution of the layer at hand on held-out windows, in nats a token."""
+        at_hand = self._at_hand
+        assert at_hand is not None
+
+        def output(layer: Layer, window: int) -> Tensor:
+            return layer.output(self._inputs.read(window), at_hand.rotation)
+
+        return [float(self._held_costs(partial(output, layer.float()), at_hand.cost).mean()) for layer in layers]
+
+    def source_stream(self) -> SourceStream:
+        """The windows that sensitivities are measured on, before layer 0 of the source."""
+        return SourceStream(self.model, self.windows[: self._sensitivity_windows])
+
+    @torch.no_grad()
+    def source_evidence(self, plan: ConversionPlan) -> Iterator[tuple[Layer, Evidence]]:
+        """Each layer of the source in turn, and what the source's own layers hand on to it."""
+        stream = self.source_stream()
+        for place in plan.places:
+            source = plan.source_layer(place)
+            module, sensitivity = self.model.layer(place.index), self.sensitivity(place.index)
+            yield source, Evidence(stream.statistics(place.index, module, source.float(), sensitivity), sensitivity)
+
+    @property
+    def _solved_stream(self) -> str:
+        """The stream that a layer is solved for: without the stage ``sequence``, the source's."""
+        return "converted" if "sequence" in self.stages else "source"
+
+    @property
+    def _sensitivity_windows(self) -> int:
+        return sensitivity_windows(self.model.checkpoint.spec, self.windows, self.train)
+
+    def _layer_at_hand(self, place: Place) -> _LayerAtHand:
+        assert self._at_hand is not None
+        assert self._at_hand.index == place.index
+        return self._at_hand
+
+    def _statistics(self, index: int, module: nn.Module, source: Layer, sensitivity: Tensor | None) -> Statistics:
+        """Move the source's stream on; keep the converted layer's inputs, and the outputs it should have."""
+        streams = self.streams
+        write = partial(streams.write, "source")
+        states = ((at, streams.read("source", at, at + 1)) for at in my_windows(len(self.windows)))
+
+        def inputs() -> Iterator[tuple[int, Tensor]]:
+            for at, hidden, call in traced(self.model, index, module, states, write):
+                other = streams.read(self._solved_stream, at, at + 1)  # [1, W, E]
+                given = self.model.attention_inputs(index, module, other)[0]  # [W, E]
+                drift = hidden - other if self.model.adds else torch.zeros_like(hidden)
+                self._inputs.write(at, given)
+                self._wanted.write(at, (call.output + drift)[0])
+                if at < self.train:
+                    yield at, given
+
+        statistics = statistics_of(source, sensitivity, inputs(), self.window)
+        barrier()  # all processes read the held-out windows
+        return statistics
+
+    def _candidate(self, layer: Layer, name: str) -> Candidate:
+        """A layer that can be run on all windows; its values are kept apart from those of another name."""
+        rotation = self._at_hand.rotation if self._at_hand is not None else None
+        shape = (*self.windows.shape, layer.state["o_proj.weight"].shape[1])
+        spill = Spill(self._inputs.path.with_name(f"mixed-{name}.spill"), shape)
+        return Candidate(layer, lambda window: layer.mixed(self._inputs.read(window), rotation), spill)
+
+    def _held_costs(self, output: Callable[[int], Tensor], cost: Cost) -> Tensor:
+        """The cost of an output, without a limit, at every token of the held-out windows: ``[held · W]``."""
+        held = range(self.train, len(self.windows))
+        return torch.cat([cost.plain(output(window) - self._wanted.read(window)) for window in held])
+
+    def _held_error(self, candidate: Candidate, cost: Cost) -> float:
+        """The mean cost of a candidate on the held-out windows, levelled."""
+        return float(cost.levelled(self._held_costs(candidate.output, cost)).mean())
+
+    def _refitted(self, candidate: Candidate, cost: Cost) -> Candidate:
+        """The candidate with its output projection regressed on the training windows."""
+        state = candidate.layer.state
+        refit = OutputRefit(state["o_proj.weight"], state.get("o_proj.bias"))
+        for window in my_windows(self.train):
+            refit.add(candidate.mixed(window), self._wanted.read(window), cost)
+        all_sum(refit.moments)
+        all_sum(refit.error)
+        state = {**state, **{name: tensor.float() for name, tensor in refit.solve().items()}}
+        return replace(candidate, layer=replace(candidate.layer, state=state))
+
+    def _descended(self, candidate: Candidate, cost: Cost) -> Candidate:
+        """The candidate after a descent on the training windows."""
+        assert self._at_hand is not None
+        windows = TrainingWindows(self._inputs, self._wanted, self.train, self.window)
+        layer = descend(candidate.layer, windows, self._at_hand.rotation, cost, steps=self.steps)
+        return self._candidate(layer, "refine")
+
+
+def start_on_text(
+    plan: ConversionPlan, texts: CalibrationTexts, folder: Path, *, run: str = "", progress: Progress = silent
+) -> TextCalibrator:
+    """A calibrator about to convert layer 0, or where an earlier run in the same folder stopped.
+
+    Args:
+        plan: the conversion.
+        texts: to calibrate on.
+        folder: for activations.
+        run: tells this conversion from another; one that was killed goes on.
+        progress: told of windows and layers.
+
+    Raises:
+        ArgumentError: see `open_windows`.
+    """
+    windows, held = open_windows(plan.checkpoint, texts)
+    # In float32 whatever the weights are stored in: a layer is solved for the inputs it should have.
+    model = LayerwiseModel(plan.checkpoint, torch.float32)
+    calibrator = TextCalibrator(model, windows, held=held, folder=folder, stages=plan.stages, run=run)
+    calibrator.prepare(progress)
+    return calibrator
+
+
+def descent_steps(windows: Tensor) -> int:
+    """Steps of the local descent of each layer, on training windows ``[n, W]``."""
+    return round(PASSES * max(windows.numel() / STRETCH, len(windows)))
+
+
+def output_cost(sensitivity: Tensor | None, hidden_size: int) -> Cost:
+    """The cost of an error of a layer's output; every direction costs the same without sensitivities."""
+    return Cost(torch.eye(hidden_size) if sensitivity is None else root(sensitivity).float())

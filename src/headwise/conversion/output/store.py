@@ -1,0 +1,82 @@
+"""Converted layers on their way to the folder, and on disk for a run that goes on where this one was killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from headwise.conversion.planning.plan import Place
+from headwise.conversion.storage.layers import LayerFiles
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One converted layer.
+
+    Attributes:
+        place: which.
+        tensors: by the folder's names and in its dtype; emptied as they are written.
+        channels: the model frequency of each rotary pair (MLA).
+        about: what was measured of it: ``errors``, ``chosen``, ``shared``, ``own``.
+    """
+
+    place: Place
+    tensors: dict[str, Tensor]
+    channels: list[int] = field(default_factory=list)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LayerStore:
+    """Converted layers on disk, one file each, and the time that reading and writing them takes.
+
+    Args:
+        folder: for the files, such as within `FolderWriter.work`; None to keep nothing.
+
+    Attributes:
+        read_seconds: spent on reading.
+        write_seconds: spent on writing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._files = {} if folder is None else {False: LayerFiles(folder), True: LayerFiles(folder / "cross")}
+        self.read_seconds = self.write_seconds = 0.0
+
+    def save(self, layer: ConvertedLayer) -> None:
+        """Keep a layer; when this returns, it is on the disk.
+
+        Raises:
+            CheckpointError: the disk is full, or the file cannot be written.
+        """
+        if self._files:
+            about = {"channels": layer.channels, **layer.about}
+            with self._timed("write_seconds"):
+                self._files[layer.place.cross].save(layer.place.index, layer.tensors, about)
+
+    def load(self, place: Place) -> ConvertedLayer | None:
+        """A layer that was kept, or None when it was not or is damaged."""
+        if not self._files:
+            return None
+        with self._timed("read_seconds"):
+            kept = self._files[place.cross].load(place.index)
+        if kept is None:
+            return None
+        tensors, about = kept
+        return ConvertedLayer(place, tensors, about.pop("channels"), about)
+
+    def about(self, place: Place) -> dict[str, Any]:
+        """What was measured of a layer that was kept."""
+        return (self._files[place.cross].about(place.index) if self._files else None) or {}
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)

@@ -1,0 +1,153 @@
+"""The scheme that MHA2MLA and TransMLA share: rotary channels by an orthogonal matrix, a latent by PCA of the rest.
+
+The rotated pairs of all key heads, complex numbers z, become channels ``y = M z`` with M real and orthogonal (so
+``z = Mᵀ y``). Some channels stay rotated and are the shared rotary key; the others lose their rotation and share a
+latent with the values. The methods differ in M, in which channels stay, and in what the PCA looks at. Everything is a
+function of tensors, in float64.
+
+Shapes: H query heads, G of them to each of K key heads, D head dim, F = D/2 frequencies, C = K·F channels, V value
+dim, E hidden, E' = E or E + 1 (a column for the biases), P rotary dims, R latent rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.attention import RotaryEmbedding
+from headwise.conversion.solvers.assemble import LatentParts, assemble, projections
+from headwise.conversion.solvers.joint_latent import NOTHING
+from headwise.conversion.solvers.rope_channels import rotated_pairs, to_real
+from headwise.errors import ArgumentError
+from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, rotated_dims
+
+
+@dataclass(frozen=True)
+class OrthogonalChannels:
+    """Channels ``y = M z`` of all key heads' rotated pairs.
+
+    Attributes:
+        matrix: ``[C, K, F]``, M, real; orthogonal as ``[C, K·F]``.
+        kept: ``[C]``, whether a channel stays rotated.
+        frequency: ``[C]``, the model's frequency that it then turns at.
+    """
+
+    matrix: Tensor
+    kept: Tensor
+    frequency: Tensor
+
+
+def refuse_partial_rotation(source: ModelSpec, method: str) -> None:
+    """Refuse a model some of whose layers do not rotate all of their heads' dims.
+
+    Args:
+        source: the model.
+        method: that has no step for such a layer.
+
+    Raises:
+        ArgumentError: a layer is one.
+    """
+    for layer in (*source.layers, *source.cross_layers):
+        assert isinstance(layer, GroupedSpec)
+        if rotated_dims(layer) != layer.head_dim:
+            raise ArgumentError("method", method, "needs rotary embeddings on all of a head's dims")
+
+
+def share_out(score: Tensor, count: int) -> Tensor:
+    """The ``count`` best, the same number from each row, and what does not divide to rows whose next is best.
+
+    Returns:
+        bool, as ``score``.
+    """
+    rank = score.argsort(dim=1, descending=True, stable=True).argsort(1).flatten()
+    order = score.flatten().argsort(descending=True, stable=True)
+    order = order[rank[order].argsort(stable=True)]
+    kept = torch.zeros(rank.shape, dtype=torch.bool)
+    kept[order[:count]] = True
+    return kept.view(score.shape)
+
+
+def principal(rows: Tensor, gram: Tensor, rank: int) -> Tensor:
+    """The R directions of ``rows x`` that hold most of it: orthonormal columns ``[n, R]``.
+
+    With the identity as the Gram matrix, the left singular vectors of the rows themselves.
+    """
+    _, vectors = torch.linalg.eigh(rows @ gram @ rows.mT)
+    basis: Tensor = vectors.flip(-1)[:, :rank]
+    return basis
+
+
+def latent_layer(
+    state: Mapping[str, Tensor],
+    source: GroupedSpec,
+    target: LatentSpec,
+    channels: OrthogonalChannels,
+    gram: Tensor,
+    *,
+    balance: bool,
+) -> tuple[dict[str, Tensor], list[int]]:
+    """An MLA layer, once its rotary channels are chosen.
+
+    Args:
+        state: the source layer's tensors by its own names.
+        source: what they are.
+        target: what to make.
+        channels: of the keys, and which of them stay rotated.
+        gram: ``[E', E']``, the second moments that the PCA looks at.
+        balance: whether keys and values are scaled to one mean length before the PCA.
+
+    Returns:
+        Tensors by the MLA layer's names, and the model frequency of each rotary pair.
+    """
+    assert source.rope is not None
+    K, F = source.num_kv_heads, source.head_dim // 2
+    w_q, w_k, w_v = projections(state, target)
+    matrix, kept = channels.matrix.to(torch.complex128), channels.kept
+    keys = torch.einsum("ckf,kfe->ce", matrix, rotated_pairs(w_k, source))  # [C, E']
+    queries = rotated_pairs(w_q, source).view(K, source.group_size, F, -1)
+    q_rope = torch.einsum("ckf,kgfe->kgce", matrix[kept], queries).flatten(0, 1)  # [H, P/2, E']
+
+    rest = to_real(keys[~kept])  # [2C - P, E']
+    key_scale = _norm(rest, gram) / _norm(w_v, gram) if balance and len(rest) else 1.0
+    stacked = torch.cat((rest / key_scale, w_v))
+    basis = principal(stacked, gram, target.kv_lora_rank)  # [2C - P + K V, R]
+    back = _back_to_heads(channels, interleaved=source.rope.interleaved)
+    # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
+    scale = RotaryEmbedding(source.rope).attention_scaling ** 2
+    parts = LatentParts(
+        q_nope=w_q,
+        q_rope=to_real(q_rope),
+        k_rope=to_real(keys[kept]),
+        down=basis.mT @ stacked,
+        key_up=back @ basis[: len(rest)] * (key_scale * scale),
+        value_up=basis[len(rest) :],
+    )
+    return assemble(state, source, target, parts), channels.frequency[kept].tolist()
+
+
+def _back_to_heads(channels: OrthogonalChannels, *, interleaved: bool) -> Tensor:
+    """``Mᵀ`` for the channels without rotation, on real and imaginary parts: ``[K·D, 2·(C − P/2)]``."""
+    rest = channels.matrix[~channels.kept].permute(1, 2, 0)
+    K, F, count = rest.shape
+    back = torch.zeros(K, 2, F, 2, count, dtype=torch.float64)
+    back[:, 0, :, 0] = rest
+    back[:, 1, :, 1] = rest
+    if interleaved:
+        back = back.transpose(1, 2)
+    return back.reshape(K * 2 * F, 2 * count)
+
+
+def input_gram(moments: Tensor | None, weight: Tensor) -> Tensor:
+    """``E[x xᵀ]`` as wide as a projection's inputs, ``[E', E']`` float64; the identity where there is none."""
+    size = weight.shape[1]
+    return torch.eye(size, dtype=torch.float64) if moments is None else moments[:size, :size].double()
+
+
+def _norm(rows: Tensor, gram: Tensor) -> float:
+    """The root mean square length of ``rows x``, or 1: the paper's mean length, as far as a Gram matrix tells."""
+    energy = float(((rows @ gram) * rows).sum())
+    return math.sqrt(energy) if energy > NOTHING else 1.0

@@ -1,0 +1,134 @@
+"""Which backend computes a call of `attend`, and which calls a backend refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ArgumentError
+from headwise.kernels.gpu import why_not_split
+from headwise.kernels.libraries import why_not_flash
+from headwise.kernels.native import are_plain, built, why_not
+from headwise.kernels.packed import FEW_TOKENS
+
+Shape = Sequence[int]
+Backend = Literal["auto", "reference", "sdpa", "packed", "fused", "split", "flex", "flash"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed", "fused", "split", "flex", "flash")
+"""Every value of ``backend``."""
+WITHOUT_WEIGHTS: tuple[Backend, ...] = ("sdpa", "fused", "split", "flex", "flash")
+"""Backends that never hold all weights, and so cannot return them."""
+PARTICULAR: tuple[Backend, ...] = ("fused", "split", "flex", "flash")
+"""Backends limited to some tensors: for others they raise an error when named, and ``auto`` does not choose them."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that ``backend="auto"`` chooses, and why."""
+
+    backend: Backend
+    reason: str
+
+
+class CallTraits(TypedDict, total=False):
+    """A call of `attend` beside its shapes, as `choose_backend` takes it; `choose_backend` describes the fields."""
+
+    dtype: torch.dtype
+    device: torch.device | str
+    needs_grad: bool
+    dropout_p: float
+    value_dim: int | None
+    has_mask: bool
+
+
+def choose_backend(query: Shape, key: Shape, *, return_weights: bool = False, **traits: Unpack[CallTraits]) -> Choice:
+    """The backend that ``backend="auto"`` chooses for a call of `attend`, and why.
+
+    Args:
+        query: shape of the query, ``(B, H, S, D)``.
+        key: shape of the key, ``(B, K, T, D)``.
+        return_weights: whether the attention weights are returned too.
+        traits: any of ``dtype`` (float32 when left out), ``device`` (``"cpu"``), ``needs_grad`` (False),
+            ``dropout_p`` (0), ``value_dim`` (V; the query's D) and ``has_mask`` (False).
+
+    >>> choose_backend((1, 32, 64, 128), (1, 8, 8192, 128), needs_grad=True).backend
+    'sdpa'
+    """
+    if return_weights:
+        return Choice("packed", "the weights are asked for, and no other backend holds them")
+    return _choose_without_weights(query, key, **traits)
+
+
+def _choose_without_weights(
+    query: Shape,
+    key: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    needs_grad: bool = False,
+    dropout_p: float = 0.0,
+    value_dim: int | None = None,
+    has_mask: bool = False,
+) -> Choice:
+    S, K, T = query[2], key[1], key[2]
+    is_few = S <= FEW_TOKENS
+    why = f"few new tokens ({S}): reading {K} key–value heads once takes most of the time"
+    if not is_few:
+        why = f"{S} new tokens: blocked softmax, no {S} × {T} scores held"
+    if torch.device(device).type == "cuda":
+        reason = why_not_split(dtype, torch.device(device), query[3], needs_grad=needs_grad)
+        if is_few and reason is None and not dropout_p:
+            return Choice("split", f"{why}, its parts at once")
+        if is_few:
+            return Choice("packed", why)
+        width = query[3] if value_dim is None else value_dim
+        if why_not_flash(dtype, torch.device(device), query[3], width, has_mask=has_mask) is None:
+            return Choice("flash", f"{why}; it takes grouped heads, windows and cached tokens without copies")
+        return Choice("sdpa", why)
+    reason = why_not(dtype, torch.device(device), needs_grad=needs_grad)
+    if dropout_p:
+        reason = "it has no dropout"
+    elif reason is None and not is_few and dtype.itemsize < 4 and not (dtype == torch.bfloat16 and built().has_pairs):
+        reason = f"it would widen {dtype} first"
+    if reason is None:
+        return Choice("fused", why)
+    return Choice("packed" if is_few else "sdpa", f"{why}; not the fused kernel: {reason}")
+
+
+def refuse_backend(
+    backend: Backend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    needs_grad: bool,
+    dropout_p: float,
+) -> None:
+    """Raise an `ArgumentError` where a backend that was asked for by name cannot compute the call."""
+    if dropout_p and backend != "flash":
+        raise ArgumentError("backend", backend, "has no dropout; use another, or auto")
+    reason = None
+    if backend == "fused":
+        reason = why_not(query.dtype, query.device, needs_grad=needs_grad)
+    elif backend == "flash":
+        widths = query.shape[3], value.shape[3]
+        reason = why_not_flash(query.dtype, query.device, *widths, has_mask=mask is not None)
+    elif backend == "split":
+        reason = why_not_split(query.dtype, query.device, query.shape[3], needs_grad=needs_grad)
+    if reason is not None:
+        raise ArgumentError("backend", backend, f"cannot compute this call: {reason}; use another, or auto")
+    if not fits(backend, query, key, value, mask):
+        raise ArgumentError("backend", backend, "takes plain tensors on one device, of one dtype")
+
+
+def fits(backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether a kernel takes these tensors: one dtype, one device, and no subclasses where it is the CPU's."""
+    if not query.dtype == key.dtype == value.dtype:
+        return False
+    if backend == "fused":
+        return are_plain(query, key, value, mask)
+    return all(x is None or x.device == query.device for x in (key, value, mask))

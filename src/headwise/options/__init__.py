@@ -1,0 +1,33 @@
+"""The options of runs: how they are declared, and those of each function; nothing here imports torch."""
+
+from headwise.options.convert import (
+    EVALUATION_WINDOWS,
+    STAGES,
+    CalibrateOptions,
+    CalibrationOptions,
+    ConvertOptions,
+)
+from headwise.options.declare import Declaration, Options, Rule, at_least, declarations, not_empty, option
+from headwise.options.evaluate import EvaluateOptions, PlantedOptions, TextOptions
+from headwise.options.frontier import FrontierOptions
+from headwise.options.keywords import takes_options
+
+__all__ = [
+    "EVALUATION_WINDOWS",
+    "STAGES",
+    "CalibrateOptions",
+    "CalibrationOptions",
+    "ConvertOptions",
+    "Declaration",
+    "EvaluateOptions",
+    "FrontierOptions",
+    "Options",
+    "PlantedOptions",
+    "Rule",
+    "TextOptions",
+    "at_least",
+    "declarations",
+    "not_empty",
+    "option",
+    "takes_options",
+]

@@ -1,0 +1,96 @@
+"""The options of `headwise.convert` and of `headwise.calibrate`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Literal
+
+from headwise.options.declare import Options, at_least, option
+
+EVALUATION_WINDOWS = 2
+"""Windows of each text that a conversion is evaluated on, unless more are asked for: some seconds' worth."""
+
+
+STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
+"""The stages that a method can have; each can be left out by name, as an ablation.
+
+- ``sensitivity``: errors are counted in nats, by the derivative of the loss at each layer's attention output.
+- ``spread``: one total of cached values is divided unevenly over layers.
+- ``channels``: key heads are mixed so that rotation is concentrated in few rotary channels.
+- ``sequence``: each layer is solved for the inputs that the converted layers before it produce.
+- ``refine``: a short descent on each layer's own error.
+- ``refit``: a closed-form regression of the output projection.
+"""
+
+
+class CalibrationOptions(Options):
+    """How much of a text is calibrated on."""
+
+    calibration_tokens: int | None = option("how many tokens to calibrate on; 16384 when left out", default=None)
+    calibration_window: int | None = option(
+        "tokens in each window of them; 1024, or as many as the model or a text has, when left out", default=None
+    )
+
+
+class CalibrateOptions(CalibrationOptions):
+    """How `headwise.calibrate` collects statistics of a model."""
+
+    calibrate: str | Path | Sequence[str | Path] = option(
+        "a text to calibrate on, or several: a file, a folder or hf-dataset://…", metavar="TEXT"
+    )
+    overwrite: bool = option("replace statistics in the output folder", default=False, identity=False)
+
+
+class ConvertOptions(CalibrationOptions):
+    """What `headwise.convert` makes of a model, and how."""
+
+    to: str = option("the mechanism to convert to: mha, gqa:K, mqa or mla")
+    kv_budget: float | None = option(
+        "mla: the fraction of the source's cache to keep, above 0 and at most 1, which is lossless", default=None
+    )
+    kv_lora_rank: int | None = option("mla: the width of the latent, in place of a budget", default=None)
+    qk_rope_head_dim: int | None = option("mla: the width of the rotary key, with kv_lora_rank", default=None)
+    calibrate: str | Path | Sequence[str | Path] | None = option(
+        "a text to calibrate on: a file, a folder or hf-dataset://…; weights alone decide when left out",
+        default=None,
+        metavar="TEXT",
+    )
+    statistics: str | Path | None = option(
+        "a folder of headwise calibrate, in place of a text: no model is run to convert, and each layer is solved by "
+        "itself",
+        default=None,
+        metavar="FOLDER",
+    )
+    method: str | None = option(
+        "the baseline to use instead of headwise's own method, such as mean or transmla:4; any other word gets "
+        "the list of them",
+        default=None,
+    )
+    without: Collection[str] = option(
+        f"a stage to leave out, to measure its worth: {', '.join(STAGES[:-1])} or {STAGES[-1]}; spread goes with "
+        "sensitivity",
+        default=(),
+        metavar="STAGE",
+    )
+    dtype: str | None = option("dtype of the output; the source's when left out", default=None)
+    format: Literal["headwise", "deepseek"] = option(
+        "mla: the folder format, headwise or deepseek: a stock deepseek_v3 folder, with one size and one list of "
+        "rotary channels for all layers",
+        default="headwise",
+    )
+    evaluate: bool | str | Path | Sequence[str | Path] = option(
+        "a text to evaluate the result on beside its source; when left out, text beyond the calibration's, or "
+        "Python's language reference",
+        default=True,
+        metavar="TEXT",
+        identity=False,
+    )
+    evaluation_windows: int = option(
+        "how many windows of each text to evaluate on, of 2048 tokens or the model's positions",
+        default=EVALUATION_WINDOWS,
+        rule=at_least(1),
+        identity=False,
+    )
+    overwrite: bool = option("replace a model folder at the output", default=False, identity=False)
+    dry_run: bool = option("only say what it would take, and write nothing", default=False, identity=False)

@@ -1,0 +1,322 @@
+"""What a layer is converted by: its heads, what depends on them, and how the rest makes up for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import headwise
+from headwise.checkpoints import open_checkpoint
+from headwise.conversion.calibration.candidate import Candidate
+from headwise.conversion.calibration.sensitivity import output_sensitivities
+from headwise.conversion.calibration.text import TextCalibrator, descent_steps
+from headwise.conversion.planning.plan import Place, read_layer
+from headwise.conversion.solvers import layer as heads
+from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
+from headwise.conversion.solvers.refit import Cost, OutputRefit, Sample, refine
+from headwise.conversion.solvers.statistics import Statistics, output_metric, root
+from headwise.conversion.storage.layers import LayerFiles
+from headwise.errors import CheckpointError
+from headwise.hf import LayerwiseModel
+from headwise.specs import GroupedSpec
+from tests.real_models import save_tiny
+
+MODELS = {
+    "llama": ("llama", {}),
+    "biases": ("qwen2", {}),
+    "partial rotary": ("phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
+    "window": ("mistral", {"sliding_window": 5}),
+    "norms": ("qwen3", {"head_dim": 8, "rms_norm_eps": 0.3}),
+    "norms as offsets": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 11, "rms_norm_eps": 0.3},
+    ),
+}
+
+
+def opened(folder: Path, name: str) -> LayerwiseModel:
+    model_type, overrides = MODELS[name]
+    return LayerwiseModel(open_checkpoint(save_tiny(folder, model_type, **overrides)), torch.float32)
+
+
+def ids(count: int, window: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 97, (count, window), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("piece", [2, heads.PIECE])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_run_for_some_rows_is_the_models_own(
+    name: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "PIECE", piece)
+    model = opened(tmp_path, name)
+    hidden = model.begin(ids(1, 23))
+    module = model.layer(0)
+    call, _ = model.trace(0, module, hidden)
+    layer = read_layer(model.checkpoint, Place(0)).float()
+    rotation = rotation_tables(layer.spec, 23)
+    rows = torch.tensor([0, 4, 11, 22])
+    some = layer.output(call.inputs[0], rotation, rows)
+    assert torch.allclose(some, call.output[0, rows], atol=2e-5, rtol=1e-4)
+    assert torch.allclose(layer.output(call.inputs[0], rotation), call.output[0], atol=2e-5, rtol=1e-4)
+
+
+def test_sampled_rows_are_spread_and_move_on() -> None:
+    assert sample_rows(16, 4).tolist() == [3, 7, 11, 15]
+    assert sample_rows(16, 4, 1).tolist() == [2, 6, 10, 14]
+    assert sample_rows(5, 100).tolist() == [0, 1, 2, 3, 4]
+    seen = {row for window in range(4) for row in sample_rows(16, 4, window).tolist()}
+    assert seen == set(range(16))
+
+
+def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
+    """Written out: a score's derivative of the output, squared in the metric of the loss."""
+    model = opened(tmp_path, "llama")
+    layer, T = read_layer(model.checkpoint, Place(0)).float(), 11
+    spec = layer.spec
+    assert isinstance(spec, GroupedSpec)
+    inputs = torch.randn(T, spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    chance = torch.randn(spec.hidden_size, spec.hidden_size, generator=torch.Generator().manual_seed(2)).double()
+    sensitivity = chance @ chance.mT
+    rotation = rotation_tables(spec, T)
+    sums = Statistics.zeros(spec.hidden_size, spec.num_heads, T)
+    metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
+    sums.add(layer, inputs, metric, rotation=rotation, window=0)
+    heads = layer.heads(inputs, torch.arange(T), rotation)
+    seen = torch.cat((inputs, torch.ones(T, 1)), dim=1).double()
+    assert torch.allclose(sums.inputs, seen.mT @ seen)
+    assert int(sums.queries) == T
+    weight = torch.zeros(spec.num_heads, T, dtype=torch.float64)
+    keys = torch.zeros_like(sums.keys)
+    w_o = torch.unflatten(layer.state["o_proj.weight"].double(), 1, (spec.num_heads, -1))
+    for head in range(spec.num_heads):
+        for t in range(T):
+            scores = heads.query[head, t] @ heads.key[head, : t + 1].mT / spec.head_dim**0.5
+            share = scores.double().softmax(-1)
+            mean = share @ heads.value[head, : t + 1].double()
+            for s in range(t + 1):
+                change = w_o[:, head] @ (share[s] * (heads.value[head, s].double() - mean))
+                # P² of the derivative's square is counted once: the other P is how often the score is met.
+                cost = float(change @ sensitivity @ change) / float(share[s])
+                weight[head, t - s] += cost
+                keys += cost * torch.outer(seen[s], seen[s])
+    assert torch.allclose(sums.distances, weight, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(sums.head_weight, weight.sum(-1), rtol=1e-4)
+    assert torch.allclose(sums.keys, keys, rtol=1e-4, atol=1e-4 * float(keys.abs().max()))
+
+
+@contextmanager
+def record(model: Any, outputs: list[torch.Tensor]) -> Iterator[None]:
+    """Keep what every layer's attention gives."""
+    handles = [
+        layer.self_attn.register_forward_hook(lambda *args: outputs.append(args[2][0]))
+        for layer in model.model.layers
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_sensitivities_are_the_models_own_derivatives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool
+) -> None:
+    """Layer by layer is what one backward pass through the whole model gives; in bfloat16, nearly."""
+    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", quick)
+    torch.manual_seed(3)
+    folder = save_tiny(tmp_path / "tiny", "llama")
+    model = LayerwiseModel(open_checkpoint(folder), torch.float32)
+    windows = ids(2, 17)
+    results = LayerFiles(tmp_path / "results")
+    output_sensitivities(model, windows, results)
+    assert sorted(file.suffix for file in results.folder.iterdir()) == [".safetensors"] * 2
+    whole = headwise.load(folder, dtype="float32")
+    grams = [torch.zeros(48, 48, dtype=torch.float64) for _ in range(2)]
+    for at, window in enumerate(windows):
+        outputs: list[torch.Tensor] = []
+        with record(whole, outputs):
+            logits = whole(window[None], use_cache=False).logits[0]
+        generator = torch.Generator().manual_seed(at)
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        loss = F.cross_entropy(logits, drawn, reduction="sum")
+        for gram, gradient in zip(grams, torch.autograd.grad(loss, outputs), strict=True):
+            gram.add_(gradient[0].double().mT @ gradient[0].double() / windows.numel())
+    for index, gram in enumerate(grams):
+        kept = results.load(index)
+        assert kept is not None
+        own = kept[0]["sensitivity"].double()
+        assert torch.allclose(gram, own, rtol=1e-3, atol=(0.05 if quick else 1e-4) * float(gram.abs().max()))
+
+
+def test_an_error_costs_its_nats_up_to_a_limit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    metric, errors = torch.randn(5, 5, generator=generator), torch.randn(301, 5, generator=generator)
+    errors[0] *= 1e4
+    plain = 0.5 * torch.stack([error @ metric @ metric.mT @ error for error in errors])
+    unlimited = Cost(metric)
+    assert torch.allclose(unlimited(errors), plain, rtol=1e-4)
+    assert torch.equal(unlimited.weight(errors), torch.ones(301))
+    cost = unlimited.limited(unlimited.plain(errors))
+    assert cost.limit == pytest.approx(10 * float(plain.median()), rel=1e-4)
+    assert float(cost(errors)[0]) == pytest.approx(cost.limit, rel=1e-3)
+    varied = errors.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(cost(varied).sum(), varied)
+    assert torch.allclose(slope, cost.weight(errors)[:, None] * (errors @ metric @ metric.mT), rtol=1e-3, atol=1e-6)
+
+
+def test_a_refit_is_the_least_squares_solution() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mixed, wanted = torch.randn(200, 6, generator=generator), torch.randn(200, 4, generator=generator)
+    weight, bias = torch.randn(4, 6, generator=generator), torch.randn(4, generator=generator)
+    for start_bias in (None, bias):
+        refit = OutputRefit(weight, start_bias)
+        refit.add(mixed[:80], wanted[:80], Cost(torch.eye(4)))
+        refit.add(mixed[80:], wanted[80:], Cost(torch.eye(4)))
+        found = refit.solve(0.0)
+        seen = mixed if start_bias is None else torch.cat((mixed, torch.ones(200, 1)), 1)
+        best = torch.linalg.lstsq(seen.double(), wanted.double()).solution.mT
+        own = found["o_proj.weight"]
+        if start_bias is not None:
+            own = torch.cat((own, found["o_proj.bias"][:, None]), 1)
+        assert torch.allclose(own, best, atol=1e-6)  # a window's products are float32
+        held = refit.solve(1e9)["o_proj.weight"]
+        assert torch.allclose(held, weight.double(), atol=1e-6)
+
+
+def test_an_outlier_is_not_what_a_refit_serves() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mixed, weight = torch.randn(400, 6, generator=generator), torch.randn(4, 6, generator=generator)
+    start = weight + 0.1 * torch.randn(4, 6, generator=generator)
+    wanted = mixed @ weight.mT
+    wanted[7] += 1e4
+    found = {}
+    for limited in (False, True):
+        cost = Cost(torch.eye(4))
+        refit = OutputRefit(start, None)
+        refit.add(mixed, wanted, cost.limited(cost.plain(wanted - mixed @ start.mT)) if limited else cost)
+        found[limited] = float((refit.solve(0.0)["o_proj.weight"] - weight).abs().max())
+    assert found[True] < 0.02
+    assert found[False] > 1
+
+
+def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:
+    model = opened(tmp_path, "llama")
+    layer = read_layer(model.checkpoint, Place(0)).float()
+    rotation = rotation_tables(layer.spec, 13)  # type: ignore[arg-type]
+    inputs = torch.randn(13, 48, generator=torch.Generator().manual_seed(1))
+    rows = torch.arange(13)
+    wanted = layer.output(inputs, rotation)
+    blurred = {name: tensor + 0.1 * tensor.std() * torch.randn_like(tensor) for name, tensor in layer.state.items()}
+
+    def sample() -> Sample:
+        return Sample(inputs, wanted, rows)
+
+    def output(state: Mapping[str, torch.Tensor], drawn: Sample) -> torch.Tensor:
+        return Layer(layer.spec, state).output(drawn.inputs, rotation, drawn.rows)
+
+    def error(state: Mapping[str, torch.Tensor]) -> float:
+        return float((output(state, Sample(inputs, wanted, rows)) - wanted).square().sum())
+
+    refined = refine(blurred, output, sample, Cost(torch.eye(48)), steps=200)
+    assert error(refined) < 0.2 * error(blurred)
+    assert all(not tensor.requires_grad for tensor in refined.values())
+
+
+@pytest.mark.parametrize(
+    ("without", "refits"), [((), 2), (("refine",), 2), (("refit",), 0), (("refine", "refit"), 0)]
+)
+def test_a_layer_is_refitted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...], refits: int
+) -> None:
+    (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)
+    candidates = list[Candidate]()
+    refitted = TextCalibrator._refitted
+
+    def counted(self: TextCalibrator, candidate: Candidate, cost: Cost) -> Candidate:
+        candidates.append(candidate)
+        return refitted(self, candidate, cost)
+
+    monkeypatch.setattr(TextCalibrator, "_refitted", counted)
+    headwise.convert(
+        save_tiny(tmp_path / "tiny"),
+        tmp_path / "out",
+        to="mqa",
+        calibrate=tmp_path / "text.txt",
+        calibration_tokens=512,
+        without=without,
+        evaluate=False,
+    )
+    assert len(candidates) == refits  # of two layers
+
+
+def test_the_root_is_symmetric_and_its_square_is_the_matrix() -> None:
+    x = torch.randn(3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    square = x @ x.mT
+    assert torch.allclose(root(square) @ root(square), square)
+    assert torch.allclose(root(square), root(square).mT)
+
+
+def test_a_sensitivity_that_is_lost_is_not_one_that_is_left_out(tmp_path: Path) -> None:
+    model, windows = opened(tmp_path / "source", "llama"), ids(4, 16)
+    (tmp_path / "work").mkdir()
+    calibrator = TextCalibrator(model, windows, held=1, folder=tmp_path / "work")
+    calibrator.prepare()
+    assert calibrator.sensitivity(1) is not None
+    calibrator.sensitivities.file(1).unlink()
+    with pytest.raises(CheckpointError, match="layer = 1: was lost"):
+        calibrator.sensitivity(1)
+    assert TextCalibrator(model, windows, held=1, folder=tmp_path / "none", stages=()).sensitivity(1) is None
+
+
+def calibrator_of(folder: Path, **options: Any) -> TextCalibrator:
+    """On random windows of a tiny model, ready for layer 0."""
+    model = opened(folder / "source", "llama")
+    (folder / "work").mkdir()
+    calibrator = TextCalibrator(model, ids(5, 32), held=1, folder=folder / "work", **options)
+    calibrator.prepare()
+    return calibrator
+
+
+def test_what_is_worse_on_held_out_text_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrator = calibrator_of(tmp_path, stages=("sequence", "refine"))
+    source = read_layer(calibrator.model.checkpoint, Place(0))
+
+    def spoil(layer: Layer, *_: Any, **__: Any) -> Layer:
+        return Layer(layer.spec, {name: torch.randn_like(tensor) for name, tensor in layer.state.items()})
+
+    monkeypatch.setattr("headwise.conversion.calibration.text.descend", spoil)
+    calibrator.evidence(Place(0), source)
+    near = {name: tensor * 1.01 for name, tensor in source.state.items()}
+    refined = calibrator.refine(Place(0), Layer(source.spec, near))
+    assert refined.errors["refine"] > refined.errors["solved"] > 0
+    assert refined.chosen == "solved"
+    assert torch.equal(refined.layer.state["o_proj.weight"], near["o_proj.weight"].float())
+
+
+def test_a_layer_is_asked_to_make_up_for_the_drift_of_the_stream(tmp_path: Path) -> None:
+    """What it should give is the source's output and the difference of the streams before it."""
+    calibrator = calibrator_of(tmp_path, stages=("sequence",))
+    model = calibrator.model
+    source = read_layer(model.checkpoint, Place(0))
+    calibrator.evidence(Place(0), source)
+    near = {name: tensor * 1.1 for name, tensor in source.state.items()}
+    calibrator.advance(Place(0), calibrator.refine(Place(0), Layer(source.spec, near)))
+    own, converted = (calibrator.streams.read(name, 0, 1) for name in ("source", "converted"))
+    assert (own - converted).abs().max() > 1e-3
+    call, _ = model.trace(1, model.layer(1), own)
+    inputs = model.attention_inputs(1, model.layer(1), converted)
+    calibrator.evidence(Place(1), read_layer(model.checkpoint, Place(1)))
+    assert torch.allclose(calibrator._wanted.read(0), (call.output + own - converted)[0], atol=1e-5)
+    assert torch.allclose(calibrator._inputs.read(0), inputs[0], atol=1e-5)
+
+
+def test_the_descent_passes_eight_times_over_the_text() -> None:
+    """Once a window, or once for every 1024 tokens of longer ones."""
+    assert descent_steps(ids(3, 1024)) == descent_steps(ids(3, 16)) == 24
+    assert descent_steps(ids(2, 4096)) == 64

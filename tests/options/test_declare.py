@@ -1,0 +1,88 @@
+"""Options classes: types and rules held when they are made, identity, docstrings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from headwise.errors import ArgumentError
+from headwise.options import EvaluateOptions, Options, PlantedOptions, at_least, declarations, not_empty, option
+
+
+class PlaceOptions(Options):
+    """Where it runs."""
+
+    device: str = option("device to run on", default="cpu", identity=False)
+
+
+class ReadOptions(PlaceOptions):
+    """How a text is read.
+
+    In two paragraphs.
+    """
+
+    texts: str | Sequence[str] = option("a file, or several", rule=not_empty("must be at least one file"))
+    windows: int | None = option("how many windows of each", default=6, rule=at_least(1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.windows == 13:
+            raise ArgumentError("windows", 13, "brings bad luck")
+
+
+def test_they_are_frozen_and_equal_by_value() -> None:
+    options = ReadOptions(texts="a.txt")
+    assert (options.texts, options.windows, options.device) == ("a.txt", 6, "cpu")
+    assert options == ReadOptions(texts="a.txt", windows=6)
+    with pytest.raises(FrozenInstanceError):
+        options.windows = 7  # type: ignore[misc]
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'texts'"):
+        ReadOptions()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"texts": 5}, "texts = 5: must be a string or several, each a string"),
+        ({"texts": []}, r"texts = \[\]: must be at least one file"),
+        ({"windows": 0}, "windows = 0: must be at least 1"),
+        ({"windows": "6"}, "windows = '6': must be a whole number or None"),
+        ({"windows": 13}, "windows = 13: brings bad luck"),
+        ({"device": None}, "device = None: must be a string"),
+    ],
+)
+def test_a_value_outside_its_rule_is_named(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{line}$"):
+        ReadOptions(**{"texts": "a.txt", **given})
+    assert ReadOptions(texts="a.txt", windows=None).windows is None  # no rule asks about None
+
+
+def test_identity_is_what_makes_another_result() -> None:
+    assert ReadOptions(texts="a.txt", device="cuda").identity() == {"texts": "a.txt", "windows": 6}
+
+
+def test_own_fields_stand_before_inherited_ones_and_have_their_help() -> None:
+    declared = declarations(ReadOptions)
+    assert list(declared) == ["texts", "windows", "device"]
+    assert (declared["windows"].annotation, declared["windows"].default) == ("int | None", 6)
+    assert ReadOptions.__doc__ == (
+        "How a text is read.\n\nIn two paragraphs.\n\nArgs:\n    texts: a file, or several.\n"
+        "    windows: how many windows of each.\n    device: device to run on."
+    )
+
+
+def test_the_options_of_evaluations() -> None:
+    assert EvaluateOptions(text=["a.txt"]).windows == 6
+    for given in ({"trials": 0}, {"codes": 1}, {"depths": ()}, {"depths": (0.5, 1.5)}, {"context": 2.5}):
+        with pytest.raises(ArgumentError, match=f"^{next(iter(given))} = "):
+            PlantedOptions(text="a.txt", **given)
+
+
+def test_they_import_no_torch() -> None:
+    code = "import sys, headwise.options; sys.exit(not {'torch', 'typer', 'numpy'}.isdisjoint(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

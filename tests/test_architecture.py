@@ -1,0 +1,151 @@
+"""The architecture as the code is: rooms of bounded size, imports that only run downwards, short functions."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headwise
+
+PACKAGE = Path(headwise.__file__).parent
+
+ROOMS = (
+    ("errors", "progress", "documents", "renamed", "arguments", "hub", "options"),
+    ("specs",),
+    ("cost",),
+    ("kernels",),
+    ("attention",),
+    ("checkpoints",),
+    ("hf",),
+    ("measurement",),
+    ("counting",),
+    ("texts",),
+    ("evaluation",),
+    ("bench",),
+    ("processes",),
+    ("conversion",),
+    ("frontiers",),
+    ("cli", "__main__"),
+)
+"""Each imports from those above it alone; several on one line do not import each other in a circle."""
+
+CONVERSION = ("solvers", "storage", "methods", "planning", "calibration", "budget", "output")
+"""The sub-rooms of ``conversion/`` in order; the files that lie in it directly come last."""
+
+MOST_FILES, MOST_LINES, MEDIAN_LINES = 16, 2500, 150
+LONGEST_BODY, MOST_PARAMETERS = 60, 8
+
+EXEMPT = {
+    # Its parameters are those of torch's scaled_dot_product_attention.
+    "kernels/attend.py": "SDPA's signature",
+    "kernels/choice.py": "SDPA's signature",
+    "kernels/gpu/kernels.py": "a GPU kernel",
+    "kernels/native/attention.py": "a kernel's call",
+}
+"""Files whose functions may take more parameters, and why. Layers' constructors may too: theirs are config fields."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name without ``headwise.``; the package itself is ``""``."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(name: str) -> Iterator[str]:
+    """The modules that a module imports when it is imported itself, or when its functions run."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "headwise":
+            base = (node.module or "").removeprefix("headwise").removeprefix(".")
+            for alias in node.names:
+                below = f"{base}.{alias.name}".lstrip(".")
+                yield below if below in MODULES else base
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "headwise":
+                    yield alias.name.removeprefix("headwise").removeprefix(".")
+
+
+def place(name: str) -> tuple[int, int]:
+    """The floor of a module: its room's, and within ``conversion/`` its sub-room's."""
+    room, _, rest = name.partition(".")
+    floor = next(at for at, rooms in enumerate(ROOMS) if room in rooms)
+    if room != "conversion":
+        return floor, 0
+    sub_room = rest.partition(".")[0]
+    return floor, CONVERSION.index(sub_room) if sub_room in CONVERSION else len(CONVERSION)
+
+
+def test_every_room_has_its_place() -> None:
+    rooms = {name.partition(".")[0] for name in MODULES if name}
+    assert rooms == {room for rooms in ROOMS for room in rooms}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if name))
+def test_imports_run_downwards(name: str) -> None:
+    if MODULES[name].name == "__init__.py" and name.partition(".")[0] == name:
+        return  # a room's door names what is in it
+    is_door, room = MODULES[name].name == "__init__.py", name.rpartition(".")[0]
+    for other in imported(name):
+        assert is_door or not other or other != room, f"{name} imports from the door of its own room"
+        if other:  # the package itself is lazy
+            assert place(other) <= place(name), f"{name} imports {other}, which lies below it"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Doors (``__init__.py``) left out: what is imported through one is imported from the module that has it."""
+    graph = {
+        name: {other for other in imported(name) if MODULES[other].name != "__init__.py"}
+        for name in MODULES
+        if MODULES[name].name != "__init__.py"
+    }
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " → ".join((*above[above.index(name) :], name))
+        if name in done:
+            return
+        for other in graph[name]:
+            visit(other, (*above, name))
+        done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("room", sorted({path.parent.relative_to(PACKAGE).as_posix() for path in MODULES.values()}))
+def test_a_room_is_small(room: str) -> None:
+    files = [path for path in (PACKAGE / room).iterdir() if path.suffix in (".py", ".cpp", ".h")]
+    assert len(files) <= MOST_FILES
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= MOST_LINES
+
+
+def test_a_file_is_short() -> None:
+    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES.values()]
+    assert statistics.median(lines) <= MEDIAN_LINES
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if name))
+def test_functions_are_short(name: str) -> None:
+    path = MODULES[name]
+    file = path.relative_to(PACKAGE).as_posix()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.FunctionDef) or file == "kernels/gpu/kernels.py":
+            continue
+        body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
+        length = (node.end_lineno or 0) - body[0].lineno + 1
+        assert length <= LONGEST_BODY, f"{node.name} has {length} lines"
+        arguments = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        is_layer = file.startswith("attention/") and node.name == "__init__"
+        if file in EXEMPT or file.startswith("cli/") or is_layer:
+            continue
+        assert len([one for one in arguments if one not in ("self", "cls")]) <= MOST_PARAMETERS, node.name
