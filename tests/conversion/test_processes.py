@@ -38,7 +38,7 @@ for w in my_windows(windows):
 store.commit()
 grams = {}
 for index in range(model.num_layers):
-    module, gram, mine = model.layer(index), torch.zeros(48, 48, dtype=torch.float64), 0
+    module, gram, mine = model.module(index), torch.zeros(48, 48, dtype=torch.float64), 0
     for w in my_windows(windows):
         call, states = model.trace(index, module, store.read("a", w, w + 1))
         gram.addmm_(call.inputs[0].mT, call.inputs[0])

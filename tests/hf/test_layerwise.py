@@ -93,7 +93,7 @@ def random_ids(batch: int = 2, window: int = 16) -> torch.Tensor:
 
 def run_layers(model: LayerwiseModel, hidden: torch.Tensor) -> torch.Tensor:
     for index in range(model.num_layers):
-        hidden = model.run(index, model.layer(index), hidden)
+        hidden = model.run(index, model.module(index), hidden)
     return hidden
 
 
@@ -107,7 +107,7 @@ def test_layer_by_layer_is_the_whole_model_to_the_last_bit(tmp_path: Path, named
         hidden = model.begin(ids)
         for index in range(model.num_layers):
             assert torch.equal(hidden, expected.hidden_states[index])
-            hidden = model.run(index, model.layer(index), hidden)
+            hidden = model.run(index, model.module(index), hidden)
         final = expected.last_hidden_state if named == "bert" else expected.logits
         assert model.num_layers == len(expected.hidden_states) - 1
         assert torch.equal(model.finish(hidden), final)
@@ -132,7 +132,7 @@ def test_a_traced_layer_tells_how_its_attention_was_called(tmp_path: Path, named
     _, model = both(tmp_path, named, torch.float64)
     hidden = model.begin(random_ids())
     for index in range(model.num_layers):
-        module = model.layer(index)
+        module = model.module(index)
         call, output = model.trace(index, module, hidden)
         assert torch.equal(output, model.run(index, module, hidden))
         attention = model.attention_of(module)
@@ -149,7 +149,7 @@ def test_a_traced_layer_tells_how_its_attention_was_called(tmp_path: Path, named
 def test_what_an_attention_is_given_is_normed(tmp_path: Path) -> None:
     _, model = both(tmp_path, "llama", torch.float32)
     hidden = model.begin(random_ids())
-    module: Any = model.layer(0)
+    module: Any = model.module(0)
     call, output = model.trace(0, module, hidden)
     assert torch.equal(call.inputs, module.input_layernorm(hidden))
     after = hidden + call.output
@@ -160,7 +160,7 @@ def test_an_attention_output_can_be_learned_through(tmp_path: Path) -> None:
     """Nothing was made in inference mode: gradients go from a layer's output to its attention's."""
     _, model = both(tmp_path, "llama", torch.float32)
     hidden = model.begin(random_ids())
-    module = model.layer(0)
+    module = model.module(0)
     call, _ = model.trace(0, module, hidden)
     for parameter in model.attention_of(module).parameters():
         parameter.requires_grad_(True)
@@ -227,22 +227,29 @@ def test_weights_are_there_only_while_they_are_needed(tmp_path: Path) -> None:
 def test_a_layer_is_the_callers_alone(tmp_path: Path) -> None:
     _, model = both(tmp_path, "llama", torch.float32)
     hidden = model.begin(random_ids())
-    changed, kept = model.layer(1), model.layer(1)
+    changed, kept = model.module(1), model.module(1)
     for parameter in changed.parameters():
         parameter.zero_()
     assert torch.equal(model.run(1, changed, hidden), hidden)  # nothing is left but the residual stream
-    assert torch.equal(model.run(1, kept, hidden), model.run(1, model.layer(1), hidden))
+    assert torch.equal(model.run(1, kept, hidden), model.run(1, model.module(1), hidden))
     weight = weakref.ref(next(changed.parameters()))
     del changed, parameter
     gc.collect()
     assert weight() is None
 
 
+def test_the_old_spelling_of_module_works_and_warns(tmp_path: Path) -> None:
+    _, model = both(tmp_path, "llama", torch.float32)
+    with pytest.warns(DeprecationWarning, match=r"^LayerwiseModel\.layer is now LayerwiseModel\.module$"):
+        old = model.layer(0)
+    assert all(map(torch.equal, old.parameters(), model.module(0).parameters()))
+
+
 def test_windows_of_another_length_are_refused(tmp_path: Path) -> None:
     _, model = both(tmp_path, "mistral", torch.float32)
     hidden = model.begin(random_ids(window=16))
     with pytest.raises(ArgumentError, match=r"^hidden = \(2, 15, 48\): must be of windows of 16 tokens"):
-        model.run(0, model.layer(0), hidden[:, :15])
+        model.run(0, model.module(0), hidden[:, :15])
 
 
 def test_tensors_that_do_not_fit_are_refused_when_they_are_read(tmp_path: Path) -> None:
@@ -255,9 +262,9 @@ def test_tensors_that_do_not_fit_are_refused_when_they_are_read(tmp_path: Path) 
     model = LayerwiseModel(open_checkpoint(tmp_path))
     model.begin(random_ids())
     with pytest.raises(CheckpointError, match=rf"^tensor = '{missing}': is missing"):
-        model.layer(0)
+        model.module(0)
     with pytest.raises(CheckpointError, match=rf"^{cut} shape = \(63, 48\): must be \(64, 48\) by the config"):
-        model.layer(1)
+        model.module(1)
 
 
 def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
@@ -283,11 +290,11 @@ def resident(field):
 torch.set_grad_enabled(False)
 model = LayerwiseModel(open_checkpoint(Path(sys.argv[1])))
 hidden = model.begin(torch.arange(16)[None])
-hidden = model.run(0, model.layer(0), hidden)  # the first one also starts the libraries up
+hidden = model.run(0, model.module(0), hidden)  # the first one also starts the libraries up
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 before = resident("VmRSS")
 for index in range(model.num_layers):
-    hidden = model.run(index, model.layer(index), hidden)
+    hidden = model.run(index, model.module(index), hidden)
 model.release()
 model.finish(hidden)
 print(resident("VmHWM") - before)

@@ -129,7 +129,7 @@ def collect_statistics(
     assert stream.layer is not None
     for index in range(stream.layer, model.num_layers):
         progress("calibrating", index, model.num_layers)
-        module, sensitivity = model.layer(index), kept_sensitivity(sensitivities, index)
+        module, sensitivity = model.module(index), kept_sensitivity(sensitivities, index)
         source = read_layer(checkpoint, Place(index)).float()
         states = ((at, stream.read("source", at, at + 1)) for at in my_windows(len(windows)))
         seen = traced(model, index, module, states, partial(stream.write, "source"))

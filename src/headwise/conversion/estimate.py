@@ -123,7 +123,7 @@ def _sensitivity(model: LayerwiseModel, window: Tensor) -> float:
     """Seconds for one window's sensitivities: forward and backward through a layer, and through the head, scaled."""
     with torch.no_grad():
         hidden = model.begin(window)
-    module = model.layer(0)
+    module = model.module(0)
     one = hidden.requires_grad_()
     start = time.perf_counter()
     with torch.no_grad():

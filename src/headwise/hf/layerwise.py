@@ -120,7 +120,7 @@ class LayerwiseModel:
             self._window = ids.shape[1]
         return self._trace(ids, 1)[0]
 
-    def layer(self, index: int) -> nn.Module:
+    def module(self, index: int) -> nn.Module:
         """A layer with its weights, which are the caller's alone: when the module goes, so does their memory.
 
         Raises:
@@ -133,12 +133,17 @@ class LayerwiseModel:
             self._fill(part, name)
         return module
 
+    def layer(self, index: int) -> nn.Module:
+        """The old spelling of `module`."""
+        warnings.warn("LayerwiseModel.layer is now LayerwiseModel.module", DeprecationWarning, stacklevel=2)
+        return self.module(index)
+
     def run(self, index: int, module: nn.Module, hidden: Tensor, *, attention_output: Tensor | None = None) -> Tensor:
         """A layer's output ``[B, W, E]``, its module called as the model calls layer ``index``.
 
         Args:
             index: which layer.
-            module: of `layer`, or one made from it.
+            module: of `module`, or one made from it.
             hidden: ``[B, W, E]``, what goes in.
             attention_output: ``[B, W, E]`` in the place of what its attention would compute, which is then not run.
 

@@ -1,4 +1,4 @@
-"""One total over layers: the best plan, found against every plan there is."""
+"""One total over layers: the best allocation, compared with every possible one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def exponential(scale: float, share: int = 128, decay: float = 40.0) -> list[Cho
 
 
 def test_layers_that_decay_alike_end_with_equal_slopes() -> None:
-    """The optimum of Σ c·e^(−v/τ) is v = mean + τ·ln(c / geometric mean): here in whole steps."""
+    """The optimum of Σ c·e^(−v/τ) is v = mean + τ·ln(c / geometric mean), here in whole steps."""
     scales = [math.exp(8 * k / 40) for k in (-3, -1, 0, 4)]
-    plan = allocate([exponential(scale) for scale in scales])
-    assert [node.values - 128 for node in plan] == [-24, -8, 0, 32]
+    allocation = allocate([exponential(scale) for scale in scales])
+    assert [node.values - 128 for node in allocation] == [-24, -8, 0, 32]
 
 
 def test_layers_that_are_alike_stay_even() -> None:
@@ -36,14 +36,16 @@ losses = st.floats(0, 10, allow_nan=False)
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(-3, 3), losses), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_no_plan_loses_less(layers: list[list[tuple[int, float]]]) -> None:
-    """Any losses, also such as are neither convex nor falling."""
+def test_no_allocation_loses_less(layers: list[list[tuple[int, float]]]) -> None:
+    """Any losses, also such that are neither convex nor falling."""
     curves = [[Choice(0, Node(64, 32, 5.0)), *(Choice(k, Node(64 + 8 * k, 32, x)) for k, x in own)] for own in layers]
-    every = [plan for plan in itertools.product(*curves) if sum(choice.steps for choice in plan) == 0]
-    least = min(math.fsum(choice.node.loss for choice in plan) for plan in every)
-    plan = allocate(curves)
-    assert sum(node.values for node in plan) == 96 * len(curves)
-    assert math.fsum(node.loss for node in plan) == pytest.approx(least, abs=1e-12)
+    every = [
+        allocation for allocation in itertools.product(*curves) if sum(choice.steps for choice in allocation) == 0
+    ]
+    least = min(math.fsum(choice.node.loss for choice in allocation) for allocation in every)
+    allocation = allocate(curves)
+    assert sum(node.values for node in allocation) == 96 * len(curves)
+    assert math.fsum(node.loss for node in allocation) == pytest.approx(least, abs=1e-12)
 
 
 def test_what_cannot_be_spent_is_refused() -> None:
@@ -88,15 +90,15 @@ def test_small_layers_go_in_small_steps() -> None:
 
 
 def test_a_total_is_kept_where_some_layers_are_small() -> None:
-    """A small layer that gains much by growing, beside a large one that loses nothing by giving."""
+    """A small layer gains much by growing, and a large one beside it loses nothing by shrinking."""
     assert step_of([48, 96]) == 8
     shares = [24, 96]
     small = [Node(16, 4, 3.0), Node(20, 4, 1.0), Node(30, 4, 0.1)]
     large = [Node(64, 16, 0.1), Node(80, 16, 0.1), Node(96, 16, 0.1)]
-    plan = allocate(
+    allocation = allocate(
         [curve(nodes, share, step_of(shares)) for nodes, share in zip((small, large), shares, strict=True)]
     )
-    assert [node.values for node in plan] == [34, 86]
+    assert [node.values for node in allocation] == [34, 86]
 
 
 def test_a_layer_that_loses_nothing_has_a_curve() -> None:

@@ -1,4 +1,4 @@
-"""One cache spread over layers: what is tried, what it costs, and that an even plan stays where nothing is won."""
+"""One cache spread over layers: the sizes tried, their losses, and the even allocation where nothing is gained."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def opened(folder: Path, model_type: str = "llama", **overrides: Any) -> Layerwi
 def studied(model: LayerwiseModel) -> tuple[Layer, Statistics]:
     """Layer 0 and its statistics."""
     layer = read_layer(model.checkpoint, Place(0)).float()
-    call, _ = model.trace(0, model.layer(0), model.begin(ids(4, 32)))
+    call, _ = model.trace(0, model.module(0), model.begin(ids(4, 32)))
     return layer, statistics_of(layer, None, enumerate(call.inputs), 32)
 
 
@@ -89,16 +89,16 @@ def test_pieces_are_of_the_held_out_text() -> None:
 
 @torch.no_grad()
 def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    """Layer 0 is given other weights, in a trial and in the model itself."""
+    """Layer 0 gets other weights, in a trial and in the model itself."""
     model, pieces = opened(tmp_path / "source"), ids(2, 24)
     layer = read_layer(model.checkpoint, Place(0)).float()
     blurred = {name: x + 0.2 * x.std() * torch.randn_like(x) for name, x in layer.state.items()}
     trial = Trial(model, pieces)
-    module = model.layer(0)
+    module = model.module(0)
     streams = [trial.replaced(0, module, trial.source, Layer(layer.spec, x)) for x in (layer.state, blurred)]
     assert trial.errors(0, module, torch.eye(48))(layer) == pytest.approx(0.0, abs=1e-9)
     trial.source = trial.model.run(0, module, trial.source)
-    last = model.layer(1)
+    last = model.module(1)
     streams = [trial.model.run(1, last, stream) for stream in streams]
     trial.source = trial.model.run(1, last, trial.source)
     same, other = trial.divergences(streams)
@@ -113,7 +113,7 @@ def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
 
 
 def uneven(folder: Path) -> Path:
-    """A model whose middle layer's attention goes into nothing."""
+    """A model whose middle layer's attention output is zero."""
     source = save_tiny(folder, num_hidden_layers=3)
     weights = load_file(source / "model.safetensors")
     weights["model.layers.1.self_attn.o_proj.weight"] *= 1e-4
@@ -152,7 +152,9 @@ def test_a_layer_that_does_nothing_gives_its_cache_to_the_others(tmp_path: Path)
     assert "spread over layers" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_plan_that_is_no_better_when_measured_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocation_that_is_no_better_when_measured_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uneven(tmp_path / "source")
     monkeypatch.setattr(LayerTrials, "divergences", lambda *_: [0.5, 0.5])
     done = converted(tmp_path)
@@ -162,8 +164,8 @@ def test_a_plan_that_is_no_better_when_measured_is_not_taken(tmp_path: Path, mon
     assert any("did not help" in note for note in done.notes)
 
 
-def test_a_plan_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was killed has decided: the next one does not ask again."""
+def test_an_allocation_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed run has found the allocation: the next run does not search again."""
     uneven(tmp_path / "source")
     whole = converted(tmp_path, "whole")
     with monkeypatch.context() as patch:
@@ -178,9 +180,9 @@ def test_a_plan_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("saves", "tried", "planned"),
+    ("saves", "tried", "allocated"),
     [
-        (4, [0, 1, 2], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),  # statistics of layer 0, and no more of it
+        (4, [0, 1, 2], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),  # statistics of layer 0, and not its trial
         (5, [1, 2], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
         (8, [2], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
         (9, [], [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
@@ -192,11 +194,11 @@ def test_a_plan_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_search_that_is_killed_goes_on(
     saves: int,
     tried: list[int],
-    planned: list[tuple[int, int]],
+    allocated: list[tuple[int, int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is tried again: with 3 sensitivities, then two files a layer are kept, then one a plan."""
+    """No trial is repeated: 3 sensitivities are saved, then two files a layer, then one an allocation."""
     uneven(tmp_path / "source")
     whole = converted(tmp_path, "whole")
     own, count = LayerFiles.save, 0
@@ -212,18 +214,18 @@ def test_a_search_that_is_killed_goes_on(
         patch.setattr(LayerFiles, "save", stopping)
         with pytest.raises(KeyboardInterrupt):
             converted(tmp_path)
-    tries, plans = list[int](), list[tuple[int, int]]()
+    tries, allocations = list[int](), list[tuple[int, int]]()
 
     def noting(self: LayerFiles, index: int, tensors: Any, about: Any) -> None:
         if self.folder.name == "tried":
             tries.append(index)
-        if self.folder.name == "plans":
-            plans.append((about["layers"] - 1, index))
+        if self.folder.name == "allocations":
+            allocations.append((about["layers"] - 1, index))
         own(self, index, tensors, about)
 
     monkeypatch.setattr(LayerFiles, "save", noting)
     again = converted(tmp_path)
-    assert (tries, plans) == (tried, planned)
+    assert (tries, allocations) == (tried, allocated)
     assert again.spread == whole.spread
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
@@ -232,7 +234,7 @@ def test_a_search_that_is_killed_goes_on(
 @pytest.mark.parametrize(
     "options",
     [{"without": ["sensitivity"]}, {"format": "deepseek"}, {"to": "mqa", "kv_budget": None}, {"kv_budget": 1.0}],
-    ids=["no sensitivity", "one plan", "no latent", "lossless"],
+    ids=["no sensitivity", "one size", "no latent", "lossless"],
 )
 def test_where_there_is_nothing_to_spread_it_is_not_tried(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

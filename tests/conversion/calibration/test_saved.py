@@ -1,4 +1,4 @@
-"""Statistics of a source in a folder: what is in it, what is refused, and what is converted by it."""
+"""Statistics of a source in a folder: its content, what is refused, and conversions by it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. 
 calibrate = sys.modules["headwise.conversion.calibrate"]
 
 convert = partial(headwise.convert, evaluate=False)
-"""Nothing is measured, but where a test says so."""
+"""No result is evaluated, except where a test asks for it."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def statistics(source: Path, text: Path, tmp_path: Path) -> Path:
 
 
 def layers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Filled with the source's layers as conversions read them."""
+    """The numbers of the source's layers that conversions read, in order."""
     read: list[int] = []
     own = planning.read_layer
     monkeypatch.setattr(planning, "read_layer", lambda source, place: read.append(place.index) or own(source, place))
@@ -77,7 +77,7 @@ def test_a_triangle_is_the_whole_matrix() -> None:
 
 
 def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics: Path, text: Path) -> None:
-    """The moments of every attention's inputs, from the model run whole, on all of the tokens."""
+    """The moments of every attention's inputs, from the whole model run on all of the tokens."""
     known = open_statistics(statistics, open_checkpoint(source))
     about = json.loads((statistics / "statistics.json").read_text())
     assert about["tokens"] == known.tokens == 512
@@ -99,7 +99,7 @@ def test_any_target_is_made_without_running_the_model(
     source: Path, statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: dict[str, Any]
 ) -> None:
     convert(source, tmp_path / "blind", **target)
-    monkeypatch.setattr(LayerwiseModel, "__init__", None)  # would be called, were the model to be run
+    monkeypatch.setattr(LayerwiseModel, "__init__", None)  # is called if the model is run
     done = convert(source, tmp_path / "out", statistics=statistics, **target)
     assert done.calibration_tokens == 512
     assert not any("no calibration text" in note for note in done.notes)
@@ -110,7 +110,7 @@ def test_any_target_is_made_without_running_the_model(
 def test_it_is_the_conversion_on_the_text_with_every_stage_left_out(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str | None
 ) -> None:
-    """But for the sensitivities: each layer solved for the source's own stream, on the windows not held out."""
+    """Without sensitivities, each layer is solved for the source's own stream, on the training windows."""
     without = ("spread", "sequence", "refit", "refine") if method is None else ()  # a published one has none
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "method": method}
     convert(source, tmp_path / "on-text", calibrate=text, calibration_tokens=512, without=without, **options)
@@ -177,7 +177,7 @@ def poison(file: Path) -> None:
 
 
 def changed(**tensors: Any) -> Callable[[Path], None]:
-    """A layer's file with other tensors (of a function, what it makes of one; None for none), all checksums right."""
+    """Change tensors of a layer's file (None removes one, a function maps it), and correct all checksums."""
 
     def spoil(file: Path) -> None:
         results = LayerFiles(file.parent)
@@ -302,10 +302,10 @@ def test_what_does_not_go_with_them(
 def test_they_end_as_deepseek_too(
     source: Path, statistics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The channels that all layers keep are chosen by them, and the model is run for nothing but the comparison."""
+    """The shared channels are chosen by statistics, and the model is run for the comparison of logits alone."""
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "format": "deepseek"}
     convert(source, tmp_path / "blind", **options)
-    monkeypatch.setattr("headwise.conversion.calibration.text.LayerwiseModel", None)  # would be called
+    monkeypatch.setattr("headwise.conversion.calibration.text.LayerwiseModel", None)  # is called if the model is run
     done = convert(source, tmp_path / "out", statistics=statistics, **options)
     assert (done.model_type, done.calibration_tokens) == ("deepseek_v3", 512)
     assert done.stock is not None
@@ -316,7 +316,7 @@ def test_they_end_as_deepseek_too(
 def test_the_card_and_the_proof_know_of_them(source: Path, statistics: Path, tmp_path: Path) -> None:
     done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5, statistics=statistics)
     assert done.evaluation is not None
-    assert done.evaluation.text == REFERENCE  # there is no text that something could be left of
+    assert done.evaluation.text == REFERENCE  # no calibration text has a rest to evaluate on
     card = (tmp_path / "out/README.md").read_text()
     assert "- steps: sensitivity, channels\n- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in card
 
@@ -330,7 +330,7 @@ def test_what_they_would_take(source: Path, statistics: Path, tmp_path: Path) ->
             SavedCalibrator, "evidence", lambda self, place, *a: read.append(place.index) or own(self, place)
         )
         dry = convert(source, tmp_path / "out", **options, dry_run=True)
-    assert read == [0, 1, 0]  # both are checked, and one is solved for
+    assert read == [0, 1, 0]  # both are checked, and one is solved
     assert dry.seconds > 0
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""What a layer is converted by: its heads, what depends on them, and how the rest makes up for it."""
+"""Calibration on a text: statistics, sensitivities, the descent and the refit of a layer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_layer_run_for_some_rows_is_the_models_own(
     monkeypatch.setattr(heads, "PIECE", piece)
     model = opened(tmp_path, name)
     hidden = model.begin(ids(1, 23))
-    module = model.layer(0)
+    module = model.module(0)
     call, _ = model.trace(0, module, hidden)
     layer = read_layer(model.checkpoint, Place(0)).float()
     rotation = rotation_tables(layer.spec, 23)
@@ -76,7 +76,7 @@ def test_sampled_rows_are_spread_and_move_on() -> None:
 
 
 def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
-    """Written out: a score's derivative of the output, squared in the metric of the loss."""
+    """Written out: the output's derivative by a score, squared in the metric of the loss."""
     model = opened(tmp_path, "llama")
     layer, T = read_layer(model.checkpoint, Place(0)).float(), 11
     spec = layer.spec
@@ -102,7 +102,7 @@ def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
             mean = share @ heads.value[head, : t + 1].double()
             for s in range(t + 1):
                 change = w_o[:, head] @ (share[s] * (heads.value[head, s].double() - mean))
-                # P² of the derivative's square is counted once: the other P is how often the score is met.
+                # One P of the squared derivative's P² counts: the other says how often the score is attended to.
                 cost = float(change @ sensitivity @ change) / float(share[s])
                 weight[head, t - s] += cost
                 keys += cost * torch.outer(seen[s], seen[s])
@@ -113,7 +113,7 @@ def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
 
 @contextmanager
 def record(model: Any, outputs: list[torch.Tensor]) -> Iterator[None]:
-    """Keep what every layer's attention gives."""
+    """Record the output of every layer's attention."""
     handles = [
         layer.self_attn.register_forward_hook(lambda *args: outputs.append(args[2][0]))
         for layer in model.model.layers
@@ -127,7 +127,7 @@ def record(model: Any, outputs: list[torch.Tensor]) -> Iterator[None]:
 def test_sensitivities_are_the_models_own_derivatives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool
 ) -> None:
-    """Layer by layer is what one backward pass through the whole model gives; in bfloat16, nearly."""
+    """Sensitivities layer by layer equal those of one backward pass through the whole model; in bfloat16, nearly."""
     monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", quick)
     torch.manual_seed(3)
     folder = save_tiny(tmp_path / "tiny", "llama")
@@ -275,7 +275,7 @@ def test_a_sensitivity_that_is_lost_is_not_one_that_is_left_out(tmp_path: Path) 
 
 
 def calibrator_of(folder: Path, **options: Any) -> TextCalibrator:
-    """On random windows of a tiny model, ready for layer 0."""
+    """A calibrator on random windows of a tiny model, before layer 0."""
     model = opened(folder / "source", "llama")
     (folder / "work").mkdir()
     calibrator = TextCalibrator(model, ids(5, 32), held=1, folder=folder / "work", **options)
@@ -300,7 +300,7 @@ def test_what_is_worse_on_held_out_text_is_not_kept(tmp_path: Path, monkeypatch:
 
 
 def test_a_layer_is_asked_to_make_up_for_the_drift_of_the_stream(tmp_path: Path) -> None:
-    """What it should give is the source's output and the difference of the streams before it."""
+    """The wanted output is the source's output plus the difference of the streams before the layer."""
     calibrator = calibrator_of(tmp_path, stages=("sequence",))
     model = calibrator.model
     source = read_layer(model.checkpoint, Place(0))
@@ -309,14 +309,14 @@ def test_a_layer_is_asked_to_make_up_for_the_drift_of_the_stream(tmp_path: Path)
     calibrator.advance(Place(0), calibrator.refine(Place(0), Layer(source.spec, near)))
     own, converted = (calibrator.streams.read(name, 0, 1) for name in ("source", "converted"))
     assert (own - converted).abs().max() > 1e-3
-    call, _ = model.trace(1, model.layer(1), own)
-    inputs = model.attention_inputs(1, model.layer(1), converted)
+    call, _ = model.trace(1, model.module(1), own)
+    inputs = model.attention_inputs(1, model.module(1), converted)
     calibrator.evidence(Place(1), read_layer(model.checkpoint, Place(1)))
     assert torch.allclose(calibrator._wanted.read(0), (call.output + own - converted)[0], atol=1e-5)
     assert torch.allclose(calibrator._inputs.read(0), inputs[0], atol=1e-5)
 
 
 def test_the_descent_passes_eight_times_over_the_text() -> None:
-    """Once a window, or once for every 1024 tokens of longer ones."""
+    """Steps are counted by window, or by 1024 tokens of longer windows."""
     assert descent_steps(ids(3, 1024)) == descent_steps(ids(3, 16)) == 24
     assert descent_steps(ids(2, 4096)) == 64

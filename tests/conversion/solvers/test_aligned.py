@@ -1,4 +1,4 @@
-"""Aligned merging: exact where one head can say it all, by its own measure never worse than the mean."""
+"""Aligned merging: exact where one head can stand for its group, and by its own measure never worse than the mean."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def random_state(spec: GroupedSpec, seed: int = 0) -> dict[str, Tensor]:
 
 
 def random_statistics(spec: GroupedSpec, seed: int = 0) -> Statistics:
-    """Of inputs that are correlated and not centred."""
+    """Statistics of random inputs that are correlated and not centred."""
     width = spec.hidden_size
     x = normal(seed, 90, width) @ normal(seed + 1, width, width) + 2 * normal(seed + 2, 1, width)
     x = torch.cat((x, torch.ones(90, 1, dtype=torch.float64)), 1)
@@ -77,7 +77,7 @@ def random_sensitivity(spec: GroupedSpec, seed: int = 9) -> Tensor:
 def chosen_groups(
     state: dict[str, Tensor], spec: GroupedSpec, target: GroupedSpec, known: Statistics
 ) -> tuple[list[Group], float]:
-    """The heads that come to share one, and what merging them is predicted to cost."""
+    """The groups of heads to be merged, and the predicted loss of merging them."""
     _, lost = aligned._prepare(state, spec, known, None)
     groups = group_heads(lost, spec.num_kv_heads, target.num_kv_heads)
     return groups, sum(lost(group) for group in groups)
@@ -93,7 +93,7 @@ def output(spec: GroupedSpec, state: dict[str, Tensor], inputs: Tensor) -> Tenso
 def mix_heads(
     state: dict[str, Tensor], spec: GroupedSpec, groups: tuple[tuple[int, ...], ...], seed: int = 50
 ) -> dict[str, Tensor]:
-    """Make every head of a group some mixture of its first: complex numbers a frequency, matrices elsewhere."""
+    """Make every head of a group a mixture of its first: complex factors at each frequency, matrices elsewhere."""
     out = dict(state)
     with_biases = [
         torch.cat((state[f"{n}.weight"], state.get(f"{n}.bias", torch.zeros(len(state[f"{n}.weight"])))[:, None]), 1)
@@ -144,7 +144,7 @@ def test_mixtures_of_one_head_are_merged_without_loss(spec: GroupedSpec, count: 
 @pytest.mark.parametrize("count", [3, 1])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_every_familys_layers(name: str, count: int, mixed: bool, tmp_path: Path) -> None:
-    """As its folder holds them, those that attend to an encoder too: copies, or mixtures, of fewer heads."""
+    """Every layer of a family's folder, cross-attention included; its heads are copies or mixtures of fewer."""
     options = {"num_key_value_heads": 6} if name in STOCK else {}
     checkpoint = open_checkpoint(save_family(tmp_path, name, **options))
     for cross, layers in ((False, checkpoint.spec.layers), (True, checkpoint.spec.cross_layers)):
@@ -167,7 +167,7 @@ def test_every_familys_layers(name: str, count: int, mixed: bool, tmp_path: Path
 def key_error(
     state: dict[str, Tensor], made: dict[str, Tensor], spec: GroupedSpec, target: GroupedSpec, known: Statistics
 ) -> float:
-    """``Σ_h w_h E|q·k − q̃·k̃|²``, queries and keys independent, a rotated pair's phase anything; heads in order."""
+    """``Σ_h w_h E|q·k − q̃·k̃|²``: queries and keys independent, any phase of a rotated pair, heads in order."""
     turned = rotated_dims(spec)
     scale = spec.head_dim**-1.0
     total = 0.0
@@ -197,7 +197,7 @@ def key_error(
 def value_error(
     state: dict[str, Tensor], made: dict[str, Tensor], spec: GroupedSpec, target: GroupedSpec, known: Statistics
 ) -> float:
-    """``Σ_h E‖W_o W_v x − W̃_o W̃_v x‖²``."""
+    """The error of the output: ``Σ_h E‖W_o W_v x − W̃_o W̃_v x‖²``."""
     maps = []
     for own, tensors in ((spec, state), (target, made)):
         v = tensors["v_proj.weight"].unflatten(0, (own.num_kv_heads, -1)).repeat_interleave(own.group_size, 0)
@@ -207,7 +207,7 @@ def value_error(
 
 
 def in_order(state: dict[str, Tensor], spec: GroupedSpec, order: list[int]) -> dict[str, Tensor]:
-    """The same layer with its key–value heads, and the query heads of each, in another order."""
+    """A layer with its key–value heads, and the query heads of each, in another order."""
     out = dict(state)
     for name, dim in (("q_proj.weight", 0), ("k_proj.weight", 0), ("v_proj.weight", 0), ("o_proj.weight", 1)):
         out[name] = state[name].unflatten(dim, (spec.num_kv_heads, -1)).index_select(dim, torch.tensor(order))
@@ -263,7 +263,7 @@ def test_groups_are_found_wherever_their_heads_are() -> None:
 
 
 def test_a_small_difference_between_normed_heads_stays_small() -> None:
-    """Neither its sign in each frequency nor its size matters to a norm."""
+    """Neither the sign of a head at a frequency nor its size changes what comes out of its norm."""
     spec = SPECS["normed"]
     state = mix_heads(random_state(spec), spec, SHUFFLED[3])
     heads = state["k_proj.weight"].unflatten(0, (6, -1))
@@ -292,7 +292,7 @@ def test_normed_heads_are_averaged_better_than_the_mean_or_the_first() -> None:
 
 
 def test_what_all_tokens_share_of_the_values_is_in_the_outputs_bias() -> None:
-    """Tokens that are all the average one come out as they did, whatever the values lost."""
+    """Where every token equals the mean, the output is unchanged, whatever the values lost."""
     for name in ("no rope, no key bias", "partial rope, biases"):
         spec = SPECS[name]
         target, state, known = as_grouped(spec, 2), random_state(spec), random_statistics(spec)
@@ -340,16 +340,17 @@ def test_what_merging_normed_heads_loses_is_what_it_says() -> None:
             lost = torch.stack(
                 [normed(rows) * s[:, None] - normed(heads.rows[k]) for k, s in zip(group, signs, strict=True)]
             )
-            return float((heads.asked[list(group)] * torch.einsum("kde,ef,kdf->kd", lost, heads.moments, lost)).sum())
+            energies = torch.einsum("kde,ef,kdf->kd", lost, heads.moments, lost)
+            return float((heads.query_energy[list(group)] * energies).sum())
 
-        assert heads.lost(group) == pytest.approx(error(made, signs), rel=1e-9)
+        assert heads.loss(group) == pytest.approx(error(made, signs), rel=1e-9)
         assert error(made, signs) < error(heads.rows[list(group)].mean(0), torch.ones_like(signs))
         assert error(made, signs) < error(heads.rows[0], torch.ones_like(signs))
-        assert heads.total >= heads.lost((0,)) >= -1e-9
+        assert heads.total >= heads.loss((0,)) >= -1e-9
 
 
 def test_queries_of_normed_heads_ask_for_a_pair_together() -> None:
-    """A rotation turns one dim of it into the other; a norm of queries makes their own size nothing."""
+    """A rotation turns one dim of a pair into the other; the queries' norm makes their size irrelevant."""
     spec = SPECS["normed, biases, interleaved partial rope"]
     state, known = random_state(spec), random_statistics(spec)
     target = as_grouped(spec, 2)
@@ -361,11 +362,11 @@ def test_queries_of_normed_heads_ask_for_a_pair_together() -> None:
     again, lost_again = chosen_groups(louder, spec, target, known)
     assert again == groups
     assert lost_again == pytest.approx(lost, rel=1e-9)
-    (heads,) = aligned._parts(state, spec, known, None).keys
+    (heads,) = aligned._divide(state, spec, known, None).keys
     assert isinstance(heads, NormedHeads)
-    assert torch.allclose(heads.asked[:, [1, 0, 3, 2]], heads.asked[:, :4])
-    assert not torch.allclose(heads.asked[:, [2, 3, 0, 1]], heads.asked[:, :4])
-    assert not torch.allclose(heads.asked[:, [5, 4, 7, 6]], heads.asked[:, 4:])
+    assert torch.allclose(heads.query_energy[:, [1, 0, 3, 2]], heads.query_energy[:, :4])
+    assert not torch.allclose(heads.query_energy[:, [2, 3, 0, 1]], heads.query_energy[:, :4])
+    assert not torch.allclose(heads.query_energy[:, [5, 4, 7, 6]], heads.query_energy[:, 4:])
 
 
 def test_the_same_twice_to_the_last_bit() -> None:

@@ -1,4 +1,4 @@
-"""Groups of heads: equal, never worse than neighbours, and no exchange of two heads improves them."""
+"""Groups of heads are equally large, lose no more than neighbours, and no exchange of two heads improves them."""
 
 from __future__ import annotations
 

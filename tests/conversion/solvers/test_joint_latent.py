@@ -1,4 +1,4 @@
-"""The latent is the best of its rank, by the weighted error it is chosen for."""
+"""The joint latent has the least weighted error of all latents of its rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_where_inputs_are_seen_differently_no_other_decoder_is_better(rank: int,
     least = error(some, down, ups)
     for part, up in zip(some, ups, strict=True):
         slope = (part.rows - up @ down) @ part.moments @ down.mT
-        # As near as a floor of 1e-6 lets it.
+        # As near as a floor of 1e-6 allows.
         assert slope.norm() <= 1e-5 * (part.rows @ part.moments @ down.mT).norm()
     sizes = [part.moments.diagonal().mean() for part in some]
     mean = sum(part.moments / size for part, size in zip(some, sizes, strict=True))

@@ -1,4 +1,4 @@
-"""What one layer's weights become, without a text."""
+"""One layer converted by its weights alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.real_models import save_tiny
 
 @pytest.mark.parametrize("to", ["mla", "mqa"])
 def test_without_a_text_biases_are_inputs_too(tmp_path: Path, to: str) -> None:
-    """What a layer says of nothing at all is in them alone; qwen2 has no bias to make up for it."""
+    """The output for zero inputs comes from biases alone, and qwen2's output projection has none to correct it."""
     save_tiny(tmp_path / "source", "qwen2")
     source = read_layer(open_checkpoint(tmp_path / "source"), Place(0))
     spec, state = source.spec, dict(source.state)

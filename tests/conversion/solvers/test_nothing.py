@@ -1,4 +1,4 @@
-"""Layers that do nothing, pruned or skipped, convert to layers that do nothing, and take nothing from the others."""
+"""Layers with zero weights, pruned or skipped, stay zero, and do not harm the conversion of other layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ convert = partial(headwise.convert, evaluate=False)
 
 
 def without(folder: Path, part: str, model_type: str = "llama") -> Path:
-    """A tiny model in which all weights with ``part`` in their names are 0."""
+    """A tiny model whose weights with ``part`` in their names are 0."""
     save_tiny(folder, model_type, max_position_embeddings=64)
     weights = load_file(folder / "model.safetensors")
     zeroed = {name: tensor * 0 if part in name else tensor for name, tensor in weights.items()}
@@ -61,7 +61,7 @@ def without(folder: Path, part: str, model_type: str = "llama") -> Path:
 
 
 def attention_outputs(folder: Path) -> list[torch.Tensor]:
-    """What each layer's attention gives of random tokens."""
+    """The output of each layer's attention for random tokens."""
     model = headwise.load(folder)
     found: list[torch.Tensor] = []
     for layer in model.model.layers:
@@ -85,8 +85,8 @@ def test_it_converts(tmp_path: Path, part: str, way: dict[str, Any]) -> None:
     convert(source, output, **given)
     for name, tensor in load_file(output / "model.safetensors").items():
         assert torch.isfinite(tensor).all(), name
-        assert tensor.abs().max() < 1e5, name  # no number is there to be multiplied by a tiny one
-    # The descent puts a layer to use that does nothing, to make up for what the one before it lost.
+        assert tensor.abs().max() < 1e5, name  # no weight is large to make up for a tiny one
+    # The descent may use a zero layer to make up for the loss of the layer before it.
     descends = way is WAYS["text"] and part == NOTHING["values"]
     if part in (NOTHING["values"], NOTHING["input"], NOTHING["everything"]) and not descends:
         assert attention_outputs(output)[1].abs().max() < 1e-12
@@ -127,7 +127,7 @@ def test_where_every_channel_rotates_keys_leave_nothing_for_the_latent(tmp_path:
 
 @pytest.mark.parametrize("size", [1.0, 1e-8])
 def test_a_part_that_is_nothing_costs_the_other_nothing(size: float) -> None:
-    """The latent is then the truncated SVD of the other part, however little its errors cost."""
+    """Beside a part of zeros the latent is the truncated SVD of the other part, however little its errors cost."""
     generator = torch.Generator().manual_seed(torch.seed() % 2**32)
     rows, x = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((7, 11), (44, 11)))
     moments = x.mT @ x / len(x)
@@ -148,7 +148,7 @@ def test_a_refit_of_nothing_changes_nothing() -> None:
     refit = OutputRefit(weight, None)
     refit.add(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5)))
     assert torch.equal(refit.solve()["o_proj.weight"], weight.double())
-    refit = OutputRefit(weight, bias)  # the bias has something to learn
+    refit = OutputRefit(weight, bias)  # there is an error for the bias to correct
     refit.add(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5)))
     found = refit.solve()
     assert torch.equal(found["o_proj.weight"], weight.double())
@@ -156,7 +156,7 @@ def test_a_refit_of_nothing_changes_nothing() -> None:
 
 
 def test_nan_is_said_to_be_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no wider dtype is advised, which would hold it no better."""
+    """No wider dtype is advised: it would hold the value no better."""
     source, own = save_tiny(tmp_path / "source"), own_method.convert_to_latent
 
     def broken(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The published methods lose nothing at full width, and do what their papers say, step for step."""
+"""The published methods are lossless at full width, and follow their papers step by step."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Example:
         return (rows[2 * f], rows[2 * f + 1]) if self.spec.rope.interleaved else (rows[f], rows[f + 4])
 
     def pair(self, name: str, head: int, f: int) -> torch.Tensor:
-        """``[T]`` complex."""
+        """A rotated pair of one head at frequency f, ``[T]`` complex."""
         first, second = self.pair_rows(name, head, f)
         return torch.complex(self.x @ first, self.x @ second)
 
@@ -154,7 +154,7 @@ class Example:
         return torch.cat(heads, dim=1) @ self.state["o_proj.weight"].mT
 
     def turned(self, q: torch.Tensor, k: torch.Tensor, f: int | None) -> torch.Tensor:
-        """``Re conj(q_i) k_j e^{iθ(j − i)}`` for all i and j; without a frequency, without the turn."""
+        """``Re conj(q_i) k_j e^{iθ(j − i)}`` for all i and j; without rotation where ``f`` is None."""
         theta = 0.0 if f is None else self.rotary.frequencies[f]
         position = torch.arange(30, dtype=torch.float64)
         turn = torch.polar(torch.ones_like(position), theta * position)

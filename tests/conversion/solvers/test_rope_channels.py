@@ -1,4 +1,4 @@
-"""Mixing key heads at one frequency commutes with RoPE; keeping the best channels is optimal by its own measure."""
+"""Mixing key heads at one frequency commutes with RoPE; the kept channels are the best by their own measure."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_mean_rotation_is_over_each_heads_distances() -> None:
 
 
 def test_without_rotation_scores_lose_what_is_said() -> None:
-    """Of random queries and keys, by the distances' own probabilities."""
+    """The loss of random queries and keys, summed over the probabilities of the distances."""
     K, group, F, E, T = 2, 2, 3, 6, 9
     queries, keys = random_pairs(K * group, F, E, seed=0), random_pairs(K, F, E, seed=1)
     distances = torch.rand(K * group, T, dtype=torch.float64, generator=torch.Generator().manual_seed(2))

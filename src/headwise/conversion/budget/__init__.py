@@ -1,1 +1,1 @@
-"""How one total of cached values is spread over layers."""
+"""Spread one total of cached values over layers."""

@@ -1,7 +1,7 @@
-"""Spend one total over layers: a size for each, such that what they lose together is least.
+"""Allocate one total of cached values to layers: a size for each, such that the sum of their losses is least.
 
-Sizes are counted in steps, as large for every layer, from the layer's share of an even plan, so that a plan whose
-steps sum to 0 spends exactly what the even one does.
+A layer's size is counted in steps from its share of the even allocation. Steps are equally large for all layers, so
+that an allocation whose steps sum to 0 spends exactly as much as the even one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import torch
 from headwise.errors import ArgumentError
 
 STEP = 8
-"""Cached values a token that sizes differ by; 2 where some layer has fewer than `COARSE`."""
+"""The cached values a token of one step; 2 where the even share of some layer is below `COARSE`."""
 
 COARSE = 48
+"""The least even share, in values a token, for steps of `STEP` values."""
 
 
 class Node(NamedTuple):
-    """What a layer loses at one size.
+    """The loss of a layer at one size.
 
     Attributes:
-        rank: of its latent, R.
-        rotary: width of its rotary key, P.
+        rank: R, the width of the latent.
+        rotary: P, the width of the rotary key.
         loss: nats a token.
     """
 
@@ -36,33 +37,33 @@ class Node(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Cached a token."""
+        """The cached values a token."""
         return self.rank + self.rotary
 
 
 class Choice(NamedTuple):
-    """A size that a layer may have, and its steps from the even one."""
+    """A size that a layer may have, and its distance from the even size in steps."""
 
     steps: int
     node: Node
 
 
 def step_of(shares: Sequence[int]) -> int:
-    """What the sizes of layers differ by whose even shares are these, in values."""
+    """The step, in values a token, of layers with these even shares."""
     return STEP if min(shares) >= COARSE else 2
 
 
 def curve(nodes: Sequence[Node], share: int, step: int) -> list[Choice]:
-    """The best size of every number of values that measured ones allow, from the smallest up.
+    """The best size for each number of values within the measured range, from the smallest up.
 
-    Between two of them the loss is taken to be exponential, first in the rank and then in the rotary width; of one
-    width it is not let rise with the rank.
+    Between measured sizes the loss is interpolated exponentially, first in the rank and then in the rotary width. At
+    one rotary width it is made not to rise with the rank.
 
     Args:
-        nodes: what was measured, one of them of the even share; of each rotary width, the smallest and the largest
-            of all ranks among them.
-        share: that share, in values.
-        step: `step_of` the shares of all layers.
+        nodes: the measured sizes: one has the even share, and every rotary width has the smallest and the largest
+            of all ranks.
+        share: the layer's even share, in values.
+        step: `step_of` the even shares of all layers.
     """
     lines = {
         rotary: _falling(sorted(node for node in nodes if node.rotary == rotary))
@@ -72,76 +73,80 @@ def curve(nodes: Sequence[Node], share: int, step: int) -> list[Choice]:
     best: dict[int, Node] = {}
     for rotary in sorted({*lines, *range(min(lines), max(lines) + 1, step)}):
         for rank in range(smallest, largest + 1):
-            steps, rest = divmod(rank + rotary - share, step)
-            if rest:
+            steps, remainder = divmod(rank + rotary - share, step)
+            if remainder:
                 continue
-            found = Node(rank, rotary, _at(lines, rank, rotary))
-            if steps not in best or found.loss < best[steps].loss:
-                best[steps] = found
+            node = Node(rank, rotary, _loss_at(lines, rank, rotary))
+            if steps not in best or node.loss < best[steps].loss:
+                best[steps] = node
     return [Choice(steps, best[steps]) for steps in sorted(best)]
 
 
 def allocate(curves: Sequence[Sequence[Choice]]) -> list[Node]:
-    """One size a layer, the steps' sum being 0 and the losses' least: exact, by dynamic programming over the sum.
+    """Choose one size for each layer such that steps sum to 0 and the sum of losses is least.
 
-    Where several plans lose the same, the last layer keeps the size that stands first, then the one before it, and so
-    on.
+    The optimum is exact, by dynamic programming over the sum of steps. Among allocations with equal losses the last
+    layer gets the first of its possible choices, then the layer before it, and so on.
+
+    Args:
+        curves: each layer's choices; see `curve`.
 
     Raises:
         ArgumentError: no choice of sizes has steps that sum to 0.
     """
     lowest = [min(choice.steps for choice in choices) for choices in curves]
-    wanted = -sum(lowest)
-    loss = torch.full((wanted + 1,), math.inf, dtype=torch.float64) if wanted >= 0 else torch.empty(0)
-    if wanted >= 0:
+    total = -sum(lowest)
+    loss = torch.full((total + 1,), math.inf, dtype=torch.float64) if total >= 0 else torch.empty(0)
+    if total >= 0:
         loss[0] = 0.0
-    taken = []
+    layer_numbers = []
     for low, choices in zip(lowest, curves, strict=True):
         best = torch.full_like(loss, math.inf)
-        which = torch.zeros(len(loss), dtype=torch.long)
+        numbers = torch.zeros(len(loss), dtype=torch.long)
         for number, choice in enumerate(choices):
-            at = choice.steps - low
-            if at >= len(loss):
+            offset = choice.steps - low
+            if offset >= len(loss):
                 continue
-            through = loss[: len(loss) - at] + choice.node.loss
-            better = through < best[at:]
-            best[at:][better] = through[better]
-            which[at:][better] = number
+            losses = loss[: len(loss) - offset] + choice.node.loss
+            is_better = losses < best[offset:]
+            best[offset:][is_better] = losses[is_better]
+            numbers[offset:][is_better] = number
         loss = best
-        taken.append(which)
-    if wanted < 0 or not math.isfinite(float(loss[wanted])):
+        layer_numbers.append(numbers)
+    if total < 0 or not math.isfinite(float(loss[total])):
         raise ArgumentError("sizes", len(curves), "must have one choice each whose steps sum to 0")
-    plan: list[Node] = []
-    left = wanted
-    for low, choices, which in zip(reversed(lowest), reversed(curves), reversed(taken), strict=True):
-        choice = choices[int(which[left])]
-        plan.append(choice.node)
-        left -= choice.steps - low
-    return plan[::-1]
+    nodes: list[Node] = []
+    remaining = total
+    for low, choices, numbers in zip(reversed(lowest), reversed(curves), reversed(layer_numbers), strict=True):
+        choice = choices[int(numbers[remaining])]
+        nodes.append(choice.node)
+        remaining -= choice.steps - low
+    return nodes[::-1]
 
 
 def _falling(nodes: Sequence[Node]) -> list[Node]:
-    """With losses that never rise: more can always be left unused."""
-    least = itertools.accumulate((node.loss for node in nodes), min)
-    return [node._replace(loss=loss) for node, loss in zip(nodes, least, strict=True)]
+    """Sizes of one rotary width with losses that never rise: a larger latent need not be used in full."""
+    least_losses = itertools.accumulate((node.loss for node in nodes), min)
+    return [node._replace(loss=loss) for node, loss in zip(nodes, least_losses, strict=True)]
 
 
-def _at(lines: Mapping[int, Sequence[Node]], rank: int, rotary: int) -> float:
-    """The loss at a size between those measured: by each rotary width beside it, and then between the two."""
+def _loss_at(lines: Mapping[int, Sequence[Node]], rank: int, rotary: int) -> float:
+    """The loss at any size: interpolated in the rank at both neighbouring rotary widths, then between these."""
     below = max(width for width in lines if width <= rotary)
     above = min(width for width in lines if width >= rotary)
     losses = []
     for width in (below, above):
         low = max(node for node in lines[width] if node.rank <= rank)
         high = min(node for node in lines[width] if node.rank >= rank)
-        losses.append(_between(low.rank, low.loss, high.rank, high.loss, rank))
-    return _between(below, losses[0], above, losses[1], rotary)
+        losses.append(_interpolate(low.rank, low.loss, high.rank, high.loss, rank))
+    return _interpolate(below, losses[0], above, losses[1], rotary)
 
 
-def _between(low: int, at_low: float, high: int, at_high: float, at: int) -> float:
+def _interpolate(low: int, at_low: float, high: int, at_high: float, position: int) -> float:
+    """The value at a position between ``low`` and ``high``: exponentially, or linearly where one is not positive."""
     if high == low or at_high == at_low:
         return at_low
-    part = (at - low) / (high - low)
+    part = (position - low) / (high - low)
     if at_low <= 0 or at_high <= 0:
         return (1 - part) * at_low + part * at_high
     return math.exp((1 - part) * math.log(at_low) + part * math.log(at_high))

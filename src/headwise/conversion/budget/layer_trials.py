@@ -1,8 +1,8 @@
-"""The loss of each layer at some sizes and key weights, and of whole models by an allocation.
+"""The loss of each layer at several sizes and key weights, and of the whole model with an allocation.
 
-The source's layers are solved quickly, without refits. Every layer's loss is estimated on held-out text by the
-sensitivities, which see no further than its own output; so every layer is also put by itself into the model at its
-even size, and the divergence of the logits that follows corrects its estimates.
+Layers are solved once, without refits. Each layer's loss is estimated on held-out text by its sensitivity, which
+covers its own output alone; so each layer at its even size also replaces the source's in the model by itself, and the
+divergence of the logits scales its estimates.
 
 Shapes: N pieces of T tokens, E hidden, R latent rank, P rotary dims.
 """
@@ -33,16 +33,16 @@ from headwise.progress import Progress
 from headwise.specs import GroupedSpec, LatentSpec
 
 KEY_WEIGHTS = (KEY_WEIGHT, KEY_WEIGHT / 4, KEY_WEIGHT * 4)
-"""How much an error of the keys may count relative to the values', the usual weight first."""
+"""The costs of an error of the keys relative to one of the values that are tried, the usual one first."""
 
 
 class LayerLosses(NamedTuple):
-    """What one layer loses.
+    """The losses of one layer.
 
     Attributes:
-        even: at its even size and the usual key weight.
-        key_weight: the one that loses least at that size.
-        nodes: at some sizes, with that key weight.
+        even: the loss at its even size and the usual key weight.
+        key_weight: the key weight that loses least at that size.
+        nodes: the losses at several sizes, with that key weight.
     """
 
     even: Node
@@ -52,12 +52,12 @@ class LayerLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerTrials:
-    """Trials of single layers and of whole allocations, kept on disk as they are finished.
+    """Trials of single layers and of whole allocations, saved to disk as they are finished.
 
     Attributes:
-        plan: the conversion, its layers of the even sizes.
-        calibrator: about to convert layer 0; with sensitivities.
-        files: each layer's statistics; within its folder the trials that are finished.
+        plan: the conversion, with the even sizes.
+        calibrator: before layer 0, with sensitivities.
+        files: the files of each layer's statistics, whose folder also gets the finished trials.
         progress: told of each layer, twice.
     """
 
@@ -67,28 +67,28 @@ class LayerTrials:
     progress: Progress
 
     def losses(self, trial: Trial) -> list[LayerLosses]:
-        """What each layer loses at some sizes and key weights; its statistics are kept.
+        """Measure each layer's losses at several sizes and key weights, and save its statistics.
 
-        Processes take layers in turn. Those that were tried by a run that was killed are not solved again.
+        Processes take layers in turn. Layers that a killed run tried are not solved again.
         """
         layers, finished = self.plan.before.num_layers, LayerFiles(self.files.folder / "tried")
         source_stream = self.calibrator.source_stream()
         streams: dict[int, Tensor] = {}
-        tried: list[list[tuple[int, int]]] = []
+        layer_sizes: list[list[tuple[int, int]]] = []
         estimates = []
         for index in range(layers):
-            self.progress("spreading", index, 2 * layers)
-            module = self.calibrator.model.layer(index)
+            self.progress("spreading the cache", index, 2 * layers)
+            module = self.calibrator.model.module(index)
             sizes = self._sizes(index)
-            tried.append(sizes)
+            layer_sizes.append(sizes)
             losses = torch.zeros(len(sizes) + len(KEY_WEIGHTS) - 1, dtype=torch.float64)
-            streams = {at: trial.model.run(index, module, stream) for at, stream in streams.items()}
+            streams = {replaced: trial.model.run(index, module, stream) for replaced, stream in streams.items()}
             is_mine = index % process_count() == process_index()
-            kept = None if self.files.load(index) is None else finished.load(index)
-            if kept is not None:
+            saved_trial = None if self.files.load(index) is None else finished.load(index)
+            if saved_trial is not None:
                 source_stream.skip(index, module)
                 if is_mine:
-                    losses, streams[index] = kept[0]["losses"], kept[0]["stream"]
+                    losses, streams[index] = saved_trial[0]["losses"], saved_trial[0]["stream"]
             else:
                 source, sensitivity = self._source(index), self.calibrator.sensitivity(index)
                 assert sensitivity is not None
@@ -107,46 +107,46 @@ class LayerTrials:
         divergences = _divergences(trial, streams, layers)
         return [
             _corrected(sizes, all_sum(losses).tolist(), divergence)
-            for sizes, losses, divergence in zip(tried, estimates, divergences, strict=True)
+            for sizes, losses, divergence in zip(layer_sizes, estimates, divergences, strict=True)
         ]
 
     def divergences(self, trial: Trial, allocations: Sequence[Sequence[LayerSize]]) -> list[float]:
-        """KL from the source, in nats a token, of the whole model by each allocation, all layers solved quickly.
+        """Measure the KL from the source, in nats a token, of the whole model with each allocation, without refits.
 
         Processes take allocations in turn.
         """
-        saved, finished = SavedCalibrator(self.files.folder), LayerFiles(self.files.folder / "plans")
+        statistics, finished = SavedCalibrator(self.files.folder), LayerFiles(self.files.folder / "allocations")
         layers = self.plan.before.num_layers
         barrier()
-        mine = [at for at in range(len(allocations)) if at % process_count() == process_index()]
-        streams = {at: trial.begin() for at in mine}
-        past = dict.fromkeys(streams, 0)
-        for at in streams:
-            if (kept := finished.load(at)) is not None:  # of a run that was killed
-                streams[at], past[at] = kept[0]["stream"], kept[1]["layers"]
+        mine = [number for number in range(len(allocations)) if number % process_count() == process_index()]
+        streams = {number: trial.begin() for number in mine}
+        positions = dict.fromkeys(streams, 0)  # how many layers each stream has passed
+        for number in streams:
+            if (saved_trial := finished.load(number)) is not None:  # from a killed run
+                streams[number], positions[number] = saved_trial[0]["stream"], saved_trial[1]["layers"]
         for index in range(layers):
-            self.progress("spreading", layers + index, 2 * layers)
+            self.progress("spreading the cache", layers + index, 2 * layers)
             if not streams:
                 break
-            module = trial.model.layer(index)
-            if waiting := [at for at in streams if past[at] == index]:
-                source, evidence = self._source(index), saved.evidence(Place(index))
-            for at in waiting:
-                size = allocations[at][index]
+            module = trial.model.module(index)
+            if waiting := [number for number in streams if positions[number] == index]:
+                source, evidence = self._source(index), statistics.evidence(Place(index))
+            for number in waiting:
+                size = allocations[number][index]
                 for _, layer in self._solutions(source, [size[:2]], evidence, size.key_weight):
-                    streams[at] = trial.replaced(index, module, streams[at], layer)
-                past[at] = index + 1
-                finished.save(at, {"stream": streams[at]}, {"layers": past[at]})
+                    streams[number] = trial.replaced(index, module, streams[number], layer)
+                positions[number] = index + 1
+                finished.save(number, {"stream": streams[number]}, {"layers": positions[number]})
             trial.source = trial.model.run(index, module, trial.source)
-        self.progress("spreading", 2 * layers, 2 * layers)
+        self.progress("spreading the cache", 2 * layers, 2 * layers)
         return _divergences(trial, streams, len(allocations))
 
     def _try(
         self, trial: Trial, index: int, module: nn.Module, source: Layer, evidence: Evidence
     ) -> tuple[Tensor, Tensor]:
-        """What a layer loses by its own error, and its output on the pieces with the first of its sizes in it.
+        """A layer's estimated losses, and its output ``[N, T, E]`` with its attention replaced at its first size.
 
-        Losses are float64, of each size with the usual key weight and then of the first with the others.
+        Losses are float64: of each size with the usual key weight, then of the first size with the other key weights.
         """
         assert evidence.sensitivity is not None
         sizes = self._sizes(index)
@@ -156,7 +156,7 @@ class LayerTrials:
             by_size[size] = error(layer)
             if size == sizes[0]:
                 stream = trial.replaced(index, module, trial.source, layer)
-        del layer  # before others need the room
+        del layer  # freed before others are solved
         losses = [by_size[size] for size in sizes]
         for key_weight in KEY_WEIGHTS[1:]:
             losses += [error(layer) for _, layer in self._solutions(source, sizes[:1], evidence, key_weight)]
@@ -178,24 +178,24 @@ class LayerTrials:
 
 
 def _corrected(sizes: Sequence[tuple[int, int]], estimates: Sequence[float], divergence: float) -> LayerLosses:
-    """What a layer loses, its estimates scaled by the divergence that follows at its even size.
+    """A layer's losses: its estimates, scaled by the divergence of the model with the layer at its even size.
 
     Args:
-        sizes: R and P, the even ones first.
-        estimates: of each size with the usual key weight, and then of the first with the others.
-        divergence: of the logits with the layer at its even size in the model, in nats a token.
+        sizes: R and P of each size, the even size first.
+        estimates: the estimate of each size with the usual key weight, then of the first with the other key weights.
+        divergence: the logits' divergence with the layer at its even size in the model, in nats a token.
     """
     usual, by_weight = estimates[0], [estimates[0], *estimates[len(sizes) :]]
     least = min(by_weight)
     scale = divergence / usual if usual > 0 else 0.0
-    saved = least / usual if usual > 0 else 1.0  # at every size, as far as one is known
-    nodes = [Node(*size, scale * saved * loss) for size, loss in zip(sizes, estimates[: len(sizes)], strict=True)]
+    gain = least / usual if usual > 0 else 1.0  # of the best key weight; measured at one size, applied to all
+    nodes = [Node(*size, scale * gain * loss) for size, loss in zip(sizes, estimates[: len(sizes)], strict=True)]
     return LayerLosses(Node(*sizes[0], divergence), KEY_WEIGHTS[by_weight.index(least)], nodes)
 
 
 def _divergences(trial: Trial, streams: dict[int, Tensor], count: int) -> list[float]:
-    """The divergences of all ``count`` streams, each process having some of them."""
+    """The divergences of all ``count`` streams, of which each process has some."""
     divergences = torch.zeros(count, dtype=torch.float64)
-    for at, nats in zip(streams, trial.divergences(list(streams.values())), strict=True):
-        divergences[at] = nats
+    for number, nats in zip(streams, trial.divergences(list(streams.values())), strict=True):
+        divergences[number] = nats
     return list(all_sum(divergences).tolist())

@@ -1,7 +1,7 @@
-"""One list of rotary channels for all layers, as deepseek_v3 needs it, and what sharing it costs.
+"""Choose one list of rotary channels for all layers, as deepseek_v3 needs it, and measure the cost of sharing it.
 
-A layer's channels are mixtures of its key heads, at each frequency the most asked-for first
-(`rope_channels.concentrate`). The list says which of them keep their rotation; each layer mixes its own heads into
+A layer's channels are mixtures of its key heads, at each frequency in falling order of energy
+(`rope_channels.concentrate`). The list says which channels keep their rotation; each layer mixes its own heads into
 them.
 
 Shapes: K key heads, F frequencies, E hidden.
@@ -29,40 +29,40 @@ from headwise.specs import GroupedSpec, LatentSpec
 
 @torch.no_grad()
 def choose_shared_channels(plan: ConversionPlan, calibrator: Calibrator, progress: Progress) -> Tensor:
-    """The channels that all layers together would lose most without, bool ``[F, K]``.
+    """Choose the channels whose rotation is worth most to all layers together, bool ``[F, K]``.
 
-    What a layer loses is an error of its scores times how much of its output, in the metric of the loss, turns on
-    them: nats, so that layers can be added up. With a text it is measured where sensitivities are, on a few windows
-    that go once through the source. Without one, layers count alike.
+    A layer's loss is the error of its scores, weighted by how much its output depends on them in the metric of the
+    loss: nats, so that layers add up. With a text it is measured on the windows that sensitivities are measured on,
+    which go once through the source. Without one, layers count alike.
 
     Args:
-        plan: a conversion to MLA whose layers keep rotary keys of one width.
-        calibrator: of the source.
+        plan: a conversion to MLA, with one rotary width for all layers.
+        calibrator: gives the evidence of each layer.
         progress: told of each layer.
     """
     energies, losses, pairs = [], [], 0
     layers = plan.before.num_layers
     for index, (source, evidence) in enumerate(calibrator.source_evidence(plan)):
-        progress("planning", index, layers)
+        progress("choosing rotary channels", index, layers)
         spec, target = source.spec, plan.after.layers[index]
         assert isinstance(spec, GroupedSpec)
         assert isinstance(target, LatentSpec)
         longest = plan.layer_target(plan.places[index]).longest
         statistics = evidence.statistics or Statistics.nothing(spec.hidden_size, spec.num_heads, longest)
-        energy, lost = rotary_losses(source.state, spec, target, statistics, mix=plan.mixes_heads)
-        # Without a text, layers count alike; one whose keys are nothing does not count.
-        whole = max(float(energy.sum()), NOTHING) if evidence.statistics is None else 1.0
+        energy, loss = rotary_losses(source.state, spec, target, statistics, mix=plan.mixes_heads)
+        # Without a text, layers count alike; one whose keys are zero does not count.
+        scale = max(float(energy.sum()), NOTHING) if evidence.statistics is None else 1.0
         pairs = target.qk_rope_head_dim // 2
-        energies.append(energy / whole)
-        losses.append(lost / whole)
-    progress("planning", layers, layers)
+        energies.append(energy / scale)
+        losses.append(loss / scale)
+    progress("choosing rotary channels", layers, layers)
     return keep_rotation(torch.stack(energies).sum(0), torch.stack(losses).sum(0), pairs)
 
 
 def rotary_losses(
     state: State, source: GroupedSpec, target: LatentSpec, statistics: Statistics, *, mix: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Each channel's energy, and the part of it that the scores lose without its rotation: ``[F, K]`` both."""
+    """Each channel's energy, and the part of it that scores lose without the channel's rotation: both ``[F, K]``."""
     w_q, w_k, _ = projections(state, target)
     rotary = rotary_channels(w_q, w_k, source, statistics, mix=mix)
     return rotary.channels.energy, rotary.lost
@@ -71,21 +71,21 @@ def rotary_losses(
 def compare_own_channels(
     method: Method, source: Layer, target: LayerTarget, evidence: Evidence, shared: Layer, calibrator: Calibrator
 ) -> dict[str, float]:
-    """What a layer loses with the channels that all share, and with those it needs most, before any refit.
+    """Compare a layer's loss with the shared channels and with its own choice of channels, before any refit.
 
     Args:
-        method: that solved the layer.
+        method: the method that solved the layer.
         source: the layer.
-        target: what it becomes, with shared channels.
-        evidence: what is known of it.
-        shared: the solution.
-        calibrator: at that layer.
+        target: the converted layer, with shared channels.
+        evidence: the layer's evidence.
+        shared: the solution with shared channels.
+        calibrator: the calibrator, at that layer.
 
     Returns:
-        ``shared`` and ``own``, nats a token on held-out windows; nothing where there are none.
+        ``shared`` and ``own``, nats a token on held-out windows; empty without a text.
     """
     if target.rotary_channels is None or not calibrator.is_sequential:
         return {}
-    own = method.solve(source, replace(target, rotary_channels=None), evidence)
-    losses = calibrator.losses(shared, own)
+    unshared = method.solve(source, replace(target, rotary_channels=None), evidence)
+    losses = calibrator.losses(shared, unshared)
     return {} if losses is None else dict(zip(("shared", "own"), losses, strict=True))

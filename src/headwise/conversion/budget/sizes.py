@@ -1,4 +1,4 @@
-"""The sizes that a layer is tried at, and its solutions at them.
+"""The sizes that a layer is tried at, and its solutions at these sizes.
 
 Shapes: E hidden, R latent rank, P rotary dims.
 """
@@ -20,14 +20,14 @@ from headwise.specs import GroupedSpec, LatentSpec, as_latent, rotary_width
 
 
 def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
-    """R and P of a layer's trials, the even size first: 1/2 to 3/2 of R, 1/2 to 2 times P."""
+    """R and P of each of a layer's trials, the even size first: R/2 to 3R/2 by P/2 to 2P."""
     R, P = even.kv_lora_rank, even.qk_rope_head_dim
-    whole = source.num_kv_heads * (source.head_dim + source.value_dim)
-    widest = min(2 * P, rotary_width(source), whole - R)
-    rotary = {P} if P == 0 else {max(P // 4 * 2, 2), P, max(widest // 2 * 2, P)}
-    ranks = {max(R // 2, 1), R, max(min(R + R // 2, whole - max(rotary)), R)}
-    every = sorted((r, p) for r in ranks for p in rotary)
-    return [(R, P), *(size for size in every if size != (R, P))]
+    total = source.num_kv_heads * (source.head_dim + source.value_dim)
+    widest_rotary = min(2 * P, rotary_width(source), total - R)
+    rotary_widths = {P} if P == 0 else {max(P // 4 * 2, 2), P, max(widest_rotary // 2 * 2, P)}
+    ranks = {max(R // 2, 1), R, max(min(R + R // 2, total - max(rotary_widths)), R)}
+    sizes = sorted((r, p) for r in ranks for p in rotary_widths)
+    return [(R, P), *(size for size in sizes if size != (R, P))]
 
 
 def solutions(
@@ -38,14 +38,14 @@ def solutions(
     key_weight: float = KEY_WEIGHT,
     mix: bool = True,
 ) -> Iterator[tuple[tuple[int, int], Layer]]:
-    """A layer at some sizes, in float32, one after the other, as each may be large.
+    """Solve a layer at some sizes, in float32, one at a time, as each solution may be large.
 
-    Of each rotary width the largest that is no copy of the layer is solved, and narrower ones are cut from it.
+    At each rotary width the largest latent below the exact one is solved, and narrower ones are cut from it.
 
     Args:
         source: the layer, float32.
         sizes: R and P of each solution.
-        evidence: statistics and sensitivity.
+        evidence: the layer's statistics and sensitivity.
         key_weight: see `LatentOptions`.
         mix: see `LatentOptions`.
     """
@@ -53,13 +53,13 @@ def solutions(
     assert isinstance(spec, GroupedSpec)
     assert statistics is not None
     options = LatentOptions(key_weight=key_weight, mix=mix)
-    in_order = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
-    for _, of_one_width in groupby(in_order, key=lambda size: size[1]):
-        widest = None  # before the next one needs the room
-        for size in of_one_width:
+    ordered_sizes = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
+    for _, width_sizes in groupby(ordered_sizes, key=lambda size: size[1]):
+        widest = None  # freed before the next one is solved
+        for size in width_sizes:
             target = as_latent(spec, *size)
             if widest is None:
-                solved = convert_to_latent(
+                solution = convert_to_latent(
                     source.state,
                     spec,
                     target,
@@ -67,20 +67,22 @@ def solutions(
                     sensitivity=evidence.sensitivity,
                     options=options,
                 )
-                widest = Layer(target, *solved)
-                del solved
+                widest = Layer(target, *solution)
+                del solution
             yield size, narrowed(widest, target, statistics).float()
-            if target.kv_lora_rank >= _exact_rank(spec, target):  # its latents have no order to cut them by
+            if target.kv_lora_rank >= _exact_rank(
+                spec, target
+            ):  # an exact latent's channels are in no order to cut by
                 widest = None
 
 
 def narrowed(layer: Layer, target: LatentSpec, statistics: Statistics) -> Layer:
-    """An MLA layer cut to the first numbers of its latent, with the decoders that make the best of them.
+    """Cut an MLA layer to the first channels of its latent, with the best decoders from them.
 
     Args:
-        layer: float64, the best latent of each rank first.
-        target: the same with a smaller rank.
-        statistics: of its inputs.
+        layer: the layer, float64, whose latent channels are in order.
+        target: the layer's spec with a smaller rank.
+        statistics: the statistics of its inputs.
     """
     spec, state = layer.spec, layer.state
     assert isinstance(spec, LatentSpec)
@@ -88,22 +90,22 @@ def narrowed(layer: Layer, target: LatentSpec, statistics: Statistics) -> Layer:
     if r == R:
         return layer
     biased = is_biased(spec)
-    down = with_bias(state, "kv_a_proj_with_mqa", biased)[:R]
+    down = with_bias(state, "kv_a_proj_with_mqa", biased)[:R]  # [R, E']
     keys = centred(statistics.keys) if biased else statistics.keys
-    decoders = torch.unflatten(state["kv_b_proj.weight"], 0, (spec.num_heads, -1))
-    cut = []
+    decoders = torch.unflatten(state["kv_b_proj.weight"], 0, (spec.num_heads, -1))  # [H, N + V, R]
+    narrow_decoders = []
     for rows, moments in ((decoders[:, :N], keys), (decoders[:, N:], statistics.inputs)):
-        seen = down @ moments[: down.shape[1], : down.shape[1]] @ down.mT
-        # What the numbers left out are, by those kept.
-        rest = torch.linalg.lstsq(seen[:r, :r], seen[:r, r:], driver="gelsd").solution.mT
-        cut.append(rows[..., :r] + rows[..., r:] @ rest)
-    kept = [*range(r), *range(R, len(state["kv_a_proj_with_mqa.weight"]))]
-    narrow = {name: state[name][kept] for name in state if name.startswith("kv_a_proj_with_mqa.")}
-    decoder = torch.cat(cut, dim=1).flatten(0, 1)
+        covariance = down @ moments[: down.shape[1], : down.shape[1]] @ down.mT  # [R, R]
+        # The dropped channels, as far as the remaining ones predict them.
+        prediction = torch.linalg.lstsq(covariance[:r, :r], covariance[:r, r:], driver="gelsd").solution.mT
+        narrow_decoders.append(rows[..., :r] + rows[..., r:] @ prediction)
+    channels = [*range(r), *range(R, len(state["kv_a_proj_with_mqa.weight"]))]
+    narrow = {name: state[name][channels] for name in state if name.startswith("kv_a_proj_with_mqa.")}
+    decoder = torch.cat(narrow_decoders, dim=1).flatten(0, 1)  # [H (N + V), r]
     return Layer(target, {**state, **narrow, "kv_b_proj.weight": decoder}, layer.channels)
 
 
 def _exact_rank(source: GroupedSpec, target: LatentSpec) -> int:
-    """The rank from which on only the dropped rotation is lost."""
+    """The rank of a latent that loses nothing but the dropped rotation."""
     values = source.num_kv_heads * (source.head_dim + source.value_dim) - target.qk_rope_head_dim
     return min(values, source.hidden_size + ("kv_a_proj_with_mqa" in target.bias))

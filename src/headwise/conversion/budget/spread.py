@@ -1,7 +1,7 @@
-"""Spread one total of cached values over layers, ranks, rotary dims, keys and values by what they would lose.
+"""Spread one total of cached values over layers, latents and rotary keys, by the losses of layers at several sizes.
 
-The losses of single layers (`layer_trials`) give the best allocation of the total (`allocation`). As a whole it is
-held against the even one, which stays unless it is beaten.
+The losses of single layers (`layer_trials`) give the best allocation of the total (`allocation`). The whole model
+with that allocation is compared with the even one, which is kept unless it is worse.
 
 Shapes: R latent rank, P rotary dims.
 """
@@ -27,26 +27,26 @@ from headwise.processes import barrier, process_index
 from headwise.progress import Progress
 
 TOKENS = 512
-"""Tokens in a piece of held-out text. Layers are tried on one piece, and whole allocations on others."""
+"""Tokens in a piece of held-out text. Single layers are tried on one piece, and whole allocations on others."""
 
 PIECES = 2
-"""How many pieces an allocation is tried on."""
+"""The number of pieces that an allocation is tried on."""
 
 MARGIN = 0.02
-"""The share of the loss that an allocation must promise to save to be tried."""
+"""The share of the even allocation's loss that another allocation must be predicted to save to be tried."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """An allocation of the cache to layers, and its worth.
+    """An allocation of the cache to layers, with its predicted and measured losses.
 
     Attributes:
         sizes: R and P of each layer.
-        key_weights: the cost of an error of its keys relative to one of its values.
-        even: R and P of the even allocation, in which all have the same key weight.
-        predicted: nats a token that layers lose by themselves, in sum: with the even allocation, and with the best.
-        measured: mean KL from the source, in nats, of all layers solved quickly, likewise; None where the best
-            allocation promised too little to be tried.
+        key_weights: for each layer, the cost of an error of its keys relative to one of its values.
+        even: R and P of each layer in the even allocation, in which all layers have one key weight.
+        predicted: the sum of single layers' losses, in nats a token: of the even allocation, and of the best one.
+        measured: the mean KL from the source, in nats, of the whole model without refits, likewise; None where the
+            best allocation was not predicted to save enough to be tried.
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -64,46 +64,46 @@ class Spread:
     def note(self) -> str:
         """The outcome in words."""
         if self.measured is None:
-            return "an even plan was kept: spreading the cache over layers promised nothing"
-        before, after = self.measured
+            return "all layers have one size: spreading the cache over them was predicted to save too little"
+        even, best = self.measured
         values = sorted(sum(size) for size in self.sizes)
-        divergences = f"before any refit KL {after:.3f} nats on held-out text, and {before:.3f} with one size for all"
+        divergences = f"before any refit KL {best:.3f} nats on held-out text, and {even:.3f} with one size for all"
         if self.is_even:
-            return f"an even plan was kept: spreading the cache over layers did not help ({divergences})"
+            return f"all layers have one size: spreading the cache over them did not help ({divergences})"
         return f"the cache is spread over layers, {values[0]} to {values[-1]} values a token ({divergences})"
 
     @property
     def layer_sizes(self) -> list[LayerSize]:
-        """The allocation, as a plan takes it."""
+        """The allocation, for `ConversionPlan.resized`."""
         return [LayerSize(*size, weight) for size, weight in zip(self.sizes, self.key_weights, strict=True)]
 
 
 def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, progress: Progress) -> Spread:
-    """The allocation for a conversion to MLA, searched once: a later run in the same folder has the same.
+    """Find the allocation for a conversion to MLA; a later run in the same folder reads it from there.
 
     Args:
-        plan: the conversion, its layers of the even sizes.
-        calibrator: about to convert layer 0; with sensitivities.
-        folder: to keep the allocation in, and statistics for as long as it is searched.
+        plan: the conversion, with the even sizes.
+        calibrator: before layer 0, with sensitivities.
+        folder: the folder that the allocation is saved in, and statistics while it is searched.
         progress: told of each layer, twice.
 
     Raises:
-        CheckpointError: the text makes the model compute no numbers, or the disk is full.
+        CheckpointError: the text makes the model compute NaN or infinite values, or the disk is full.
     """
     file = folder / "spread.json"
     if not file.is_file():
-        barrier()  # none looks for it after the first has written it
+        barrier()  # every process has looked for the file before the first one writes it
         trials = LayerTrials(plan, calibrator, LayerFiles(folder / "spread"), progress)
         spread = _search(trials)
         if process_index() == 0:
             shutil.rmtree(folder / "spread", ignore_errors=True)
-            with clearly("plan", file):
+            with clearly("allocation", file):
                 write_whole(file, json.dumps(asdict(spread)).encode())
         barrier()
-    kept = json.loads(file.read_text())
-    sizes, even = (tuple((int(r), int(p)) for r, p in kept[name]) for name in ("sizes", "even"))
-    measured = kept["measured"] and tuple(kept["measured"])
-    return Spread(sizes, tuple(kept["key_weights"]), even, tuple(kept["predicted"]), measured)
+    saved = json.loads(file.read_text())
+    sizes, even = (tuple((int(r), int(p)) for r, p in saved[name]) for name in ("sizes", "even"))
+    measured = saved["measured"] and tuple(saved["measured"])
+    return Spread(sizes, tuple(saved["key_weights"]), even, tuple(saved["predicted"]), measured)
 
 
 @torch.no_grad()
@@ -119,9 +119,9 @@ def _search(trials: LayerTrials) -> Spread:
     predicted = sum(layer.even.loss for layer in layers), sum(node.loss for node in nodes)
     if predicted[1] > (1 - MARGIN) * predicted[0]:
         return _spread(even, even, predicted, None)
-    others = pieces[1:] if len(pieces) > 1 else pieces
-    before, after = trials.divergences(Trial(calibrator.model, others), [even, best])
-    return _spread(best if after < before else even, even, predicted, (before, after))
+    other_pieces = pieces[1:] if len(pieces) > 1 else pieces
+    even_kl, best_kl = trials.divergences(Trial(calibrator.model, other_pieces), [even, best])
+    return _spread(best if best_kl < even_kl else even, even, predicted, (even_kl, best_kl))
 
 
 def _spread(

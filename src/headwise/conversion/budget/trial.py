@@ -1,4 +1,4 @@
-"""Replace layers of a model by solutions, and measure what comes out of it.
+"""Replace layers of a model by solutions, and measure the error of the layers' outputs and of the logits.
 
 Shapes: N pieces of T tokens, E hidden.
 """
@@ -18,18 +18,18 @@ from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec
 
 POSITIONS = 128
-"""How many positions' distributions are compared."""
+"""The number of positions whose next-token distributions are compared."""
 
 ROWS = 128
-"""How many queries of a piece a layer's own error is measured at."""
+"""The number of queries of a piece at which a layer's own error is measured."""
 
 
 def held_pieces(windows: Tensor, tokens: int, count: int) -> Tensor:
     """Up to ``count`` pieces ``[N, T]`` of at most ``tokens``, evenly spread over windows ``[n, W]``."""
     length = min(tokens, windows.shape[1])
-    whole = windows[:, : windows.shape[1] // length * length].reshape(-1, length)
-    count = min(count, len(whole))
-    return whole[torch.arange(count) * len(whole) // count]
+    pieces = windows[:, : windows.shape[1] // length * length].reshape(-1, length)
+    count = min(count, len(pieces))
+    return pieces[torch.arange(count) * len(pieces) // count]
 
 
 class Trial:
@@ -41,7 +41,7 @@ class Trial:
     """
 
     def __init__(self, model: LayerwiseModel, pieces: Tensor) -> None:
-        # The same model, called for windows of another length.
+        # A copy, whose `begin` is for pieces, which are shorter than calibration windows.
         self.model, self.pieces = copy.copy(model), pieces
         self.source = self.begin()
 
@@ -52,13 +52,13 @@ class Trial:
         return hidden
 
     def replaced(self, index: int, module: torch.nn.Module, hidden: Tensor, layer: Layer) -> Tensor:
-        """A layer's output ``[N, T, E]`` with another attention in its place.
+        """A layer's output ``[N, T, E]`` with its attention replaced.
 
         Args:
             index: the layer's number.
-            module: the layer.
-            hidden: its inputs, ``[N, T, E]``.
-            layer: the attention.
+            module: the layer's module.
+            hidden: the layer's inputs, ``[N, T, E]``.
+            layer: the attention to use in place of its own.
         """
         rotation = rotation_tables(self._source_spec(index), self.pieces.shape[1])
         inputs = self.model.attention_inputs(index, module, hidden)
@@ -66,11 +66,11 @@ class Trial:
         return self.model.run(index, module, hidden, attention_output=output)
 
     def errors(self, index: int, module: torch.nn.Module, metric: Tensor) -> Callable[[Layer], float]:
-        """A function that gives the cost of another attention by its own output, in nats a token.
+        """A function that estimates the cost of replacing a layer's attention by its output, in nats a token.
 
         Args:
             index: the layer's number.
-            module: the layer.
+            module: the layer's module.
             metric: ``[E, E]``, the root of the sensitivity.
         """
         call, _ = self.model.trace(index, module, self.source)
@@ -78,10 +78,10 @@ class Trial:
 
         def error(layer: Layer) -> float:
             total, count = 0.0, 0
-            for at, inputs in enumerate(call.inputs):
-                rows = sample_rows(len(inputs), ROWS, at)
-                wrong = (layer.output(inputs, rotation, rows) - call.output[at, rows]) @ metric
-                total += 0.5 * float(wrong.square().sum())
+            for piece, inputs in enumerate(call.inputs):
+                rows = sample_rows(len(inputs), ROWS, piece)
+                difference = (layer.output(inputs, rotation, rows) - call.output[piece, rows]) @ metric
+                total += 0.5 * float(difference.square().sum())
                 count += len(rows)
             return total / count
 
@@ -89,14 +89,14 @@ class Trial:
 
     def divergences(self, streams: Sequence[Tensor]) -> list[float]:
         """The mean KL(source ‖ stream) a token, in nats, of each stream of last layers' outputs ``[N, T, E]``."""
-        every = self.source.flatten(0, 1)  # [N T, E]
-        rows = sample_rows(len(every), POSITIONS)
+        source = self.source.flatten(0, 1)  # [N T, E]
+        rows = sample_rows(len(source), POSITIONS)
         totals = [0.0] * len(streams)
-        for some in torch.split(rows, PIECE):
-            wanted = self.model.finish(every[None, some])[0].float().log_softmax(-1)
+        for positions in torch.split(rows, PIECE):
+            reference = self.model.finish(source[None, positions])[0].float().log_softmax(-1)
             for number, stream in enumerate(streams):
-                log_probs = self.model.finish(stream.flatten(0, 1)[None, some])[0].float().log_softmax(-1)
-                totals[number] += float(F.kl_div(log_probs, wanted, log_target=True, reduction="sum"))
+                log_probs = self.model.finish(stream.flatten(0, 1)[None, positions])[0].float().log_softmax(-1)
+                totals[number] += float(F.kl_div(log_probs, reference, log_target=True, reduction="sum"))
         self.model.release()
         return [total / len(rows) for total in totals]
 

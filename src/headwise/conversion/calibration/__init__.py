@@ -1,1 +1,1 @@
-"""What a conversion knows of its source: a text run through it, saved statistics, or nothing."""
+"""Calibration: evidence for each layer, from a text run through the source, from saved statistics, or from none."""

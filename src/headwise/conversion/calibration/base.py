@@ -1,7 +1,7 @@
-"""A calibrator gives a conversion what is known of each layer: from a text, from saved statistics, or nothing.
+"""`Calibrator`: gives a conversion evidence of each layer, from a text, from saved statistics, or from weights alone.
 
-The three kinds are asked in the same way, layer by layer: `evidence` before a layer is solved, `refine` with the
-solution, `advance` once the result is kept.
+All three kinds have one protocol, layer by layer: `evidence` before a layer is solved, `refine` with the solution,
+`advance` once the result is on disk.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from headwise.conversion.solvers.layer import Layer
 
 @dataclass(frozen=True)
 class Refined:
-    """A solved layer after the calibrator's own improvements.
+    """A solved layer after the calibrator's refinement.
 
     Attributes:
-        layer: what it became.
-        errors: the cost of a token of the held-out windows, levelled (`Cost`), after each step that was tried:
-            ``solved``, ``refine``, ``refit``. In nats, by estimate, where there are sensitivities.
-        chosen: the step whose result was kept.
+        layer: the refined layer.
+        errors: the mean levelled cost (`Cost`) of a token of the held-out windows after each step that was tried:
+            ``solved``, ``refine``, ``refit``; estimated nats where there are sensitivities.
+        chosen: the step with the least error, whose result is the layer; None where nothing was measured.
     """
 
     layer: Layer
@@ -31,18 +31,18 @@ class Refined:
     chosen: str | None = None
 
     def about(self) -> dict[str, Any]:
-        """What is noted of the layer, as JSON-able values; nothing where nothing was measured."""
+        """The errors and the chosen step as JSON-able values; empty where nothing was measured."""
         return {"errors": self.errors, "chosen": self.chosen} if self.errors else {}
 
 
 class Calibrator:
-    """Nothing is known beside the weights. Subclasses know more.
+    """Calibration on weights alone. Subclasses have evidence from a text.
 
     Attributes:
-        tokens: that were looked at, those held out among them.
-        window: tokens in each window of them.
-        is_sequential: whether layers have to be converted in order, each once, for the text that goes through them.
-        read_seconds: spent on reading what is known from disk.
+        tokens: the number of calibration tokens, held-out tokens included.
+        window: tokens in each window.
+        is_sequential: whether layers must be converted in order, each once, because a text goes through them.
+        read_seconds: seconds spent on reading evidence from disk.
     """
 
     tokens: int = 0
@@ -55,31 +55,31 @@ class Calibrator:
         return True
 
     def evidence(self, place: Place, source: Layer) -> Evidence:
-        """What is known of one layer.
+        """The evidence for one layer.
 
         Args:
-            place: which.
-            source: the layer as it is.
+            place: the layer's place in the model.
+            source: the source layer with its weights.
         """
         return Evidence()
 
     def refine(self, place: Place, layer: Layer) -> Refined:
-        """A solution, improved on the text where there is one."""
+        """Refine a solution on the text, if there is one."""
         return Refined(layer)
 
     def advance(self, place: Place, refined: Refined) -> None:
-        """Go on to the next layer; the result is kept, so that a run killed after this need not solve it again."""
+        """Go on to the next layer, once the result is on disk: a run killed after this does not solve it again."""
 
     def losses(self, *layers: Layer) -> list[float] | None:
-        """The cost of each solution of the layer at hand, in nats a token; None where none is measured."""
+        """The cost of each solution of the current layer, in nats a token; None without a text to measure on."""
         return None
 
     def source_evidence(self, plan: ConversionPlan) -> Iterator[tuple[Layer, Evidence]]:
-        """Each layer of the source in turn, and what the source's own layers hand on to it, as far as it is known."""
+        """Each layer of the source in turn, with its evidence: statistics of the inputs that the source gives it."""
         for place in plan.places:
             source = plan.source_layer(place)
             yield source, self.evidence(place, source)
 
 
 NOTHING_KNOWN = Calibrator()
-"""For conversions by weights alone."""
+"""The calibrator of conversions by weights alone."""

@@ -1,4 +1,4 @@
-"""A layer that might replace the source's, run on the windows of a text, and its descent on them.
+"""A candidate for a converted layer, run on the windows of a text, and its descent on them.
 
 Shapes: W tokens of a window, S sampled tokens, H·V inputs of the output projection, E hidden size.
 """
@@ -16,48 +16,48 @@ from headwise.conversion.solvers.refit import Cost, Sample, refine
 from headwise.conversion.storage.activations import Spill
 
 QUERIES = 256
-"""Of a window, drawn anew for each step of the descent."""
+"""The number of queries of a window that each step of the descent draws at random."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer that is run once on each window that is asked for.
+    """A layer that is run at most once on each window.
 
     Attributes:
         layer: the layer.
-        run: gives the inputs of its output projection on a window, ``[W, H·V]``, by the window's number.
-        spill: where those are kept.
-        kept: the windows whose are.
+        run: computes the inputs of its output projection on a window, ``[W, H·V]``, by the window's number.
+        spill: the file that holds those inputs.
+        spilled_windows: the windows whose inputs are in the file.
     """
 
     layer: Layer
     run: Callable[[int], Tensor]
     spill: Spill
-    kept: set[int] = field(default_factory=set)
+    spilled_windows: set[int] = field(default_factory=set)
 
     def mixed(self, window: int) -> Tensor:
-        """The inputs of its output projection, ``[W, H·V]``."""
-        if window in self.kept:
+        """The inputs of the output projection on a window, ``[W, H·V]``."""
+        if window in self.spilled_windows:
             return self.spill.read(window)
         mixed = self.run(window)
         self.spill.write(window, mixed)
-        self.kept.add(window)
+        self.spilled_windows.add(window)
         return mixed
 
     def output(self, window: int) -> Tensor:
-        """The layer's output, ``[W, E]``."""
+        """The layer's output on a window, ``[W, E]``."""
         return self.layer.projected(self.mixed(window))
 
 
 @dataclass(frozen=True)
 class TrainingWindows:
-    """What goes into a layer on the windows it is trained on, and what should come out.
+    """The inputs of a layer's attention on the training windows, and the outputs that it should have.
 
     Attributes:
-        inputs: of every window.
-        wanted: the outputs.
-        count: how many of the windows are trained on.
-        tokens: in each.
+        inputs: the inputs on every window.
+        wanted: the outputs that the attention should have on every window.
+        count: the number of training windows, which are the first ones.
+        tokens: tokens in each window.
     """
 
     inputs: Spill
@@ -67,14 +67,14 @@ class TrainingWindows:
 
 
 def descend(layer: Layer, windows: TrainingWindows, rotation: Rotation | None, cost: Cost, *, steps: int) -> Layer:
-    """A layer after a descent on its own error by all its matrices; see `refine`.
+    """Lower a layer's own error by gradient descent on all its matrices; see `refine`.
 
     Args:
-        layer: float32.
-        windows: to train on.
-        rotation: of a window's positions.
-        cost: of an error of the output.
-        steps: how many.
+        layer: the layer, float32.
+        windows: the training windows.
+        rotation: the rotary tables of a window.
+        cost: the cost of an error of the output.
+        steps: the number of steps.
     """
     generator = torch.Generator().manual_seed(0)
     order: list[int] = []
@@ -86,7 +86,7 @@ def descend(layer: Layer, windows: TrainingWindows, rotation: Rotation | None, c
         rows = torch.randperm(windows.tokens, generator=generator)[:QUERIES].sort()[0]
         return Sample(windows.inputs.read(window), windows.wanted.read(window)[rows], rows)
 
-    def output(state: Mapping[str, Tensor], drawn: Sample) -> Tensor:
-        return replace(layer, state=state).output(drawn.inputs, rotation, drawn.rows)
+    def output(state: Mapping[str, Tensor], batch: Sample) -> Tensor:
+        return replace(layer, state=state).output(batch.inputs, rotation, batch.rows)
 
     return replace(layer, state=refine(layer.state, output, sample, cost, steps=steps))

@@ -1,8 +1,8 @@
 """Statistics of a model in a folder, from which any target is solved without running the model.
 
-``statistics.json`` says of which model it is and of which text; each layer has a file of its own, with a checksum. Of
-the Gram matrices the upper triangles are kept, in float64: in float32 the folder would be half as large, and rounding
-would hide what a text shorter than the model is wide does not show at all.
+``statistics.json`` names the model and the texts; each layer has its own file, with a checksum. Gram matrices are
+stored as their upper triangles, in float64: float32 would halve the folder, but a text with fewer tokens than a layer
+has inputs gives singular matrices, whose zero directions rounding would fill.
 
 Shapes: L layers, H query heads, E hidden, E' = E + 1, T tokens of a window.
 """
@@ -43,16 +43,16 @@ _FIELD = "statistics"
 
 @dataclass
 class SavedCalibrator(Calibrator):
-    """Statistics of every layer of a model, read when they are asked for.
+    """Calibration by saved statistics, each layer's read when the layer is solved.
 
     Attributes:
-        folder: where they are.
-        tokens: how many went into them.
-        window: tokens in each window of them.
-        identity: tells them from others.
-        texts: the names of the texts they are of.
-        text_identities: the same texts' `text_identity`, where it is known.
-        read_seconds: spent on reading them.
+        folder: the folder of the statistics.
+        tokens: the number of calibration tokens.
+        window: tokens in each window.
+        identity: a digest that tells these statistics from others.
+        texts: the names of the calibration texts.
+        text_identities: the `text_identity` of each calibration text.
+        read_seconds: seconds spent on reading statistics.
     """
 
     folder: Path
@@ -64,50 +64,50 @@ class SavedCalibrator(Calibrator):
     read_seconds: float = 0.0
 
     def evidence(self, place: Place, source: Layer | None = None) -> Evidence:
-        """One layer's statistics and sensitivity; the layer itself is not looked at.
+        """One layer's statistics and sensitivity, whatever its weights.
 
         Raises:
-            CheckpointError: its file is missing or damaged, or does not hold statistics of a layer.
+            CheckpointError: the layer's file is missing or damaged, or does not hold statistics of a layer.
         """
         start, index = time.perf_counter(), place.index
         assert not place.cross  # a model with attention to an encoder has no statistics
-        found = LayerFiles(self.folder).load(index)
-        if found is None:
+        result = LayerFiles(self.folder).load(index)
+        if result is None:
             file = LayerFiles(self.folder).file(index)
             rule = "is cut short or damaged" if file.is_file() else "is missing"
             raise CheckpointError(_FIELD, str(file), f"{rule}; calibrate again")
-        tensors = found[0]
-        if (wrong := _wrong(tensors)) is not None:
-            raise CheckpointError(_FIELD, str(self.folder), f"{wrong} of layer {index}; calibrate again")
+        tensors = result[0]
+        if (fault := _fault(tensors)) is not None:
+            raise CheckpointError(_FIELD, str(self.folder), f"{fault} of layer {index}; calibrate again")
         sensitivity = tensors.pop("sensitivity").double()
         width = len(sensitivity) + 1
-        known = {name: _whole(tensor, width) if name in _GRAMS else tensor for name, tensor in tensors.items()}
+        means = {name: _whole(tensor, width) if name in _GRAMS else tensor for name, tensor in tensors.items()}
         self.read_seconds += time.perf_counter() - start
-        return Evidence(Statistics(**known), sensitivity)
+        return Evidence(Statistics(**means), sensitivity)
 
 
-def save_layer(results: LayerFiles, index: int, known: Statistics, sensitivity: Tensor) -> None:
-    """Keep one layer's statistics, as means.
+def save_layer(results: LayerFiles, index: int, statistics: Statistics, sensitivity: Tensor) -> None:
+    """Save one layer's statistics, as means, and its sensitivity.
 
     Raises:
         CheckpointError: the disk is full, or the file cannot be written.
     """
-    tensors = {field.name: getattr(known, field.name) for field in fields(known)}
-    packed = {name: _triangle(tensor) if name in _GRAMS else tensor for name, tensor in tensors.items()}
-    results.save(index, {**packed, "sensitivity": sensitivity.float()}, {})
+    tensors = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
+    tensors = {name: _triangle(tensor) if name in _GRAMS else tensor for name, tensor in tensors.items()}
+    results.save(index, {**tensors, "sensitivity": sensitivity.float()}, {})
 
 
 def write_statistics(
     folder: Path, results: LayerFiles, checkpoint: Checkpoint, texts: Sequence[str | Path], windows: Tensor
 ) -> None:
-    """Make a folder of what was kept of every layer.
+    """Write the folder of statistics from the saved layers.
 
     Args:
-        folder: where to.
-        results: the layers'; the files are shared with the folder where the disk can do that, and copied otherwise.
+        folder: the folder to write.
+        results: the saved layers, whose files are linked where the disk allows it and copied otherwise.
         checkpoint: the model.
-        texts: what was read; of paths the last name is noted.
-        windows: ``[N, T]``, the tokens of it.
+        texts: the calibration texts; of a path only the last name is written.
+        windows: ``[N, T]``, the calibration tokens.
 
     Raises:
         OSError: the disk is full.
@@ -132,16 +132,16 @@ def write_statistics(
 
 
 def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progress = silent) -> SavedCalibrator:
-    """Statistics of a model, all of them read once to see that they are whole.
+    """Open a folder of statistics and check every layer in it.
 
     Args:
-        folder: of `headwise.calibrate`.
-        checkpoint: the model they must be of.
+        folder: a folder that `headwise.calibrate` wrote.
+        checkpoint: the model that the statistics must belong to.
         progress: told of each layer.
 
     Raises:
-        ArgumentError: it is empty.
-        CheckpointError: it is no such folder, of another model or format, or damaged.
+        ArgumentError: the folder's name is empty.
+        CheckpointError: the folder has no statistics, or those of another model or format, or is damaged.
     """
     if not str(folder):
         raise ArgumentError(_FIELD, "", "is empty; it must name a folder")
@@ -149,14 +149,14 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
     try:
         text = (folder / ABOUT).read_text(encoding="utf-8")
         about = json.loads(text)
-        form, model, sums = about["format"], about["model"], about["layers"]
+        version, model, sums = about["format"], about["model"], about["layers"]
         tokens, window = about["tokens"], about["window"]
         texts = tuple(str(text["name"]) for text in about["texts"])
         identities = frozenset(str(text.get("sha256", text["name"])) for text in about["texts"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(_FIELD, str(folder), f"has no readable {ABOUT}; headwise calibrate makes one") from None
-    if form != FORMAT:
-        raise CheckpointError(_FIELD, str(folder), f"is of format {form!r}; this headwise reads format {FORMAT}")
+    if version != FORMAT:
+        raise CheckpointError(_FIELD, str(folder), f"is of format {version!r}; this headwise reads format {FORMAT}")
     for name, count in (("tokens", tokens), ("window", window)):
         if type(count) is not int or count < 1:
             rule = f"names {count!r} {name} in its {ABOUT}, which must be a whole number of at least 1"
@@ -167,19 +167,19 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         raise CheckpointError(_FIELD, str(folder), f"has {count} layers, and {checkpoint.path} has {layers}")
     if model != _model(checkpoint):
         raise CheckpointError(_FIELD, str(folder), f"is of another model than {checkpoint.path}")
-    found = SavedCalibrator(folder, tokens, window, hashlib.sha256(text.encode()).hexdigest(), texts, identities)
+    calibrator = SavedCalibrator(folder, tokens, window, hashlib.sha256(text.encode()).hexdigest(), texts, identities)
     results = LayerFiles(folder)
     for index, layer in enumerate(checkpoint.spec.layers):
         progress("checking statistics", index, layers)
-        evidence = found.evidence(Place(index))
+        evidence = calibrator.evidence(Place(index))
         assert evidence.statistics is not None
         assert evidence.sensitivity is not None
-        found_sizes = (*evidence.statistics.distances.shape, len(evidence.sensitivity))
-        sizes = (getattr(layer, "num_heads", 0), window, layer.hidden_size)
-        if results.checksum(index) != sums[index] or found_sizes != sizes:
+        sizes = (*evidence.statistics.distances.shape, len(evidence.sensitivity))
+        model_sizes = (getattr(layer, "num_heads", 0), window, layer.hidden_size)
+        if results.checksum(index) != sums[index] or sizes != model_sizes:
             raise CheckpointError(_FIELD, str(results.file(index)), f"is not the layer that {ABOUT} names")
     progress("checking statistics", layers, layers)
-    return found
+    return calibrator
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -194,8 +194,8 @@ def _about_text(text: str | Path) -> dict[str, str]:
     return {"name": Path(text).name, "sha256": identity}
 
 
-def _wrong(tensors: Mapping[str, Tensor]) -> str | None:
-    """Why these are not one layer's statistics, by a tensor's name; None when they are."""
+def _fault(tensors: Mapping[str, Tensor]) -> str | None:
+    """Why tensors are not one layer's statistics, ending with a tensor's name; None when they are."""
     names = {"sensitivity", *(field.name for field in fields(Statistics))}
     for name in sorted(names ^ tensors.keys()):
         return f"{'lacks' if name in names else 'has a tensor too many:'} {name}"
@@ -221,7 +221,7 @@ def _wrong(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _squares(name: str, tensor: Tensor) -> Tensor:
-    """What cannot be negative of one of them."""
+    """The numbers of one tensor of statistics that cannot be negative."""
     if name == "sensitivity":
         return tensor.diagonal()
     if name not in _GRAMS:
@@ -232,20 +232,20 @@ def _squares(name: str, tensor: Tensor) -> Tensor:
 
 
 def _triangle(gram: Tensor) -> Tensor:
-    """The upper triangle of a symmetric matrix, row by row; an index of it would be as large as the matrix."""
-    return torch.cat([row[at:] for at, row in enumerate(gram)])
+    """The upper triangle of a symmetric matrix, row by row: index tensors would be larger than the matrix."""
+    return torch.cat([row[index:] for index, row in enumerate(gram)])
 
 
 def _whole(triangle: Tensor, width: int) -> Tensor:
-    """The symmetric matrix of an upper triangle.
+    """The symmetric matrix ``[width, width]`` of an upper triangle.
 
     Raises:
-        CheckpointError: it is of another size.
+        CheckpointError: the triangle has another size.
     """
     if triangle.numel() != width * (width + 1) // 2:
         raise CheckpointError(_FIELD, tuple(triangle.shape), f"must be the triangle of a matrix {width} wide")
     gram = triangle.new_empty(width, width)
-    for at, row in enumerate(torch.split(triangle, list(range(width, 0, -1)))):
-        gram[at, at:] = row
-        gram[at:, at] = row
+    for index, row in enumerate(torch.split(triangle, list(range(width, 0, -1)))):
+        gram[index, index:] = row
+        gram[index:, index] = row
     return gram

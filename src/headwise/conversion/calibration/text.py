@@ -1,7 +1,7 @@
 """Calibrate on a text: each layer is solved for the inputs that the converted layers before it produce.
 
 Two streams of hidden states go through the model side by side, the source's and the converted model's. A layer is
-solved from the statistics of the converted stream, and refitted so that its output also makes up for the difference
+solved from the statistics of the converted stream, and refitted so that its output also corrects the difference
 between the streams.
 
 Shapes: N windows, W tokens in each, E hidden size.
@@ -36,20 +36,22 @@ from headwise.specs import GroupedSpec
 from headwise.texts import CalibrationTexts, open_windows
 
 PASSES = 8
-"""Of the local descent, for each layer: steps on every window, or on every `STRETCH` tokens of longer ones."""
+"""The number of steps that a layer's descent takes on every training window, or on every `STRETCH` tokens of longer
+windows."""
 
 STRETCH = 1024
+"""The number of tokens of a long window that count as one window for the descent."""
 
 
 @dataclass(frozen=True)
-class _LayerAtHand:
+class _CurrentLayer:
     """The layer that is being converted.
 
     Attributes:
-        index: its number.
-        module: the source model's layer, with its weights.
+        index: the layer's number.
+        module: the source's layer with its weights.
         rotation: the rotary tables of a window.
-        cost: of an error of its output, without a limit.
+        cost: the cost of an error of its output, without a limit.
     """
 
     index: int
@@ -59,16 +61,16 @@ class _LayerAtHand:
 
 
 class TextCalibrator(Calibrator):
-    """A conversion on its way through the layers with the windows of a text.
+    """Calibration on the windows of a text, which go through the model with the conversion.
 
     Args:
         model: the source.
-        windows: ``[N, W]`` token ids; the last ``held`` are not calibrated on, and decide between solutions.
-        held: how many.
-        folder: for activations, from which a run that was killed goes on.
-        stages: of `STAGES`, those that are carried out.
-        steps: of the local descent, for each layer; `descent_steps` when None.
-        run: tells this run from another.
+        windows: ``[N, W]`` token ids; the last ``held`` decide between solutions and are not trained on.
+        held: the number of held-out windows.
+        folder: the folder of activations, from which a killed run continues.
+        stages: those of `STAGES` that are carried out.
+        steps: the number of steps of each layer's descent; `descent_steps` when None.
+        run: the identity of the run; activations of another run are discarded.
     """
 
     is_sequential = True
@@ -91,14 +93,14 @@ class TextCalibrator(Calibrator):
         self.sensitivities = LayerFiles(folder / "sensitivities")
         self._folder, self._run = folder, run
         self._streams: Activations | None = None
-        self._at_hand: _LayerAtHand | None = None
+        self._current: _CurrentLayer | None = None
         self._best: Candidate | None = None
 
     def prepare(self, progress: Progress = silent) -> None:
-        """Measure sensitivities and put both streams before layer 0, or where an earlier run has brought them.
+        """Measure sensitivities, and open both streams before layer 0 or where an earlier run stopped.
 
         Raises:
-            CheckpointError: the text makes the model compute no numbers, or the disk is full.
+            CheckpointError: the text makes the model compute NaN or infinite values, or the disk is full.
         """
         if "sensitivity" in self.stages:
             windows = self.windows[: self._sensitivity_windows]
@@ -109,22 +111,22 @@ class TextCalibrator(Calibrator):
 
     @property
     def streams(self) -> Activations:
-        """The hidden states of both streams; there after `prepare`."""
+        """The hidden states of both streams, once `prepare` has opened them."""
         assert self._streams is not None
         return self._streams
 
     @property
     def position(self) -> int:
-        """How many layers the streams are past."""
+        """The number of layers that the streams have passed."""
         assert self.streams.layer is not None
         return self.streams.layer
 
     def is_past(self, place: Place) -> bool:
-        """Whether the streams are past a layer: its result was kept."""
+        """Whether the streams have passed a layer, whose result is then on disk."""
         return self.position > place.index
 
     def sensitivity(self, index: int) -> Tensor | None:
-        """The cost of an error of a layer's output, ``[E, E]`` float64; None where that stage is left out."""
+        """A layer's sensitivity ``[E, E]``, float64; None where that stage is left out."""
         if "sensitivity" not in self.stages:
             return None
         return kept_sensitivity(self.sensitivities, index).double()
@@ -134,130 +136,130 @@ class TextCalibrator(Calibrator):
         """Move the source's stream past the next layer; its statistics and sensitivity.
 
         Raises:
-            CheckpointError: the layer's result was kept by an earlier run and is lost.
+            CheckpointError: an earlier run converted the layer, and its result is lost.
         """
         if self.is_past(place):
             raise CheckpointError("layer", place.index, LOST)
         assert place.index == self.position
         source = source.float()
         assert isinstance(source.spec, GroupedSpec)
-        module = self.model.layer(place.index)
+        module = self.model.module(place.index)
         sensitivity = self.sensitivity(place.index)
         statistics = self._statistics(place.index, module, source, sensitivity)
         rotation = rotation_tables(source.spec, self.window)
         cost = output_cost(sensitivity, source.spec.hidden_size)
-        self._at_hand = _LayerAtHand(place.index, module, rotation, cost)
+        self._current = _CurrentLayer(place.index, module, rotation, cost)
         return Evidence(statistics, sensitivity)
 
     @torch.no_grad()
     def refine(self, place: Place, layer: Layer) -> Refined:
-        """The best on held-out windows of the solution, its descent and its refit."""
-        at_hand = self._layer_at_hand(place)
+        """The solution, its descent or its refit, whichever has the least error on held-out windows."""
+        current = self._current_layer(place)
         self._best = best = self._candidate(layer.float(), "solved")
-        cost = at_hand.cost.limited(self._held_costs(best.output, at_hand.cost))
+        cost = current.cost.limited(self._held_costs(best.output, current.cost))
         errors = {"solved": self._held_error(best, cost)}
         chosen = "solved"
         for stage in ("refine", "refit"):
             if stage not in self.stages:
                 continue
             candidate = self._refitted(best, cost) if stage == "refit" else self._descended(best, cost)
-            least = min(errors.values())
+            least_error = min(errors.values())
             errors[stage] = self._held_error(candidate, cost)
-            if errors[stage] < least:
+            if errors[stage] < least_error:
                 chosen, best = stage, candidate
         self._best = best
         return Refined(best.layer, errors, chosen)
 
     @torch.no_grad()
     def advance(self, place: Place, refined: Refined) -> None:
-        """Move the converted stream past the layer, and make both streams what the next layer reads."""
-        at_hand, best = self._layer_at_hand(place), self._best
+        """Move the converted stream past the layer, and commit both streams for the next layer."""
+        current, best = self._current_layer(place), self._best
         assert best is not None
         assert best.layer is refined.layer
         for window in my_windows(len(self.windows)):
             hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
-            output = best.output(window)[None]
-            hidden = self.model.run(at_hand.index, at_hand.module, hidden, attention_output=output)
+            output = best.output(window)[None]  # [1, W, E]
+            hidden = self.model.run(current.index, current.module, hidden, attention_output=output)
             self.streams.write("converted", window, hidden)
-        self._at_hand = self._best = None
+        self._current = self._best = None
         self.streams.commit()
 
     @torch.no_grad()
     def losses(self, *layers: Layer) -> list[float] | None:
-        """The mean cost of each solution of the layer at hand on held-out windows, in nats a token."""
-        at_hand = self._at_hand
-        assert at_hand is not None
+        """The mean cost of each solution of the current layer on held-out windows, in nats a token."""
+        current = self._current
+        assert current is not None
 
         def output(layer: Layer, window: int) -> Tensor:
-            return layer.output(self._inputs.read(window), at_hand.rotation)
+            return layer.output(self._inputs.read(window), current.rotation)
 
-        return [float(self._held_costs(partial(output, layer.float()), at_hand.cost).mean()) for layer in layers]
+        return [float(self._held_costs(partial(output, layer.float()), current.cost).mean()) for layer in layers]
 
     def source_stream(self) -> SourceStream:
-        """The windows that sensitivities are measured on, before layer 0 of the source."""
+        """The windows that sensitivities are measured on, as a stream before layer 0 of the source."""
         return SourceStream(self.model, self.windows[: self._sensitivity_windows])
 
     @torch.no_grad()
     def source_evidence(self, plan: ConversionPlan) -> Iterator[tuple[Layer, Evidence]]:
-        """Each layer of the source in turn, and what the source's own layers hand on to it."""
+        """Each layer of the source in turn, with its evidence: statistics of the inputs that the source gives it."""
         stream = self.source_stream()
         for place in plan.places:
             source = plan.source_layer(place)
-            module, sensitivity = self.model.layer(place.index), self.sensitivity(place.index)
+            module, sensitivity = self.model.module(place.index), self.sensitivity(place.index)
             yield source, Evidence(stream.statistics(place.index, module, source.float(), sensitivity), sensitivity)
 
     @property
     def _solved_stream(self) -> str:
-        """The stream that a layer is solved for: without the stage ``sequence``, the source's."""
+        """The name of the stream that layers are solved for: the source's without the stage ``sequence``."""
         return "converted" if "sequence" in self.stages else "source"
 
     @property
     def _sensitivity_windows(self) -> int:
         return sensitivity_windows(self.model.checkpoint.spec, self.windows, self.train)
 
-    def _layer_at_hand(self, place: Place) -> _LayerAtHand:
-        assert self._at_hand is not None
-        assert self._at_hand.index == place.index
-        return self._at_hand
+    def _current_layer(self, place: Place) -> _CurrentLayer:
+        assert self._current is not None
+        assert self._current.index == place.index
+        return self._current
 
     def _statistics(self, index: int, module: nn.Module, source: Layer, sensitivity: Tensor | None) -> Statistics:
-        """Move the source's stream on; keep the converted layer's inputs, and the outputs it should have."""
+        """Move the source's stream past a layer, and save the layer's inputs and the outputs it should have."""
         streams = self.streams
         write = partial(streams.write, "source")
-        states = ((at, streams.read("source", at, at + 1)) for at in my_windows(len(self.windows)))
+        states = ((window, streams.read("source", window, window + 1)) for window in my_windows(len(self.windows)))
 
         def inputs() -> Iterator[tuple[int, Tensor]]:
-            for at, hidden, call in traced(self.model, index, module, states, write):
-                other = streams.read(self._solved_stream, at, at + 1)  # [1, W, E]
-                given = self.model.attention_inputs(index, module, other)[0]  # [W, E]
-                drift = hidden - other if self.model.adds else torch.zeros_like(hidden)
-                self._inputs.write(at, given)
-                self._wanted.write(at, (call.output + drift)[0])
-                if at < self.train:
-                    yield at, given
+            for window, hidden, call in traced(self.model, index, module, states, write):
+                solved_hidden = streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
+                attention_inputs = self.model.attention_inputs(index, module, solved_hidden)[0]  # [W, E]
+                drift = hidden - solved_hidden if self.model.adds else torch.zeros_like(hidden)
+                self._inputs.write(window, attention_inputs)
+                self._wanted.write(window, (call.output + drift)[0])
+                if window < self.train:
+                    yield window, attention_inputs
 
         statistics = statistics_of(source, sensitivity, inputs(), self.window)
         barrier()  # all processes read the held-out windows
         return statistics
 
     def _candidate(self, layer: Layer, name: str) -> Candidate:
-        """A layer that can be run on all windows; its values are kept apart from those of another name."""
-        rotation = self._at_hand.rotation if self._at_hand is not None else None
-        shape = (*self.windows.shape, layer.state["o_proj.weight"].shape[1])
+        """A candidate for the current layer, whose values are spilled to a file of its own name."""
+        rotation = self._current.rotation if self._current is not None else None
+        shape = (*self.windows.shape, layer.state["o_proj.weight"].shape[1])  # [N, W, H·V]
         spill = Spill(self._inputs.path.with_name(f"mixed-{name}.spill"), shape)
         return Candidate(layer, lambda window: layer.mixed(self._inputs.read(window), rotation), spill)
 
     def _held_costs(self, output: Callable[[int], Tensor], cost: Cost) -> Tensor:
         """The cost of an output, without a limit, at every token of the held-out windows: ``[held · W]``."""
-        held = range(self.train, len(self.windows))
-        return torch.cat([cost.plain(output(window) - self._wanted.read(window)) for window in held])
+        held_windows = range(self.train, len(self.windows))
+        return torch.cat([cost.plain(output(window) - self._wanted.read(window)) for window in held_windows])
 
     def _held_error(self, candidate: Candidate, cost: Cost) -> float:
-        """The mean cost of a candidate on the held-out windows, levelled."""
+        """The mean levelled cost of a candidate on the held-out windows."""
         return float(cost.levelled(self._held_costs(candidate.output, cost)).mean())
 
     def _refitted(self, candidate: Candidate, cost: Cost) -> Candidate:
-        """The candidate with its output projection regressed on the training windows."""
+        """The candidate with its output projection refitted on the training windows."""
         state = candidate.layer.state
         refit = OutputRefit(state["o_proj.weight"], state.get("o_proj.bias"))
         for window in my_windows(self.train):
@@ -268,30 +270,30 @@ class TextCalibrator(Calibrator):
         return replace(candidate, layer=replace(candidate.layer, state=state))
 
     def _descended(self, candidate: Candidate, cost: Cost) -> Candidate:
-        """The candidate after a descent on the training windows."""
-        assert self._at_hand is not None
+        """The candidate after its descent on the training windows."""
+        assert self._current is not None
         windows = TrainingWindows(self._inputs, self._wanted, self.train, self.window)
-        layer = descend(candidate.layer, windows, self._at_hand.rotation, cost, steps=self.steps)
+        layer = descend(candidate.layer, windows, self._current.rotation, cost, steps=self.steps)
         return self._candidate(layer, "refine")
 
 
 def start_on_text(
     plan: ConversionPlan, texts: CalibrationTexts, folder: Path, *, run: str = "", progress: Progress = silent
 ) -> TextCalibrator:
-    """A calibrator about to convert layer 0, or where an earlier run in the same folder stopped.
+    """Prepare calibration on a text, before layer 0 or where an earlier run in the same folder stopped.
 
     Args:
         plan: the conversion.
-        texts: to calibrate on.
-        folder: for activations.
-        run: tells this conversion from another; one that was killed goes on.
-        progress: told of windows and layers.
+        texts: the calibration texts.
+        folder: the folder of activations.
+        run: the conversion's identity; activations of another one are discarded.
+        progress: told of layers.
 
     Raises:
         ArgumentError: see `open_windows`.
     """
     windows, held = open_windows(plan.checkpoint, texts)
-    # In float32 whatever the weights are stored in: a layer is solved for the inputs it should have.
+    # Float32 whatever dtype the weights are stored in: layers are solved for inputs that are not rounded further.
     model = LayerwiseModel(plan.checkpoint, torch.float32)
     calibrator = TextCalibrator(model, windows, held=held, folder=folder, stages=plan.stages, run=run)
     calibrator.prepare(progress)
@@ -299,7 +301,7 @@ def start_on_text(
 
 
 def descent_steps(windows: Tensor) -> int:
-    """Steps of the local descent of each layer, on training windows ``[n, W]``."""
+    """The number of steps of each layer's descent on training windows ``[n, W]``."""
     return round(PASSES * max(windows.numel() / STRETCH, len(windows)))
 
 

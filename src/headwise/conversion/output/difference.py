@@ -24,7 +24,7 @@ def logits_difference(first: Checkpoint, second: Checkpoint, ids: Tensor) -> flo
         model = LayerwiseModel(checkpoint, torch.float32, layer=place, attention=f"{place}.self_attn")
         hidden = model.begin(ids)
         for index in range(model.num_layers):
-            hidden = model.run(index, model.layer(index), hidden)
+            hidden = model.run(index, model.module(index), hidden)
         model.release()
         models.append(model)
         states.append(hidden)

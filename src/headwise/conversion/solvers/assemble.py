@@ -1,4 +1,4 @@
-"""The tensors of an MLA layer from a solution's parts: names, order of rows, biases and scale.
+"""Assemble the tensors of an MLA layer from a solution's parts: names, order of rows, biases and scale.
 
 Shapes: H query heads, K key heads, D head dim, V value dim, E hidden, E' = E or E + 1 (a column for the biases),
 P rotary dims, R latent rank. Everything is float64.
@@ -19,12 +19,12 @@ class LatentParts(NamedTuple):
     """A solution for one MLA layer.
 
     Attributes:
-        q_nope: ``[H·D, E']``, each head's query for the content.
-        q_rope: ``[H, P, E']``, for the shared rotary key.
+        q_nope: ``[H·D, E']``, each head's query of the keys' content.
+        q_rope: ``[H, P, E']``, each head's query of the shared rotary key.
         k_rope: ``[P, E']``, the shared rotary key.
-        down: ``[R, E']``, the latent.
-        key_up: ``[K·D, R]``, each key head's content from the latent.
-        value_up: ``[K·V, R]``, each value head from the latent.
+        down: ``[R, E']``, the projection to the latent.
+        key_up: ``[K·D, R]``, the decoder of each key head's content.
+        value_up: ``[K·V, R]``, the decoder of each value head.
     """
 
     q_nope: Tensor
@@ -36,7 +36,7 @@ class LatentParts(NamedTuple):
 
 
 def projections(state: Mapping[str, Tensor], target: LatentSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """The query, key and value projections ``[rows, E']``; with biases, as a last column for an input of 1."""
+    """The query, key and value projections ``[rows, E']``; biases are a last column, for a constant input of 1."""
     q, k, v = (with_bias(state, name, is_biased(target)) for name in ("q_proj", "k_proj", "v_proj"))
     return q, k, v
 
@@ -47,20 +47,20 @@ def assemble(
     target: LatentSpec,
     parts: LatentParts,
 ) -> dict[str, Tensor]:
-    """The tensors of an MLA layer by its own names.
+    """The tensors of an MLA layer by its own names, float64.
 
     Args:
-        state: the source layer's, for its output projection.
-        source: what they are.
-        target: what is made.
+        state: the source layer's tensors, for its output projection.
+        source: the source layer's spec.
+        target: the MLA layer's spec.
         parts: the solution.
     """
     H, K, D = source.num_heads, source.num_kv_heads, source.head_dim
-    queries, decoders = [parts.q_rope], [parts.value_up.view(K, source.value_dim, -1)]
-    if nope := target.qk_nope_head_dim:  # without the rotated dims, which come first, where all keep their rotation
-        queries.insert(0, torch.unflatten(parts.q_nope, 0, (H, D))[:, D - nope :])
-        decoders.insert(0, parts.key_up.view(K, D, -1)[:, D - nope :])
-    # The new heads are wider, so their softmax scale is smaller; the scores must not be.
+    queries, decoders = [parts.q_rope], [parts.value_up.view(K, source.value_dim, -1)]  # [H, P, E'], [K, V, R]
+    if nope := target.qk_nope_head_dim:  # rotated dims come first; they are no content where all keep their rotation
+        queries.insert(0, torch.unflatten(parts.q_nope, 0, (H, D))[:, D - nope :])  # [H, nope, E']
+        decoders.insert(0, parts.key_up.view(K, D, -1)[:, D - nope :])  # [K, nope, R]
+    # The new heads are wider, so their softmax scale is smaller; the queries make up for it.
     rescale = (target.qk_head_dim / D) ** 0.5 * (
         1.0 if source.softmax_scale is None else source.softmax_scale * D**0.5
     )
@@ -77,12 +77,12 @@ def assemble(
 
 
 def is_biased(target: LatentSpec) -> bool:
-    """Whether the layer has biases of queries and of the latent."""
+    """Whether an MLA layer's queries and latent have biases."""
     return "kv_a_proj_with_mqa" in target.bias
 
 
 def with_bias(state: Mapping[str, Tensor], name: str, biased: bool) -> Tensor:
-    """A projection, float64; with ``biased``, its bias, or zeros, as a last column for an input of 1."""
+    """A projection ``[rows, E']``, float64; if ``biased``, its last column is its bias or 0, for an input of 1."""
     weight = state[f"{name}.weight"].double()
     if not biased:
         return weight
@@ -92,7 +92,7 @@ def with_bias(state: Mapping[str, Tensor], name: str, biased: bool) -> Tensor:
 
 
 def split_bias(name: str, weight: Tensor, biased: bool) -> dict[str, Tensor]:
-    """The inverse of `with_bias`: tensors by name."""
+    """A projection's weight and bias by name: the inverse of `with_bias`."""
     if not biased:
         return {f"{name}.weight": weight}
     return {f"{name}.weight": weight[:, :-1], f"{name}.bias": weight[:, -1]}

@@ -1,13 +1,14 @@
-"""Products in bfloat16 where the processor has them: for gradients, whose direction is all that counts."""
+"""Matrix products in bfloat16 where the processor has them: for gradients, whose direction is all that counts."""
 
 from __future__ import annotations
 
 import torch
 
 QUICK = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-"""Known of the processor and not measured, so that a run that is gone on with computes what it would have."""
+"""Whether the processor multiplies bfloat16 matrices. Read from its features, not timed, so that a continued run
+computes the numbers that an uninterrupted one would have."""
 
 
 def quick_products() -> torch.autocast:
-    """A context in which float32 products are bfloat16 ones, or nothing changes."""
+    """A context in which float32 matrix products are computed in bfloat16, where `QUICK`."""
     return torch.autocast("cpu", torch.bfloat16, enabled=QUICK)

@@ -1,4 +1,4 @@
-"""Which key–value heads come to share one: equal groups, chosen so that merging them loses least."""
+"""Divide key–value heads into equal groups, each to be merged into one head, such that little is lost."""
 
 from __future__ import annotations
 
@@ -9,57 +9,58 @@ from itertools import combinations
 Group = tuple[int, ...]
 
 _LEAST_GAIN = 1e-9
-"""Of the whole loss: what rounding could gain is no reason to leave the heads' own order."""
+"""The least gain that counts, as a share of the whole loss: rounding must not change the order of the heads."""
 
 
-def group_heads(lost: Callable[[Group], float], heads: int, groups: int) -> list[Group]:
-    """A partition into equal groups that no exchange of two heads improves.
+def group_heads(loss: Callable[[Group], float], heads: int, groups: int) -> list[Group]:
+    """Divide heads into equal groups that no exchange of two heads improves.
 
-    It begins with neighbours, or where those lose more with the groups that are best by the sum of what their pairs
-    lose, which is far sooner known; it is never worse than neighbours. There is no chance in it.
+    The search begins with groups of neighbours, or with the groups whose pairs of heads lose least in sum, which is
+    far quicker to compute, where those lose less. It is deterministic, and the result never loses more than
+    neighbours.
 
     Args:
-        lost: what merging some heads loses, given in rising order.
-        heads: how many there are.
-        groups: how many to make; divides ``heads``.
+        loss: the loss of merging some heads, which it gets in rising order.
+        heads: the number of heads.
+        groups: the number of groups; divides ``heads``.
 
     Returns:
-        The groups, by their first heads.
+        The groups, in the order of their first heads.
     """
     size = heads // groups
-    neighbours: list[Group] = [tuple(range(at, at + size)) for at in range(0, heads, size)]
+    neighbours: list[Group] = [tuple(range(start, start + size)) for start in range(0, heads, size)]
     if groups in (1, heads):
         return neighbours
-    known = cache(lost)
+    cached_loss = cache(loss)
 
     def total(partition: list[Group]) -> float:
-        return sum(known(group) for group in partition)
+        return sum(cached_loss(group) for group in partition)
 
     def pairwise(group: Group) -> float:
-        return sum(known(pair) for pair in combinations(group, 2))
+        return sum(cached_loss(pair) for pair in combinations(group, 2))
 
-    paired = _exchange(pairwise, _grow(pairwise, heads, size))
-    enough = total(neighbours) * (1 - _LEAST_GAIN)
-    return sorted(_exchange(known, paired if total(paired) < enough else neighbours))
+    by_pairs = _exchange(pairwise, _grow(pairwise, heads, size))
+    threshold = total(neighbours) * (1 - _LEAST_GAIN)
+    return sorted(_exchange(cached_loss, by_pairs if total(by_pairs) < threshold else neighbours))
 
 
-def _grow(lost: Callable[[Group], float], heads: int, size: int) -> list[Group]:
-    """Begin each group with the two heads left that merge best, and add the one that costs least until it is full."""
-    left, groups = set(range(heads)), list[Group]()
-    while left:
-        group: Group = min(combinations(sorted(left), 2), key=lost)
+def _grow(loss: Callable[[Group], float], heads: int, size: int) -> list[Group]:
+    """Begin each group with the two remaining heads that lose least, and add the cheapest head until it is full."""
+    remaining, groups = set(range(heads)), list[Group]()
+    while remaining:
+        group: Group = min(combinations(sorted(remaining), 2), key=loss)
         while len(group) < size:
-            wider = [tuple(sorted((*group, head))) for head in sorted(left.difference(group))]
-            group = min(wider, key=lost)
-        left.difference_update(group)
+            extended = [tuple(sorted((*group, head))) for head in sorted(remaining.difference(group))]
+            group = min(extended, key=loss)
+        remaining.difference_update(group)
         groups.append(group)
     return groups
 
 
-def _exchange(lost: Callable[[Group], float], groups: list[Group]) -> list[Group]:
-    """Exchange pairs of heads while that gains anything."""
+def _exchange(loss: Callable[[Group], float], groups: list[Group]) -> list[Group]:
+    """Exchange heads between two groups for as long as an exchange lowers the loss."""
     groups = list(groups)
-    least = _LEAST_GAIN * sum(lost(group) for group in groups)
+    least_gain = _LEAST_GAIN * sum(loss(group) for group in groups)
     improved = True
     while improved:
         improved = False
@@ -67,10 +68,10 @@ def _exchange(lost: Callable[[Group], float], groups: list[Group]) -> list[Group
             for first in groups[a]:
                 for second in groups[b]:
                     if first not in groups[a] or second not in groups[b]:
-                        continue  # exchanged already
-                    one = tuple(sorted({*groups[a], second} - {first}))
-                    other = tuple(sorted({*groups[b], first} - {second}))
-                    if lost(one) + lost(other) < lost(groups[a]) + lost(groups[b]) - least:
-                        groups[a], groups[b] = one, other
+                        continue  # already exchanged
+                    new_a = tuple(sorted({*groups[a], second} - {first}))
+                    new_b = tuple(sorted({*groups[b], first} - {second}))
+                    if loss(new_a) + loss(new_b) < loss(groups[a]) + loss(groups[b]) - least_gain:
+                        groups[a], groups[b] = new_a, new_b
                         improved = True
     return groups

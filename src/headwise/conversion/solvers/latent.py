@@ -1,12 +1,14 @@
-"""One layer of MHA, MQA or GQA → MLA.
+"""One layer of MHA, MQA or GQA converted to MLA.
 
-Rotary channels are concentrated and the most needed kept as the shared rotary key; the other keys' content and all
-values are decoded from one latent. With every rotary channel kept and the latent as wide as all the rest, the layer
-computes what it did before. Key dims that never rotated (partial rotary, or no RoPE at all) are plain content.
-Everything here is a function of tensors, in float64.
+The rotary energy of the key heads is concentrated in few channels. The channels that lose most without rotation keep
+it and become the shared rotary key; the content of the others, and all values, are decoded from one latent. With
+every rotary channel kept and the latent as wide as all the rest, the layer computes what the source computes. Key
+dims without rotation (partial rotary, or no RoPE at all) are plain content. Everything here is a function of tensors,
+in float64.
 
 Shapes: H query heads, K key heads, D head dim, D' its rotated dims, F = D'/2, V value dim, E hidden, E' = E or E + 1
-(a column for the biases), P rotary dims, R latent rank, m content rows.
+(a column for the biases), P rotary dims, R latent rank, m content rows, n plain dims of all heads, C channels without
+rotation.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ from headwise.specs import GroupedSpec, LatentSpec, rotated_dims
 
 @dataclass(frozen=True)
 class LatentOptions:
-    """What may be decided about an MLA layer beside its sizes.
+    """Settings of an MLA layer's solution other than its sizes.
 
     Attributes:
         longest: without statistics, the distance up to which a dropped rotation is averaged, in tokens.
         key_weight: with statistics, the cost of an error of the keys relative to one of the values.
-        kept: bool ``[F, K]``, the channels that keep their rotation; those that are needed most when None.
-        mix: whether rotation is concentrated by mixing heads; otherwise each channel is one head's own.
+        kept: bool ``[F, K]``, the channels that keep their rotation; those that the layer needs most when None.
+        mix: whether rotary energy is concentrated by mixing heads; otherwise each channel is one head's own.
     """
 
     longest: int = 2048
@@ -72,40 +74,43 @@ def convert_to_latent(
     options: LatentOptions | None = None,
     **fields: Any,
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """The MLA layer's weights, and the model frequency of each of its rotary pairs.
+    """Convert one layer's attention to MLA.
+
+    For example ``convert_to_latent(state, source, as_latent(source, 96, 32), statistics=None)`` converts a layer by
+    its weights alone.
 
     Args:
         state: the layer's tensors by its own names (``q_proj.weight`` …).
-        source: what they are.
-        target: what to make; from `headwise.specs.as_latent`.
-        statistics: means over a text; None for none: all inputs count alike, near tokens are attended to more.
-        sensitivity: ``[E, E]``, the cost of an error of the output; the same in every direction when None.
-        options: what else may be decided; see `LatentOptions`.
-        fields: those of `LatentOptions` by themselves, as an older spelling; deprecated.
+        source: the layer's spec.
+        target: the MLA layer's spec, from `headwise.specs.as_latent`.
+        statistics: means over a text; when None, all inputs count alike and near tokens are attended to more.
+        sensitivity: ``[E, E]``, the cost of an error of the output; equal in every direction when None.
+        options: other settings; their defaults when None.
+        fields: those of `LatentOptions` by themselves, an older spelling that warns.
 
     Returns:
-        Tensors by the MLA layer's names, float64, and the channels for its rotary pairs.
+        The MLA layer's tensors by its own names, float64, and the model frequency of each of its P/2 rotary pairs.
     """
     if fields:
         warnings.warn("convert_to_latent takes options=LatentOptions(…)", DeprecationWarning, stacklevel=2)
     options = options or LatentOptions(**fields)
-    known = statistics or Statistics.nothing(source.hidden_size, source.num_heads, options.longest)
-    keys, content = _divided(state, source, target, known, options)
-    w_v = with_bias(state, "v_proj", is_biased(target))
+    means = statistics or Statistics.nothing(source.hidden_size, source.num_heads, options.longest)
+    keys, content = _divide_keys(state, source, target, means, options)
+    w_v = with_bias(state, "v_proj", is_biased(target))  # [K·V, E']
     if keys.back_to_heads is not None or target.kv_lora_rank >= w_v.shape[1]:
         down, (key_up, value_up) = whole_latent([content, w_v], target.kv_lora_rank)
     else:
-        inputs, keyed = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (known.inputs, known.keys))
-        if is_biased(target):  # a bias that all keys have is not seen by softmax
-            keyed = centred(keyed)
-        # Queries are made of the weights once more at the end: until then the room is needed.
-        asked = key_metric(_unrotated_queries(state, source, target, keys), inputs, known.head_weight, source)
+        inputs, key_moments = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (means.inputs, means.keys))
+        if is_biased(target):  # softmax ignores a bias that all keys share
+            key_moments = centred(key_moments)
+        # Queries are computed a second time at the end: until then their memory is needed.
+        metric = key_metric(_unrotated_queries(state, source, target, keys), inputs, means.head_weight, source)
         values = Part(w_v, value_metric(state["o_proj.weight"], sensitivity, source), inputs)
         key_weight = options.key_weight
         if statistics is None:
-            most = max(cost_without(Part(content, asked, keyed)), NOTHING)
-            key_weight = KEY_BALANCE * cost_without(values) / most
-        parts = [Part(content, asked * key_weight, keyed), values]
+            key_cost = max(cost_without(Part(content, metric, key_moments)), NOTHING)
+            key_weight = KEY_BALANCE * cost_without(values) / key_cost
+        parts = [Part(content, metric * key_weight, key_moments), values]
         down, (key_up, value_up) = joint_latent(parts, target.kv_lora_rank)
         del values, parts
     del content, w_v
@@ -122,13 +127,13 @@ def convert_to_latent(
 
 
 class Rotary(NamedTuple):
-    """What there is of rotation in a layer.
+    """The rotary part of a layer's queries and keys.
 
     Attributes:
         queries: ``[H, F, E']`` complex.
-        channels: of its keys.
-        rotation: ``[H, F]`` complex, the mean over the distances that are attended to.
-        lost: ``[F, K]``, what of each channel's energy the scores lose without its rotation.
+        channels: the channels of its keys.
+        rotation: ``[H, F]`` complex, the mean rotation over the distances that are attended to.
+        lost: ``[F, K]``, the energy of each channel that the scores lose without its rotation.
     """
 
     queries: Tensor
@@ -137,34 +142,34 @@ class Rotary(NamedTuple):
     lost: Tensor
 
 
-def rotary_channels(w_q: Tensor, w_k: Tensor, source: GroupedSpec, known: Statistics, *, mix: bool = True) -> Rotary:
-    """The channels of a layer's keys that rotate, and what their rotation is worth.
+def rotary_channels(w_q: Tensor, w_k: Tensor, source: GroupedSpec, means: Statistics, *, mix: bool = True) -> Rotary:
+    """Find the rotary channels of a layer's keys, and the loss of dropping each one's rotation.
 
     Args:
         w_q: ``[H·D, E']``, see `projections`.
         w_k: ``[K·D, E']``.
-        source: the layer; it has a rotation.
-        known: means over a text, or `Statistics.nothing`.
+        source: the layer's spec; it has RoPE.
+        means: statistics of a text, or `Statistics.nothing`.
         mix: see `concentrate`.
     """
     assert source.rope is not None
-    inputs, keyed = (gram[: w_q.shape[1], : w_q.shape[1]] for gram in (known.inputs, known.keys))
-    queries, keys = rotated_pairs(w_q, source), rotated_pairs(w_k, source)
-    rotation = mean_rotation(RotaryEmbedding(source.rope).frequencies, known.distances)
-    asked = energy(queries, inputs) * known.head_weight[:, None]
-    channels = concentrate(queries, keys, asked, keyed, mix=mix)
-    return Rotary(queries, channels, rotation, lost_rotation(channels, asked, rotation))
+    inputs, key_moments = (gram[: w_q.shape[1], : w_q.shape[1]] for gram in (means.inputs, means.keys))
+    queries, keys = rotated_pairs(w_q, source), rotated_pairs(w_k, source)  # [H, F, E'], [K, F, E']
+    rotation = mean_rotation(RotaryEmbedding(source.rope).frequencies, means.distances)  # [H, F]
+    query_energy = energy(queries, inputs) * means.head_weight[:, None]  # [H, F]
+    channels = concentrate(queries, keys, query_energy, key_moments, mix=mix)
+    return Rotary(queries, channels, rotation, lost_rotation(channels, query_energy, rotation))
 
 
 class _Keys(NamedTuple):
-    """What becomes of a layer's keys.
+    """A layer's keys, divided into the shared rotary key and content.
 
     Attributes:
         kept: bool ``[F, K]``, the channels that keep their rotation.
         back: ``[F, K, K]`` complex, see `Channels`.
         rotation: see `Rotary`.
         rotary: ``[P, E']``, the shared rotary key.
-        back_to_heads: ``[K·D, m]``, see `_divided`.
+        back_to_heads: ``[K·D, m]``, the map from content rows to each head's key; None where content rows are keys.
     """
 
     kept: Tensor
@@ -174,74 +179,75 @@ class _Keys(NamedTuple):
     back_to_heads: Tensor | None
 
 
-def _divided(
+def _divide_keys(
     state: Mapping[str, Tensor],
     source: GroupedSpec,
     target: LatentSpec,
-    known: Statistics,
+    means: Statistics,
     options: LatentOptions,
 ) -> tuple[_Keys, Tensor]:
-    """Choose the channels that keep their rotation, and part a layer's keys into them and the rest.
+    """Choose the channels that keep their rotation, and divide a layer's keys into those channels and content.
 
-    The rest is what is left of each head's key, ``[K·D, E']``. Where all of it has a place in the latent, it is the m
-    rows that these are made of, and there is a way back from them.
+    Content is the rest of each head's key, ``[K·D, E']``. Where all of it fits in the latent, content is the m rows
+    that these are linear in, with the map back to the heads.
     """
     K, D, P = source.num_kv_heads, source.head_dim, target.qk_rope_head_dim
     w_q, w_k = (with_bias(state, name, is_biased(target)) for name in ("q_proj", "k_proj"))
     if source.rope is None:
-        none, nothing = torch.zeros(0, K, dtype=torch.bool), torch.zeros(0, K, K, dtype=torch.complex128)
-        return _Keys(none, nothing, nothing[:, 0].mT, w_k[:0], None), w_k
-    _, channels, rotation, lost = rotary_channels(w_q, w_k, source, known, mix=options.mix)
-    kept = options.kept
-    if kept is None:
-        kept = keep_rotation(channels.energy, lost, P // 2)
-    rotary, interleaved = to_real(channels.keys[kept]), source.rope.interleaved
-    plain = torch.unflatten(w_k, 0, (K, D))[:, rotated_dims(source) :]
+        no_channels, empty = torch.zeros(0, K, dtype=torch.bool), torch.zeros(0, K, K, dtype=torch.complex128)
+        return _Keys(no_channels, empty, empty[:, 0].mT, w_k[:0], None), w_k
+    _, channels, rotation, loss = rotary_channels(w_q, w_k, source, means, mix=options.mix)
+    mask = options.kept
+    if mask is None:
+        mask = keep_rotation(channels.energy, loss, P // 2)  # [F, K]
+    rotary, interleaved = to_real(channels.keys[mask]), source.rope.interleaved  # [P, E']
+    plain = torch.unflatten(w_k, 0, (K, D))[:, rotated_dims(source) :]  # [K, n/K, E']
     if target.kv_lora_rank >= K * (D + source.value_dim) - P:
-        rows, up = _unrotated_keys(channels, kept, interleaved=interleaved)
-        content, way = torch.cat((rows, plain.flatten(0, 1))), _beside(up, plain.shape[0] * plain.shape[1], K)
-        return _Keys(kept, channels.back, rotation, rotary, way), content
-    still = ((channels.back * ~kept[:, None]) @ channels.keys).transpose(0, 1)
-    content = torch.cat((as_rotated(still, interleaved=interleaved), plain), dim=1).flatten(0, 1)
-    return _Keys(kept, channels.back, rotation, rotary, None), content
+        rows, up = _unrotated_keys(channels, mask, interleaved=interleaved)  # [2C, E'], [K·D', 2C]
+        content = torch.cat((rows, plain.flatten(0, 1)))  # [m, E'], m = 2C + n
+        back_to_heads = _join_plain(up, plain.shape[0] * plain.shape[1], K)  # [K·D, m]
+        return _Keys(mask, channels.back, rotation, rotary, back_to_heads), content
+    unrotated = ((channels.back * ~mask[:, None]) @ channels.keys).transpose(0, 1)  # [K, F, E']
+    content = torch.cat((as_rotated(unrotated, interleaved=interleaved), plain), dim=1).flatten(0, 1)  # [K·D, E']
+    return _Keys(mask, channels.back, rotation, rotary, None), content
 
 
 def _unrotated_queries(state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, keys: _Keys) -> Tensor:
-    """A head's query for the content, turned as its keys were on average: ``[H, D, E']``."""
+    """Each head's query of the content, rotated by the mean rotation that its keys lost: ``[H, D, E']``."""
     w_q = with_bias(state, "q_proj", is_biased(target))
-    heads = torch.unflatten(w_q, 0, (source.num_heads, source.head_dim))
+    heads = torch.unflatten(w_q, 0, (source.num_heads, source.head_dim))  # [H, D, E']
     if source.rope is None:
         return heads
-    # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
+    # YaRN scales cos and sin, of queries and of keys; channels without rotation must be scaled here.
     mean = keys.rotation.conj() * RotaryEmbedding(source.rope).attention_scaling ** 2
-    still = rotated_pairs(w_q, source) * mean[:, :, None]
+    unrotated = rotated_pairs(w_q, source) * mean[:, :, None]  # [H, F, E']
     return torch.cat(
-        (as_rotated(still, interleaved=source.rope.interleaved), heads[:, rotated_dims(source) :]), dim=1
+        (as_rotated(unrotated, interleaved=source.rope.interleaved), heads[:, rotated_dims(source) :]), dim=1
     )
 
 
 def _rotary_queries(state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, keys: _Keys) -> Tensor:
-    """``q̃ = conj(back) q`` for the kept channels: ``[H, P, E']``."""
+    """The queries of the shared rotary key, ``q̃ = conj(back) q`` for its channels: ``[H, P, E']``."""
     w_q = with_bias(state, "q_proj", is_biased(target))
     if source.rope is None:
         return torch.unflatten(w_q, 0, (source.num_heads, -1))[:, :0]
     frequency, channel = torch.nonzero(keys.kept, as_tuple=True)
-    back = keys.back[frequency, :, channel].conj().mT.repeat_interleave(source.group_size, dim=0)
+    back = keys.back[frequency, :, channel].conj().mT.repeat_interleave(source.group_size, dim=0)  # [H, P/2]
     return to_real(back[:, :, None] * rotated_pairs(w_q, source)[:, frequency])
 
 
-def _unrotated_keys(channels: Channels, kept: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The channels that lose their rotation, and the way from them back to each head's key.
+def _unrotated_keys(channels: Channels, mask: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The channels that lose their rotation, and the map from them back to each head's key.
 
     Returns:
-        ``[m, E']`` real rows, and ``[K·D', m]`` that makes ``Σ back y`` of them in head dims.
+        The channels as real rows ``[2C, E']``, and the map ``[K·D', 2C]`` that sums ``back y`` in head dims.
     """
-    frequency, channel = torch.nonzero(~kept, as_tuple=True)
-    rows = to_real(channels.keys[frequency, channel])
-    coefficients = channels.back[frequency, :, channel]
+    frequency, channel = torch.nonzero(~mask, as_tuple=True)
+    rows = to_real(channels.keys[frequency, channel])  # [2C, E']
+    coefficients = channels.back[frequency, :, channel]  # [C, K]
     count, K = coefficients.shape
-    F = kept.shape[0]
-    up = torch.zeros(K, 2, F, 2, count, dtype=torch.float64)
+    F = mask.shape[0]
+    up = torch.zeros(K, 2, F, 2, count, dtype=torch.float64)  # real and imaginary parts of heads, and of channels
     index = torch.arange(count)
     up[:, 0, frequency, 0, index] = coefficients.real.mT
     up[:, 0, frequency, 1, index] = -coefficients.imag.mT
@@ -252,15 +258,16 @@ def _unrotated_keys(channels: Channels, kept: Tensor, *, interleaved: bool) -> t
     return rows, up.reshape(K * 2 * F, 2 * count)
 
 
-def _beside(unrotated_up: Tensor, plain: int, K: int) -> Tensor:
-    """The way from unrotated channels and plain dims back to each head's key: ``[K·D, m + plain]``.
+def _join_plain(unrotated_up: Tensor, plain: int, K: int) -> Tensor:
+    """The map from channels without rotation and plain dims back to each head's key: ``[K·D, 2C + n]``.
 
     Args:
-        unrotated_up: ``[K·D', m]``.
-        plain: how many dims of all heads never rotated, which pass as they are.
+        unrotated_up: ``[K·D', 2C]``.
+        plain: n, the number of dims of all heads that never rotated; the map copies them.
         K: key heads.
     """
-    m = unrotated_up.shape[1]
-    rotated = torch.nn.functional.pad(torch.unflatten(unrotated_up, 0, (K, -1)), (0, plain))
-    own = torch.nn.functional.pad(torch.eye(plain, dtype=torch.float64), (m, 0)).view(K, plain // K, m + plain)
-    return torch.cat((rotated, own), dim=1).flatten(0, 1)
+    columns = unrotated_up.shape[1]
+    unrotated = torch.nn.functional.pad(torch.unflatten(unrotated_up, 0, (K, -1)), (0, plain))  # [K, D', 2C + n]
+    identity = torch.nn.functional.pad(torch.eye(plain, dtype=torch.float64), (columns, 0))  # [n, 2C + n]
+    copies = identity.view(K, plain // K, columns + plain)
+    return torch.cat((unrotated, copies), dim=1).flatten(0, 1)

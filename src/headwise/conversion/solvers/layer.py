@@ -1,6 +1,6 @@
-"""One layer's attention as a function of its tensors, for some of the queries: what conversion studies and refines.
+"""One layer's attention as a function of its tensors, computed for a sample of the queries.
 
-A layer's call computes every query; statistics, errors and gradients need only a sample of them, of all heads.
+A layer's own call computes every query; statistics, errors and gradients need only a sample of them, of all heads.
 
 Shapes: T tokens of one window, S of them as queries, H query heads, K key heads, D key dims of a head, V value dim,
 E hidden, P rotary dims.
@@ -22,20 +22,20 @@ from headwise.kernels import attend
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 
 NORM_EPS = 1e-6
-"""Of norms of queries and keys in families that have them, where a config does not say."""
+"""The epsilon of norms of queries and keys, where a config does not name one."""
 
 PIECE = 256
-"""Queries that are attended with at a time; and little more of the keys is looked at than lies behind them."""
+"""The number of queries that are computed at a time, each piece against the keys up to its last query."""
 
 KEYS = 128
-"""Of these a piece looks at whole multiples: every other shape costs oneDNN a kernel compiled anew, a quarter of the
-time of a descent whose queries are drawn by chance."""
+"""The multiple that a piece's number of keys is rounded up to: oneDNN compiles a kernel for every new shape, which
+took a quarter of the time of a descent whose queries are drawn at random."""
 
 State = Mapping[str, Tensor]
 
 
 class Heads(NamedTuple):
-    """Queries ``[H, S, D]``, keys ``[H, T, D]`` and values ``[H, T, V]``, keys and values repeated for each head."""
+    """Queries ``[H, S, D]``, keys ``[H, T, D]`` and values ``[H, T, V]``; keys and values are repeated to H heads."""
 
     query: Tensor
     key: Tensor
@@ -43,14 +43,14 @@ class Heads(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """cos and sin ``[1, T, pairs]`` of each position of a window, at each frequency of the model's."""
+    """cos and sin ``[1, T, pairs]`` of each position of a window at each frequency of the model."""
 
     cos: Tensor
     sin: Tensor
 
 
 def rotation_tables(source: GroupedSpec, tokens: int) -> Rotation | None:
-    """What a source layer's positions are turned by; None without RoPE."""
+    """The rotary tables of a source layer for a window of so many tokens; None without RoPE."""
     if source.rope is None:
         return None
     positions = torch.arange(tokens)[None]
@@ -58,7 +58,7 @@ def rotation_tables(source: GroupedSpec, tokens: int) -> Rotation | None:
 
 
 def sample_rows(tokens: int, count: int, window: int = 0) -> Tensor:
-    """About ``count`` positions, evenly spread, the last among them; from one window to the next they move on."""
+    """About ``count`` evenly spread positions ``[S]``, the last one included; each window's are shifted by one."""
     step = max(tokens // max(count, 1), 1)
     return torch.arange(step - 1 - window % step, tokens, step)
 
@@ -66,16 +66,25 @@ def sample_rows(tokens: int, count: int, window: int = 0) -> Tensor:
 def grouped_heads(
     state: State, spec: GroupedSpec, inputs: Tensor, rows: Tensor, rotation: Rotation | None, norm_eps: float
 ) -> Heads:
-    """Of MHA, GQA and MQA, ``inputs`` being ``[T, E]``; a norm of queries and keys counts from 0 as Llama's does."""
+    """The queries, keys and values of MHA, GQA or MQA.
+
+    Args:
+        state: the layer's tensors; the weights of norms of queries and keys are the factors they multiply by.
+        spec: the layer's spec.
+        inputs: ``[T, E]``.
+        rows: ``[S]``, the positions of the queries.
+        rotation: the model's rotary tables.
+        norm_eps: the epsilon of the norms of queries and keys.
+    """
     H, K = spec.num_heads, spec.num_kv_heads
-    query = _split(_project(state, "q_proj", inputs[rows]), H)
-    key, value = (_split(_project(state, name, inputs), K) for name in ("k_proj", "v_proj"))
+    query = _split(_project(state, "q_proj", inputs[rows]), H)  # [H, S, D]
+    key, value = (_split(_project(state, name, inputs), K) for name in ("k_proj", "v_proj"))  # [K, T, D], [K, T, V]
     if spec.qk_norm is not None:
         query, key = (_normed(x, state[f"{n}_norm.weight"], spec, norm_eps) for x, n in ((query, "q"), (key, "k")))
     if spec.rope is not None and rotation is not None:
         query, key = (
-            _turned(query, rotation, spec.rope.interleaved, rows),
-            _turned(key, rotation, spec.rope.interleaved),
+            _rotate(query, rotation, spec.rope.interleaved, rows),
+            _rotate(key, rotation, spec.rope.interleaved),
         )
     group = H // K
     return Heads(query, key.repeat_interleave(group, 0), value.repeat_interleave(group, 0))
@@ -84,63 +93,63 @@ def grouped_heads(
 def latent_heads(
     state: State, spec: LatentSpec, inputs: Tensor, rows: Tensor, rotation: Rotation | None, channels: list[int]
 ) -> Heads:
-    """Of MLA, decoded: a head's key is its content and the shared rotary key.
+    """The queries, decoded keys and values of MLA: each head's key is its content and the shared rotary key.
 
     Args:
         state: the layer's tensors, without a query latent or norms.
-        spec: what they are.
+        spec: the layer's spec; N is the width of its heads' content.
         inputs: ``[T, E]``.
-        rows: ``[S]``, which of them are queries.
-        rotation: the model's, of which ``channels`` are taken.
-        channels: the model's frequency of each of the P/2 pairs.
+        rows: ``[S]``, the positions of the queries.
+        rotation: the model's rotary tables, of which ``channels`` are taken.
+        channels: the model frequency of each of the P/2 pairs.
     """
     H, R, N = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim
-    query = _split(_project(state, "q_proj", inputs[rows]), H)
-    remembered = _project(state, "kv_a_proj_with_mqa", inputs)
-    decoded = _split(F.linear(remembered[:, :R], state["kv_b_proj.weight"]), H)
-    key, value = decoded[..., :N], decoded[..., N:]
+    query = _split(_project(state, "q_proj", inputs[rows]), H)  # [H, S, N + P]
+    latent = _project(state, "kv_a_proj_with_mqa", inputs)  # [T, R + P], the rotary key last
+    content = _split(F.linear(latent[:, :R], state["kv_b_proj.weight"]), H)  # [H, T, N + V]
+    key, value = content[..., :N], content[..., N:]
     if channels:
         assert rotation is not None
-        own = Rotation(*(table[..., channels] for table in rotation))
-        rotary = _turned(remembered[None, :, R:], own, interleaved=False).expand(H, -1, -1)
-        turned = _turned(query[..., N:], own, interleaved=False, rows=rows)
-        query, key = torch.cat((query[..., :N], turned), -1), torch.cat((key, rotary), -1)
+        tables = Rotation(*(table[..., channels] for table in rotation))  # [1, T, P/2]
+        rotary_key = _rotate(latent[None, :, R:], tables, interleaved=False).expand(H, -1, -1)  # [H, T, P]
+        rotary_query = _rotate(query[..., N:], tables, interleaved=False, rows=rows)  # [H, S, P]
+        query, key = torch.cat((query[..., :N], rotary_query), -1), torch.cat((key, rotary_key), -1)
     return Heads(query, key, value)
 
 
 def attention_weights(heads: Heads, spec: AttentionSpec, rows: Tensor) -> Tensor:
-    """Softmax of the scores, ``[H, S, T]``."""
+    """The softmax of the scores of queries at positions ``rows``, ``[H, S, T]``."""
     scale = heads.query.shape[-1] ** -0.5 if spec.softmax_scale is None else spec.softmax_scale
-    scores = (heads.query * scale) @ heads.key.mT
+    scores = (heads.query * scale) @ heads.key.mT  # [H, S, T]
     if spec.is_causal:
-        behind = rows[:, None] - torch.arange(heads.key.shape[1])
-        hidden = behind < 0
+        distance = rows[:, None] - torch.arange(heads.key.shape[1])  # [S, T]
+        masked = distance < 0
         if spec.sliding_window is not None:
-            hidden |= behind >= spec.sliding_window
-        # Added, which has nothing to do on the way back.
-        scores = scores + torch.zeros(hidden.shape, dtype=scores.dtype).masked_fill_(hidden, -torch.inf)
+            masked |= distance >= spec.sliding_window
+        # The mask is added: the backward pass of an addition costs nothing.
+        scores = scores + torch.zeros(masked.shape, dtype=scores.dtype).masked_fill_(masked, -torch.inf)
     return scores.softmax(-1)
 
 
 def mixed_values(heads: Heads, spec: AttentionSpec, rows: Tensor) -> Tensor:
-    """What goes into the output projection: ``[S, H·V]``."""
-    made = []
-    for some, query in zip(torch.split(rows, PIECE), torch.split(heads.query, PIECE, dim=1), strict=True):
-        seen = -(-(int(some.max()) + 1) // KEYS) * KEYS if spec.is_causal else heads.key.shape[1]
-        key, value = heads.key[:, :seen], heads.value[:, :seen]
-        made.append(attention_weights(Heads(query, key, value), spec, some) @ value)
-    return torch.cat(made, 1).transpose(0, 1).flatten(1)
+    """The inputs of the output projection for queries at positions ``rows``: ``[S, H·V]``."""
+    pieces = []
+    for positions, query in zip(torch.split(rows, PIECE), torch.split(heads.query, PIECE, dim=1), strict=True):
+        count = -(-(int(positions.max()) + 1) // KEYS) * KEYS if spec.is_causal else heads.key.shape[1]
+        key, value = heads.key[:, :count], heads.value[:, :count]
+        pieces.append(attention_weights(Heads(query, key, value), spec, positions) @ value)  # [H, PIECE, V]
+    return torch.cat(pieces, 1).transpose(0, 1).flatten(1)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that can be run for some of its queries.
+    """A layer's attention, which can be run for a sample of its queries.
 
     Attributes:
-        spec: what it is.
+        spec: the layer's spec.
         state: its tensors by its own names.
-        channels: the model's frequency of each rotary pair (MLA).
-        norm_eps: of the norms of queries and keys, where there are any.
+        channels: the model frequency of each rotary pair (MLA).
+        norm_eps: the epsilon of the norms of queries and keys, where there are any.
     """
 
     spec: GroupedSpec | LatentSpec
@@ -149,32 +158,32 @@ class Layer:
     norm_eps: float = NORM_EPS
 
     def float(self) -> Layer:
-        """With its tensors in float32."""
+        """The layer with its tensors in float32."""
         return replace(self, state={name: tensor.float() for name, tensor in self.state.items()})
 
     def heads(self, inputs: Tensor, rows: Tensor, rotation: Rotation | None) -> Heads:
-        """Of one window's inputs ``[T, E]``, the queries those at ``rows``."""
+        """The queries at positions ``rows``, and the keys and values, of one window's inputs ``[T, E]``."""
         if isinstance(self.spec, LatentSpec):
             return latent_heads(self.state, self.spec, inputs, rows, rotation, self.channels)
         return grouped_heads(self.state, self.spec, inputs, rows, rotation, self.norm_eps)
 
     def mixed(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:
-        """What goes into the output projection at every position: ``[T, H·V]``."""
+        """The inputs of the output projection at every position: ``[T, H·V]``."""
         query, key, value = (x[None] for x in self.heads(inputs, torch.arange(len(inputs)), rotation))
         spec = self.spec
-        made = attend(
+        values = attend(  # [1, H, T, V]
             query, key, value, is_causal=spec.is_causal, scale=spec.softmax_scale, window=spec.sliding_window
         )
-        return made[0].transpose(0, 1).flatten(1)
+        return values[0].transpose(0, 1).flatten(1)
 
     def output(self, inputs: Tensor, rotation: Rotation | None, rows: Tensor | None = None) -> Tensor:
-        """The layer's output ``[S, E]`` at ``rows``, or at every position."""
+        """The layer's output ``[S, E]`` at positions ``rows``, or at every position."""
         if rows is None:
             return self.projected(self.mixed(inputs, rotation))
         return self.projected(mixed_values(self.heads(inputs, rows, rotation), self.spec, rows))
 
     def projected(self, mixed: Tensor) -> Tensor:
-        """The output of mixed values: ``[S, H·V]`` to ``[S, E]``."""
+        """The layer's output ``[S, E]`` from mixed values ``[S, H·V]``."""
         return _project(self.state, "o_proj", mixed)
 
 
@@ -182,17 +191,17 @@ def _project(state: State, name: str, inputs: Tensor) -> Tensor:
     return F.linear(inputs, state[f"{name}.weight"], state.get(f"{name}.bias"))
 
 
-def _split(projected: Tensor, heads: int) -> Tensor:
-    return torch.unflatten(projected, -1, (heads, -1)).transpose(0, 1)
+def _split(projection: Tensor, heads: int) -> Tensor:
+    return torch.unflatten(projection, -1, (heads, -1)).transpose(0, 1)  # [heads, tokens, dims]
 
 
 def _normed(heads: Tensor, weight: Tensor, spec: GroupedSpec, eps: float) -> Tensor:
     if spec.qk_norm == "head":
         return F.rms_norm(heads, heads.shape[-1:], weight, eps)
-    flat = heads.transpose(0, 1).flatten(1)
+    flat = heads.transpose(0, 1).flatten(1)  # [tokens, heads·dims]
     return _split(F.rms_norm(flat, flat.shape[-1:], weight, eps), len(heads))
 
 
-def _turned(heads: Tensor, rotation: Rotation, interleaved: bool, rows: Tensor | None = None) -> Tensor:
+def _rotate(heads: Tensor, rotation: Rotation, interleaved: bool, rows: Tensor | None = None) -> Tensor:
     cos, sin = (table[:, : heads.shape[1]] if rows is None else table[:, rows] for table in rotation)
     return rotate(heads[None], cos, sin, interleaved=interleaved)[0]

@@ -1,11 +1,11 @@
-"""The scheme that MHA2MLA and TransMLA share: rotary channels by an orthogonal matrix, a latent by PCA of the rest.
+"""Convert a layer to MLA as MHA2MLA and TransMLA do: orthogonal rotary channels, and a latent by PCA of the rest.
 
 The rotated pairs of all key heads, complex numbers z, become channels ``y = M z`` with M real and orthogonal (so
 ``z = Mᵀ y``). Some channels stay rotated and are the shared rotary key; the others lose their rotation and share a
-latent with the values. The methods differ in M, in which channels stay, and in what the PCA looks at. Everything is a
-function of tensors, in float64.
+latent with the values. The methods differ in M, in which channels stay rotated, and in the moments of the PCA.
+Everything is a function of tensors, in float64.
 
-Shapes: H query heads, G of them to each of K key heads, D head dim, F = D/2 frequencies, C = K·F channels, V value
+Shapes: H query heads, G of them for each of K key heads, D head dim, F = D/2 frequencies, C = K·F channels, V value
 dim, E hidden, E' = E or E + 1 (a column for the biases), P rotary dims, R latent rank.
 """
 
@@ -32,8 +32,8 @@ class OrthogonalChannels:
 
     Attributes:
         matrix: ``[C, K, F]``, M, real; orthogonal as ``[C, K·F]``.
-        kept: ``[C]``, whether a channel stays rotated.
-        frequency: ``[C]``, the model's frequency that it then turns at.
+        kept: bool ``[C]``, whether each channel stays rotated.
+        frequency: ``[C]``, the model frequency that each channel rotates at if it stays rotated.
     """
 
     matrix: Tensor
@@ -42,14 +42,14 @@ class OrthogonalChannels:
 
 
 def refuse_partial_rotation(source: ModelSpec, method: str) -> None:
-    """Refuse a model some of whose layers do not rotate all of their heads' dims.
+    """Refuse a model with a layer that does not rotate all of its heads' dims.
 
     Args:
         source: the model.
-        method: that has no step for such a layer.
+        method: the method that cannot convert such a layer, for the message.
 
     Raises:
-        ArgumentError: a layer is one.
+        ArgumentError: a layer has dims without rotation.
     """
     for layer in (*source.layers, *source.cross_layers):
         assert isinstance(layer, GroupedSpec)
@@ -58,23 +58,27 @@ def refuse_partial_rotation(source: ModelSpec, method: str) -> None:
 
 
 def share_out(score: Tensor, count: int) -> Tensor:
-    """The ``count`` best, the same number from each row, and what does not divide to rows whose next is best.
+    """Select the ``count`` best scores, equally many from each row; a remainder goes to the best next scores.
+
+    Args:
+        score: ``[rows, columns]``.
+        count: the number to select.
 
     Returns:
-        bool, as ``score``.
+        bool, in the shape of ``score``.
     """
-    rank = score.argsort(dim=1, descending=True, stable=True).argsort(1).flatten()
+    place = score.argsort(dim=1, descending=True, stable=True).argsort(1).flatten()  # each score's place in its row
     order = score.flatten().argsort(descending=True, stable=True)
-    order = order[rank[order].argsort(stable=True)]
-    kept = torch.zeros(rank.shape, dtype=torch.bool)
-    kept[order[:count]] = True
-    return kept.view(score.shape)
+    order = order[place[order].argsort(stable=True)]
+    mask = torch.zeros(place.shape, dtype=torch.bool)
+    mask[order[:count]] = True
+    return mask.view(score.shape)
 
 
 def principal(rows: Tensor, gram: Tensor, rank: int) -> Tensor:
-    """The R directions of ``rows x`` that hold most of it: orthonormal columns ``[n, R]``.
+    """The first R principal components of ``rows x``: orthonormal columns ``[n, R]``.
 
-    With the identity as the Gram matrix, the left singular vectors of the rows themselves.
+    If the Gram matrix is the identity, they are the left singular vectors of the rows.
     """
     _, vectors = torch.linalg.eigh(rows @ gram @ rows.mT)
     basis: Tensor = vectors.flip(-1)[:, :rank]
@@ -90,14 +94,14 @@ def latent_layer(
     *,
     balance: bool,
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """An MLA layer, once its rotary channels are chosen.
+    """Convert a layer to MLA with given rotary channels.
 
     Args:
         state: the source layer's tensors by its own names.
-        source: what they are.
-        target: what to make.
-        channels: of the keys, and which of them stay rotated.
-        gram: ``[E', E']``, the second moments that the PCA looks at.
+        source: the source layer's spec.
+        target: the MLA layer's spec.
+        channels: the channels of the keys, and which of them stay rotated.
+        gram: ``[E', E']``, the second moments of the PCA.
         balance: whether keys and values are scaled to one mean length before the PCA.
 
     Returns:
@@ -108,15 +112,15 @@ def latent_layer(
     w_q, w_k, w_v = projections(state, target)
     matrix, kept = channels.matrix.to(torch.complex128), channels.kept
     keys = torch.einsum("ckf,kfe->ce", matrix, rotated_pairs(w_k, source))  # [C, E']
-    queries = rotated_pairs(w_q, source).view(K, source.group_size, F, -1)
+    queries = rotated_pairs(w_q, source).view(K, source.group_size, F, -1)  # [K, G, F, E']
     q_rope = torch.einsum("ckf,kgfe->kgce", matrix[kept], queries).flatten(0, 1)  # [H, P/2, E']
 
     rest = to_real(keys[~kept])  # [2C - P, E']
     key_scale = _norm(rest, gram) / _norm(w_v, gram) if balance and len(rest) else 1.0
-    stacked = torch.cat((rest / key_scale, w_v))
+    stacked = torch.cat((rest / key_scale, w_v))  # [2C - P + K V, E']
     basis = principal(stacked, gram, target.kv_lora_rank)  # [2C - P + K V, R]
-    back = _back_to_heads(channels, interleaved=source.rope.interleaved)
-    # cos and sin come scaled (YaRN); a channel that is not rotated must be scaled by hand, on both sides.
+    back = _back_to_heads(channels, interleaved=source.rope.interleaved)  # [K D, 2C - P]
+    # YaRN scales cos and sin, of queries and of keys; channels without rotation must be scaled here.
     scale = RotaryEmbedding(source.rope).attention_scaling ** 2
     parts = LatentParts(
         q_nope=w_q,
@@ -130,8 +134,8 @@ def latent_layer(
 
 
 def _back_to_heads(channels: OrthogonalChannels, *, interleaved: bool) -> Tensor:
-    """``Mᵀ`` for the channels without rotation, on real and imaginary parts: ``[K·D, 2·(C − P/2)]``."""
-    rest = channels.matrix[~channels.kept].permute(1, 2, 0)
+    """``Mᵀ`` of the channels without rotation, for real and imaginary parts: ``[K·D, 2·(C − P/2)]``."""
+    rest = channels.matrix[~channels.kept].permute(1, 2, 0)  # [K, F, C - P/2]
     K, F, count = rest.shape
     back = torch.zeros(K, 2, F, 2, count, dtype=torch.float64)
     back[:, 0, :, 0] = rest
@@ -142,12 +146,12 @@ def _back_to_heads(channels: OrthogonalChannels, *, interleaved: bool) -> Tensor
 
 
 def input_gram(moments: Tensor | None, weight: Tensor) -> Tensor:
-    """``E[x xᵀ]`` as wide as a projection's inputs, ``[E', E']`` float64; the identity where there is none."""
+    """``E[x xᵀ]`` as wide as a projection's inputs, ``[E', E']`` float64; the identity when None."""
     size = weight.shape[1]
     return torch.eye(size, dtype=torch.float64) if moments is None else moments[:size, :size].double()
 
 
 def _norm(rows: Tensor, gram: Tensor) -> float:
-    """The root mean square length of ``rows x``, or 1: the paper's mean length, as far as a Gram matrix tells."""
+    """The root mean square length of ``rows x``, in place of the paper's mean length; 1 if it is 0."""
     energy = float(((rows @ gram) * rows).sum())
     return math.sqrt(energy) if energy > NOTHING else 1.0

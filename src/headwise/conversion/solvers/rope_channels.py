@@ -1,11 +1,12 @@
 """Concentrate rotary energy across key heads, and choose the channels that keep their rotation.
 
-A half-pair of a key head is a complex number ``z_f``; RoPE multiplies it by ``e^{iθ_f·pos}``. At one frequency any
+A rotated pair of a key head is a complex number ``z_f``; RoPE multiplies it by ``e^{iθ_f·pos}``. At one frequency any
 invertible complex K×K matrix across the K key heads commutes with that, so the heads can be mixed until the first
-few channels hold most of what the queries ask for, and undone in the queries: exact, before anything is dropped.
+few channels hold most of the energy that counts in the scores, and unmixed in the queries: exact, until channels are
+dropped.
 
-Shapes: H query heads, K key heads, F = D/2 frequencies, E inputs (hidden, and one more for the biases), P kept
-real dims. Matrices are float64; complex ones are complex128.
+Shapes: H query heads, K key heads, F = D/2 frequencies, E inputs (hidden, and one more for the biases), T distances.
+Matrices are float64; complex ones are complex128.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.specs import GroupedSpec, rotated_dims
 
 _FLOOR = 1e-9
+"""The least root of a key head's query energy, as a share of the largest one."""
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Key channels ``y = M z`` a frequency, most asked-for first.
+    """Key channels ``y = M z`` at each frequency, in falling order of energy.
 
     Attributes:
-        keys: ``[F, K, E]`` complex: the rows that give each channel from the input.
-        back: ``[F, K, K]`` complex: ``z = back y``; goes into the queries conjugated.
-        energy: ``[F, K]`` mean square of each channel, in units of the queries' own, falling along K.
+        keys: ``[F, K, E]`` complex, the projection from the inputs to each channel.
+        back: ``[F, K, K]`` complex, ``z = back y``; its conjugate goes into the queries.
+        energy: ``[F, K]``, the mean square of each channel, weighted by its queries' energy; falling along K.
     """
 
     keys: Tensor
@@ -38,8 +40,8 @@ class Channels:
 
 
 def to_complex(weight: Tensor, heads: int, *, interleaved: bool) -> Tensor:
-    """``[heads·D, E]`` real rows → ``[heads, F, E]`` complex, one a rotated pair."""
-    rows = torch.unflatten(weight, 0, (heads, -1))
+    """Rotated pairs as complex numbers: ``[heads·D, E]`` real rows → ``[heads, F, E]`` complex."""
+    rows = torch.unflatten(weight, 0, (heads, -1))  # [heads, D, E]
     if interleaved:
         return torch.complex(rows[:, 0::2], rows[:, 1::2])
     first, second = rows.chunk(2, dim=1)
@@ -47,93 +49,105 @@ def to_complex(weight: Tensor, heads: int, *, interleaved: bool) -> Tensor:
 
 
 def rotated_pairs(rows: Tensor, source: GroupedSpec) -> Tensor:
-    """What rotates of a layer's queries or keys ``[heads·D, E]``, as `to_complex` has it."""
+    """The rotated pairs of a layer's queries or keys ``[heads·D, E]``: ``[heads, F, E]`` complex."""
     assert source.rope is not None
-    by_head = torch.unflatten(rows, 0, (-1, source.head_dim))
-    turned = by_head[:, : rotated_dims(source)].flatten(0, 1)
-    return to_complex(turned, len(by_head), interleaved=source.rope.interleaved)
+    heads = torch.unflatten(rows, 0, (-1, source.head_dim))  # [heads, D, E]
+    rotary = heads[:, : rotated_dims(source)].flatten(0, 1)
+    return to_complex(rotary, len(heads), interleaved=source.rope.interleaved)
 
 
 def to_real(pairs: Tensor) -> Tensor:
-    """``[..., F, E]`` complex → ``[..., 2F, E]`` real, the real parts first (half-split)."""
+    """Complex pairs ``[..., F, E]`` as real rows ``[..., 2F, E]``, the real parts first (half-split)."""
     return torch.cat((pairs.real, pairs.imag), dim=-2)
 
 
 def as_rotated(pairs: Tensor, *, interleaved: bool) -> Tensor:
-    """``[..., F, E]`` complex → ``[..., 2F, E]`` real, in the layer's own order: the inverse of `to_complex`."""
+    """Complex pairs ``[..., F, E]`` as real rows ``[..., 2F, E]`` in the layer's order: inverts `to_complex`."""
     if not interleaved:
         return to_real(pairs)
     return torch.stack((pairs.real, pairs.imag), dim=-2).flatten(-3, -2)
 
 
 def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor, *, mix: bool = True) -> Channels:
-    """Mix the key heads at each frequency so that energy lands in the first channels, weighted by who asks.
+    """Mix the key heads at each frequency so that the first channels hold most of the energy that queries weight.
 
     With ``S = E[z zᴴ]`` and D the root of the summed query energy of each key head's group, V are the
     eigenvectors of ``D S D``; then ``y = Vᴴ D z`` and ``z = D⁻¹ V y``. The queries' energy on every channel is 1.
 
+    For example ``concentrate(queries, keys, torch.ones(9, 32).double(), torch.eye(576).double())`` mixes the key
+    heads of nine query heads by their weights alone.
+
     Args:
-        queries: how many heads ask of each key head is their number over the keys'; ``[H, F, E]`` complex.
+        queries: ``[H, F, E]`` complex; only their number is used, H/K heads for each key head.
         keys: ``[K, F, E]`` complex.
-        asked: ``[H, F]``, each query head's energy at each frequency, times what it counts.
-        gram: ``[E, E]``, the inputs' second moments E[x xᵀ]; the identity when nothing is known of them.
-        mix: False for the heads' own pairs as channels, only ordered and scaled.
+        asked: ``[H, F]``, the energy of each query head at each frequency, times its weight.
+        gram: ``[E, E]``, the second moments E[x xᵀ] of the inputs; the identity without statistics.
+        mix: whether heads are mixed; otherwise the heads' own pairs are the channels, ordered and scaled.
     """
     F, K = keys.shape[1], keys.shape[0]
-    by_frequency = keys.transpose(0, 1)
-    seen = torch.complex(by_frequency.real @ gram, by_frequency.imag @ gram)
-    moments = seen @ by_frequency.mH
-    del seen
-    by_key = asked.view(K, len(queries) // K, F).sum(1).clamp_min(0).sqrt().transpose(0, 1)
-    # A head nobody asks must stay invertible: what it holds is then ranked last, not lost. Where none is asked, all
-    # are alike.
-    most = float(by_key.max())
-    by_key = by_key.clamp_min(_FLOOR * most) if most > NOTHING else torch.ones_like(by_key)
+    by_frequency = keys.transpose(0, 1)  # [F, K, E]
+    product = torch.complex(by_frequency.real @ gram, by_frequency.imag @ gram)
+    moments = product @ by_frequency.mH  # [F, K, K]
+    del product
+    by_key = asked.view(K, len(queries) // K, F).sum(1).clamp_min(0).sqrt().transpose(0, 1)  # [F, K]
+    # A head without query energy must stay invertible: its content then comes last and is not lost. If no head has
+    # any, all count alike.
+    largest = float(by_key.max())
+    by_key = by_key.clamp_min(_FLOOR * largest) if largest > NOTHING else torch.ones_like(by_key)
     scale = by_key.to(keys.dtype)
-    weighed = scale[:, :, None] * moments * scale[:, None, :]
+    weighted = scale[:, :, None] * moments * scale[:, None, :]  # [F, K, K]
     if not mix:
-        weighed = torch.diag_embed(weighed.diagonal(dim1=-2, dim2=-1))
-    energy, vectors = torch.linalg.eigh(weighed)
+        weighted = torch.diag_embed(weighted.diagonal(dim1=-2, dim2=-1))
+    energy, vectors = torch.linalg.eigh(weighted)  # [F, K], [F, K, K]
     energy, vectors = energy.flip(-1).clamp_min(0), vectors.flip(-1)
-    forward = vectors.mH * scale[:, None, :]
+    forward = vectors.mH * scale[:, None, :]  # M, [F, K, K]
     return Channels(keys=forward @ by_frequency, back=vectors / scale[:, :, None], energy=energy)
 
 
 def mean_rotation(frequencies: Sequence[float], distances: Tensor) -> Tensor:
-    """``c_f = E[e^{−iθ_f Δ}]`` over each head's distances Δ, complex ``[H, F]``.
+    """The mean rotation ``c_f = E[e^{−iθ_f Δ}]`` of each frequency over each head's distances Δ, complex ``[H, F]``.
 
-    What a channel's rotation is on average; |c| is near 1 for slow channels, which lose little without it.
+    |c| is near 1 at low frequencies, where little is lost without rotation. For example
+    ``mean_rotation([1.0, 0.1], torch.tensor([[0.5, 0.5]]).double())`` is the mean over distances 0 and 1.
 
     Args:
-        frequencies: F angles θ a token.
-        distances: ``[H, T]``, the share of each distance 0 … T − 1.
+        frequencies: the F angles θ, in radians a token.
+        distances: ``[H, T]`` float64, the share of each distance 0 … T − 1.
     """
-    behind = torch.arange(distances.shape[1], dtype=torch.float64)
-    angles = behind[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+    steps = torch.arange(distances.shape[1], dtype=torch.float64)
+    angles = steps[:, None] * torch.tensor(frequencies, dtype=torch.float64)  # [T, F]
     return torch.complex(distances @ angles.cos(), -(distances @ angles.sin()))
 
 
-def lost_rotation(channels: Channels, asked: Tensor, rotation: Tensor) -> Tensor:
-    """What the scores lose where a channel's rotation gives way to its mean: ``[F, K]``, in units of ``asked``.
+def lost_rotation(channels: Channels, query_energy: Tensor, rotation: Tensor) -> Tensor:
+    """The loss of the scores if a channel's rotation is replaced by its mean: ``[F, K]``, in units of query energy.
 
     Args:
-        channels: of `concentrate`.
-        asked: ``[H, F]``, as it was given.
-        rotation: ``[H, F]``, of `mean_rotation`.
+        channels: from `concentrate`.
+        query_energy: ``[H, F]``, as `concentrate` got it.
+        rotation: ``[H, F]``, from `mean_rotation`.
     """
-    unsteady = asked * (1 - rotation.abs().square()).clamp_min(0)
+    variance = query_energy * (1 - rotation.abs().square()).clamp_min(0)  # [H, F], of the rotation
     K = channels.energy.shape[1]
-    by_key = unsteady.view(K, len(asked) // K, -1).sum(1)
+    by_key = variance.view(K, len(query_energy) // K, -1).sum(1)  # [K, F]
     return channels.energy * torch.einsum("kf,fkc->fc", by_key, channels.back.abs().square())
 
 
 def keep_rotation(energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
-    """Which (frequency, channel) pairs keep their rotation: bool ``[F, K]`` with ``pairs`` True.
+    """Choose the channels that keep their rotation: those that lose most without it, ties by energy, then by order.
 
-    Those that would lose most without, ties by energy, then by order.
+    For example ``keep_rotation(channels.energy, lost, 16)`` chooses 16 rotary pairs, a rotary key 32 wide.
+
+    Args:
+        energy: ``[F, K]``, the energy of each channel.
+        lost: ``[F, K]``, the loss of each channel without its rotation, in the same units.
+        pairs: the number of channels to choose.
+
+    Returns:
+        bool ``[F, K]``, True for ``pairs`` channels.
     """
-    # The floor ranks pairs of no loss at all by energy, so that the choice is always of `pairs` of them.
+    # A little energy is added so that channels without any loss are ordered by it.
     score = (lost + torch.finfo(lost.dtype).eps * energy).flatten()
-    kept = torch.zeros(score.shape, dtype=torch.bool)
-    kept[score.argsort(descending=True, stable=True)[:pairs]] = True
-    return kept.view(energy.shape)
+    mask = torch.zeros(score.shape, dtype=torch.bool)
+    mask[score.argsort(descending=True, stable=True)[:pairs]] = True
+    return mask.view(energy.shape)

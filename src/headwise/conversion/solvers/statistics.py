@@ -1,4 +1,4 @@
-"""What one layer's attention sees of a text: second moments of its inputs, weighted by what depends on them.
+"""Statistics of one layer's attention on a text: second moments of its inputs, weighted by the output's dependence.
 
 Shapes: T tokens of a window, S sampled queries, H query heads, K key heads, V value dim, E hidden, E' = E + 1 (a
 constant 1 stands last). Sums are float64.
@@ -17,24 +17,25 @@ from headwise.processes import all_sum
 from headwise.specs import GroupedSpec
 
 SAMPLES = 2304
-"""Queries times heads looked at in a window: 256 of nine heads."""
+"""The number of attention rows (queries times heads) sampled in a window: 256 queries of nine heads."""
 
 
 def sampled_queries(heads: int) -> int:
-    """How many queries of a window are looked at, of all heads."""
+    """The number of queries sampled in a window, in every head."""
     return max(SAMPLES // heads, 8)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Sums over a text, or what they are on average (`means`).
+    """Sums over a text, or their means (`means`).
 
     Attributes:
-        inputs: ``[E', E']`` ``Σ x xᵀ``.
-        keys: ``[E', E']`` ``Σ w_s x_s x_sᵀ``, w_s being how much of the output turns on that token's score.
+        inputs: ``[E', E']``, ``Σ x xᵀ``.
+        keys: ``[E', E']``, ``Σ w_s x_s x_sᵀ``, where w_s is the weight of token s: how much the output depends on the
+            scores of its key.
         head_weight: ``[H]``, the sum of w for each head.
         distances: ``[H, T]``, that sum by the distance from query to key.
-        queries: how many of each head were sampled.
+        queries: the number of sampled queries of each head.
     """
 
     inputs: Tensor
@@ -45,65 +46,65 @@ class Statistics:
 
     @classmethod
     def zeros(cls, hidden_size: int, heads: int, tokens: int) -> Statistics:
-        """Of no text yet."""
-        wide = hidden_size + 1
-        shapes = ((wide, wide), (wide, wide), (heads,), (heads, tokens), ())
+        """Sums to begin with, before any text."""
+        width = hidden_size + 1
+        shapes = ((width, width), (width, width), (heads,), (heads, tokens), ())
         return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
     @classmethod
     def nothing(cls, hidden_size: int, heads: int, tokens: int) -> Statistics:
-        """Where no text is given: all inputs alike, heads alike, and distances as likely as they are short."""
+        """Means to assume without a text: equal inputs, equal heads, and distances Δ as likely as 1/(Δ + 1)."""
         gram = torch.eye(hidden_size + 1, dtype=torch.float64)
         distances = 1.0 / torch.arange(1, tokens + 1, dtype=torch.float64)
         distances = (distances / distances.sum()).expand(heads, -1).clone()
-        one = torch.ones(heads, dtype=torch.float64)
-        return cls(gram, gram, one, distances, one[0])
+        ones = torch.ones(heads, dtype=torch.float64)
+        return cls(gram, gram, ones, distances, ones[0])
 
     def add(self, layer: Layer, inputs: Tensor, metric: Tensor, *, rotation: Rotation | None, window: int) -> None:
         """Add one window, in place.
 
         Args:
-            layer: the source's, float32.
-            inputs: ``[T, E]``.
-            metric: `output_metric`, ``[H, V, V]``.
-            rotation: of the window's positions.
-            window: which of the text's, so that other queries are looked at in each.
+            layer: the source's layer, float32.
+            inputs: ``[T, E]``, the attention's inputs.
+            metric: ``[H, V, V]``, see `output_metric`.
+            rotation: the rotary tables of the window's positions.
+            window: the window's number in the text; each window's sample has other queries.
         """
         H, T = layer.spec.num_heads, len(inputs)
-        rows = sample_rows(T, sampled_queries(H), window)
-        seen = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1)
-        wide = seen.double()
+        rows = sample_rows(T, sampled_queries(H), window)  # [S]
+        with_constant = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1)  # [T, E']
+        wide = with_constant.double()
         self.inputs.addmm_(wide.mT, wide)
         heads = layer.heads(inputs, rows, rotation)
-        weights = attention_weights(heads, layer.spec, rows)
-        behind = (rows[:, None] - torch.arange(T)).abs().flatten()
-        asked = torch.zeros(T, dtype=torch.float64)
+        weights = attention_weights(heads, layer.spec, rows)  # [H, S, T]
+        steps = (rows[:, None] - torch.arange(T)).abs().flatten()  # [S·T], from query to key
+        token_weight = torch.zeros(T, dtype=torch.float64)
         for head in range(H):
-            own = weights[head]
-            # A score's derivative of the output is P_ts (v_s − Σ P v). Its square, in the metric of the loss, is
-            # divided by P_ts, so that scores count as often as they are met and not twice over.
-            value = heads.value[head] @ metric[head].float()
-            mean = own @ value
-            distance = value.square().sum(-1) - 2 * mean @ value.mT + mean.square().sum(-1, keepdim=True)
-            turning = (own * distance.clamp_min(0)).double()
-            asked += turning.sum(0)
-            self.head_weight[head] += turning.sum()
-            self.distances[head].index_add_(0, behind, turning.flatten())
+            probabilities = weights[head]  # [S, T]
+            # The derivative of the output by a score is P_ts (v_s − Σ P v). Its square, in the metric of the loss, is
+            # divided by P_ts: a score then counts once as often as it is attended to, not twice.
+            value = heads.value[head] @ metric[head].float()  # [T, V]
+            mean = probabilities @ value  # [S, V]
+            distance = value.square().sum(-1) - 2 * mean @ value.mT + mean.square().sum(-1, keepdim=True)  # [S, T]
+            score_weight = (probabilities * distance.clamp_min(0)).double()
+            token_weight += score_weight.sum(0)
+            self.head_weight[head] += score_weight.sum()
+            self.distances[head].index_add_(0, steps, score_weight.flatten())
         self.queries.add_(len(rows))
-        self.keys.addmm_((wide * asked[:, None]).mT, wide)
+        self.keys.addmm_((wide * token_weight[:, None]).mT, wide)
 
     def reduced(self) -> Statistics:
-        """The sum over all processes, each with windows of its own."""
+        """The sums over all processes, each of which has its own windows."""
         for field in fields(self):
             all_sum(getattr(self, field.name))
         return self
 
     def means(self) -> Statistics:
-        """As averages: moments with a constant of mean square 1; weights a sampled query."""
-        count, asked = (gram[-1, -1].clamp_min(1e-300) for gram in (self.inputs, self.keys))
+        """The means of these sums: moments whose constant input has mean square 1, and weights per sampled query."""
+        count, weight = (gram[-1, -1].clamp_min(1e-300) for gram in (self.inputs, self.keys))
         return Statistics(
             self.inputs / count,
-            self.keys / asked,
+            self.keys / weight,
             self.head_weight / self.queries.clamp_min(1),
             self.distances / self.distances.sum(-1, keepdim=True).clamp_min(1e-300),
             self.queries,
@@ -113,12 +114,12 @@ class Statistics:
 def statistics_of(
     layer: Layer, sensitivity: Tensor | None, windows: Iterable[tuple[int, Tensor]], tokens: int
 ) -> Statistics:
-    """What a layer sees of a text, as means over all processes' windows.
+    """The statistics of one layer on a text, as means over all processes' windows.
 
     Args:
-        layer: the source's, float32.
+        layer: the source's layer, float32.
         sensitivity: see `output_metric`.
-        windows: this process's: each one's place in the text, and what goes into the attention, ``[T, E]``.
+        windows: this process's windows: each one's number in the text, and the attention's inputs ``[T, E]``.
         tokens: T.
     """
     spec = layer.spec
@@ -126,21 +127,21 @@ def statistics_of(
     metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
     rotation = rotation_tables(spec, tokens)
     sums = Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
-    for at, inputs in windows:
-        sums.add(layer, inputs, metric, rotation=rotation, window=at)
+    for window, inputs in windows:
+        sums.add(layer, inputs, metric, rotation=rotation, window=window)
     return sums.reduced().means()
 
 
 def output_metric(w_o: Tensor, sensitivity: Tensor | None, heads: int) -> Tensor:
-    """``(W_oᵀ G W_o)^{1/2}`` of each head, ``[H, V, V]``: how much a change of its mixed values costs.
+    """The metric of a change of each head's mixed values, ``(W_oᵀ G W_o)^{1/2}``: ``[H, V, V]``.
 
     Args:
         w_o: ``[E, H·V]``.
-        sensitivity: G, ``[E, E]``: expected squared derivative of the loss by the attention's output; the
-            same in every direction when None.
+        sensitivity: G, ``[E, E]``: the expected outer product of the loss's derivative by the attention's output;
+            equal in every direction when None.
         heads: H.
     """
-    by_head = torch.unflatten(w_o.double(), 1, (heads, -1)).transpose(0, 1)
+    by_head = torch.unflatten(w_o.double(), 1, (heads, -1)).transpose(0, 1)  # [H, E, V]
     return root(by_head.mT @ (by_head if sensitivity is None else sensitivity @ by_head))
 
 
