@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/headwise demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

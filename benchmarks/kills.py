@@ -66,13 +66,13 @@ def attempt(options: argparse.Namespace, out: Path, delay: float | None) -> bool
     """Run the conversion, killing it after a delay if there is one; True where it ended by itself."""
     process = subprocess.Popen(command(options, out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        _, said = process.communicate(timeout=delay)
+        _, errors = process.communicate(timeout=delay)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
         process.communicate()
         return False
     if process.returncode:
-        raise SystemExit(f"the conversion failed: {said}")
+        raise SystemExit(f"the conversion failed: {errors}")
     return True
 
 

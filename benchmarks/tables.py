@@ -59,12 +59,16 @@ def conversion_short(document: Document) -> str:
     shown = [method for method in METHODS if any(row["method"] == method for row in rows)]
     lines = []
     for target in targets:
-        own = {row["method"]: row for row in rows if line(row) == target}
-        first = [_text_ratio(own[m], own[m]["evaluate"]["texts"][0]) if m in own else "" for m in shown]
+        by_method = {row["method"]: row for row in rows if line(row) == target}
+        first = [
+            _text_ratio(by_method[m], by_method[m]["evaluate"]["texts"][0]) if m in by_method else "" for m in shown
+        ]
         others = [""] * len(texts)
-        if "headwise" in own:
-            others = [_text_ratio(own["headwise"], score) for score in own["headwise"]["evaluate"]["texts"][1:]]
-            others += _piqa(own["headwise"])
+        if "headwise" in by_method:
+            others = [
+                _text_ratio(by_method["headwise"], score) for score in by_method["headwise"]["evaluate"]["texts"][1:]
+            ]
+            others += _piqa(by_method["headwise"])
         lines.append([target, *first, *others])
     head = ["values", *(METHODS[method] for method in shown), *(f"headwise, {text}" for text in texts[1:])]
     head.append(" of ".join(["PIQA", *filter(None, _piqa_of_original(document))]))
@@ -115,8 +119,8 @@ def planted(document: Document) -> str:
     rows = []
     for name, row in document["rows"].items():
         if name.startswith("planted/"):
-            own = row["depths"][0]
-            pairs = [(own[f"reference_{key}"], own[key]) for key in ("found", "first", "nll")]
+            score = row["depths"][0]
+            pairs = [(score[f"reference_{key}"], score[key]) for key in ("found", "first", "nll")]
             depth = name.removeprefix("planted/") + shared_mark(row.get("shared"))
             rows.append([depth, *(f"{was:.2f} → {now:.2f}" for was, now in pairs)])
     return table(["depth", "found", "likeliest of ten", "nats of the code"], rows)
@@ -172,10 +176,10 @@ def decode(document: Document) -> str:
     rows = []
     for case in document["cases"]:
         if (case["values"]["length"], case["values"]["batch"]) == (8192, 1):
-            own = case["ways"]["headwise"]
-            others = [_times(case["ways"].get(way, {}).get("ms"), own["ms"]) for way in ways]
-            limit = f"{own['ms'] / case['limit_ms']:.2f}"
-            rows.append([case["values"]["shape"], case["values"]["dtype"], f"{own['ms']:.2f}", limit, *others])
+            ours = case["ways"]["headwise"]
+            others = [_times(case["ways"].get(way, {}).get("ms"), ours["ms"]) for way in ways]
+            limit = f"{ours['ms'] / case['limit_ms']:.2f}"
+            rows.append([case["values"]["shape"], case["values"]["dtype"], f"{ours['ms']:.2f}", limit, *others])
     return table(["heads", "dtype", "headwise ms", "× limit", *ways.values()], rows, left=2)
 
 
@@ -183,7 +187,7 @@ def limits(document: Document) -> str:
     """The table of caches larger than the processor's own: time over the limit, by shape and dtype."""
     rows = []
     for case in document["cases"]:
-        own, values = case["ways"]["headwise"], case["values"]
+        ours, values = case["ways"]["headwise"], case["values"]
         reading = case["nbytes"] / case["read_bytes_per_second"] * 1e3
         bound = "memory" if reading >= 0.999 * case["limit_ms"] else "products"
         rows.append(
@@ -191,12 +195,12 @@ def limits(document: Document) -> str:
                 values["shape"],
                 str(values["batch"]),
                 values["dtype"],
-                f"{own['ms']:.2f}",
-                f"{own['gb_per_s']:.0f}",
-                f"{own['gflop_per_s']:.0f}",
+                f"{ours['ms']:.2f}",
+                f"{ours['gb_per_s']:.0f}",
+                f"{ours['gflop_per_s']:.0f}",
                 f"{case['read_bytes_per_second'] / 1e9:.0f}",
                 bound,
-                f"{own['ms'] / case['limit_ms']:.2f}",
+                f"{ours['ms'] / case['limit_ms']:.2f}",
             ]
         )
     head = ["heads", "batch", "dtype", "ms", "GB/s", "GFLOP/s", "reading GB/s", "bound by", "× limit"]

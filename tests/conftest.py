@@ -14,6 +14,10 @@ from hypothesis import settings
 settings.register_profile("headwise", deadline=None)
 settings.load_profile("headwise")
 
+# Tests are spread over processes, and models this small gain nothing from threads: on a busy machine waiting for each
+# other is all that two of them do. Torch reads this when it is imported, here and in every command that a test runs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Triton decides when it is imported whether its kernels are run step by step, which is how they are tested where
 # there is no GPU; torch's compiler, which other tests use, imports it too.
 if not Path("/dev/nvidiactl").exists():

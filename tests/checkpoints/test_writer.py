@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import headwise
@@ -282,3 +283,18 @@ def test_files_of_the_hub_cache_are_copied(tiny_llama_folder: Path, tmp_path: Pa
     companions = {file.name for file in tiny_llama_folder.iterdir()}
     assert {file.name for file in (tmp_path / "out").iterdir()} == companions
     assert checkpoint.left_out == ("above.json", "other.json")
+
+
+def test_what_is_announced_takes_the_place_of_what_was_told_before(tmp_path: Path) -> None:
+    """Names, shapes and their order; only the announced tensors are missing, and only they are in the folder."""
+    real = {name: TensorInfo((2, 3), torch.bfloat16) for name in ("c", "a", "new")}
+    with FolderWriter(tmp_path / "out", INFO, provisional=True) as writer:
+        writer.announce(real)
+        assert writer.missing == ["c", "a", "new"]
+        for name in real:
+            writer.add(name, torch.full((2, 3), 1.5, dtype=torch.bfloat16))
+        writer.write_json("config.json", {"model_type": "llama"})
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert {name: (tuple(x.shape), x.dtype) for name, x in written.items()} == {
+        name: (info.shape, info.dtype) for name, info in real.items()
+    }

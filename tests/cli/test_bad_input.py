@@ -215,6 +215,12 @@ def test_a_cut_file_at_any_offset(refused: Refused, tiny_llama: Path, command: t
 
 
 @every_reader
+def test_a_file_without_tensors(refused: Refused, edit_weights: Edit, command: tuple[str, ...]) -> None:
+    edit_weights(lambda tensors: {"model.layers.0.self_attn.rotary_emb.inv_freq": tensors[Q][:1]})
+    assert "folder = 'tiny': has no tensors in its files of weights" in refused(*command)
+
+
+@every_reader
 @pytest.mark.parametrize("dtype", ["I8", "U8", "I64", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"])
 def test_a_dtype_that_is_not_read(refused: Refused, tiny_llama: Path, command: tuple[str, ...], dtype: str) -> None:
     weights = tiny_llama / "model.safetensors"
@@ -292,6 +298,25 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
     assert "tokens': make the model compute NaN or infinite values before layer 1" in line
 
 
+def test_a_model_whose_numbers_leave_their_range(refused: Refused, edit_weights: Edit) -> None:
+    """Of weights that are finite themselves."""
+    calibrated = (*READERS["convert"], "--calibrate", "text.txt", "--calibration-tokens", "256")
+    edit_weights(lambda tensors: {k: t.sign() * 1e38 if k == "lm_head.weight" else t for k, t in tensors.items()})
+    assert "tokens': make the model compute NaN or infinite values before layer 2" in refused(*calibrated)
+
+
+def test_a_matrix_that_cannot_be_decomposed(
+    refused: Refused, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", refuse)
+    for command in (READERS["convert"], ("calibrate", "tiny", "out")):
+        line = refused(*command, "--calibrate", "text.txt", "--calibration-tokens", "256")
+        assert "weights = 'tiny': are so large or so small that matrices made of them cannot be decomposed" in line
+
+
 # --- targets -------------------------------------------------------------------------------------------------
 
 
@@ -332,8 +357,8 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
             ("--to", "mqa", "--method", "mean", "--calibrate", "text.txt"),
             "calibrate = 'text.txt': goes with mla and aligned heads, not with mean",
         ),
-        (("--to", "mqa", "--method", "x"), "method = 'x': must be one of aligned, mean, first_head"),
-        (("--to", "mha", "--method", "mean"), "method = 'mean': says how heads come to be shared, and none do here"),
+        (("--to", "mqa", "--method", "x"), "method = 'x': must be one of aligned, first_head, mean"),
+        (("--to", "mha", "--method", "mean"), "method = 'mean': merges key–value heads, and none are merged here"),
         (
             (*MLA, "--without", "x"),
             "without = 'x': must be one of sensitivity, spread, channels, sequence, refine, refit",
@@ -635,6 +660,47 @@ def test_tokenizers(refused: Refused, tiny_llama: Path, content: bytes | None) -
         assert "tokenizer = 'tiny': could not be loaded: " in refused(*command)
 
 
+@pytest.mark.parametrize("twice", ["number", "name", "special"])
+def test_a_vocabulary_entry_twice(cli: Callable[..., Said], here: Path, tiny_llama: Path, twice: str) -> None:
+    path = tiny_llama / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    if twice == "number":
+        tokenizer["model"]["vocab"]["a"] = tokenizer["model"]["vocab"]["b"]
+    elif twice == "special":
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 5})
+    text = json.dumps(tokenizer)
+    path.write_text(text.replace('"vocab": {', '"vocab": {"a": 7, ', 1) if twice == "name" else text)
+    for command in (*READERS.values(), (*READERS["convert"], "--format", "deepseek", "--overwrite")):
+        assert cli(*command).status in (0, 2)
+        assert sorted({path.name for path in here.iterdir()} - {"out"}) == ["text.txt", "tiny"]
+
+
+def test_a_tokenizer_that_gives_no_mask(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
+    plain = cli(*READERS["generate"]).out
+    path = tiny_llama / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": ["input_ids"]}))
+    said = cli(*READERS["generate"])
+    assert (said.status, said.out) == (0, plain), said
+
+
+def test_a_tokenizer_that_panics_as_it_writes(
+    refused: Refused, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its Rust half raises then is no Exception."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_: Any, **__: Any) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.decode", panic)
+    assert "tokenizer = 'tiny': could not write the text: index out of bounds" in refused(*READERS["generate"])
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.__call__", panic)
+    for command in (READERS["evaluate"], READERS["generate"], (*READERS["convert"], "--calibrate", "text.txt")):
+        assert "tokenizer = 'tiny': could not read the text: index out of bounds" in refused(*command)
+
+
 def test_a_tokenizer_of_another_model(refused: Refused, edit_config: Edit, edit_weights: Edit) -> None:
     edit_config(vocab_size=10)
     edit_weights(lambda tensors: {k: t[:10] if t.shape[0] == 64 else t for k, t in tensors.items()})
@@ -660,10 +726,27 @@ def test_settings_for_generation(cli: Callable[..., Said], refused: Refused, tin
     for settings in ({"num_beams": -3}, {"repetition_penalty": -1}, {"num_beams": 4}, {"penalty_alpha": 3}):
         path.write_text(json.dumps(settings))
         assert cli(*READERS["generate"]).out == plain
-    path.write_text('{"eos_token_id": "x"}')
-    assert "eos_token_id = 'x': must be a token's number" in refused(*READERS["generate"])
+    for stop in ("x", 10**30, 2**63, -1, 1.5, True, [2, 10**30], [None], {}):
+        path.write_text(json.dumps({"eos_token_id": stop}))
+        assert f"eos_token_id = {stop!r}: must be a token's number" in refused(*READERS["generate"])
+    for stop in (None, [], 2**63 - 1, [0, 1]):
+        path.write_text(json.dumps({"eos_token_id": stop}))
+        assert cli(*READERS["generate"]).status == 0
     path.write_text("[]")
     assert "is refused by transformers" in refused(*READERS["generate"])
+
+
+def test_settings_of_what_a_call_returns(cli: Callable[..., Said], here: Path, edit_config: Edit) -> None:
+    """They are the caller's."""
+    plain = {name: cli(*READERS[name]).out.splitlines()[0] for name in ("evaluate", "generate")}
+    for field in ("return_dict", "output_hidden_states", "output_attentions"):
+        for value in (False, True, 0.5, ["x"]):
+            edit_config(**{field: value})
+            for name, first in plain.items():
+                said = cli(*READERS[name])
+                assert (said.status, said.out.splitlines()[0]) == (0, first), (field, value, said)
+            assert cli(*READERS["convert"], "--overwrite", "--calibrate", "text.txt", "--no-evaluate").status == 0
+        edit_config(**{field: ...})
 
 
 # --- families ------------------------------------------------------------------------------------------------
@@ -747,6 +830,45 @@ def test_models_that_are_run_and_not_converted(
     assert (said.status, said.err) == (0, "")
 
 
+def test_a_number_that_only_an_initialisation_reads(refused: Refused, here: Path, tiny_llama: Path) -> None:
+    """A class may check it (Llama's) or not (Qwen's); it is met when the two formats are compared."""
+    _save("qwen2", here / "qwen", layer_types=None)
+    for file in tiny_llama.glob("tokenizer*.json"):
+        shutil.copy(file, here / "qwen")
+    path = here / "qwen" / "config.json"
+    config = json.loads(path.read_text())
+    for value in (float("-inf"), float("nan"), -1.0, "-inf", [0.02]):
+        path.write_text(json.dumps(config | {"initializer_range": value}))
+        line = refused("convert", "qwen", "out", *MLA, "--format", "deepseek")
+        assert "qwen2': is refused by transformers: " in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"layer_types": ["None", "None"]}, "config.json = 'headwise_llama': is refused by transformers: KeyError"),
+        ({"sliding_window": 10**30, "layer_types": ["sliding_attention"] * 2}, "is refused by transformers: "),
+        ({"rope_channels": [["x"], [0]]}, "headwise.rope_channels = ['x']: must list some of the 4 frequencies"),
+        ({"rope_channels": [[None], [0]]}, "headwise.rope_channels = [None]: must list some of the 4 frequencies"),
+        ({"rope_channels": [[4], [0]]}, "headwise.rope_channels = [4]: must list some of the 4 frequencies"),
+        ({"rope_channels": [[-1], [0]]}, "headwise.rope_channels = [-1]: must list some of the 4 frequencies"),
+        ({"rope_channels": [[0]]}, "headwise.rope_channels = [[0]]: must list the frequencies of 2 layers"),
+    ],
+    ids=str,
+)
+def test_configs_of_converted_folders(
+    refused: Refused, cli: Callable[..., Said], here: Path, tiny_llama: Path, changes: dict[str, Any], line: str
+) -> None:
+    assert cli("convert", "tiny", "mla", *MLA, "--no-evaluate").status == 0
+    path = here / "mla" / "config.json"
+    config = json.loads(path.read_text())
+    if "rope_channels" in changes:
+        changes = {"headwise": config["headwise"] | changes}
+    path.write_text(json.dumps(config | changes))
+    for command in (READERS["evaluate"], READERS["generate"]):
+        assert line in refused(command[0], "mla", *command[2:])
+
+
 # --- GGUF ----------------------------------------------------------------------------------------------------
 
 
@@ -766,6 +888,9 @@ def test_damaged_gguf(refused: Refused, here: Path, tiny_llama_folder: Path) -> 
         line = refused("convert", "tiny.gguf", "out", *MLA)
         assert "blk.1.ffn_up.weight" in line
         assert rule in line
+    for command in READERS.values():  # a file that says it has no tensors
+        path.write_bytes(whole[:8] + struct.pack("<Q", 0) + whole[16:])
+        assert "file = 'tiny.gguf': has no tensors" in refused(command[0], "tiny.gguf", *command[2:])
     for size in (0, 2**32, 2**63):  # products of such sizes overflow 64 bits
         path.write_bytes(whole[: at + 4] + struct.pack("<QQ", size, size) + whole[at + 20 :])
         line = refused("convert", "tiny.gguf", "out", *MLA)

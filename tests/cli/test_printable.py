@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.markup import escape
 
-from headwise.cli.app import numbers_table, out, printable
+from headwise.cli.app import numbers_table, out
+from headwise.cli.printable import printable
 from tests.cli.conftest import Said
 
 Refused = Callable[..., str]

@@ -101,18 +101,18 @@ def test_weights_alone_do_for_mha2mla(place: Path, tmp_path: Path) -> None:
         ({"method": "transmla:0"}, "freqfold = 0: must divide"),
         (
             {"method": "transmla:x"},
-            "method = 'transmla:x': must be one of aligned, mean, first_head; or for mla mha2mla",
+            "method = 'transmla:x': must be one of aligned, first_head, mean; or for mla headwise, mha2mla",
         ),
         ({"method": "mha2mla", "to": "mqa", "kv_budget": None}, "method = 'mha2mla': goes with mla"),
         ({"method": "mha2mla", "without": ["refit"]}, "without = 'refit': is a stage of headwise's own"),
         (
             {"method": "mean", "to": "mqa", "kv_budget": None, "without": ["refit"]},
-            "without = 'refit': is a stage of headwise's own, and mean has none",
+            "without = 'refit': is a stage of headwise's own methods, and mean has none",
         ),
         ({"without": ["refit"]}, "without = 'refit': is a stage of calibrate, and no text is given"),
         ({"kv_budget": 1.0, "without": ["refit"]}, "is a stage of calibrate, and nothing is lost at this size"),
         ({"method": "mha2mla", "format": "deepseek"}, "format = 'deepseek': goes with headwise's own method"),
-        ({"method": "aligned"}, "method = 'aligned': says how heads come to be shared, and none do here"),
+        ({"method": "aligned"}, "method = 'aligned': merges key–value heads, and none are merged here"),
     ],
     ids=str,
 )

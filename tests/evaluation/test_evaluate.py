@@ -211,3 +211,23 @@ def test_an_open_pair_is_measured_as_the_same_two_by_name(root: Path) -> None:
 def test_devices_that_are_none(root: Path, device: str) -> None:
     with pytest.raises(headwise.ArgumentError, match="device = "):
         headwise.evaluate(root / "source", text=root / "text.txt", device=device)
+
+
+@pytest.mark.parametrize("context", [20, 700])
+def test_decoding_is_timed_behind_the_text(root: Path, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is filled with the text's first tokens, over again where the windows have fewer."""
+    prompts: list[torch.Tensor] = []
+    module = sys.modules["headwise.evaluation.evaluate"]
+    own = module.decode_times
+
+    def noting(models: Any, prompt: torch.Tensor, **options: Any) -> Any:
+        prompts.append(prompt)
+        return own(models, prompt[:, :20], **options)
+
+    monkeypatch.setattr(module, "decode_times", noting)
+    pair = open_pair(root / "source")
+    ids = token_windows(load_tokenizer(root / "source"), TEXT, window=150, windows=2)
+    headwise.evaluation.evaluate_windows(pair, [("text", ids)], context=context)
+    (prompt,) = prompts
+    tokens = ids.flatten().tolist()
+    assert prompt.tolist() == [(tokens * 3)[:context]]

@@ -285,3 +285,21 @@ def test_int8_is_refused_where_nothing_would_read_it() -> None:
     with pytest.raises(headwise.ArgumentError, match="is for keys and values of heads, not for latents"):
         ours.update(latent, latent[..., :0], 0)
     assert ours.length == 0
+
+
+@pytest.mark.parametrize("kind", ["inference", "gradients"])
+def test_beams_are_reordered_where_states_cannot_be_written_to(kind: str) -> None:
+    """Tensors made in inference mode, and those that a backward pass needs, are replaced and not changed."""
+    ours, stock = pair()
+    states = [torch.randn(2, 2, 5, 8) for _ in range(2)]
+    if kind == "inference":
+        with torch.inference_mode():
+            for cache in (ours, stock):
+                cache.update(*(x.clone() for x in states), 0)
+    else:
+        for cache in (ours, stock):
+            cache.update(*(x.requires_grad_() * 1.0 for x in states), 0)
+    for cache in (ours, stock):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(ours.layers[0].keys, stock.layers[0].keys)
+    assert torch.equal(ours.layers[0].keys, states[0][[1, 0]])

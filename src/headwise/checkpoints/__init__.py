@@ -7,7 +7,7 @@ from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.checkpoints.identity import model_identity, run_identity, versions
 from headwise.checkpoints.layout import Layout
 from headwise.checkpoints.open import model_path, open_checkpoint
-from headwise.checkpoints.tokenizer import load_tokenizer, max_length, tokenize
+from headwise.checkpoints.tokenizer import decode, load_tokenizer, max_length, tokenize
 from headwise.checkpoints.unsafe import refuse_kernel, refuse_kernels, refuse_other_weights, refuse_unsafe
 from headwise.checkpoints.writer import FolderWriter, check_output
 
@@ -21,6 +21,7 @@ __all__ = [
     "Layout",
     "TensorInfo",
     "check_output",
+    "decode",
     "dtype_name",
     "family_names",
     "family_of",

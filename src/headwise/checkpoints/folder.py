@@ -58,6 +58,8 @@ class FolderCheckpoint(Checkpoint):
         for name, file in self._files.items():
             if name and name not in self.tensors:
                 raise CheckpointError("tensor", name, f"is in {INDEX} but not in {file.name}")
+        if not self.tensors:
+            raise CheckpointError("folder", str(path), "has no tensors in its files of weights")
         self._stored = family.names_today(self.tensors) if family else {name: name for name in self.tensors}
         self.tensors = {name: self.tensors[stored] for name, stored in self._stored.items()}
 

@@ -52,6 +52,8 @@ class GgufCheckpoint(Checkpoint):
                 raise CheckpointError("file", str(path), f"ends before tensor {stored.name}: it is cut short")
             self._stored[name] = (stored, kind, nbytes)
             self.tensors[name] = TensorInfo(stored.shape, DTYPES.get(kind.name, torch.float32))
+        if not self.tensors:
+            raise CheckpointError("file", str(path), "has no tensors")
         self.quantization = self._commonest_quantization()
 
     def _commonest_quantization(self) -> str | None:
@@ -110,7 +112,9 @@ class GgufCheckpoint(Checkpoint):
         tokenizer = load_gguf_tokenizer(self.path)
         try:
             tokenizer.save_pretrained(destination)
-        except Exception as error:  # a full disk is an Exception and no OSError to its Rust half
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # to its Rust half a full disk is no OSError, and a panic no Exception
             reason = " ".join(str(error).split())
             raise StorageError("tokenizer", str(destination), f"could not be written: {reason}") from None
 

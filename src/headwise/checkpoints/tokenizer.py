@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from headwise.checkpoints.disk import clearly
 from headwise.checkpoints.unsafe import refuse_tokenizer_class
-from headwise.errors import CheckpointError
+from headwise.errors import CheckpointError, HeadwiseError
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -28,11 +31,8 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     refuse_tokenizer_class(path)
-    try:
+    with _refused(path, "could not be loaded"):
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
-        reason = shorten(str(error), 300, placeholder=" …")
-        raise CheckpointError("tokenizer", str(path), f"could not be loaded: {reason}") from None
 
 
 def tokenize(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
@@ -41,17 +41,26 @@ def tokenize(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
     Raises:
         CheckpointError: it can be loaded but does not work, such as one whose unknown token is not in its vocabulary.
     """
-    try:
+    with _refused(tokenizer.name_or_path, "could not read the text"):
         return tokenizer(text, verbose=False, **options)
-    except Exception as error:  # its Rust half raises Exception itself
-        reason = shorten(str(error), 300, placeholder=" …")
-        raise CheckpointError("tokenizer", tokenizer.name_or_path, f"could not read the text: {reason}") from None
+
+
+def decode(tokenizer: Any, ids: Any, **options: Any) -> str:
+    """The text of token ids; ``options`` are the tokenizer's own.
+
+    Raises:
+        CheckpointError: the tokenizer can be loaded but does not work.
+    """
+    with _refused(tokenizer.name_or_path, "could not write the text"):
+        return str(tokenizer.decode(ids, **options))
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
     """The tokenizer in a ``.gguf``: a copy of the one last read, which takes some seconds."""
-    stat = path.stat()
-    return deepcopy(_read_gguf_tokenizer(path, stat.st_mtime_ns, stat.st_size))
+    with clearly("file", path, "read"):
+        stat = path.stat()
+    with _refused(path, "could not be loaded"):
+        return deepcopy(_read_gguf_tokenizer(path, stat.st_mtime_ns, stat.st_size))
 
 
 @lru_cache(maxsize=1)
@@ -59,13 +68,29 @@ def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
     from transformers import AutoTokenizer
 
     refuse_tokenizer_class(path.parent)  # whose tokenizer_config.json transformers reads beside the file
+    return AutoTokenizer.from_pretrained(
+        path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
+    )
+
+
+@contextmanager
+def _refused(path: Path | str, failure: str) -> Iterator[None]:
+    """Turn what a tokenizer raises into one line.
+
+    Args:
+        path: where the tokenizer is.
+        failure: what it means, such as ``could not be loaded``.
+
+    Raises:
+        CheckpointError: in the place of any error.
+    """
     try:
-        return AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        reason = shorten(str(error), 300, placeholder=" …")
-        raise CheckpointError("tokenizer", str(path), f"could not be loaded: {reason}") from None
+        yield
+    except (HeadwiseError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of many kinds; a panic of its Rust half is no Exception
+        reason = shorten(str(error), 300, placeholder=" …") or type(error).__name__
+        raise CheckpointError("tokenizer", str(path), f"{failure}: {reason}") from None
 
 
 def max_length(folder: Path) -> int | None:

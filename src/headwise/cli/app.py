@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from headwise.cli.held_back import held_back
+from headwise.cli.printable import PrintableConsole
 from headwise.documents import finite
 from headwise.progress import Progress
 
@@ -27,22 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-# Tab and newline stay. C0, DEL and C1 move the cursor, recolour or rename a terminal; the others turn text around.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """Text out of a file as a terminal may have it: control characters are written as ``\\x1b``."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-class PrintableConsole(Console):
-    """A console that lets no control character of a text through; its own colours it adds later."""
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """As `rich.console.Console`, through which every string goes, those in tables too."""
-        return super().render_str(printable(text), **options)
 
 
 out = PrintableConsole(highlight=False)
@@ -89,12 +72,24 @@ class StoppedError(Exception):
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Show a progress bar on stderr once the work has taken two seconds."""
+    """Show a progress bar on stderr once the work has taken two seconds; libraries print nothing meanwhile."""
+    try:
+        with held_back(err), _bar() as report:
+            yield report
+    except KeyboardInterrupt as error:
+        if notes := getattr(error, "__notes__", ()):
+            raise StoppedError(notes[0]) from None
+        raise
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     quiet_transformers()
-    bar = Bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Bar(*columns, console=err, redirect_stdout=False, redirect_stderr=False)
     tasks: dict[str, Any] = {}
     patience = threading.Timer(_PATIENCE, bar.start)
     patience.daemon = True
@@ -109,13 +104,11 @@ def progress_bar() -> Iterator[Progress]:
 
     try:
         yield report
-    except BaseException as error:
+    except BaseException:
         patience.cancel()
         # Nothing but the error shall be seen; the bar's own stop would print an empty line before it.
         bar.live.transient = True
         bar.live.stop()
-        if isinstance(error, KeyboardInterrupt) and (notes := getattr(error, "__notes__", ())):
-            raise StoppedError(notes[0]) from None
         raise
     finally:
         patience.cancel()

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 
+from headwise.cli.printable import printable
 from headwise.errors import HeadwiseError
 
 _INTERRUPTED = 130
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     import typer
 
-    from headwise.cli.app import StoppedError, app, printable
+    from headwise.cli.app import StoppedError, app
     from headwise.cli.commands import (  # noqa: F401  (importing registers them)
         bench,
         calibrate,
@@ -93,7 +94,5 @@ def _usage(error: Exception, arguments: list[str]) -> str:
 
 
 def _complain(message: str) -> None:
-    from headwise.cli.app import printable
-
     sys.stderr.write(f"headwise: {printable(' '.join(message.split()))}\n")
     sys.exit(2)

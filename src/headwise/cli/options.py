@@ -37,7 +37,7 @@ def takes_options(kind: type[Options]) -> Callable[[Callable[..., None]], Callab
         parameters = list[inspect.Parameter]()
         for name, parameter in inspect.signature(command).parameters.items():
             if name == "options":
-                parameters += [made for one in declarations(kind).values() for made in _parameters(one)]
+                parameters += [each for one in declarations(kind).values() for each in _parameters(one)]
             else:
                 parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 

@@ -97,8 +97,8 @@ def _watch(store: Any, rank: int, is_ending: Callable[[], bool]) -> int:
         with suppress(RuntimeError):
             if (first := store.compare_set(_FAILED, "", failure).decode()) != failure:
                 os._exit(int(first.split()[1]))
-        sys.stderr.write(f"{_LOST}\n")
-        sys.stderr.flush()
+        err.file.write(f"{_LOST}\n")  # stderr itself is held back
+        err.file.flush()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -21,6 +21,7 @@ from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.planning.target import refuse_latent
 from headwise.conversion.solvers.statistics import statistics_of
 from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.hf import LayerwiseModel
 from headwise.measurement import peak_rss_bytes
 from headwise.options import CalibrateOptions, takes_options
@@ -87,7 +88,10 @@ def calibrate(
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
     run = run_identity(checkpoint, calibrate=texts.identity())
-    with first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer:
+    with (
+        first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
+        refuse_unsolvable(checkpoint),
+    ):
         windows, _ = open_windows(checkpoint, texts)
         results = collect_statistics(checkpoint, windows, writer.work, run, progress)
         if process_index() == 0:

@@ -23,6 +23,7 @@ from headwise.conversion.planning.target import Target, parse_target
 from headwise.conversion.proof import Exam, find_exam, overlap_notes, prove
 from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.run import ConversionInputs, WrittenFolder, write_folder
+from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.errors import ArgumentError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
@@ -66,7 +67,7 @@ def convert(
     prepared = _prepare(source, Path(output), options, progress)
     if options.dry_run:
         return _foretell(prepared, progress)
-    with first_enters(prepared.writer()) as writer:
+    with first_enters(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
         inputs = ConversionInputs(
             texts=prepared.texts,
             statistics=prepared.statistics,

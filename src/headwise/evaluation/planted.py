@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.arguments import typed
+from headwise.checkpoints import decode
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
@@ -104,7 +105,7 @@ class _Context:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one model made of one question; see `DepthScore`."""
+    """One model's answer to one question; see `DepthScore`."""
 
     found: bool
     rank: int
@@ -212,7 +213,7 @@ def _ask(model: Any, tokenizer: Any, asked: _Context) -> _Answer:
         step = model(torch.tensor([continuation[-1:]], device=model.device), past_key_values=cache, use_cache=True)
         continuation.append(int(step.logits[0, -1].argmax()))
     return _Answer(
-        found=asked.code in tokenizer.decode(continuation),
+        found=asked.code in decode(tokenizer, continuation),
         rank=int((likelihoods >= likelihoods[0]).sum()),  # a tie counts against the code
         probability=float(likelihoods.softmax(0)[0]),
         nll=-float(likelihoods[0]),

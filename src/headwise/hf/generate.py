@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
-from headwise.checkpoints import load_tokenizer, model_path, tokenize
+from headwise.checkpoints import decode, load_tokenizer, model_path, tokenize
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.load import load, open_decoder
 from headwise.hf.optimize import optimize
 from headwise.hf.recorded import can_record, decode_recorded
+
+_LARGEST_ID = 2**63 - 1  # in a tensor of ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,38 +68,29 @@ def generate(
     """
     if max_new_tokens < 1:
         raise ArgumentError("max_new_tokens", max_new_tokens, "must be at least 1")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise ArgumentError("prompt", prompt, "must be UTF-8 text") from None
     path = model_path(model)
     open_decoder(path)  # says what is wrong with a folder better than its tokenizer can
     tokenizer = load_tokenizer(path)
-    encoded = tokenize(tokenizer, prompt, return_tensors="pt")
-    count = encoded["input_ids"].shape[1]
-    if count == 0:
-        raise ArgumentError("prompt", prompt, "must hold at least one token")
+    inputs = _prompt_inputs(tokenizer, prompt)
+    count = inputs["input_ids"].shape[1]
     loaded = _optimized(load(path, dtype=dtype, device=device))
     positions = getattr(loaded.config, "max_position_embeddings", None)
     if isinstance(positions, int) and count + max_new_tokens > positions:
         rule = f"and the prompt's {count} tokens must be at most {positions} together, the model's positions"
         raise ArgumentError("max_new_tokens", max_new_tokens, rule)
     vocabulary = loaded.get_input_embeddings().weight.shape[0]
-    if (largest := int(encoded["input_ids"].max())) >= vocabulary:
+    if (largest := int(inputs["input_ids"].max())) >= vocabulary:
         raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
-    stop = loaded.generation_config.eos_token_id
-    stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
-    if any(type(token) is not int for token in stops):
-        raise CheckpointError("eos_token_id", stop, "must be a token's number, or a list of them")
+    stops = _stop_tokens(loaded)
     # Greedy is greedy: of the folder's own settings (beams, penalties, …) only where to stop is kept.
     loaded.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
-        eos_token_id=stop,
+        eos_token_id=stops or None,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
     start = time.perf_counter()
-    inputs = {name: encoded[name].to(loaded.device) for name in ("input_ids", "attention_mask")}
+    inputs = {name: tensor.to(loaded.device) for name, tensor in inputs.items()}
     if loaded.device.type == "cuda" and can_record(loaded):
         ids = decode_recorded(loaded, inputs["input_ids"], max_new_tokens, stops)[0]
     else:
@@ -104,8 +98,41 @@ def generate(
     return Generation(
         model=str(model),
         prompt=prompt,
-        text=tokenizer.decode(ids[count:], skip_special_tokens=True),
+        text=decode(tokenizer, ids[count:], skip_special_tokens=True),
         prompt_tokens=count,
         new_tokens=len(ids) - count,
         seconds=time.perf_counter() - start,
     )
+
+
+def _prompt_inputs(tokenizer: Any, prompt: str) -> dict[str, Tensor]:
+    """A prompt's ids and its mask, each ``[1, S]``.
+
+    Raises:
+        ArgumentError: the prompt is empty, or no text.
+        CheckpointError: the tokenizer does not work.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError("prompt", prompt, "must be UTF-8 text") from None
+    encoded = tokenize(tokenizer, prompt, return_tensors="pt")
+    ids: Tensor = encoded["input_ids"][:1]
+    if not ids.numel():
+        raise ArgumentError("prompt", prompt, "must hold at least one token")
+    # A tokenizer_config.json may leave the mask out of what its tokenizer gives.
+    mask = encoded["attention_mask"][:1] if "attention_mask" in encoded else torch.ones_like(ids)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _stop_tokens(model: Any) -> list[int]:
+    """The tokens that a model's settings for generation end with.
+
+    Raises:
+        CheckpointError: they name something else.
+    """
+    stop = model.generation_config.eos_token_id
+    stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if any(type(token) is not int or not 0 <= token <= _LARGEST_ID for token in stops):
+        raise CheckpointError("eos_token_id", stop, "must be a token's number, or a list of them")
+    return stops

@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from headwise.checkpoints import Checkpoint, has_family
 from headwise.errors import ArgumentError, CheckpointError, SpecError
-from headwise.hf.load import refused, stock_config
+from headwise.hf.config import refused, stock_config
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,15 +283,15 @@ def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = builder.from_config(config, dtype=dtype, trust_remote_code=False)
+        # As from_pretrained does it: what is not stored, such as rotary frequencies, the model's own initialisation
+        # computes. On the meta device that skips nothing but the numbers of the parameters.
+        for module in model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+        with torch.no_grad():
+            model.initialize_weights()
     except Exception as error:  # a size, an activation or a scaling that only its modules look at
         raise refused("config.json", checkpoint.config.get("model_type"), error) from None
-    # As from_pretrained does it: what is not stored, such as rotary frequencies, the model's own initialisation
-    # computes. On the meta device that skips nothing but the numbers of the parameters.
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty_like(buffer, device="cpu"))
-    with torch.no_grad():
-        model.initialize_weights()
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
     return model.eval()

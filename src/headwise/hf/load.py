@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import DynamicCache
 
 from headwise.arguments import typed
 from headwise.checkpoints import (
@@ -18,15 +15,14 @@ from headwise.checkpoints import (
     Checkpoint,
     GgufCheckpoint,
     dtype_name,
-    family_of,
     has_family,
     model_path,
     open_checkpoint,
-    refuse_kernel,
-    refuse_kernels,
     refuse_other_weights,
 )
-from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecError
+from headwise.errors import ArgumentError, CheckpointError, SpecError
+from headwise.hf.complete import check_complete, check_values
+from headwise.hf.config import model_class, refused, stock_config
 
 
 @typed
@@ -49,6 +45,7 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         check_complete(checkpoint)
     else:
         refuse_encoder(checkpoint)
+        check_values(checkpoint)
     wanted = wanted or checkpoint.dtype
     if isinstance(checkpoint, GgufCheckpoint):
         state = {name: checkpoint.read(name) for name in checkpoint.tensors}
@@ -57,11 +54,14 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         )
     else:
         refuse_other_weights(checkpoint.path)
+        config = stock_config(checkpoint.config)
+        if wanted == torch.float64 and config._experts_implementation is None:
+            config._experts_implementation = "eager"  # the usual one multiplies no float64
         try:
             loader = model_class(checkpoint.config) if known else transformers.AutoModelForCausalLM
             model, found = loader.from_pretrained(
                 checkpoint.path,
-                config=stock_config(checkpoint.config),  # or it would read one itself, which nobody has checked
+                config=config,  # or it would read one itself, which nobody has checked
                 dtype=wanted,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -74,6 +74,7 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         for name in sorted(found["missing_keys"]):
             raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
     check_finite(model)
+    _check_cache(model)
     model = model.eval()
     return model if device is None else model.to(place)
 
@@ -135,6 +136,20 @@ def check_finite(model: Any) -> None:
             raise CheckpointError("tensor", name, rule)
 
 
+def _check_cache(model: Any) -> None:
+    """Refuse a config by which transformers can make no cache: a window or a kind of layer that its model ignores.
+
+    Raises:
+        CheckpointError: so it is.
+    """
+    if not model.can_generate():
+        return
+    try:
+        DynamicCache(config=model.config)
+    except Exception as error:
+        raise refused("config.json", model.config.model_type, error) from None
+
+
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A torch dtype from its name.
 
@@ -145,120 +160,3 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
         if dtype in (known, str(known), dtype_name(known)):
             return known
     raise ArgumentError("dtype", str(dtype), "must be float64, float32, float16 or bfloat16")
-
-
-def stock_config(config: dict[str, Any]) -> Any:
-    """transformers' config object for a parsed ``config.json`` (a converted one's included).
-
-    Raises:
-        CheckpointError: transformers does not accept it, or it names a kernel of the hub.
-    """
-    refuse_kernels(config)
-    try:
-        made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    except Exception as error:  # its validators raise many kinds
-        raise refused("config.json", config.get("model_type"), error) from None
-    _refuse_kernels_of(made)
-    return made
-
-
-def _refuse_kernels_of(made: Any) -> None:
-    """Refuse a config object that names a kernel of the hub, by whatever way the name came into it."""
-    left = [made]
-    while left:
-        item = left.pop()
-        if isinstance(item, PreTrainedConfig):
-            for name in ("_attn_implementation", "_experts_implementation"):
-                if isinstance(text := getattr(item, name, None), str):
-                    refuse_kernel(name, text)
-            left += vars(item).values()
-        elif isinstance(item, dict | list | tuple):
-            left += item.values() if isinstance(item, dict) else item
-
-
-def model_class(config: dict[str, Any]) -> Any:
-    """The class transformers would build for a config: of the family's, the one its ``architectures`` names.
-
-    Raises:
-        CheckpointError: it has none that generates text, or names one that is not the family's.
-    """
-    stock, model_type = stock_config(config), str(config.get("model_type"))
-    autos = family_of(model_type).autos if has_family(model_type) else ("AutoModelForCausalLM",)
-    try:
-        classes = [getattr(transformers, auto)._model_mapping[type(stock)] for auto in autos]
-    except KeyError:
-        raise CheckpointError("model_type", model_type, "is not a model that generates text") from None
-    named = config.get("architectures")
-    if len(classes) == 1 or not named:
-        return classes[0]
-    known = {made.__name__.removeprefix("Headwise"): made for made in classes}
-    name = str(named[0]).removeprefix("Headwise")
-    if name not in known:
-        raise CheckpointError("architectures", name, f"must be one of {', '.join(known)}")
-    return known[name]
-
-
-def auto_class(config: dict[str, Any]) -> str:
-    """The name of transformers' Auto class that loads the folder of a config.
-
-    Raises:
-        CheckpointError: see `model_class`.
-    """
-    made, stock, model_type = model_class(config), stock_config(config), str(config.get("model_type"))
-    autos = family_of(model_type).autos if has_family(model_type) else ("AutoModelForCausalLM",)
-    return next(auto for auto in autos if getattr(transformers, auto)._model_mapping[type(stock)] is made)
-
-
-def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape in the model a config describes, tied ones once; nothing is allocated.
-
-    Raises:
-        CheckpointError: transformers cannot build it.
-    """
-    return _meta_tensors(config)[0]
-
-
-def _meta_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """The parameters' shapes, and the names tied to another of them."""
-    made = model_class(config)  # transformers' own refusal names a hundred classes
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sizes that the shapes will show
-            model = made._from_config(stock_config(config))
-    except Exception as error:  # a size, an activation or a scaling that only its modules look at
-        raise refused("config.json", config.get("model_type"), error) from None
-    tied = set(model.all_tied_weights_keys)
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: tuple(p.shape) for name, p in named if name not in tied}, tied
-
-
-def check_complete(checkpoint: Checkpoint) -> None:
-    """Hold a checkpoint's tensors to the model its config describes.
-
-    Raises:
-        CheckpointError: a tensor is missing, of another shape, or of no use to the model.
-    """
-    layers = checkpoint.spec.num_layers
-    if layers > len(checkpoint.tensors):
-        rule = f"is more than the {len(checkpoint.tensors)} tensors of {checkpoint.path} can fill"
-        raise CheckpointError("num_hidden_layers", layers, rule)
-    expected, tied = _meta_tensors(checkpoint.config)
-    for name, shape in expected.items():
-        if name not in checkpoint.tensors:
-            raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
-        if checkpoint.tensors[name].shape != shape:
-            found = checkpoint.tensors[name].shape
-            raise CheckpointError(f"{name} shape", found, f"must be {shape} by the config")
-    for name in checkpoint.tensors:
-        # Old folders store the frequencies, which the config gives anyway.
-        if name not in expected and name not in tied and not name.endswith("rotary_emb.inv_freq"):
-            rule = f"has no place in the model the config of {checkpoint.path} describes"
-            raise CheckpointError("tensor", name, rule)
-
-
-def refused(field: str, value: object, error: Exception) -> HeadwiseError:
-    """What transformers raised, as one line of ours."""
-    if isinstance(error, HeadwiseError):
-        return error
-    reason = shorten(str(error), 300, placeholder=" …")
-    return CheckpointError(field, value, f"is refused by transformers: {type(error).__name__}: {reason}")

@@ -80,7 +80,8 @@ def install_attention(model: Any, config: Any) -> None:
     spec, family = read_config(values), family_of(values["model_type"])
     # The family names modules from the language model; a bare model is what stands below their first name.
     bare, base = family.bare(), model.base_model
-    channels = _channels(config, spec.layers)
+    frequencies = [buffer.numel() for name, buffer in base.named_buffers() if name.endswith("inv_freq")]
+    channels = _channels(config, spec.layers, min(frequencies, default=0))
     for index, (layer, pairs) in enumerate(zip(spec.layers, channels, strict=True)):
         path = bare.place(index, hosted=True)
         _replace(base, path, _hosted_layer(layer, config, index, pairs))
@@ -90,13 +91,20 @@ def install_attention(model: Any, config: Any) -> None:
         _replace(base, bare.place(index, cross=True), _hosted_layer(layer, config, index, []))
 
 
-def _channels(config: Any, layers: tuple[AttentionSpec, ...]) -> list[list[int]]:
-    """Which of the model's frequencies each layer's rotary pairs turn at: those it kept, or all in their order."""
+def _channels(config: Any, layers: tuple[AttentionSpec, ...], frequencies: int) -> list[list[int]]:
+    """Which of the model's frequencies each layer's rotary pairs turn at: those it kept, or all in their order.
+
+    Raises:
+        SpecError: the config does not list them for every layer, or lists what is not there.
+    """
     given = config.headwise.get("rope_channels")
     if given is None and not any(isinstance(layer, LatentSpec) for layer in layers):
         return [list(range(layer.rope.dim // 2)) if layer.rope else [] for layer in layers]
     if not isinstance(given, list) or len(given) != len(layers):
         raise SpecError("headwise.rope_channels", given, f"must list the frequencies of {len(layers)} layers")
+    for kept in given:
+        if not isinstance(kept, list) or any(type(at) is not int or not 0 <= at < frequencies for at in kept):
+            raise SpecError("headwise.rope_channels", kept, f"must list some of the {frequencies} frequencies")
     return given
 
 

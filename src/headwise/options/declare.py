@@ -12,12 +12,12 @@ from headwise.arguments import check_types
 from headwise.errors import ArgumentError
 
 _WIDTH, _STEP = 114, "    "
-"""Of the lines of a docstring, and of one step of their indentation."""
+"""The width of a docstring's lines, and one step of their indentation."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be besides its type.
+    """A rule that a value keeps besides its type.
 
     Attributes:
         words: the rule as an error says it, such as ``must be at least 1``.
@@ -40,7 +40,7 @@ def not_empty(words: str) -> Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What `option` was told of one field, and what its class says of it.
+    """A field of an options class: the arguments of its `option`, its name and its type.
 
     Attributes:
         name: the keyword in Python.

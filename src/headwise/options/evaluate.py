@@ -15,7 +15,7 @@ _FRACTIONS = Rule(
 
 
 class ModelOptions(Options):
-    """What a model is measured against, and where it runs."""
+    """The reference a model is measured against, and where both run."""
 
     against: str | Path | None = option(
         "the reference, usually what the model was converted from; its tokenizer is used",

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from headwise.cli.app import Json, app, bytes_text, count_text, emit, err, numbers_table, out, progress_bar
 from headwise.errors import ArgumentError, CheckpointError
+from headwise.progress import Progress
 
 CONVERSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mha", {"to": "mha"}),
@@ -34,86 +36,113 @@ def demo(
     start = time.perf_counter()
     console = err if as_json else out
     import headwise
-    from headwise.specs.sources import BUNDLED, BUNDLED_SHA256, bundled_gguf
 
-    digest = hashlib.sha256(bundled_gguf().read_bytes()).hexdigest()
-    if not digest.startswith(BUNDLED_SHA256):
-        raise CheckpointError("smollm2-135m sha256", digest[:16], f"must begin {BUNDLED_SHA256}: another file")
+    _check_weights()
     if windows < 1:
         raise ArgumentError("windows", windows, "must be at least 1")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        study, exam = write_texts(output)
+        texts = write_texts(output)
     except OSError as error:
         raise ArgumentError("output", str(output), f"cannot be written: {error.strerror}") from None
     original = output / "original"
-
     with progress_bar() as progress:
-        console.print("[bold]1 unpack[/bold] SmolLM2-135M-Instruct, dequantised from Q4_1, as a model folder")
-        headwise.convert(BUNDLED, original, to="gqa:3", evaluate=False, overwrite=True, progress=progress)
-        console.print("[bold]2 inspect[/bold]")
-        inspection = headwise.inspect(original, dtype="float32")
-        console.print(
-            f"  {inspection.num_layers} layers of {inspection.layers[0].label} (query/key–value heads × head dim): "
-            f"{bytes_text(inspection.kv_bytes_per_token)} of float32 cache a token"
-        )
-        console.print("[bold]3 compare[/bold] at 8192 tokens")
-        comparison = headwise.compare(original, context=8192, dtype="float32")
-        for row in comparison.rows:
-            mark = "  ◂ this model" if row.is_source else ""
-            console.print(f"  {row.label:<16} {bytes_text(row.kv_bytes):>10}{mark}")
-
+        costs = _unpack_and_count(original, console, progress)
         console.print("[bold]4 convert, evaluate, generate[/bold]")
-        results: list[dict[str, Any]] = []
-        for name, how in CONVERSIONS:
-            folder = output / name
-            calibrate: dict[str, Any] = {"calibrate": study} if name == "mla-half" else {}
-            conversion = headwise.convert(
-                original,
-                folder,
-                **how,
-                **calibrate,
-                evaluate=exam,
-                evaluation_windows=windows,
-                overwrite=True,
-                progress=progress,
-            )
-            evaluation = conversion.evaluation
-            if evaluation is None:
-                raise CheckpointError("evaluation", name, conversion.notes[-1])
-            continuation = headwise.generate(folder, PROMPT, max_new_tokens=12)
-            console.print(f"  {name}: perplexity × {evaluation.perplexity_ratio:.4f}")
-            results.append(
-                {
-                    "name": name,
-                    "convert": {k: v for k, v in conversion.to_dict().items() if k != "evaluation"},
-                    "evaluate": evaluation.to_dict(),
-                    "generate": continuation.to_dict(),
-                }
-            )
+        results = []
+        for name, target in CONVERSIONS:
+            result = _convert(original, output / name, target, texts, windows, progress)
+            console.print(f"  {name}: perplexity × {result['evaluate']['perplexity_ratio']:.4f}")
+            results.append({"name": name, **result})
         of_original = headwise.generate(original, PROMPT, max_new_tokens=12)
-
-    seconds = time.perf_counter() - start
     document = {
         "model": "SmolLM2-135M-Instruct, dequantised from Q4_1",
         "text": "Python's language reference (pydoc_data.topics): every second topic, unless it repeats others",
         "calibration": "its other topics, for mla-half",
         "machine": {"processor": platform.machine(), "python": platform.python_version(), **_versions()},
-        "inspect": inspection.to_dict(),
-        "compare": [row.to_dict() for row in comparison.rows],
+        **costs,
         "generate": of_original.to_dict(),
         "conversions": results,
-        "seconds": seconds,
+        "seconds": time.perf_counter() - start,
     }
     (output / "result.json").write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if as_json:
         emit(document)
-        return
+    else:
+        _show(document, output / "result.json")
+
+
+def _check_weights() -> None:
+    """Refuse another file than the one that the demo's figures are of."""
+    from headwise.specs.sources import BUNDLED_SHA256, bundled_gguf
+
+    digest = hashlib.sha256(bundled_gguf().read_bytes()).hexdigest()
+    if not digest.startswith(BUNDLED_SHA256):
+        raise CheckpointError("smollm2-135m sha256", digest[:16], f"must begin {BUNDLED_SHA256}: another file")
+
+
+def _unpack_and_count(original: Path, console: Console, progress: Progress) -> dict[str, Any]:
+    """The first three steps: unpack the model, inspect it and compare mechanisms."""
+    import headwise
+    from headwise.specs.sources import BUNDLED
+
+    console.print("[bold]1 unpack[/bold] SmolLM2-135M-Instruct, dequantised from Q4_1, as a model folder")
+    headwise.convert(BUNDLED, original, to="gqa:3", evaluate=False, overwrite=True, progress=progress)
+    console.print("[bold]2 inspect[/bold]")
+    inspection = headwise.inspect(original, dtype="float32")
+    console.print(
+        f"  {inspection.num_layers} layers of {inspection.layers[0].label} (query/key–value heads × head dim): "
+        f"{bytes_text(inspection.kv_bytes_per_token)} of float32 cache a token"
+    )
+    console.print("[bold]3 compare[/bold] at 8192 tokens")
+    comparison = headwise.compare(original, context=8192, dtype="float32")
+    for row in comparison.rows:
+        mark = "  ◂ this model" if row.is_source else ""
+        console.print(f"  {row.label:<16} {bytes_text(row.kv_bytes):>10}{mark}")
+    return {"inspect": inspection.to_dict(), "compare": [row.to_dict() for row in comparison.rows]}
+
+
+def _convert(
+    original: Path,
+    folder: Path,
+    target: dict[str, Any],
+    texts: tuple[Path, Path],
+    windows: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """One conversion, its evaluation and a continuation of the prompt."""
+    import headwise
+
+    study, exam = texts
+    is_lossy = target.get("kv_budget", 1.0) < 1.0
+    conversion = headwise.convert(
+        original,
+        folder,
+        **target,
+        calibrate=study if is_lossy else None,
+        evaluate=exam,
+        evaluation_windows=windows,
+        overwrite=True,
+        progress=progress,
+    )
+    if conversion.evaluation is None:
+        raise CheckpointError("evaluation", folder.name, conversion.notes[-1])
+    continuation = headwise.generate(folder, PROMPT, max_new_tokens=12)
+    return {
+        "convert": {key: value for key, value in conversion.to_dict().items() if key != "evaluation"},
+        "evaluate": conversion.evaluation.to_dict(),
+        "generate": continuation.to_dict(),
+    }
+
+
+def _show(document: dict[str, Any], file: Path) -> None:
+    results = document["conversions"]
     out.print(_table(results))
     out.print(f"{PROMPT}…", markup=False)
-    for name, text in [("original", of_original.text), *((r["name"], r["generate"]["text"]) for r in results)]:
-        out.print(f"  {name:<13} {text!r}", markup=False)
-    out.print(f"{seconds:.0f} s; everything measured is in {output / 'result.json'}")
+    continuations = [("original", document["generate"]), *((one["name"], one["generate"]) for one in results)]
+    for name, continuation in continuations:
+        out.print(f"  {name:<13} {continuation['text']!r}", markup=False)
+    out.print(f"{document['seconds']:.0f} s; everything measured is in {file}")
 
 
 def write_texts(folder: Path) -> tuple[Path, Path]:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.app import SOURCES, Json, app, emit, printable, progress_bar
+from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
+from headwise.cli.printable import printable
 
 
 @app.command(epilog='Example: headwise generate ./smollm2-mla --prompt "The capital of France is"')

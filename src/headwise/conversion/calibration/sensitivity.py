@@ -153,6 +153,7 @@ def _loss_gradient(model: LayerwiseModel, hidden: Tensor, first: int) -> Tensor:
             piece = window[None, start : start + PIECE].detach().requires_grad_()
             with torch.enable_grad(), quick_products():
                 outputs = model.finish(piece)[0].float()  # [PIECE, vocabulary], or an encoder's [PIECE, E]
+                refuse_no_numbers(outputs.detach()[None], model.num_layers)
                 if model.has_logits:
                     labels = torch.multinomial(outputs.detach().softmax(-1), 1, generator=generator)[:, 0]
                     loss = F.cross_entropy(outputs, labels, reduction="sum")

@@ -13,9 +13,10 @@ rotation.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ def convert_to_latent(
     statistics: Statistics | None,
     sensitivity: Tensor | None = None,
     options: LatentOptions | None = None,
+    **fields: Any,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Convert one layer's attention to MLA.
 
@@ -84,11 +86,14 @@ def convert_to_latent(
         statistics: means over a text; when None, all inputs count alike and near tokens are attended to more.
         sensitivity: ``[E, E]``, the cost of an error of the output; equal in every direction when None.
         options: other settings; their defaults when None.
+        fields: those of `LatentOptions` by themselves, an older spelling that warns.
 
     Returns:
         The MLA layer's tensors by its own names, float64, and the model frequency of each of its P/2 rotary pairs.
     """
-    options = options or LatentOptions()
+    if fields:
+        warnings.warn("convert_to_latent takes options=LatentOptions(…)", DeprecationWarning, stacklevel=2)
+    options = options or LatentOptions(**fields)
     means = statistics or Statistics.nothing(source.hidden_size, source.num_heads, options.longest)
     keys, content = _divide_keys(state, source, target, means, options)
     w_v = with_bias(state, "v_proj", is_biased(target))  # [K·V, E']

@@ -1,0 +1,87 @@
+"""What libraries print by themselves does not stand around a refusal, nor in a document."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import logging, os, sys, warnings
+from headwise.cli.app import err, out, progress_bar
+from headwise.errors import CheckpointError
+
+try:
+    with progress_bar():
+        warnings.warn("a warning")
+        logging.getLogger("library").warning("a log")
+        sys.stderr.write("a line of Python\\n")
+        os.write(2, b"native \\x1b[31m\\n")
+        os.write(1, b"native, on stdout\\n")
+        err.print("a note of ours")
+        out.print("a line of ours")
+        if len(sys.argv) > 1:
+            raise {"HeadwiseError": CheckpointError("a", 1, "is refused"), "KeyError": KeyError("a bug")}[sys.argv[1]]
+except CheckpointError as error:
+    sys.stderr.write(f"headwise: {error}\\n")
+print("after")
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], check=False, capture_output=True, text=True, errors="replace"
+    )
+
+
+def test_a_refusal_is_all_there_is() -> None:
+    done = run("HeadwiseError")
+    assert done.stderr == "a note of ours\nheadwise: a = 1: is refused\n"
+    assert done.stdout == "a line of ours\nafter\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("KeyError",)])
+def test_otherwise_it_follows(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    ours, _, held = done.stderr.partition("\n")
+    assert ours == "a note of ours"
+    for line in ("UserWarning: a warning", "a log", "a line of Python", r"native \x1b[31m", "native, on stdout"):
+        assert line in held
+    assert "\x1b" not in held
+    assert done.stdout == "a line of ours\n" + ("" if arguments else "after\n")
+    assert ("KeyError: 'a bug'" in held) == bool(arguments)
+
+
+def headwise(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headwise", *arguments], check=False, capture_output=True, text=True, cwd=here
+    )
+
+
+def test_a_tokenizer_that_panics(here: Path, tiny_llama: Path) -> None:
+    """Its Rust half prints that by itself, and raises what is no Exception."""
+    path = tiny_llama / "tokenizer.json"
+    damaged = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | damaged))
+    for command in (
+        ("generate", "tiny", "--prompt", "a"),
+        ("convert", "tiny", "out", "--to", "mla", "--kv-budget", "0.5", "--calibrate", "text.txt"),
+    ):
+        done = headwise(here, *command)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("headwise: tokenizer = 'tiny': could not be loaded: ")
+        assert done.stderr.count("\n") == 1
+    assert sorted(path.name for path in here.iterdir()) == ["text.txt", "tiny"]
+
+
+def test_a_tokenizer_that_prints_leaves_a_document_whole(here: Path, tiny_llama: Path) -> None:
+    path = tiny_llama / "tokenizer_config.json"
+    tokens = {"0": {"content": "<eos>", "special": True, "\x1b[31munknown": True}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": tokens}))
+    done = headwise(here, "generate", "tiny", "--prompt", "a", "--max-new-tokens", "1", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["prompt"] == "a"
+    assert "\x1b" not in done.stderr

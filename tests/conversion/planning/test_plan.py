@@ -1,0 +1,75 @@
+"""What a plan says of each layer, and which stages it carries out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise.checkpoints import open_checkpoint
+from headwise.conversion import parse_target
+from headwise.conversion.methods import STAGES
+from headwise.conversion.planning.plan import LayerSize, Place, make_plan
+from headwise.specs import LatentSpec
+from tests.real_models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("plan") / "source", num_hidden_layers=3)
+
+
+def test_errors_of_keys_count_half_unless_a_spread_says_otherwise(source: Path) -> None:
+    plan = make_plan(open_checkpoint(source), parse_target("mla", kv_budget=0.5))
+    assert [plan.layer_target(place).key_weight for place in plan.places] == [0.5] * 3
+    resized = plan.resized([LayerSize(12, 4, 2.0), LayerSize(16, 8), LayerSize(20, 8, 0.125)])
+    targets = [resized.layer_target(place) for place in resized.places]
+    assert [target.key_weight for target in targets] == [2.0, 0.5, 0.125]
+    specs = [target.spec for target in targets]
+    assert all(isinstance(spec, LatentSpec) for spec in specs)
+    assert [(s.kv_lora_rank, s.qk_rope_head_dim) for s in specs if isinstance(s, LatentSpec)] == [
+        (12, 4),
+        (16, 8),
+        (20, 8),
+    ]
+    assert plan.key_weights is None  # a plan does not change
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "stages"),
+    [
+        ({"to": "mla", "kv_budget": 0.5}, {}, STAGES),
+        ({"to": "mla", "kv_budget": 0.5}, {"without": ["refit"]}, STAGES[:-1]),
+        ({"to": "mla", "kv_budget": 0.5}, {"without": ["sensitivity"]}, ("channels", "sequence", "refine", "refit")),
+        ({"to": "mla", "kv_budget": 0.5}, {"calibration": "statistics"}, ("sensitivity", "channels")),
+        ({"to": "mla", "kv_budget": 0.5}, {"calibration": None}, ()),
+        ({"to": "mla", "kv_budget": 1.0}, {}, ()),
+        ({"to": "mla", "kv_budget": 0.5}, {"method": "mha2mla"}, ()),
+        ({"to": "mqa"}, {}, ("sensitivity", "sequence", "refine", "refit")),
+        ({"to": "mqa"}, {"method": "mean"}, ()),
+        ({"to": "mha"}, {}, ()),
+    ],
+    ids=str,
+)
+def test_stages_are_those_that_the_method_has_and_can_use(
+    target: dict[str, Any], options: dict[str, Any], stages: tuple[str, ...], source: Path
+) -> None:
+    assert make_plan(open_checkpoint(source), parse_target(**target), **options).stages == stages
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ({"to": "mha"}, "repeat"),
+        ({"to": "gqa:3"}, "copy"),
+        ({"to": "mqa"}, "aligned"),
+        ({"to": "mla", "kv_budget": 0.5}, "headwise"),
+    ],
+    ids=str,
+)
+def test_the_method_follows_from_the_target(target: dict[str, Any], name: str, source: Path) -> None:
+    plan = make_plan(open_checkpoint(source), parse_target(**target))
+    assert plan.method.name == name
+    assert plan.is_exact == (name in ("repeat", "copy"))
+    assert plan.source_layer(Place(1)).spec == plan.before.layers[1]
