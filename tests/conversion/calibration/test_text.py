@@ -269,7 +269,7 @@ def test_a_sensitivity_that_is_lost_is_not_one_that_is_left_out(tmp_path: Path) 
     calibrator.prepare()
     assert calibrator.sensitivity(1) is not None
     calibrator.sensitivities.file(1).unlink()
-    with pytest.raises(CheckpointError, match="layer = 1: was lost"):
+    with pytest.raises(CheckpointError, match="layer = 1: an earlier run's result is lost"):
         calibrator.sensitivity(1)
     assert TextCalibrator(model, windows, held=1, folder=tmp_path / "none", stages=()).sensitivity(1) is None
 
