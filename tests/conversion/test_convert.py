@@ -1,4 +1,4 @@
-"""What `convert` reports and writes, and what it leaves alone."""
+"""The report and the folder of `convert`, and the files that it leaves alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_report_is_true_to_the_files(source: Path, tmp_path: Path) -> None:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
     assert done.parameters_after == sum(torch.Size(shape).numel() for shape in shapes)
     assert done.disk_bytes == 8 * done.parameters_after
-    # 2 layers of 3 key-value heads, 8 wide, keys and values, 8 bytes each; then half of it.
+    # 2 layers of 3 key–value heads, 8 wide, keys and values, 8 bytes each; then half of that.
     assert done.kv_bytes_per_token_before == 2 * 2 * 3 * 8 * 8
     assert done.kv_bytes_per_token_after == done.kv_bytes_per_token_before // 2
     assert done.seconds > 0
@@ -85,7 +85,7 @@ def test_a_dry_run_writes_nothing_and_says_the_same(source: Path, text: Path, tm
     options["without"] = ()
     spread = headwise.convert(source, tmp_path / "spread", dry_run=True, **options)
     assert [note for note in spread.notes if note not in dry.notes] == [
-        "how the cache is spread over layers is found on the text; parameters and disk depend on it"
+        "the text decides how the cache is spread over layers; parameters and disk depend on it"
     ]
 
 
@@ -97,7 +97,7 @@ def test_the_same_conversion_gives_the_same_bytes(source: Path, text: Path, tmp_
 
 
 def test_calibration_text_lowers_the_error_it_is_meant_to(source: Path, text: Path, tmp_path: Path) -> None:
-    """On the text it studied, a calibrated half-cache model is nearer to the source than a blind one."""
+    """On its calibration text, a calibrated model is nearer to the source than one converted by weights alone."""
     ids = first_tokens(source, 128)
     errors = {}
     with torch.inference_mode():
@@ -135,7 +135,7 @@ def test_converting_from_mla_is_refused_by_name(source: Path, tmp_path: Path) ->
 
 
 def test_only_every_channel_and_the_whole_latent_is_lossless(source: Path, tmp_path: Path) -> None:
-    """As many cached bytes as the source, but spent otherwise, is not the source."""
+    """As many cached bytes as the source's, spent otherwise, lose something."""
     done = headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=36, qk_rope_head_dim=12, evaluate=False)
     assert done.kv_bytes_per_token_after == done.kv_bytes_per_token_before
     assert any("calibrat" in note for note in done.notes)

@@ -1,4 +1,4 @@
-"""``convert`` by a published method's name is that method on the source's own activations, and nothing more."""
+"""``convert`` with a published method's name is that method on the source's own activations, without other stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
-TOKENS = 512  # two windows of 256: the first is studied, the second held out
+TOKENS = 512  # two windows of 256: one is calibrated on, and one is held out
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def moments(source: Path) -> list[torch.Tensor]:
-    """E[x xᵀ] of what each of the source's attentions is given, with a constant 1 last."""
+    """E[x xᵀ] of the inputs of each of the source's attentions, with a constant 1 last."""
     model: Any = headwise.load(source, dtype="float32")
     ids = load_tokenizer(source)(TEXT, add_special_tokens=False)["input_ids"][: TOKENS // 2]
     seen: list[torch.Tensor] = []
@@ -81,7 +81,7 @@ def test_it_is_the_method_layer_by_layer(method: str, place: Path, tmp_path: Pat
     with torch.inference_mode():
         expected, plain = model(ids).logits, headwise.load(source)(ids).logits
         got = headwise.load(tmp_path / "out")(ids).logits
-    assert float((expected - plain).abs().max() / plain.abs().max()) > 1e-2  # something is lost at this size
+    assert float((expected - plain).abs().max() / plain.abs().max()) > 1e-2  # this size is lossy
     assert_close(got, expected, 1e-4)
 
 
@@ -123,7 +123,7 @@ def test_bad_input(options: dict[str, Any], line: str, place: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "phi3"])  # no rotation, and some
+@pytest.mark.parametrize("family", ["gpt2", "phi3"])  # no rotation, and partial rotation
 def test_models_without_whole_rotation_are_refused(family: str, tmp_path: Path) -> None:
     save_family(tmp_path / "source", family)
     with pytest.raises(headwise.ArgumentError, match="needs rotary embeddings on all of a head's dims"):

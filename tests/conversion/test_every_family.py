@@ -22,7 +22,7 @@ from tests.tiny_families import FAMILIES, NORMED, STOCK, answer, noise, save_fam
 
 LATENT = [name for name in FAMILIES if name not in NORMED]
 OWN = [name for name in FAMILIES if name not in STOCK]
-"""Families whose own class has one number of heads: headwise hosts its GQA in them."""
+"""Families whose own class has one number of heads: headwise's GQA layers replace theirs."""
 DECODERS = [name for name in FAMILIES if name not in ("bert", "whisper")]
 CONVERTED = [
     *((name, "mla") for name in LATENT if name != "bert"),
@@ -53,7 +53,7 @@ def test_repeating_heads_changes_not_a_bit(name: str, tmp_path: Path, ids: torch
 
 
 def share_heads(source: Path, num_kv_heads: int) -> None:
-    """Make neighbouring key and value heads of a folder equal, so that fewer of them lose nothing."""
+    """Make neighbouring key and value heads of a folder equal, so that fewer heads are lossless."""
     checkpoint = open_checkpoint(source)
     tensors = load_file(source / "model.safetensors")
     parts = (checkpoint.spec.layers, checkpoint.spec.cross_layers)
@@ -80,7 +80,7 @@ def test_heads_that_were_equal_are_merged_without_loss(name: str, to: str, tmp_p
     assert config["model_type"] == (name if name in STOCK else f"headwise_{name}")
     expected = answer(headwise.load(source), ids)
     assert_close(answer(headwise.load(tmp_path / "out"), ids), expected, 1e-12)
-    # And back again, to the family's own class.
+    # And back to the family's own class.
     convert(tmp_path / "out", tmp_path / "back", "mha")
     assert open_checkpoint(tmp_path / "back").config["model_type"] == name
     assert_close(answer(headwise.load(tmp_path / "back"), ids), expected, 1e-12)
@@ -183,7 +183,7 @@ def test_a_static_cache_serves_too(name: str, to: str, tmp_path: Path, ids: torc
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bert", "whisper"])
 def test_without_rope_half_the_cache_is_enough(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
-    """Keys and values of as many heads are 2E numbers made from E: a latent of E + 1 (for the biases) holds them."""
+    """Keys and values of all heads are 2E numbers, linear in E inputs: a latent of E + 1, for biases, holds them."""
     source = save_family(tmp_path / "source", name)
     headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=49, qk_rope_head_dim=0, evaluate=False)
     assert_close(answer(headwise.load(tmp_path / "out"), ids), answer(headwise.load(source), ids), 1e-6)
@@ -289,7 +289,7 @@ def test_an_encoder_ignores_padding(tmp_path: Path, ids: torch.Tensor) -> None:
         mask[1, 9:] = 0
         padded = model(ids, attention_mask=mask).last_hidden_state[1, :9]
         assert_close(padded, model(ids[1:, :9]).last_hidden_state[0], 1e-9)
-        # Every token sees every other: the last one changes what the first becomes.
+        # Every token attends to every other: the last one changes the output of the first.
         assert (model(ids[1:, :8]).last_hidden_state[0, 0] - padded[0]).abs().max() > 1e-3
 
 
@@ -323,7 +323,7 @@ def test_quality_is_measured_on_every_kind(name: str, to: str, tmp_path: Path) -
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @torch.inference_mode()
 def test_a_layer_with_padding_alone_keeps_its_window(implementation: str, tmp_path: Path) -> None:
-    """What some attention implementations hand over in the place of a whole mask; a window is still meant."""
+    """Some attention implementations pass no mask in place of a full one; the window still applies."""
     source = save_family(tmp_path / "source", "mistral")
     convert(source, tmp_path / "out", "mla", 1.0)
     model, stock = (

@@ -1,4 +1,4 @@
-"""Every path of the converter has a setting that loses nothing; it is proven on every kind of model."""
+"""Every path of the converter has a lossless setting, which is tested on every kind of model."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_mla_with_every_channel_and_the_whole_latent_is_the_model(
 def test_a_full_latent_beside_part_of_the_rotation_keeps_the_values(
     source: Path, tmp_path: Path, ids: torch.Tensor
 ) -> None:
-    """With one token there is no distance, so dropped rotations cost only what their mean has shrunk."""
+    """With one token there is no distance, so that dropped rotation loses only by the mean's smaller size."""
     spec = headwise.inspect(source)
     assert spec.num_kv_heads is not None
     assert spec.head_dim is not None
     keys = spec.num_kv_heads * spec.head_dim
     rank = 2 * keys - 4
     headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=rank, qk_rope_head_dim=4, evaluate=False)
-    # One token attends to itself alone: whatever its score, its output is its value.
+    # A single token attends to itself alone: whatever its score, its output is its value.
     assert_close(logits(tmp_path / "out", ids[:, :1]), logits(source, ids[:, :1]), 1e-8)
 
 

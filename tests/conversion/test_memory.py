@@ -1,4 +1,4 @@
-"""How much memory the solution of one wide layer takes, beside the layer and its statistics."""
+"""The memory that the solution of one wide layer takes, without the layer and its statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 256
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that tensors, and what torch allocates for LAPACK, hold at a time while something is done."""
+    """The peak bytes of tensors, and of torch's allocations for LAPACK, during a call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         done = work()
     del done
@@ -28,7 +28,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def test_a_wide_layer_is_solved_in_the_room_of_a_few_matrices() -> None:
-    """At 7B a matrix of E² is 134 MB, and 3 GB are to be enough for all."""
+    """At 7B a matrix of E² is 134 MB, and a conversion has to fit in 3 GB."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Two processes find what one finds."""
+"""Two processes compute what one computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a conversion ends: what it is examined on, what its card says, and what it survives."""
+"""The evaluation that ends a conversion: its texts, its part of the card, and the failures that it survives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_ends_on_what_the_calibration_left_of_its_text(source: Path, text: Pa
     assert found is not None
     assert (found.text, found.windows, found.window) == (f"{text} after 1,976 tokens", 2, 256)
     rest = tmp_path / "rest.txt"
-    rest.write_text(TEXT[1976:])  # a character is a token
+    rest.write_text(TEXT[1976:])  # each character is a token
     again = headwise.evaluate(tmp_path / "out", against=source, text=rest, windows=2)
     for name in ("perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
         assert getattr(found, name) == getattr(again, name), name
@@ -61,7 +61,7 @@ def test_of_several_texts_what_is_left_of_each(source: Path, text: Path, tmp_pat
     short = tmp_path / "short.txt"
     short.write_text("x" * 300)
     exam = choose_exam(open_checkpoint(source), calibrate=CalibrationTexts((text, short, text), 900), windows=3)
-    # Windows of 225 tokens, two of the first text and one of each of the others, which leaves too little of one.
+    # Windows of 225 tokens, two of the first text and one of each of the others; one of them has too few left.
     assert [name for name, _ in exam] == [f"{text} after 2,100 tokens"] * 2
     study = calibration_windows(load_tokenizer(source), [text, short, text], tokens=900, window=256)
     assert study.shape == (4, 225)
@@ -95,7 +95,7 @@ def test_a_text_can_be_named(source: Path, text: Path, tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_calibrated_on_is_refused(source: Path, text: Path, tmp_path: Path) -> None:
-    """Whatever it is called, and by statistics of it too."""
+    """Whatever the text's name, and if statistics are of it, too."""
     copy, study = tmp_path / "copy.txt", tmp_path / "study"
     copy.write_text(TEXT)
     headwise.calibrate(source, study, calibrate=text, calibration_tokens=512)
@@ -127,7 +127,7 @@ def test_a_conversion_that_nothing_is_left_to_measure_says_so(
 
 
 def test_windows_of_the_exam_are_as_wide_as_they_are_asked_for(source: Path, text: Path) -> None:
-    """Those that are calibrated on stay as they are, so what is left begins where it did."""
+    """The calibration windows do not change, so that the rest of the text begins at one place."""
     checkpoint = open_checkpoint(source)
     tokens = load_tokenizer(source)(TEXT)["input_ids"]
     for window in (40, 256):
@@ -238,7 +238,7 @@ def test_ctrl_c_during_it_keeps_the_conversion(
     with pytest.raises(KeyboardInterrupt) as stopped:
         headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY, progress=impatient)
     assert stopped.value.__notes__ == [
-        "it was being evaluated, which --no-evaluate leaves out",
+        "interrupted during the evaluation, which --no-evaluate leaves out",
         f"what is done is kept in {tmp_path}/.out.headwise-partial, and the same command goes on from there",
     ]
     assert not (tmp_path / "out").exists()
@@ -311,13 +311,13 @@ def test_an_exam_that_repeats_the_calibration_is_noted(source: Path, text: Path,
     done = {}
     for name, exam in (("repeated", tmp_path / "copy.txt"), ("other", other)):
         (tmp_path / "copy.txt").write_text(f"{TEXT}\n")
-        study = {**STUDY, "without": STAGES}  # what is solved for does not matter here
+        study = {**STUDY, "without": STAGES}  # the target does not matter here
         done[name] = headwise.convert(source, tmp_path / name, calibrate=text, **study, evaluate=exam)
     (note,) = [note for note in done["repeated"].notes if SHARED in note]
     assert f"- {note}\n" in card(tmp_path / "repeated")
     assert not any(SHARED in note for note in done["other"].notes)
     lossless = headwise.convert(source, tmp_path / "whole", to="mla", kv_budget=1.0, calibrate=text, evaluate=other)
-    assert not any(SHARED in note for note in lossless.notes)  # no text was needed
+    assert not any(SHARED in note for note in lossless.notes)  # calibration was not needed
 
 
 def test_how_much_an_exam_repeats_is_counted_on_the_windows_that_are_calibrated_on(source: Path, text: Path) -> None:

@@ -1,4 +1,4 @@
-"""A conversion on a text that ends early goes on where it stopped, and its bytes are those of one that did not."""
+"""A conversion on a text that ends early continues where it stopped, and writes the bytes of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FILES = ("model.safetensors", "config.json")
 
 
 class StoppedError(Exception):
-    """What ends a run early here; a kill leaves no more behind than an error does."""
+    """Ends a run early; a kill leaves no more behind than an error does."""
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *, after: bool) -> None:
-    """Let the so-manyeth call of a method be the last thing that happens, done or not done."""
+    """End the run at the n-th call of a method, before the call or after it."""
     count = 0
     own: Callable[..., Any] = getattr(owner, name)
 
@@ -54,10 +54,10 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *
         (Activations, "commit", 1),
         (Activations, "commit", 2),
         (Activations, "commit", 3),
-        (LayerFiles, "save", 1),  # of a sensitivity
-        (LayerFiles, "save", 3),  # with MLA, of what is known while the cache is spread
+        (LayerFiles, "save", 1),  # saving a sensitivity
+        (LayerFiles, "save", 3),  # with MLA, saving a trial while the cache is spread
         (LayerFiles, "save", 4),
-        (LayerFiles, "save", 5),  # of the first layer
+        (LayerFiles, "save", 5),  # saving the first layer
         (LayerFiles, "save", 6),
     ],
 )
@@ -103,9 +103,8 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
         return own(self, place, source)
 
     monkeypatch.setattr(TextCalibrator, "evidence", noting)
-    monkeypatch.setattr(
-        "headwise.conversion.calibration.sensitivity._weigh", None
-    )  # would be called, were any to be found
+    # `None` fails if sensitivities are measured again.
+    monkeypatch.setattr("headwise.conversion.calibration.sensitivity._measure", None)
     headwise.convert(source, tmp_path / "out", **options, evaluate=False)
     assert solved == [2]
 
@@ -113,7 +112,7 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("model", "options", "shard_bytes"),
     [
-        ("llama", {"to": "mla", "kv_budget": 0.5}, None),  # all in one file, which a kill leaves nothing of
+        ("llama", {"to": "mla", "kv_budget": 0.5}, None),  # all in one file, of which a kill leaves nothing
         ("llama", {"to": "mla", "kv_budget": 0.5}, 4000),
         ("llama", {"to": "mqa"}, None),
         ("llama", {"to": "mqa"}, 4000),
@@ -168,7 +167,7 @@ def test_other_arguments_start_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_text_that_has_changed_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of texts, whose name is the same as before; ``datasets`` is not needed to tell that it changed."""
+    """A folder of texts changes and its name does not; ``datasets`` is not needed to notice."""
     source = save_tiny(tmp_path / "source")
     (tmp_path / "texts").mkdir()
     monkeypatch.setattr(sources, "_dataset_rows", rows_of)
@@ -190,7 +189,7 @@ def rows_of(*_: object, data_files: list[str], **__: object) -> list[dict[str, s
 
 
 def test_work_that_is_discarded_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the report, and not in the card: the folder is the same whatever was there before."""
+    """In the report and not in the card: the folder does not depend on files that were there before."""
     source = save_tiny(tmp_path / "source")
     for name, kv_budget, notes in (("out", 0.25, 1), ("other", 0.5, 0)):
         with monkeypatch.context() as patch:
@@ -205,7 +204,7 @@ def test_work_that_is_discarded_is_said(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_a_kill_left_of_the_sensitivities_is_cleared_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer's inputs wait in a temporary folder, which only a kill leaves there."""
+    """Layers' inputs are in a temporary folder, which only a kill leaves behind."""
     source = save_tiny(tmp_path / "source")
     (tmp_path / "text.txt").write_text(TEXT)
     options = {"to": "mqa", "calibrate": tmp_path / "text.txt", "calibration_tokens": 512, "evaluate": False}

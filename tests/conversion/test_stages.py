@@ -1,7 +1,7 @@
-"""Every stage of calibration is worth what it takes: on a small trained model, each one left out costs quality.
+"""Every stage of calibration gains quality: on a small trained model, leaving any of them out loses some.
 
-The model is glassllm (0.85 M parameters, trained on English). It is calibrated and measured on text that it wrote
-itself, sampled anew: in other text such a small model has little to lose.
+The model is glassllm (0.85 M parameters, trained on English). It is calibrated and measured on text sampled from
+itself: in other text such a small model has little to lose.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tests.real_models import save_glassllm
 
 WINDOW = 128
 FIRST_LETTER = 0xE000
-"""Of the private use area: each token is one letter, so that a text is tokenised as it was sampled."""
+"""Letters of the private use area: each token is one letter, so that a text has the tokens that were sampled."""
 
 Kl = Callable[..., float]
 
 
 @pytest.fixture(scope="module")
 def glass(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, with a tokenizer of one letter a token, and two texts that it wrote."""
+    """The model, with a tokenizer of one letter a token, and two texts sampled from it."""
     folder = tmp_path_factory.mktemp("stages")
     source = save_glassllm(folder / "source")
     model = headwise.load(source)
@@ -74,11 +74,11 @@ def kl(glass: Path) -> Kl:
 
 @pytest.mark.parametrize(
     ("stage", "worth"),
-    # Measured with one sample: 2.59, 2.50, 1.97, 1.064 and 1.23. About half of each gain is asked for.
+    # Measured with one sample: 2.59, 2.50, 1.97, 1.064 and 1.23. About half of each gain is required.
     [("sensitivity", 1.7), ("spread", 1.7), ("channels", 1.5), ("sequence", 1.03), ("refit", 1.12)],
 )
 def test_a_stage_left_out_costs_quality(stage: str, worth: float, kl: Kl) -> None:
-    """The descent, which makes up for much of what another stage does not do, is left out on both sides."""
+    """The descent, which corrects much of the loss by a missing stage, is left out on both sides."""
     assert kl("refine", stage) > worth * kl("refine")
 
 

@@ -1,4 +1,4 @@
-"""`calibrate`: statistics of a model on a text, for any number of conversions."""
+"""`calibrate`: collect statistics of a model on a text, for any number of conversions."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from headwise.texts.calibration import check_texts, open_windows, refuse_cross_l
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What a calibration of a model did.
+    """The report of a calibration.
 
     Attributes:
-        source: the model.
+        source: the model, as the user named it.
         output: the folder of its statistics.
-        layers: how many it has.
-        tokens: that were looked at.
-        disk_bytes: of the folder.
-        seconds: it took.
-        peak_rss_bytes: most resident memory of the process so far.
+        layers: the number of layers.
+        tokens: the number of calibration tokens.
+        disk_bytes: the size of the folder.
+        seconds: the seconds that it took.
+        peak_rss_bytes: the peak resident memory of the process.
     """
 
     source: str
@@ -63,16 +63,18 @@ class Calibration:
 def calibrate(
     source: str | Path, output: str | Path, options: CalibrateOptions, *, progress: Progress = silent
 ) -> Calibration:
-    """Collect what `convert` needs to know of a model from a text, whatever the target.
+    """Collect the statistics of a model on a text that `convert` can use for any target.
 
-    A conversion by these statistics runs no model, and holds one layer at a time: fast, and small. It is not as good
-    as one that is given the text itself, in which each layer makes up for those before it. For example
-    ``calibrate("smollm2-135m", "./statistics", calibrate="text.txt")``.
+    For example ``calibrate("smollm2-135m", "./statistics", calibrate="text.txt")``, and then
+    ``convert("smollm2-135m", "./half", to="mla", kv_budget=0.5, statistics="./statistics")``.
+
+    A conversion by statistics runs no model and holds one layer in memory at a time. A conversion on the text itself
+    is better: there each layer corrects the errors of the layers before it.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
-        options: the keywords below as one object, in their place.
+        options: the keywords below as one object, in place of them.
         progress: told of each layer.
 
     Raises:
@@ -112,31 +114,34 @@ def calibrate(
 def collect_statistics(
     checkpoint: Checkpoint, windows: Tensor, folder: Path, run: str = "", progress: Progress = silent
 ) -> LayerFiles:
-    """Each layer's statistics as the source's own layers hand on to it, kept as they are finished.
+    """Collect and save each layer's statistics of the inputs that the source gives it.
 
     Args:
         checkpoint: the source.
         windows: ``[N, W]`` token ids.
-        folder: for activations and results.
-        run: what tells this run from another; one that was killed goes on.
+        folder: the folder of activations and results.
+        run: the identity of the run, by which a killed run is continued.
         progress: told of each layer.
+
+    Returns:
+        The files of the layers' statistics.
     """
-    model = LayerwiseModel(checkpoint, torch.float32)  # as a conversion on the text runs it
+    model = LayerwiseModel(checkpoint, torch.float32)  # the dtype of conversions on a text
     sensitivities, results = LayerFiles(folder / "sensitivities"), LayerFiles(folder / "layers")
-    weighed = windows[: sensitivity_windows(checkpoint.spec, windows, len(windows))]
-    output_sensitivities(model, weighed, sensitivities, progress=progress)
+    sensitivity_sample = windows[: sensitivity_windows(checkpoint.spec, windows, len(windows))]
+    output_sensitivities(model, sensitivity_sample, sensitivities, progress=progress)
     stream = begin_streams(model, windows, folder, ("source",), run)
     assert stream.layer is not None
     for index in range(stream.layer, model.num_layers):
         progress("calibrating", index, model.num_layers)
         module, sensitivity = model.module(index), kept_sensitivity(sensitivities, index)
         source = read_layer(checkpoint, Place(index)).float()
-        states = ((at, stream.read("source", at, at + 1)) for at in my_windows(len(windows)))
-        seen = traced(model, index, module, states, partial(stream.write, "source"))
-        inputs = ((at, call.inputs[0]) for at, _, call in seen)
-        known = statistics_of(source, sensitivity.double(), inputs, windows.shape[1])
+        states = ((window, stream.read("source", window, window + 1)) for window in my_windows(len(windows)))
+        calls = traced(model, index, module, states, partial(stream.write, "source"))
+        inputs = ((window, call.inputs[0]) for window, _, call in calls)
+        statistics = statistics_of(source, sensitivity.double(), inputs, windows.shape[1])
         if process_index() == 0:
-            save_layer(results, index, known, sensitivity)
+            save_layer(results, index, statistics, sensitivity)
         stream.commit()
     progress("calibrating", model.num_layers, model.num_layers)
     return results

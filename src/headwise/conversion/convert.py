@@ -1,4 +1,4 @@
-"""`convert`: a model folder goes in, a smaller-cache model folder comes out."""
+"""`convert`: convert a model folder into one with a smaller cache, and evaluate the result."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from headwise.processes import first_enters, process_index
 from headwise.progress import Progress, silent
 from headwise.texts import CalibrationTexts, check_texts, refuse_cross_layers
 
-UNKNOWN_SPREAD = "how the cache is spread over layers is found on the text; parameters and disk depend on it"
-"""What a dry run cannot know."""
+UNKNOWN_SPREAD = "the text decides how the cache is spread over layers; parameters and disk depend on it"
+"""The note of a dry run about sizes that it does not compute."""
 
 
 @takes_options(ConvertOptions)
@@ -44,18 +44,19 @@ def convert(
 ) -> Conversion:
     """Convert a model's attention and write the result as a model folder.
 
-    MHA results are stock folders of the source's family, and GQA and MQA results where that has a number of key–value
-    heads. Others, and MLA, are the family's model with headwise's attention: ``headwise.load``, or ``import
-    headwise.hf`` and transformers, run them. For example
-    ``convert("smollm2-135m", "./half", to="mla", kv_budget=0.5, calibrate="text.txt")``.
+    For example ``convert("smollm2-135m", "./half", to="mla", kv_budget=0.5, calibrate="text.txt")``.
 
-    ``calibrate`` and ``evaluate`` take what `headwise.texts.read_source` reads. ``evaluate=False`` leaves the
-    evaluation out; where it is asked for and cannot be done, a note of the report says why.
+    MHA results are stock folders of the source's family; so are GQA and MQA results if the family has a number of
+    key–value heads. Other results, and MLA, are the family's model with headwise's attention: load them with
+    ``headwise.load``, or with transformers after ``import headwise.hf``.
+
+    ``calibrate`` and ``evaluate`` take the sources that `headwise.texts.read_source` reads. ``evaluate=False`` skips
+    the evaluation; if an evaluation is not possible, a note of the report says why.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
-        options: the keywords below as one object, in their place.
+        options: the keywords below as one object, in place of them.
         progress: told of each layer.
 
     Raises:
@@ -66,7 +67,7 @@ def convert(
     start = time.perf_counter()
     prepared = _prepare(source, Path(output), options, progress)
     if options.dry_run:
-        return _foretell(prepared, progress)
+        return _estimate(prepared, progress)
     with first_enters(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
         inputs = ConversionInputs(
             texts=prepared.texts,
@@ -80,7 +81,7 @@ def convert(
         report = _describe(prepared, written, [*notes, *writer.notes], start)
         report = replace(report, seconds_writing=writer.write_seconds + written.write_seconds)
         if process_index() == 0:
-            # Before the folder is in its place: a run that is killed here measures again, and converts nothing twice.
+            # Before the folder is moved into place: a run that is killed here evaluates again, and converts nothing.
             report = _prove(prepared, report, writer, progress)
             writer.write_text("README.md", model_card(_card_facts(prepared, written, notes, report)))
     return report
@@ -88,18 +89,18 @@ def convert(
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """A conversion about to begin: all that can be refused has been looked at.
+    """A conversion whose inputs have been checked.
 
     Attributes:
-        source: as the user named it.
+        source: the source, as the user named it.
         output: the folder to write.
-        options: as the user gave them.
-        plan: the conversion.
-        format: of the folder.
-        texts: to calibrate on.
-        statistics: in the place of a text.
-        exam: windows to evaluate on; empty where there are none.
-        no_exam: why there are none, where the user did not name a text.
+        options: the user's options.
+        plan: the plan of the conversion.
+        format: the format of the folder.
+        texts: the calibration texts.
+        statistics: the statistics to use in place of a text.
+        exam: the windows to evaluate on; may be empty.
+        no_exam: why there are no windows, if the user named no text.
     """
 
     source: str
@@ -114,7 +115,7 @@ class _Prepared:
 
     @property
     def run(self) -> str:
-        """What decides the output: a run that was killed is gone on with by one of the same identity."""
+        """A digest of all that decides the output: a killed run is continued by a run with the same identity."""
         options = self.options
         return run_identity(
             self.plan.checkpoint,
@@ -129,11 +130,11 @@ class _Prepared:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a text or statistics are given."""
+        """Whether there is a calibration text, or statistics."""
         return bool(self.texts) or self.statistics is not None
 
     def writer(self) -> FolderWriter:
-        """Of the folder, with the tensors that it has if the cache is not spread."""
+        """The writer of the folder, with the tensors that it has if the cache is not spread over layers."""
         return FolderWriter(
             self.output,
             self.format.tensors(OutputLayout(self.plan)),
@@ -148,7 +149,7 @@ class _Prepared:
 
 
 def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress: Progress) -> _Prepared:
-    """Check everything that is given, before any work."""
+    """Check all inputs before any work."""
     target = _target(options)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     refuse_stages(options.without)
@@ -195,7 +196,7 @@ def _target(options: ConvertOptions) -> Target:
 def _find_exam(
     checkpoint: Checkpoint, options: ConvertOptions, texts: CalibrationTexts, statistics: SavedCalibrator | None
 ) -> tuple[Exam, str | None]:
-    """Windows to evaluate on, and why there are none; two formats are compared on them too."""
+    """The windows to evaluate on and to compare two formats on, and why there are none if so."""
     is_unused = options.evaluate is False and options.format == "headwise"
     if is_unused or (options.dry_run and isinstance(options.evaluate, bool)):
         return [], None
@@ -208,8 +209,8 @@ def _find_exam(
     )
 
 
-def _foretell(prepared: _Prepared, progress: Progress) -> Conversion:
-    """What a conversion would do, and the time it would take."""
+def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
+    """The report of a dry run."""
     plan = prepared.plan
     layout = OutputLayout(plan)
     notes = prepared.notes(None) + ([UNKNOWN_SPREAD] if "spread" in plan.stages else [])
@@ -232,14 +233,14 @@ def _foretell(prepared: _Prepared, progress: Progress) -> Conversion:
 
 
 def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:
-    """What a user should know of the result, wherever it was made."""
+    """The notes for the user and for the model card."""
     plan, is_proved = prepared.plan, prepared.options.evaluate is not False
     overlap = overlap_notes(plan.checkpoint, prepared.exam, prepared.texts) if is_proved and not plan.is_exact else []
     return [*prepared.notes(written.tokens), *written.notes(in_nats="sensitivity" in plan.stages), *overlap]
 
 
 def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str], start: float) -> Conversion:
-    """The report of a folder that is written, without its evaluation."""
+    """The report of a written folder, without its evaluation."""
     plan = prepared.plan
     return describe(
         plan,
@@ -259,7 +260,7 @@ def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str],
 
 
 def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progress: Progress) -> Conversion:
-    """The report with an evaluation of the folder beside its source, or the reason why there is none."""
+    """The report with an evaluation of the folder beside its source, or with a note why there is none."""
     if prepared.options.evaluate is False:
         return report
     if prepared.no_exam:
@@ -271,7 +272,7 @@ def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progre
 
 
 def _card_facts(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str], report: Conversion) -> CardFacts:
-    """What the model card tells; without an evaluation, nothing of this machine."""
+    """The content of the model card; seconds only beside an evaluation, so that other cards do not vary."""
     plan, statistics = prepared.plan, prepared.statistics
     facts = card_facts(
         plan,
@@ -291,7 +292,7 @@ def _card_facts(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str
 
 
 def _refuse_source(output: Path, checkpoint: Checkpoint) -> None:
-    """Refuse to write over what is read."""
+    """Refuse an output that is the source, or a folder that holds it."""
     source = Path(os.path.realpath(checkpoint.path))
     if Path(os.path.realpath(output)) in (source, *source.parents):
         raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")

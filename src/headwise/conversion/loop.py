@@ -1,7 +1,7 @@
-"""Convert layer after layer: what is known of it, the solution, its refinement, and on to the next.
+"""The layer loop: evidence of a layer, its solution, the refined layer on disk, and on to the next layer.
 
-This is the whole way of one layer's tensors. `write_tensors` asks for each layer when it comes to its place in the
-folder.
+`convert_layer` is the whole way of one layer's tensors. `write_tensors` asks for each layer when it comes to the
+layer's first tensor in the folder.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ def convert_layers(
     places: Iterable[Place],
     progress: Progress = silent,
 ) -> Iterator[ConvertedLayer]:
-    """Convert some layers, in order, each as it is asked for.
+    """Convert some layers, in order, each when the caller asks for it.
 
     Args:
-        layout: of the plan, and of the folder that the layers are for.
-        calibrator: gives what is known of each layer.
-        store: keeps what is converted for a run that goes on where this one was killed.
-        places: of the layers.
+        layout: the layout of the output folder, with the plan.
+        calibrator: gives the evidence of each layer.
+        store: saves converted layers, for a run that continues this one if it is killed.
+        places: the layers' places in the model.
         progress: told of each layer.
 
     Raises:
-        CheckpointError: a layer of an earlier run is lost, a number does not fit the output's dtype, or the disk is
-            full.
+        CheckpointError: the result of an earlier run is lost, a number does not fit the output's dtype, or the disk
+            is full.
     """
     count = layout.plan.before.num_layers
     for place in places:
         progress("converting", place.index, count)
-        kept = store.load(place) if calibrator.is_past(place) else None
-        yield convert_layer(layout, calibrator, store, place) if kept is None else kept
-        del kept  # before the next one needs the room
+        layer = store.load(place) if calibrator.is_past(place) else None
+        yield convert_layer(layout, calibrator, store, place) if layer is None else layer
+        del layer  # freed before the next one is converted
     progress("converting", count, count)
 
 
@@ -67,11 +67,11 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
 def write_tensors(
     layout: OutputLayout, writer: FolderWriter, calibrator: Calibrator, store: LayerStore, progress: Progress = silent
 ) -> dict[int, list[int]]:
-    """Add every tensor that a folder lacks, one layer in memory at a time.
+    """Add all tensors that a folder lacks, with one layer in memory at a time.
 
     Args:
-        layout: of the folder.
-        writer: of the folder, open.
+        layout: the layout of the folder.
+        writer: the open writer of the folder.
         calibrator: see `convert_layers`.
         store: see `convert_layers`.
         progress: told of each layer.
@@ -80,7 +80,7 @@ def write_tensors(
         The rotary channels of each layer, for the folder's config.
     """
     plan, owner = layout.plan, layout.owner
-    # A text goes through every layer, and the config says of every MLA layer which channels it has.
+    # A text goes through every layer, and the config needs the channels of every MLA layer.
     visits_all = calibrator.is_sequential or plan.after.mechanism == "mla"
     places = list(dict.fromkeys(owner[name] for name in owner if visits_all or not writer.has(name)))
     layers = convert_layers(layout, calibrator, store, places, progress)
@@ -101,14 +101,14 @@ def write_tensors(
         tensor = layer.tensors.pop(name)
         if not writer.has(name):
             writer.add(name, tensor)
-        del tensor  # before the next layer needs the room
-    for _ in layers:  # to its end
+        del tensor  # freed before the next layer is converted
+    for _ in layers:  # run the generator to its end
         pass
     return channels
 
 
 def follow(layout: OutputLayout, calibrator: Calibrator) -> None:
-    """Convert without writing: the part that every process but the first has in a conversion on a text."""
+    """Convert without writing: the part of every process but the first in a conversion on a text."""
     if calibrator.is_sequential:
         places = [place for place in layout.plan.places if not calibrator.is_past(place)]
         for _ in convert_layers(layout, calibrator, LayerStore(None), places):

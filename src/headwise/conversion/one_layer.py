@@ -1,4 +1,4 @@
-"""One layer by itself to another number of key–value heads, without a model around it."""
+"""Convert a single layer to another number of key–value heads, without a model."""
 
 from __future__ import annotations
 
@@ -24,24 +24,30 @@ def convert_to_grouped(
     statistics: Statistics | None = None,
     sensitivity: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Repeat key and value heads (bit for bit the source's), or merge those that come to share one.
+    """Convert one layer's attention to more key–value heads by repeating them, or to fewer by merging them.
+
+    For example ``convert_to_grouped(state, source, as_grouped(source, 1), method="mean")``.
 
     Args:
         state: the layer's tensors by its own names (``q_proj.weight`` …).
-        source: what they are.
-        target: the same layer with a multiple or a divisor of the key–value heads.
-        method: how heads are merged, by the name of a method for GQA.
-        statistics: for ``aligned``, means over a text; weights alone decide when None.
+        source: the layer's spec.
+        target: the layer's spec with a multiple or a divisor of the key–value heads.
+        method: the name of the method that merges heads; repeating copies the source's numbers bit for bit.
+        statistics: for ``aligned``, means over a text; None to align by weights alone.
         sensitivity: for ``aligned``, ``[E, E]``, the cost of an error of the output.
 
+    Returns:
+        The converted layer's tensors.
+
     Raises:
-        ArgumentError: there is no such method.
+        ArgumentError: no method has that name.
         SpecError: ``aligned`` has no place to undo a mixture of heads in.
     """
-    merging = {known.name: known for known in all_methods() if known.is_selectable and "gqa" in known.targets}
-    if method not in merging:
-        raise ArgumentError("method", method, f"must be one of {', '.join(merging)}")
+    selectable = (candidate for candidate in all_methods() if candidate.is_selectable)
+    methods = {candidate.name: candidate for candidate in selectable if "gqa" in candidate.targets}
+    if method not in methods:
+        raise ArgumentError("method", method, f"must be one of {', '.join(methods)}")
     if target.num_kv_heads >= source.num_kv_heads:
         return repeat_heads(state, source, target)
-    layer = merging[method].solve(Layer(source, state), LayerTarget(target), Evidence(statistics, sensitivity))
+    layer = methods[method].solve(Layer(source, state), LayerTarget(target), Evidence(statistics, sensitivity))
     return dict(layer.state)

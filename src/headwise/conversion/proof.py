@@ -1,4 +1,4 @@
-"""How a conversion ends: the result beside its source, on text that it was not calibrated on."""
+"""The evaluation that ends a conversion: the result beside its source, on text that it was not calibrated on."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ from headwise.texts import (
 from headwise.texts.calibration import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
 
 REFERENCE = "Python's language reference"
-_PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))  # what `headwise demo` writes as texts are its halves
+_PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))
+"""The whole language reference, and the two halves that `headwise demo` writes as texts."""
 
 Exam = list[tuple[str, Tensor]]
-"""What each text is called, and its windows ``[n, W]``."""
+"""The texts that a result is evaluated on: each one's name, and its windows ``[n, W]``."""
 
 
 def refuse_unexamined(spec: ModelSpec) -> None:
-    """Refuse what next tokens of a text do not measure.
+    """Refuse a model that the prediction of a text's next tokens does not measure.
 
     Raises:
-        SpecError: it is an encoder, or attends to one.
+        SpecError: the model is an encoder, or has cross-attention to one.
     """
     if not spec.is_causal:
         rule = "is an encoder, which predicts no next token; headwise evaluate --retrieval measures one"
@@ -59,24 +60,24 @@ def choose_exam(
     window: int | None = None,
     windows: int = EVALUATION_WINDOWS,
 ) -> Exam:
-    """Windows to examine a conversion on.
+    """Choose the windows that a conversion is evaluated on.
 
-    They are of the texts that are named; else what the calibration leaves of its own, where that is a window;
-    else Python's language reference.
+    They come from the texts that the user names; without any, from the rest of the calibration texts if that is at
+    least a window long; otherwise from Python's language reference.
 
     Args:
         checkpoint: the source.
-        named: see `headwise.evaluation.read_source`.
-        calibrate: what is calibrated on.
-        calibrated_on: the `text_identity` of others that the result is made from.
-        window: tokens in each; when None 2048, or as many as the model has positions, or a text that is named alone
-            has tokens.
-        windows: how many of each text at most; fewer where it is shorter.
+        named: the texts that the user names; see `headwise.texts.read_source`.
+        calibrate: the calibration texts.
+        calibrated_on: the `text_identity` of other texts that the result is calibrated on.
+        window: tokens in each window; when None 2048, or the model's positions or the tokens of a single named text
+            if those are fewer.
+        windows: the number of windows of each text; a shorter text has fewer.
 
     Raises:
-        ArgumentError: a text cannot be read, is calibrated on or is shorter than a window, or has tokens that the
-            model does not know; or the window is longer than the model's positions.
-        SpecError: next tokens of a text do not measure the model.
+        ArgumentError: a text cannot be read, is calibrated on, is shorter than a window, or has tokens outside the
+            model's vocabulary; or the window is longer than the model's positions.
+        SpecError: the prediction of next tokens does not measure the model.
         CheckpointError: there is no tokenizer.
     """
     refuse_unexamined(checkpoint.spec)
@@ -89,21 +90,21 @@ def choose_exam(
         raise ArgumentError("windows", windows, "must be at least 1")
     width = window or usual
     tokenizer = load_tokenizer(checkpoint.path)
-    known = {*calibrated_on, *map(text_identity, calibrate.sources)}
+    calibration_texts = {*calibrated_on, *map(text_identity, calibrate.sources)}
     exam: Exam = []
     if named:
-        characters = width * windows * 32  # no tokenizer in use averages more to a token for long
+        characters = width * windows * 32  # more to a token than the average of any tokenizer in use
         texts = [read_source(text, characters=characters, name="evaluate") for text in named]
         refuse_twice(named, name="evaluate")
         for text in named:
-            if text_identity(text, name="evaluate") in known:
+            if text_identity(text, name="evaluate") in calibration_texts:
                 raise ArgumentError("evaluate", str(text), "is calibrated on; name another text, or none")
         ids = [token_ids(tokenizer, text, at_most=width * windows) for text in texts]
         if window is None and len(ids) == 1:
             width = max(min(width, len(ids[0])), 2)
         exam = [
-            (str(text), cut_windows(own, window=width, windows=windows, name=f"evaluate {text}"))
-            for text, own in zip(named, ids, strict=True)
+            (str(text), cut_windows(text_ids, window=width, windows=windows, name=f"evaluate {text}"))
+            for text, text_ids in zip(named, ids, strict=True)
         ]
     elif calibrate:
         exam = windows_beyond(
@@ -115,7 +116,7 @@ def choose_exam(
             windows=windows,
         )
     if not exam:
-        if known & {hashlib.sha256(language_reference(part).encode()).hexdigest() for part in _PARTS}:
+        if calibration_texts & {hashlib.sha256(language_reference(part).encode()).hexdigest() for part in _PARTS}:
             rule = "must be named: all texts are calibrated on, and Python's language reference is one of them"
             raise ArgumentError("evaluate", None, rule)
         exam = [(REFERENCE, token_windows(tokenizer, language_reference(), window=width, windows=windows))]
@@ -124,7 +125,7 @@ def choose_exam(
 
 
 def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationTexts) -> list[str]:
-    """A note for the user where the exam repeats more than 1 % of what is calibrated on; see `overlap_note`."""
+    """A note for the user if more than 1 % of the evaluation text repeats calibration text; see `overlap_note`."""
     if not (exam and calibrate):
         return []
     windows, _ = open_windows(checkpoint, calibrate)
@@ -137,10 +138,15 @@ def find_exam(
     evaluate: bool | str | Path | Sequence[str | Path],
     **how: Any,
 ) -> tuple[Exam, str | None]:
-    """`choose_exam`; where the user named no text and there is none, why not in its place.
+    """The windows of `choose_exam`, and why there are none if the user named no text and none serves.
+
+    Args:
+        checkpoint: the source.
+        evaluate: the texts that the user names; True or False for none.
+        how: the keywords of `choose_exam`.
 
     Raises:
-        HeadwiseError: a text that the user named does not do.
+        HeadwiseError: a text that the user named cannot be used.
     """
     named = [] if isinstance(evaluate, bool) else [evaluate] if isinstance(evaluate, str | Path) else list(evaluate)
     try:
@@ -152,25 +158,28 @@ def find_exam(
 
 
 def prove(output: Path, source: str | Path, exam: Exam, progress: Progress = silent) -> Evaluation | str:
-    """Measure a folder that was just written beside its source; or say why that could not be done.
+    """Evaluate a written folder beside its source.
 
     Args:
         output: the folder.
-        source: what it was converted from.
-        exam: of `choose_exam`.
+        source: the source that it was converted from.
+        exam: the windows, from `choose_exam`.
         progress: told of each window.
+
+    Returns:
+        The evaluation, or a note why there is none.
     """
     try:
         pair = open_pair(output, against=source, progress=progress)
-        needed = sum(info.numel for one in pair.checkpoints.values() for info in one.tensors.values())
-        needed *= pair.dtype.itemsize
-        if (free := available_bytes()) is not None and free < needed:
-            # Converting holds one layer; a machine that is just large enough for that must not be killed here.
-            return f"not evaluated: both models take {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
+        memory = sum(info.numel for checkpoint in pair.checkpoints.values() for info in checkpoint.tensors.values())
+        memory *= pair.dtype.itemsize
+        if (free := available_bytes()) is not None and free < memory:
+            # Converting holds one layer: memory that suffices for it may not suffice for two whole models.
+            return f"not evaluated: both models take {memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
         return evaluate_windows(pair, exam, progress=progress)
     except KeyboardInterrupt as stopped:
-        stopped.add_note("it was being evaluated, which --no-evaluate leaves out")
+        stopped.add_note("interrupted during the evaluation, which --no-evaluate leaves out")
         raise
-    except Exception as error:  # whatever it is, the folder that took so long is there and is the user's
+    except Exception as error:  # no error of the evaluation may cost the user the converted folder
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return f"not evaluated: {kind}{' '.join(str(error).split())}"

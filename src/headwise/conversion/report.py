@@ -1,4 +1,4 @@
-"""What a conversion did, or would do: the report that `convert` returns."""
+"""The report of a conversion, which `convert` returns."""
 
 from __future__ import annotations
 
@@ -20,29 +20,35 @@ from headwise.specs import read_config
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What a conversion did, or would do.
+    """The report of a conversion, or of its dry run.
 
     Attributes:
-        model_type: of the result: the family's, or ``headwise_`` and the family's where headwise's layers are in it.
-        mechanism: of the result.
-        method: how the heads were made: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head``, or for mla
-            ``headwise`` or which published method.
-        kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype; what a decoder keeps of
-            an encoder's output is not in it.
-        kv_bytes_per_token_after: of the result.
-        parameters_before: learned numbers in the whole source.
-        parameters_after: in the result.
-        disk_bytes: of the result's weights.
-        calibration_tokens: tokens of text that were looked at, those held out among them; 0 for none.
-        calibration_window: tokens in each window of them.
-        seconds: it took, without the evaluation; with ``dry_run``, it would take (`estimate_seconds`).
-        seconds_reading: of these, spent on reading and checking weights and statistics.
-        seconds_writing: on writing tensors; the rest went into solving layers and, with a text, running them.
-        peak_rss_bytes: most resident memory of the process when the folder was there; None with ``dry_run``.
-        evaluation: the result beside its source, on text it was not calibrated on; None where it was skipped.
-        stock: what it cost to be a stock folder; None but for ``format="deepseek"``.
-        spread: how an MLA's cache was spread over layers; None where that was not tried.
-        notes: what a user should know of the result.
+        source: the source, as the user named it.
+        output: the folder of the result.
+        model_type: the result's ``model_type``: the family's, with ``headwise_`` before it if headwise's layers are
+            in the model.
+        mechanism: the result's mechanism.
+        label: the result's mechanism and sizes, in words.
+        method: the method that converted the layers: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head``, or
+            for mla ``headwise`` or a published method.
+        dtype: the dtype of the result.
+        kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype, without cross-attention.
+        kv_bytes_per_token_after: cache bytes a token of the result, likewise.
+        parameters_before: the number of parameters of the source.
+        parameters_after: the number of parameters of the result.
+        disk_bytes: the size of the result's weights.
+        calibration_tokens: the number of calibration tokens, held-out tokens included; 0 without a text.
+        calibration_window: tokens in each calibration window.
+        seconds: the seconds that it took, without the evaluation; estimated with ``dry_run`` (`estimate_seconds`).
+        seconds_reading: the seconds spent on reading and checking weights and statistics.
+        seconds_writing: the seconds spent on writing tensors; solving layers, and running them on a text, took the
+            rest.
+        peak_rss_bytes: the peak resident memory of the process up to the written folder; None with ``dry_run``.
+        dry_run: whether nothing was written.
+        evaluation: the result beside its source, on text that it was not calibrated on; None if it was skipped.
+        stock: the loss by a stock folder's format; None except for ``format="deepseek"``.
+        spread: the allocation of an MLA's cache to layers; None if none was searched.
+        notes: notes for the user.
     """
 
     source: str
@@ -80,16 +86,16 @@ def describe(
     tensors: Mapping[str, TensorInfo],
     *,
     notes: Sequence[str],
-    **measured: Any,
+    **more: Any,
 ) -> Conversion:
-    """The report of a result.
+    """Make the report of a result.
 
     Args:
         plan: the conversion.
-        config: of the result.
-        tensors: of the result.
-        notes: what a user should know.
-        measured: the fields of `Conversion` that do not follow from these.
+        config: the result's config.
+        tensors: the result's tensors.
+        notes: notes for the user.
+        more: the fields of `Conversion` that do not follow from these.
     """
     after, dtype = read_config(config), dtype_name(plan.dtype)
     return Conversion(
@@ -104,29 +110,29 @@ def describe(
         parameters_after=parameters_of(tensors),
         disk_bytes=sum(info.nbytes for info in tensors.values()),
         notes=tuple(notes),
-        **measured,
+        **more,
     )
 
 
 def notes_before(plan: ConversionPlan, *, is_calibrated: bool, tokens: int | None, format_name: str) -> list[str]:
-    """What a user should know of a conversion, whatever comes of it.
+    """The notes for the user that do not depend on the result.
 
     Args:
         plan: the conversion.
-        is_calibrated: whether a text or statistics are given.
-        tokens: that were calibrated on; None if that is not known yet.
-        format_name: of the folder.
+        is_calibrated: whether there is a calibration text, or statistics.
+        tokens: the number of calibration tokens; None before they are read.
+        format_name: the name of the folder's format.
     """
     notes = []
     inputs = plan.before.hidden_size
     if not is_calibrated and not plan.is_exact and plan.method.uses_text:
-        notes.append("no calibration text: weights alone decided, and quality suffers; give one with calibrate")
+        notes.append("no calibration text: converting by weights alone costs quality; name a text with calibrate")
     if is_calibrated and plan.is_exact:
-        notes.append("nothing is lost at this size, so no text was needed")
+        notes.append("this size is lossless: calibration was not needed")
     elif is_calibrated and tokens is not None and tokens <= inputs:
-        notes.append(f"only {tokens} calibration tokens for {inputs} inputs: they decide little, and quality suffers")
+        notes.append(f"only {tokens} calibration tokens for layers of {inputs} inputs: too few for good quality")
     if format_name == "deepseek":
-        notes.append("a deepseek_v3 latent has one number more than was asked for, a constant that its norm needs")
+        notes.append("each deepseek_v3 latent has one channel more than requested, a constant that its norm needs")
     if isinstance(plan.checkpoint, GgufCheckpoint) and plan.checkpoint.quantization is not None:
         notes.append(f"the source is dequantised from {plan.checkpoint.quantization}")
     return notes

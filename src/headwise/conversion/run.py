@@ -27,18 +27,18 @@ from headwise.progress import Progress, silent
 from headwise.texts import NO_TEXTS, CalibrationTexts
 
 TOKENS = 512
-"""How many tokens the two formats of an exported folder are compared on."""
+"""The number of tokens that the two formats of an exported folder are compared on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionInputs:
-    """What a conversion is given beside its source.
+    """The inputs of a conversion other than its source.
 
     Attributes:
-        texts: to calibrate on; none for weights or statistics alone.
-        statistics: an earlier calibration, in the place of a text.
-        exam: windows that two formats are compared on; may be empty.
-        run: tells this conversion from another; one that was killed goes on.
+        texts: the calibration texts; none for a conversion by weights or statistics alone.
+        statistics: the statistics of an earlier calibration, in place of a text.
+        exam: the windows that two formats are compared on; may be empty.
+        run: the identity of the conversion, by which a killed run is continued.
         progress: told of windows and layers.
     """
 
@@ -50,15 +50,15 @@ class ConversionInputs:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether anything is known beside the weights."""
+        """Whether there is evidence of layers other than their weights."""
         return bool(self.texts) or self.statistics is not None
 
     def calibrator(self, plan: ConversionPlan, writer: FolderWriter) -> Calibrator:
-        """What is known of the source, before layer 0 or where an earlier run stopped.
+        """The calibrator of the conversion, before layer 0 or where an earlier run stopped.
 
         Args:
             plan: the conversion.
-            writer: of the folder, in whose working folder activations are kept.
+            writer: the writer of the folder, whose working folder holds activations.
         """
         if plan.is_exact:
             return NOTHING_KNOWN
@@ -69,17 +69,17 @@ class ConversionInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFolder:
-    """A folder that is complete but for its card.
+    """A folder that is complete except for its card.
 
     Attributes:
-        config: of the folder.
-        tensors: of the folder.
-        tokens: that were calibrated on.
-        window: tokens in each window of them.
-        read_seconds: spent on reading what had been kept, beside the source.
-        write_seconds: spent on writing what is kept, beside the folder.
-        stock: with an exported format, what it cost.
-        spread: how the cache was spread over layers, where that was tried.
+        config: the folder's config.
+        tensors: the folder's tensors.
+        tokens: the number of calibration tokens.
+        window: tokens in each calibration window.
+        read_seconds: seconds spent on reading saved layers and statistics.
+        write_seconds: seconds spent on writing saved layers.
+        stock: the loss by an exported format; None for headwise's own.
+        spread: the allocation of the cache to layers; None if none was searched.
     """
 
     config: dict[str, Any]
@@ -92,7 +92,7 @@ class WrittenFolder:
     spread: Spread | None = None
 
     def notes(self, *, in_nats: bool) -> list[str]:
-        """What a user should know of the format and of the spread."""
+        """The notes for the user about the format and the allocation of the cache."""
         return [
             *([] if self.stock is None else self.stock.notes(in_nats=in_nats)),
             *([] if self.spread is None else [self.spread.note]),
@@ -102,13 +102,13 @@ class WrittenFolder:
 def write_folder(
     plan: ConversionPlan, inputs: ConversionInputs, writer: FolderWriter, output_format: OutputFormat
 ) -> WrittenFolder:
-    """Write the folder of a plan in a format, but for its card.
+    """Write the output folder of a plan, except for its card.
 
     Args:
         plan: the conversion.
-        inputs: what it is given.
-        writer: of the folder, open.
-        output_format: of the folder.
+        inputs: its inputs.
+        writer: the open writer of the folder.
+        output_format: the format of the folder.
     """
     if output_format.is_exported:
         return _write_exported(plan, inputs, writer, output_format)
@@ -135,9 +135,9 @@ def write_folder(
 def _fill(
     layout: OutputLayout, writer: FolderWriter, calibrator: Calibrator, progress: Progress
 ) -> tuple[dict[str, Any], LayerStore]:
-    """Everything in the folder but its card: written by the first process, while the others follow."""
-    is_kept = calibrator is not NOTHING_KNOWN or not layout.plan.method.is_cheap
-    store = LayerStore(writer.work / "layers" if is_kept else None)
+    """Write everything in the folder but its card: the first process writes, and the others convert along."""
+    saves_layers = calibrator is not NOTHING_KNOWN or not layout.plan.method.is_cheap
+    store = LayerStore(writer.work / "layers" if saves_layers else None)
     if process_index() > 0:
         follow(layout, calibrator)
         return layout.config(), store
@@ -153,12 +153,12 @@ def _write_exported(
 ) -> WrittenFolder:
     """Convert in headwise's own format within the writer's working folder, and export the folder from there.
 
-    A run that is killed goes on: within the first conversion, or after it.
+    A killed run is continued within the conversion, or after it.
     """
-    own, summary = writer.work / "own", LayerFiles(writer.work / "plan")
+    own_format, summary = writer.work / "own", LayerFiles(writer.work / "summary")
     read_seconds = write_seconds = 0.0
-    if not (own / "config.json").is_file():
-        with first_enters(FolderWriter(own, OutputLayout(plan).tensors, run=inputs.run)) as inner:
+    if not (own_format / "config.json").is_file():
+        with first_enters(FolderWriter(own_format, OutputLayout(plan).tensors, run=inputs.run)) as inner:
             calibrator = inputs.calibrator(plan, inner)
             channels = _shared_channels(plan, calibrator, summary, inputs.progress)
             _, store = _fill(OutputLayout(plan.sharing(channels)), inner, calibrator, inputs.progress)
@@ -167,15 +167,15 @@ def _write_exported(
             if process_index() == 0:
                 losses = _channel_losses(plan, store) if calibrator.is_sequential else {}
                 summary.save(1, {}, {"tokens": calibrator.tokens, "window": calibrator.window, **losses})
-    kept = summary.load(1)
-    about: dict[str, Any] = {"tokens": 0, "window": 0} if kept is None else kept[1]
-    checkpoint = open_checkpoint(own)
+    result = summary.load(1)
+    about: dict[str, Any] = {"tokens": 0, "window": 0} if result is None else result[1]
+    checkpoint = open_checkpoint(own_format)
     config = output_format.exported_config({**checkpoint.config, "dtype": dtype_name(checkpoint.dtype)})
-    barrier()  # all have read it before it is gone
+    barrier()  # every process has read the folder before it is removed
     report = StockReport(shared_plan_error=about.get("shared"), own_plan_error=about.get("own"))
     if process_index() == 0:
         output_format.export(writer, checkpoint, config, inputs.progress)
-        writer.note_left_out(plan.checkpoint)  # the folder between has no links
+        writer.note_left_out(plan.checkpoint)  # links of the source, which the working folder does not have
         report = _compared(report, checkpoint, writer, inputs.exam)
     return WrittenFolder(
         config=config,
@@ -191,13 +191,13 @@ def _write_exported(
 def _shared_channels(
     plan: ConversionPlan, calibrator: Calibrator, summary: LayerFiles, progress: Progress
 ) -> Tensor | None:
-    """The channels that all layers keep, chosen once; None where they keep all they have."""
+    """The channels that all layers share, chosen once; None where layers keep all channels."""
     if plan.is_exact:
         return None
-    if (kept := summary.load(0)) is not None:
-        return kept[0]["kept"]
+    if (result := summary.load(0)) is not None:
+        return result[0]["kept"]
     if process_index() > 0 and not calibrator.is_sequential:
-        return None  # the first process needs no help
+        return None  # the first process converts alone
     channels = choose_shared_channels(plan, calibrator, progress)
     if process_index() == 0:
         summary.save(0, {"kept": channels}, {})
@@ -205,16 +205,16 @@ def _shared_channels(
 
 
 def _channel_losses(plan: ConversionPlan, store: LayerStore) -> dict[str, float]:
-    """What all layers lose with the channels they share, and with those that each needs most."""
+    """The losses of all layers in sum, with shared channels and with channels chosen layer by layer."""
     layers = [store.about(place) for place in plan.places]
     return {name: sum(about.get(name, 0.0) for about in layers) for name in ("shared", "own")}
 
 
-def _compared(report: StockReport, own: Checkpoint, writer: FolderWriter, exam: Exam) -> StockReport:
+def _compared(report: StockReport, own_format: Checkpoint, writer: FolderWriter, exam: Exam) -> StockReport:
     """The report with the difference between the two formats on the exam, where there is one."""
     if not exam:
         return report
     (text, windows), *_ = exam
     ids = windows[:1, :TOKENS]
-    difference = logits_difference(own, open_checkpoint(writer.folder), ids)
+    difference = logits_difference(own_format, open_checkpoint(writer.folder), ids)
     return replace(report, text=text, tokens=ids.numel(), logits_difference=difference)

@@ -1,4 +1,4 @@
-"""Weights of sizes that nothing can be solved for."""
+"""Refuse weights whose matrices cannot be decomposed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from headwise.errors import CheckpointError
 
 @contextmanager
 def refuse_unsolvable(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn a decomposition that does not converge into one line: the source's numbers leave the range of float64.
+    """Refuse weights by name where a decomposition does not converge: their products leave the range of float64.
 
     Args:
         checkpoint: the source.
 
     Raises:
-        CheckpointError: in the place of torch's own error.
+        CheckpointError: torch raised a ``LinAlgError`` in the block.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a plan says of each layer, and which stages it carries out."""
+"""A plan's target for each layer, and the stages that it carries out."""
 
 from __future__ import annotations
 
