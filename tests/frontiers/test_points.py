@@ -164,7 +164,7 @@ def test_the_plot_has_a_trace_a_mechanism_the_source_and_the_best_for_each_cache
     assert (traces["original"]["x"], traces["original"]["y"]) == ([1000.0], [1.0])
     for said in ("<b>mla:0.5</b>", "500 B a token, 50%", "KL 0.2500", "top-1 agreement 75.0%"):
         assert said in traces["MLA"]["customdata"][0]
-    assert "another has no more of either" in traces["GQA"]["customdata"][0]
+    assert "another conversion has no more of either" in traces["GQA"]["customdata"][0]
     assert drawn["layout"]["yaxis"]["type"] == "log"
     assert drawn["layout"]["xaxis"]["ticktext"][-1] == "1,000<br>100%"
 

@@ -1,4 +1,4 @@
-"""A model on disk, read one tensor at a time: what the folder and the GGUF reader have in common."""
+"""The base class of model folders and GGUF files: a model on disk, read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from headwise.errors import CheckpointError, StorageError
 from headwise.specs import ModelSpec, read_config
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The dtypes weights are read in, by the name safetensors and GGUF both give them."""
+"""The dtypes that weights are read in, by their names in safetensors and in GGUF."""
 
 _PIECE = 1 << 20
+"""Numbers that are tested for NaN and infinity at once."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``, as configs and reports write it."""
+    """The name of a dtype as configs and reports write it: ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor's shape, and the dtype it is read as."""
+    """The shape of a stored tensor, and the dtype it is read as."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """Its size once read."""
+        """Bytes of memory once read."""
         return self.numel * self.dtype.itemsize
 
 
 class Checkpoint(ABC):
-    """A model's config and weights.
+    """The config and the weights of a model on disk.
 
     Attributes:
         path: the folder or file.
-        config: what its ``config.json`` holds, or would.
-        spec: what the config describes.
-        tensors: every stored tensor by transformers' name.
-        read_seconds: how long reading and checking them has taken so far.
+        config: the content of its ``config.json``; for a GGUF file, the ``config.json`` that its metadata amount to.
+        tensors: shape and dtype of every stored tensor, by transformers' name.
+        read_seconds: spent so far on reading and checking tensors.
     """
 
     path: Path
@@ -62,29 +62,40 @@ class Checkpoint(ABC):
 
     @property
     def spec(self) -> ModelSpec:
-        """What the config describes."""
+        """The attention and the body that the config describes.
+
+        Raises:
+            SpecError: the architecture is not understood.
+        """
         return read_config(self.config)
 
     @property
     def family(self) -> Family:
-        """Where its attention lives, in the names of these tensors."""
+        """Where the model keeps its attention, in the names of these tensors.
+
+        Raises:
+            SpecError: there is no file for its model type in `families`.
+        """
         family = family_of(str(self.config.get("model_type")))
         is_whole = not self.tensors or any(name.startswith(family.base) for name in self.tensors)
         return family if is_whole else family.bare()
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype most of its values are read as."""
-        counts: dict[torch.dtype, int] = {}
+        """The dtype that most bytes of its tensors are read as."""
+        nbytes: dict[torch.dtype, int] = {}
         for info in self.tensors.values():
-            counts[info.dtype] = counts.get(info.dtype, 0) + info.nbytes
-        return max(counts, key=lambda dtype: counts[dtype])
+            nbytes[info.dtype] = nbytes.get(info.dtype, 0) + info.nbytes
+        return max(nbytes, key=lambda dtype: nbytes[dtype])
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own.
+        """Read one tensor into memory of its own.
+
+        Args:
+            name: transformers' name of it.
 
         Raises:
-            CheckpointError: there is none of that name, or it has NaN or infinite values.
+            CheckpointError: there is no such tensor, or it has NaN or infinite values.
             StorageError: its file could not be read.
         """
         if name not in self.tensors:
@@ -94,7 +105,7 @@ class Checkpoint(ABC):
             tensor = self._read(name)
         except OSError as error:
             raise StorageError("tensor", name, f"could not be read: {error.strerror or error}") from None
-        # A piece at a time: asked of the whole, it takes the tensor's memory twice over.
+        # In pieces: `isfinite` of the whole would take the tensor's memory twice over.
         if not all(bool(torch.isfinite(piece).all()) for piece in torch.split(tensor.flatten(), _PIECE)):
             kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite values"
             raise CheckpointError("tensor", name, f"holds {kind}")
@@ -103,7 +114,7 @@ class Checkpoint(ABC):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What lies beside the weights and `copy_companions` does not copy: links out of the folder, and no files."""
+        """Paths beside the weights that `copy_companions` skips: links out of the folder, and what is no file."""
         return ()
 
     @abstractmethod
@@ -111,4 +122,8 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def copy_companions(self, destination: Path) -> None:
-        """Write the tokenizer and generation settings that belong to the model into a folder."""
+        """Write the tokenizer and the generation settings that belong to the model into a folder.
+
+        Args:
+            destination: the folder, which must exist.
+        """

@@ -1,4 +1,4 @@
-"""Files that are whole after a kill or a power cut, and a folder that one process has to itself."""
+"""Write files that survive a kill or a power cut whole, and lock a folder for one process."""
 
 from __future__ import annotations
 
@@ -35,10 +35,13 @@ def clearly(field: str, path: str | Path, done: str = "written") -> Iterator[Non
 
 
 def refuse_file(output: Path) -> None:
-    """Refuse a destination that is a file or a link, or could only be made within a file.
+    """Refuse a destination that is a file or a link, or whose parent is a file.
+
+    Args:
+        output: the folder that is to be made.
 
     Raises:
-        ArgumentError: it is one, or cannot be looked at.
+        ArgumentError: it is one of these, or cannot be inspected.
     """
     try:
         nearest = next(parent for parent in output.absolute().parents if parent.exists())
@@ -51,8 +54,12 @@ def refuse_file(output: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk itself."""
-    if sys.platform == "win32":  # which opens no folder, and writes names through by itself
+    """Wait until the content of a file, or the names in a folder, are on the disk.
+
+    Raises:
+        OSError: the path cannot be opened, or the disk refuses.
+    """
+    if sys.platform == "win32":  # Windows cannot open folders, and writes names through without being asked
         return
     file = os.open(path, os.O_RDONLY)
     try:
@@ -62,9 +69,12 @@ def sync(path: Path) -> None:
 
 
 def replace(source: Path, destination: Path) -> None:
-    """Rename a file over another, both contents on disk before the name, and the name before it returns.
+    """Rename a file over another one and wait until the disk has both its content and its name.
 
-    Without the first wait a power cut may keep the name and lose the content.
+    The content is waited for before the rename: otherwise a power cut may keep the name and lose the content.
+
+    Raises:
+        OSError: the file cannot be renamed.
     """
     sync(source)
     os.replace(source, destination)
@@ -72,32 +82,46 @@ def replace(source: Path, destination: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there with all of its content, or as it was before."""
+    """Write a file that after a kill has either all of the new content or all of the old one.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
+    """
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(content)
     replace(new, path)
 
 
 def refuse_no_file(field: str, path: Path) -> None:
-    """Refuse, before any work, a file that could not be written: no folder for it, or what is there is no plain file.
+    """Refuse, before any work, a path at which no file could be written.
+
+    Args:
+        field: the argument or option that holds the path.
+        path: of the file to write.
 
     Raises:
-        ArgumentError: so it is.
+        ArgumentError: there is something else than a file at the path, or its folder does not exist or is read-only.
     """
     try:
-        found = path.resolve()
-        if found.exists() and not found.is_file():
+        target = path.resolve()
+        if target.exists() and not target.is_file():
             raise ArgumentError(field, str(path), "must be a file, or not exist")
-        with tempfile.TemporaryFile(dir=found.parent):
+        with tempfile.TemporaryFile(dir=target.parent):
             pass
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
         raise ArgumentError(
             field, str(path), f"cannot be written: {getattr(error, 'strerror', None) or error}"
         ) from None
 
 
 def write_among_others(path: Path, content: bytes) -> None:
-    """As `write_whole`, in a folder that is not ours: under a new name until then, and where a link leads."""
+    """Write a file as `write_whole` does, in a folder that may hold other people's files.
+
+    The temporary name is one that no file has; a link is followed, and permissions of an existing file are kept.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
+    """
     path = path.resolve()
     handle, new = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
     try:
@@ -112,25 +136,28 @@ def write_among_others(path: Path, content: bytes) -> None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Make a folder, if need be, and have it until `remove_locked`, `unlock` or the end of this process.
+    """Make a folder where there is none, and lock it until `remove_locked`, `unlock` or the end of this process.
 
-    The operating system forgets the lock with the process, so one that was killed blocks nobody.
+    The operating system releases the lock with the process, so one that was killed blocks nobody.
+
+    Args:
+        folder: its parent must exist.
 
     Returns:
-        The lock.
+        The lock, an open file descriptor.
 
     Raises:
-        BlockingIOError: another process has it; ``strerror`` says which.
+        BlockingIOError: another process has the lock; ``strerror`` says which.
         OSError: the folder cannot be made.
     """
     while True:
         if folder.is_symlink():
             raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is a link", str(folder))
-        with suppress(FileExistsError):  # `exist_ok` would look whether it is a folder, when it may be gone again
+        with suppress(FileExistsError):  # `exist_ok` would then check for a folder that may be gone again
             folder.mkdir()
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # the one who had it has just removed the folder
+        except FileNotFoundError:  # the process that had the lock has just removed the folder
             continue
         try:
             _hold(lock)
@@ -149,23 +176,32 @@ def lock_folder(folder: Path) -> int:
 
 
 def unlock(lock: int) -> None:
-    """Let others have the folder."""
+    """Release a lock of `lock_folder`."""
     os.close(lock)
 
 
 def remove_locked(folder: Path, lock: int) -> None:
-    """Remove a folder that is locked, the lock last: whoever takes it meanwhile finds nothing half-removed."""
+    """Remove a locked folder, its lock last, so that no other process takes a folder that is half removed.
+
+    Args:
+        folder: to remove.
+        lock: of `lock_folder`.
+    """
     try:
         empty_folder(folder)
         (folder / _LOCK).unlink(missing_ok=True)
-        with suppress(OSError):  # another process has just made it its own
+        with suppress(OSError):  # another process has just locked it
             folder.rmdir()
     finally:
         unlock(lock)
 
 
 def empty_folder(folder: Path) -> None:
-    """Remove all that a folder holds, but the lock on it."""
+    """Remove everything in a folder except its lock.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -181,7 +217,7 @@ def _hold(lock: int) -> None:
 
 
 def _is_there(folder: Path, lock: int) -> bool:
-    """Whether the file that was locked is still the one of that name."""
+    """Whether the locked file is still the one in the folder, which another process may have removed."""
     try:
         return os.path.samestat(os.stat(folder / _LOCK), os.fstat(lock))
     except FileNotFoundError:

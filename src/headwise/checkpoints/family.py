@@ -1,4 +1,4 @@
-"""What a model family is to a checkpoint: where its attention's tensors live, and in what layout."""
+"""Model families: where an architecture keeps the tensors of its attention, and in what layout."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from headwise.specs.grouped import GroupedSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Where a transformers architecture keeps its attention, in its own files and in GGUF.
+    """Where a transformers architecture keeps its attention, in safetensors and in GGUF files.
 
     Attributes:
-        model_type: transformers' name.
-        layer: the module of a decoder (or encoder) layer, such as ``model.layers.{layer}``.
-        attention: the module that a layer's attention tensors are in, such as ``model.layers.{layer}.self_attn``.
-        cross_attention: likewise, of the attention to an encoder's output; None where there is none.
-        layout: the names and shapes of the projections below it.
-        stock_kv_heads: the config has ``num_key_value_heads``, so that the family's own class is GQA and MQA too.
-        output: where below ``attention`` its output projection is, when what the module gives has been added to the
-            stream or normalised already.
-        adds: the attention's output joins the residual stream as it is; False where a norm comes between.
-        hosted: where below ``attention`` headwise's layer goes, when that is not the module itself.
-        emptied: what below ``attention`` then has nothing left to do: headwise's layer does it.
-        dropout: the config's field for dropped attention weights.
-        output_dropout: the config's field for what the attention module drops of its output, if it does.
-        autos: transformers' Auto classes its folders load by; the first where a folder does not say.
-        buffers: endings of stored names that are no weights, and are not read.
-        renamed: parts of stored names → what transformers calls them today.
-        gguf_tensors: GGUF name → transformers name, both with ``{layer}`` where there is one a layer; without the
+        model_type: transformers' name of the architecture.
+        layer: path of a decoder (or encoder) layer's module, such as ``model.layers.{layer}``.
+        attention: path of the module that holds a layer's attention, such as ``model.layers.{layer}.self_attn``.
+        cross_attention: path of the attention to an encoder's output; None where there is none.
+        layout: names and shapes of the projections within that module.
+        stock_kv_heads: the config has ``num_key_value_heads``, so that the family's own class can be GQA and MQA.
+        output: path within ``attention`` of the output projection, where the module returns its output after the
+            residual connection or the norm.
+        adds: the attention's output is added to the residual stream directly; False where a norm comes first.
+        hosted: path within ``attention`` that headwise's layer replaces; empty for the whole module.
+        emptied: paths within ``attention`` that become identities, as headwise's layer does their work.
+        dropout: the config's field for dropout of attention weights.
+        output_dropout: the config's field for dropout of the attention's output, where the module has that.
+        autos: names of transformers' Auto classes that load its folders; the first is the default.
+        buffers: endings of stored names that are buffers and not weights; they are not read.
+        renamed: parts of stored names → transformers' names of today.
+        gguf_tensors: GGUF name → transformers name, both with ``{layer}`` for the number of a layer and without
             ``.weight`` or ``.bias`` at the end.
-        gguf_interleaved: GGUF stores query and key rows in interleaved pairs where transformers has halves.
+        gguf_interleaved: GGUF stores rows of queries and keys as neighbouring pairs, transformers as halves.
     """
 
     model_type: str
@@ -63,11 +63,11 @@ class Family:
 
     @property
     def base(self) -> str:
-        """The first name of every path: the bare model within the language model, such as ``model.``."""
+        """The first part of every path, such as ``model.``: the bare model within the language model."""
         return self.layer.partition(".")[0] + "."
 
     def bare(self) -> Family:
-        """The family of a folder that holds the bare model alone, whose names leave `base` out."""
+        """The same family for a folder that holds the bare model, whose tensor names lack `base`."""
         cut = len(self.base)
         cross = self.cross_attention
         return replace(
@@ -78,10 +78,13 @@ class Family:
         )
 
     def names_today(self, stored: Collection[str]) -> dict[str, str]:
-        """transformers' name of each stored tensor → the stored one.
+        """Map transformers' name of each tensor to its name in the file.
 
-        Some language models are stored as the bare model, without its prefix (GPT-2); encoders are left as they are,
-        for theirs may be the bare model itself.
+        Some language models are stored as the bare model, without its prefix (GPT-2). Encoders keep their names: what
+        is stored may be the bare model itself.
+
+        Args:
+            stored: the names in the files.
         """
         is_bare = "AutoModel" not in self.autos and not any(name.startswith(self.base) for name in stored)
         names = {}
@@ -93,13 +96,25 @@ class Family:
         return names
 
     def place(self, layer: int, *, cross: bool = False, hosted: bool = False) -> str:
-        """The module of a layer's attention; with ``hosted``, where headwise's own is put."""
+        """The path of a layer's attention module.
+
+        Args:
+            layer: its number.
+            cross: the attention to an encoder's output.
+            hosted: the path of headwise's layer in a converted model.
+        """
         path = self.cross_attention if cross else self.attention
         assert path is not None
         return path.format(layer=layer) + (f".{self.hosted}" if hosted and self.hosted else "")
 
     def stored_shapes(self, layer: int, spec: GroupedSpec, *, cross: bool = False) -> dict[str, tuple[int, ...]]:
-        """Every tensor that the family stores of a layer's attention, by its whole name."""
+        """The shape of every tensor that the family stores of a layer's attention, by its full name.
+
+        Args:
+            layer: its number.
+            spec: its attention.
+            cross: the attention to an encoder's output.
+        """
         prefix = self.place(layer, cross=cross)
         return {f"{prefix}.{name}": shape for name, shape in packed_shapes(self.layout, spec).items()}
 
@@ -112,16 +127,16 @@ class Family:
         cross: bool = False,
         hosted: bool = False,
     ) -> State:
-        """One layer's attention in the layer's own names: ``q_proj.weight`` ``[H·D, E]`` and so on.
+        """Read a layer's attention under headwise's names: ``q_proj.weight`` ``[H·D, E]`` and so on.
 
-        Norms of queries and keys come as they multiply (Gemma stores them as offsets from 1).
+        Norms of queries and keys are returned as factors (Gemma stores them as offsets from 1).
 
         Args:
-            read: gives a tensor of the checkpoint by name.
-            layer: which.
-            spec: what it should be; every shape is held to it.
+            read: returns a tensor of the checkpoint by name.
+            layer: its number.
+            spec: its attention; every shape is checked against it.
             cross: the attention to an encoder's output.
-            hosted: the folder is a converted one, whose layers are headwise's own, in their own names.
+            hosted: the folder is a converted one, which has headwise's layers under their own names.
 
         Raises:
             CheckpointError: a tensor is missing or of another shape.
@@ -129,44 +144,47 @@ class Family:
         layout = PLAIN if hosted else self.layout
         prefix = self.place(layer, cross=cross, hosted=hosted)
         stored = {}
-        for own, want in packed_shapes(layout, spec).items():
-            name = f"{prefix}.{own}"
+        for suffix, shape in packed_shapes(layout, spec).items():
+            name = f"{prefix}.{suffix}"
             tensor = read(name)
-            if tuple(tensor.shape) != want:
-                raise CheckpointError(f"{name} shape", tuple(tensor.shape), f"must be {want} by the config")
-            stored[own] = tensor
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(f"{name} shape", tuple(tensor.shape), f"must be {shape} by the config")
+            stored[suffix] = tensor
         return layout.unpack(stored, spec)
 
     def write_attention(
         self, state: Mapping[str, Tensor], layer: int, spec: GroupedSpec, *, cross: bool = False
     ) -> State:
-        """The inverse of `read_attention`: the tensors the family stores, by their whole names.
+        """Convert a layer's attention to the tensors that the family stores: the inverse of `read_attention`.
 
         Args:
-            state: the attention in the layer's own names.
-            layer: which.
-            spec: what it is.
+            state: the attention under headwise's names.
+            layer: its number.
+            spec: its attention.
             cross: the attention to an encoder's output.
+
+        Returns:
+            The tensors by their full names.
         """
         prefix = self.place(layer, cross=cross)
         return {f"{prefix}.{name}": tensor for name, tensor in self.layout.pack(state, spec).items()}
 
 
 def family_names() -> list[str]:
-    """The families there is a file for."""
+    """The model types that have a file in `families`, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
 
 
 def has_family(model_type: object) -> bool:
-    """Whether there is a file for a model type, a converted one's included."""
+    """Whether a model type, or the one it was converted from, has a file in `families`."""
     return isinstance(model_type, str) and model_type.removeprefix(HOSTED_PREFIX) in family_names()
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a model type, a converted one's included (``headwise_llama`` is of the llama family).
+    """The family of a model type; that of ``headwise_llama`` is llama's.
 
     Raises:
-        SpecError: there is no such family.
+        SpecError: there is no file for it in `families`.
     """
     name = model_type.removeprefix(HOSTED_PREFIX)
     if name not in family_names():

@@ -26,8 +26,12 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 class FolderCheckpoint(Checkpoint):
     """A model folder.
 
+    Args:
+        path: the folder.
+
     Raises:
-        CheckpointError: a file is missing, damaged, a pickle, quantised, or asks for code of its own.
+        CheckpointError: a file is missing, damaged, a pickle or quantised, or the config asks to run code.
+        StorageError: a file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,18 +47,7 @@ class FolderCheckpoint(Checkpoint):
         family = family_of(str(model_type)) if has_family(model_type) else None
         unread = family.buffers if family else ()
         for file in sorted(set(self._files.values())):
-            handle = self._handle(file)
-            for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
-                if name.endswith(unread):
-                    self._files.pop(name, None)
-                    continue
-                piece = handle.get_slice(name)
-                dtype = piece.get_dtype()
-                if dtype not in DTYPES:
-                    rule = f"must be one of {', '.join(DTYPES)}: quantised weights are not read"
-                    raise CheckpointError(f"{name} dtype", dtype, rule)
-                if self._files.setdefault(name, file) == file:
-                    self.tensors[name] = TensorInfo(tuple(piece.get_shape()), DTYPES[dtype])
+            self._read_header(file, unread)
         for name, file in self._files.items():
             if name and name not in self.tensors:
                 raise CheckpointError("tensor", name, f"is in {INDEX} but not in {file.name}")
@@ -63,11 +56,27 @@ class FolderCheckpoint(Checkpoint):
         self._stored = family.names_today(self.tensors) if family else {name: name for name in self.tensors}
         self.tensors = {name: self.tensors[stored] for name, stored in self._stored.items()}
 
+    def _read_header(self, file: Path, unread: tuple[str, ...]) -> None:
+        """Note the tensors of one file, except those with an ending of ``unread``."""
+        handle = self._handle(file)
+        for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
+            if name.endswith(unread):
+                self._files.pop(name, None)
+                continue
+            header = handle.get_slice(name)
+            dtype = header.get_dtype()
+            if dtype not in DTYPES:
+                rule = f"must be one of {', '.join(DTYPES)}: quantised weights are not read"
+                raise CheckpointError(f"{name} dtype", dtype, rule)
+            if self._files.setdefault(name, file) == file:  # of a tensor in two files, the one the index names
+                self.tensors[name] = TensorInfo(tuple(header.get_shape()), DTYPES[dtype])
+
     def _handle(self, file: Path) -> Any:
+        """An open safetensors file."""
         if file not in self._open:
             try:
-                # safetensors carries no code: a header of JSON, then numbers. They are read, not mapped: of a mapped
-                # file every tensor once touched counts as this process's memory until the file is closed.
+                # safetensors holds no code: a header of JSON, then numbers. The file is read, not mapped: pages of a
+                # mapped file count as this process's memory from their first use until the file is closed.
                 self._open[file] = safe_open(file, framework="pt", backend="pread")
             except OSError as error:
                 raise StorageError("file", str(file), f"could not be read: {error.strerror or error}") from None
@@ -85,8 +94,14 @@ class FolderCheckpoint(Checkpoint):
         return tensor
 
     def copy_companions(self, destination: Path) -> None:
-        """Copy what is beside the weights: tokenizer, chat template, settings, a sentence encoder's pooling."""
-        for folder in _module_folders(self.path):  # one without files, such as a normalisation's, is a module too
+        """Copy the files beside the weights: tokenizer, chat template, settings, a sentence encoder's pooling.
+
+        Links that lead out of the model are not followed; `left_out` names them.
+
+        Args:
+            destination: the folder to copy to, which must exist.
+        """
+        for folder in _module_folders(self.path):  # also without files: a normalisation has none
             (destination / folder.relative_to(self.path)).mkdir(exist_ok=True)
         for file in self._companions():
             if (inner := inner_file(file, self.path)) is not None:
@@ -94,12 +109,12 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What lies beside the weights and is not copied, by its path in the folder: see `inner_file`."""
+        """Paths in the folder that `copy_companions` skips, see `inner_file`."""
         files = (file for file in self._companions() if inner_file(file, self.path) is None)
         return tuple(str(file.relative_to(self.path)) for file in files)
 
     def _companions(self) -> list[Path]:
-        """The paths beside the weights that have a companion's name, whatever they are; folders left out."""
+        """Every path beside the weights with the name of a companion file: files, links and devices, not folders."""
         paths = [path for pattern in _COMPANIONS for path in self.path.glob(pattern)]
         paths = [path for path in paths if path.name not in ("config.json", INDEX, ADAPTER)]
         for folder in _module_folders(self.path):
@@ -108,43 +123,50 @@ class FolderCheckpoint(Checkpoint):
 
 
 def inner_file(file: Path, folder: Path) -> Path | None:
-    """The regular file that a path in a model folder leads to, if it belongs to the model; None otherwise.
+    """Follow a path in a model folder to a regular file of that model.
 
-    A link may lead elsewhere in the folder. In the hub's cache, where ``snapshots/<revision>/<file>`` is a link to
-    ``../../blobs/<hash>``, it may lead to a blob of the same model. Any other file is the user's own business.
+    A link may lead to another file of the folder. In the hub's cache, where ``snapshots/<revision>/<file>`` is a link
+    to ``../../blobs/<hash>``, it may lead to a blob of the same model. A file anywhere else may be private.
 
     Args:
         file: a path in the folder, or in a folder within.
         folder: the model folder.
+
+    Returns:
+        The file without links, or None where the path leads out of the model or to no regular file.
     """
     try:
-        root, real = folder.resolve(strict=True), file.resolve(strict=True)
-        is_regular = stat.S_ISREG(real.stat().st_mode)
-    except (OSError, RuntimeError):  # a dangling link; links in a circle
+        root, target = folder.resolve(strict=True), file.resolve(strict=True)
+        is_regular = stat.S_ISREG(target.stat().st_mode)
+    except (OSError, RuntimeError):  # a dangling link, or a cycle of links
         return None
-    places = [root]
+    allowed = [root]
     for snapshots in root.parents:
         if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
-            places.append(snapshots.parent / "blobs")
-    return real if is_regular and any(real.is_relative_to(place) for place in places) else None
+            allowed.append(snapshots.parent / "blobs")
+    return target if is_regular and any(target.is_relative_to(place) for place in allowed) else None
 
 
 def _module_folders(path: Path) -> list[Path]:
-    """The folders within one of a sentence encoder that hold what follows the model, by its ``modules.json``."""
+    """The folders of a sentence encoder's further modules, such as its pooling, as ``modules.json`` names them."""
     try:
         modules = json.loads((path / "modules.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    found = (
-        [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
-    )
-    names = [name for name in found if isinstance(name, str) and name not in ("", "..") and Path(name).name == name]
+    if not isinstance(modules, list):
+        return []
+    paths = [module.get("path") for module in modules if isinstance(module, dict)]
+    names = [name for name in paths if isinstance(name, str) and name not in ("", "..") and Path(name).name == name]
     return [path / name for name in names if (path / name).is_dir()]
 
 
 def _shards(path: Path) -> dict[str, Path]:
-    """Tensor name → file; a single file is under the empty name until it is opened."""
-    # One file before several, as transformers has it where a folder has both.
+    """Map each tensor's name to its file; a single file has the empty name until it is opened.
+
+    Raises:
+        CheckpointError: there is none, or the index is damaged.
+    """
+    # Where a folder has both, transformers too prefers the single file to the shards.
     if (path / SINGLE).is_file():
         return {"": path / SINGLE}
     if (path / INDEX).is_file():
@@ -158,9 +180,9 @@ def _shards(path: Path) -> dict[str, Path]:
                 raise CheckpointError("shard", file, f"is named in {INDEX} but missing from {path}")
         return {name: path / file for name, file in weight_map.items()}
     for pattern in _PICKLES:
-        if found := sorted(path.glob(pattern)):
+        if pickles := sorted(path.glob(pattern)):
             rule = "is a pickle, which can run code; headwise reads safetensors and GGUF only"
-            raise CheckpointError("weights", found[0].name, rule)
+            raise CheckpointError("weights", pickles[0].name, rule)
     raise CheckpointError("folder", str(path), f"has no weights: neither {SINGLE} nor {INDEX}")
 
 

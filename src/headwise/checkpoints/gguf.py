@@ -18,10 +18,18 @@ from headwise.specs import gguf_config, read_gguf_header
 
 
 class GgufCheckpoint(Checkpoint):
-    """A ``.gguf`` file under transformers' names. Quantised tensors are read as float32.
+    """A ``.gguf`` file, its tensors under transformers' names. Quantised tensors are read as float32.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        quantization: the GGML type that most quantised values have, such as ``Q4_1``; None where none are quantised.
 
     Raises:
         CheckpointError: the file is cut short, or holds a tensor that has no place in the model.
+        SpecError: its architecture is not understood.
+        StorageError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +65,7 @@ class GgufCheckpoint(Checkpoint):
         self.quantization = self._commonest_quantization()
 
     def _commonest_quantization(self) -> str | None:
-        """The quantised type that holds most of the model's values, or None when none is quantised."""
+        """The quantised type of most of the model's values; None where none are quantised."""
         values: dict[str, int] = {}
         for stored, kind, _ in self._stored.values():
             if kind.name not in DTYPES:
@@ -85,7 +93,7 @@ class GgufCheckpoint(Checkpoint):
             tensor = torch.from_numpy(raw).view(DTYPES[kind.name]).reshape(stored.shape)
         else:
             rows = raw.reshape(*stored.shape[:-1], -1)
-            with np.errstate(all="ignore"):  # a scale that is NaN is refused by name, by whoever reads
+            with np.errstate(all="ignore"):  # `read` refuses a tensor with a scale that is NaN by name
                 values = dequantize(rows, kind)
             tensor = torch.from_numpy(values).reshape(stored.shape)
         if self.family.gguf_interleaved:
@@ -93,18 +101,26 @@ class GgufCheckpoint(Checkpoint):
         return tensor
 
     def _unpermute(self, name: str, tensor: Tensor) -> Tensor:
-        """Undo llama.cpp's reordering of query and key rows from halves to neighbouring pairs."""
+        """Undo llama.cpp's reordering of the rows of queries and keys from halves to neighbouring pairs."""
         heads = {
             "q_proj": self.config["num_attention_heads"],
             "k_proj": self.config["num_key_value_heads"],
         }.get(name.split(".")[-2])
         if heads is None:
             return tensor
-        pairs = torch.unflatten(tensor, 0, (heads, -1, 2))
-        return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
+        pairs = torch.unflatten(tensor, 0, (heads, -1, 2))  # [H, D/2, 2, E]
+        return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
 
     def copy_companions(self, destination: Path) -> None:
-        """Rebuild the tokenizer from the file's metadata, where it has one, and save it."""
+        """Rebuild the tokenizer from the file's metadata, where it has one, and save it into a folder.
+
+        Args:
+            destination: the folder, which must exist.
+
+        Raises:
+            CheckpointError: the metadata are damaged.
+            StorageError: the tokenizer cannot be written.
+        """
         from headwise.checkpoints.tokenizer import load_gguf_tokenizer
 
         if not self._has_tokenizer:
@@ -114,14 +130,14 @@ class GgufCheckpoint(Checkpoint):
             tokenizer.save_pretrained(destination)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # to its Rust half a full disk is no OSError, and a panic no Exception
+        except BaseException as error:  # tokenizers' Rust code raises no OSError, and a panic is no Exception
             reason = " ".join(str(error).split())
             raise StorageError("tokenizer", str(destination), f"could not be written: {reason}") from None
 
 
 @cache
 def _is_readable(kind: Any) -> bool:
-    """Whether a GGML type is a floating one, or one that can be dequantised; one block of it tells."""
+    """Whether a GGML type is a floating one, or one of which the gguf package can dequantise a block."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 

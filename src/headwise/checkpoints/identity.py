@@ -1,4 +1,4 @@
-"""What tells one run from another: everything that decides the bytes of its output."""
+"""Digests that identify a run, or a model, so that kept results are used again for the same one only."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from headwise.checkpoints.checkpoint import Checkpoint, dtype_name
 from headwise.checkpoints.disk import clearly
 
 _STRIDE, _PAGE = 1 << 20, 4096
-_SAID_BY_THE_WRITER = ("transformers_version", "_name_or_path")
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path")
+"""Fields of a config that say who wrote it, and not what the model is."""
 _LIBRARIES = ("headwise", "torch", "transformers", "safetensors")
 
 
 def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
-    """A digest of the source, of what is done to it and of the libraries that do it, for `FolderWriter`'s ``run``.
+    """Make a digest of everything that the output of a run depends on, for `FolderWriter`'s ``run``.
 
-    Of the source's files names, sizes and times of change count, and not their content: reading gigabytes to find
-    out whether to read them would take as long as the copying.
+    The source's files count by name, size and time of change, not by content: reading gigabytes to find out whether
+    they have to be read would take as long as reading them.
 
     Args:
         checkpoint: the source.
-        decides: all else that the output depends on, as JSON-able values: target, stages, texts' digests, ….
+        decides: everything else that the output depends on, as JSON-able values: target, stages, digests of texts, ….
     """
     path = checkpoint.path
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     stats = [(file.name, file.stat()) for file in files]
-    known = {
+    inputs = {
         "path": os.path.realpath(path),
         "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
         "config": checkpoint.config,
@@ -38,21 +39,24 @@ def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
         "versions": versions(),
         "decides": decides,
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def model_identity(checkpoint: Checkpoint) -> str:
-    """A digest of a model itself, the same wherever its files are: of its config, and of its weights by a sample.
+    """Make a digest of a model, wherever its files are, from its config and a sample of its weights.
 
-    Of each file of weights its size, its first megabyte and a page of every further one count: a model trained
-    further differs nearly everywhere, and reading all of it would take as long as what the digest is to spare.
+    The sample is the size of each file, its first megabyte, and 4096 bytes of every further megabyte: more training
+    changes nearly all weights, and reading all of them would take as long as the work that the digest saves.
 
     Args:
         checkpoint: the model.
+
+    Raises:
+        StorageError: a file of it cannot be read.
     """
     path = checkpoint.path
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    config = {key: value for key, value in checkpoint.config.items() if key not in _SAID_BY_THE_WRITER}
+    config = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_MODEL}
     total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for file in files:
         with clearly("file", file, "read"), file.open("rb", buffering=0) as opened:
@@ -66,5 +70,5 @@ def model_identity(checkpoint: Checkpoint) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of headwise and of the libraries a conversion's numbers come from."""
+    """The versions of headwise and of the libraries that a conversion's numbers depend on."""
     return {library: version(library) for library in _LIBRARIES}

@@ -1,4 +1,4 @@
-"""How families store the four projections of an attention, and the ways there and back.
+"""How families store the four projections of an attention, as conversions from and to headwise's names.
 
 Shapes: H query heads, K key–value heads, D head dim, V value dim, E hidden.
 """
@@ -18,10 +18,10 @@ Change = Callable[[Mapping[str, Tensor], GroupedSpec], State]
 
 
 class Layout(NamedTuple):
-    """A family's own names and shapes, below its attention module.
+    """The names and shapes of a family's projections within its attention module.
 
     Attributes:
-        pack: from ``q_proj.weight`` ``[H·D, E]``, ``k_proj.weight`` … and their biases to what the family stores.
+        pack: converts ``q_proj.weight`` ``[H·D, E]``, ``k_proj.weight`` … and biases to the tensors of the family.
         unpack: its inverse.
     """
 
@@ -30,7 +30,11 @@ class Layout(NamedTuple):
 
 
 def canonical_shapes(spec: GroupedSpec) -> dict[str, tuple[int, ...]]:
-    """What an attention of the layer's own names holds: ``q_proj.weight`` and so on, with its shape."""
+    """The shapes of an attention's tensors under headwise's names: ``q_proj.weight`` and so on.
+
+    Args:
+        spec: the attention.
+    """
     E, H, K, D, V = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
     weights = {"q_proj": (H * D, E), "k_proj": (K * D, E), "v_proj": (K * V, E), "o_proj": (E, H * V)}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -46,15 +50,24 @@ def canonical_shapes(spec: GroupedSpec) -> dict[str, tuple[int, ...]]:
 
 
 def packed_shapes(layout: Layout, spec: GroupedSpec) -> dict[str, tuple[int, ...]]:
-    """What the family stores of such an attention: its names and their shapes; nothing is allocated."""
+    """The shapes of an attention's tensors under a family's names; nothing is allocated.
+
+    Args:
+        layout: the family's.
+        spec: the attention.
+    """
     empty = {name: torch.empty(shape, device="meta") for name, shape in canonical_shapes(spec).items()}
     return {name: tuple(tensor.shape) for name, tensor in layout.pack(empty, spec).items()}
 
 
 def renamed(**names: str) -> Layout:
-    """The layer's own projections under other names: ``renamed(o_proj="out_proj")``."""
-    back = {theirs: own for own, theirs in names.items()}
-    return Layout(lambda state, _: _rename(state, names), lambda state, _: _rename(state, back))
+    """A layout with headwise's projections under other names, such as ``renamed(o_proj="out_proj")``.
+
+    Args:
+        names: the family's name of each projection that it names otherwise.
+    """
+    inverse = {stored: canonical for canonical, stored in names.items()}
+    return Layout(lambda state, _: _rename(state, names), lambda state, _: _rename(state, inverse))
 
 
 def _rename(state: Mapping[str, Tensor], names: Mapping[str, str]) -> State:
@@ -66,13 +79,16 @@ def _rename(state: Mapping[str, Tensor], names: Mapping[str, str]) -> State:
 
 
 PLAIN = renamed()
-"""Llama's: as the layer itself has them."""
+"""Llama's layout, which is headwise's own."""
 
 
 def offset_norms(offset: float) -> Layout:
-    """Llama's, with norms of queries and keys stored less an offset that is added before they multiply (Gemma).
+    """Llama's layout with norms of queries and keys that are stored as differences from a constant (Gemma).
 
-    As they multiply they are float64: beside the offset, a narrower dtype would drop their last digits.
+    Unpacked norms are float64: with the constant added, a narrower dtype would lose their last digits.
+
+    Args:
+        offset: the constant.
     """
 
     def shifted(state: Mapping[str, Tensor], by: float) -> State:
@@ -83,14 +99,14 @@ def offset_norms(offset: float) -> Layout:
 
 
 def fused(name: str, output: str, *, by_head: bool = False, transposed: bool = False) -> Layout:
-    """Query, key and value rows in one projection.
+    """A layout with the rows of queries, keys and values in one projection.
 
     Args:
         name: of that projection.
-        output: of the output projection.
-        by_head: each head's query, key and value rows lie together (GPT-NeoX; as many key–value heads as heads);
-            otherwise all queries come first, then all keys, then all values.
-        transposed: weights are ``[in, out]`` (GPT-2).
+        output: the name of the output projection.
+        by_head: the rows of each head's query, key and value lie together (GPT-NeoX, which has one key–value head for
+            each query head); otherwise all queries come first, then all keys, then all values.
+        transposed: weights are stored as ``[in, out]`` (GPT-2).
     """
 
     def turn(tensor: Tensor) -> Tensor:
@@ -101,9 +117,10 @@ def fused(name: str, output: str, *, by_head: bool = False, transposed: bool = F
         for kind in _kinds(state, "q_proj"):
             parts = [state[f"{projection}.{kind}"] for projection in PROJECTIONS[:3]]
             if by_head:
-                whole = torch.cat([torch.unflatten(p, 0, (spec.num_heads, -1)) for p in parts], dim=1).flatten(0, 1)
+                heads = [torch.unflatten(part, 0, (spec.num_heads, -1)) for part in parts]  # each [H, D or V, E]
+                whole = torch.cat(heads, dim=1).flatten(0, 1)  # [H·(2D + V), E]
             else:
-                whole = torch.cat(parts)
+                whole = torch.cat(parts)  # [H·D + K·D + K·V, E]
             out[f"{name}.{kind}"] = turn(whole)
         return out
 
@@ -114,8 +131,9 @@ def fused(name: str, output: str, *, by_head: bool = False, transposed: bool = F
         for kind in _kinds(state, name):
             whole = turn(state[f"{name}.{kind}"])
             if by_head:
-                heads = torch.split(torch.unflatten(whole, 0, (H, D + D + V)), [D, D, V], dim=1)
-                parts = [part.flatten(0, 1) for part in heads]
+                by_part = torch.unflatten(whole, 0, (H, D + D + V))  # [H, 2D + V, E]
+                heads = torch.split(by_part, [D, D, V], dim=1)  # each [H, D or V, E]
+                parts = [part.flatten(0, 1) for part in heads]  # each [H·D or H·V, E]
             else:
                 parts = list(torch.split(whole, [H * D, K * D, K * V]))
             for projection, part in zip(PROJECTIONS, parts, strict=False):

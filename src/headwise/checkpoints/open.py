@@ -1,4 +1,4 @@
-"""Open whatever a source string names."""
+"""Open the model that a source string names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from headwise.specs import locate
 
 
 def model_path(source: str | Path) -> Path:
-    """The folder or ``.gguf`` that holds a source's weights; a hub model the user named is fetched.
+    """The folder or ``.gguf`` file that holds the weights of a source; a model of the hub is downloaded.
+
+    Args:
+        source: see `open_checkpoint`.
 
     Raises:
-        ArgumentError: the source has no weights.
+        ArgumentError: there is no such source, or it has no weights.
+        CheckpointError: it cannot be downloaded.
+        MissingExtraError: the bundled model's package is not installed.
     """
     located = locate(source)
     if located.kind == "hub":
@@ -27,6 +32,20 @@ def model_path(source: str | Path) -> Path:
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
-    """Open a model folder, a ``.gguf``, ``smollm2-135m`` or ``hf://owner/name`` for reading."""
+    """Open a model for reading one tensor at a time.
+
+    Args:
+        source: a model folder, a ``.gguf`` file, ``smollm2-135m`` or ``hf://owner/name``.
+
+    Raises:
+        ArgumentError: there is no such source, or it has no weights.
+        CheckpointError: a file is missing, damaged, a pickle or quantised, or the config asks to run code.
+        MissingExtraError: the bundled model's package is not installed.
+        SpecError: the metadata of a GGUF file are not understood.
+
+    >>> checkpoint = open_checkpoint("smollm2-135m")
+    >>> checkpoint.read("model.norm.weight").shape
+    torch.Size([576])
+    """
     path = model_path(source)
     return GgufCheckpoint(path) if path.is_file() else FolderCheckpoint(path)

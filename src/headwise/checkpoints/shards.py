@@ -1,6 +1,6 @@
-"""safetensors files written one tensor at a time, so that memory holds no more than one of them.
+"""Write safetensors files one tensor at a time, so that memory holds only one of them.
 
-The bytes are those that safetensors' own ``save_file`` writes, which needs the whole file in memory.
+The bytes are those of safetensors' own ``save_file``, which needs all tensors of the file in memory.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ORDER = ("F64", "F32", "BF16", "F16")  # safetensors': wide dtypes first, so th
 
 @dataclass(frozen=True)
 class Shard:
-    """What a file will hold.
+    """The layout of one file.
 
     Attributes:
         file: its name.
-        tensors: what is in it, in the order they come.
-        header: all bytes before the first tensor's.
-        starts: where each tensor's bytes begin in the file.
-        nbytes: of the whole file.
+        tensors: shape and dtype of each tensor, in the order in which they are added.
+        header: all bytes before the first tensor.
+        starts: offset of each tensor's bytes in the file.
+        nbytes: size of the file.
     """
 
     file: str
@@ -43,11 +43,11 @@ class Shard:
 
 
 def plan_shards(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[Shard]:
-    """The files for some tensors, filled in order; a file is closed before its tensors are more than ``shard_bytes``.
+    """Distribute tensors over files, in order.
 
     Args:
         tensors: every tensor by name.
-        shard_bytes: a larger tensor has a file of its own.
+        shard_bytes: the most bytes of tensors in a file; a larger tensor has a file of its own.
     """
     groups: list[dict[str, TensorInfo]] = [{}]
     size = 0
@@ -64,7 +64,12 @@ def plan_shards(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[Sha
 
 
 def is_whole(shard: Shard, folder: Path) -> bool:
-    """Whether a folder has the file, of the right size and with the right header."""
+    """Whether a folder has the file with the right size and the right header.
+
+    Args:
+        shard: the file.
+        folder: to look in.
+    """
     try:
         with (folder / shard.file).open("rb") as file:
             return file.read(len(shard.header)) == shard.header and os.fstat(file.fileno()).st_size == shard.nbytes
@@ -73,19 +78,22 @@ def is_whole(shard: Shard, folder: Path) -> bool:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's values as they lie in a file."""
+    """The bytes of a tensor in a safetensors file."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 class ShardWriter:
-    """A shard on its way to the disk, under a name of its own until it is whole.
+    """Writes one file under a temporary name, and renames it once it is whole.
 
     Args:
-        shard: what it will hold.
-        folder: where it is written.
+        shard: the layout of the file.
+        folder: to write it in.
+
+    Attributes:
+        left: names of the tensors that are still to be written.
 
     Raises:
-        OSError: it cannot be written, here or in any method.
+        OSError: the file cannot be written, here or in any method.
     """
 
     def __init__(self, shard: Shard, folder: Path) -> None:
@@ -97,7 +105,7 @@ class ShardWriter:
         self._file.write(shard.header)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one of its tensors; the last one makes the file appear."""
+        """Write one of the tensors; after the last one the file has its name."""
         self.left.remove(name)
         self._file.seek(self.shard.starts[name])
         self._file.write(tensor_bytes(tensor))
@@ -106,7 +114,7 @@ class ShardWriter:
             replace(self._new, self._path)
 
     def close(self) -> None:
-        """Give up what is not whole, and its room on the disk."""
+        """Remove the unfinished file."""
         try:
             self._file.close()
         finally:

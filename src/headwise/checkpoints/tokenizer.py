@@ -1,4 +1,4 @@
-"""Tokenizers of the sources headwise reads, through transformers, never running code from a folder."""
+"""Load tokenizers of folders and GGUF files through transformers, without running code from a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a model folder or a ``.gguf``.
+    """Load the tokenizer of a model folder or a ``.gguf`` file.
+
+    Args:
+        path: the folder or file.
 
     Raises:
         CheckpointError: there is none, or transformers cannot read it.
@@ -36,27 +39,49 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def tokenize(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
-    """What the tokenizer makes of a text, or of several; ``options`` are its own.
+    """Tokenize one or several texts.
+
+    Args:
+        tokenizer: transformers'.
+        text: one text, or a list.
+        options: of the tokenizer's own call.
 
     Raises:
-        CheckpointError: it can be loaded but does not work, such as one whose unknown token is not in its vocabulary.
+        CheckpointError: the tokenizer can be loaded but not used, such as one whose unknown token is not in its
+            vocabulary.
     """
     with _refused(tokenizer.name_or_path, "could not read the text"):
         return tokenizer(text, verbose=False, **options)
 
 
 def decode(tokenizer: Any, ids: Any, **options: Any) -> str:
-    """The text of token ids; ``options`` are the tokenizer's own.
+    """Turn token ids into text.
+
+    Args:
+        tokenizer: transformers'.
+        ids: ``[S]``, a tensor or a list.
+        options: of the tokenizer's own ``decode``.
 
     Raises:
-        CheckpointError: the tokenizer can be loaded but does not work.
+        CheckpointError: the tokenizer can be loaded but not used.
     """
     with _refused(tokenizer.name_or_path, "could not write the text"):
         return str(tokenizer.decode(ids, **options))
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer in a ``.gguf``: a copy of the one last read, which takes some seconds."""
+    """Load the tokenizer of a ``.gguf`` file; the last one is kept, as reading one takes seconds.
+
+    Args:
+        path: the file.
+
+    Returns:
+        A copy, which the caller may change.
+
+    Raises:
+        CheckpointError: transformers cannot read it.
+        StorageError: the file cannot be read.
+    """
     with clearly("file", path, "read"):
         stat = path.stat()
     with _refused(path, "could not be loaded"):
@@ -75,11 +100,11 @@ def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
 
 @contextmanager
 def _refused(path: Path | str, failure: str) -> Iterator[None]:
-    """Turn what a tokenizer raises into one line.
+    """Turn any error of a tokenizer into a `CheckpointError`.
 
     Args:
-        path: where the tokenizer is.
-        failure: what it means, such as ``could not be loaded``.
+        path: of the tokenizer.
+        failure: what the error means, such as ``could not be loaded``.
 
     Raises:
         CheckpointError: in the place of any error.
@@ -88,19 +113,22 @@ def _refused(path: Path | str, failure: str) -> Iterator[None]:
         yield
     except (HeadwiseError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # of many kinds; a panic of its Rust half is no Exception
+    except BaseException as error:  # of many kinds; a panic of tokenizers' Rust code is no Exception
         reason = shorten(str(error), 300, placeholder=" …") or type(error).__name__
         raise CheckpointError("tokenizer", str(path), f"{failure}: {reason}") from None
 
 
 def max_length(folder: Path) -> int | None:
-    """The tokens that sentence-transformers reads of a sentence, whatever it then makes of their states.
+    """The number of tokens of a sentence that sentence-transformers reads; None where the folder does not say.
+
+    Args:
+        folder: of a sentence encoder.
 
     Raises:
-        CheckpointError: its file is damaged.
+        CheckpointError: ``sentence_bert_config.json`` is damaged.
     """
     file = folder / "sentence_bert_config.json"
-    if not file.is_file() or not (folder / "modules.json").is_file():  # without which it does not read the other
+    if not file.is_file() or not (folder / "modules.json").is_file():  # sentence-transformers reads both or neither
         return None
     try:
         length = json.loads(file.read_text(encoding="utf-8"))["max_seq_length"]

@@ -1,4 +1,4 @@
-"""Refuse what in a model folder would run code, or would be read in the place of what headwise has checked."""
+"""Refuse model folders that would run code, or have transformers read other files than headwise has checked."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from headwise.errors import CheckpointError
 
 _IMPLEMENTATION = re.compile(r"(attn|attention|experts?)_implementation", re.IGNORECASE)
 _PLAIN_NAME = re.compile(r"[\w|]*")
-_FLOAT_TAG = "__float__"  # how transformers writes NaN and infinities
+_FLOAT_TAG = "__float__"
+"""The key under which transformers writes NaN and infinities."""
 _SPLIT_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 ADAPTER = "adapter_config.json"
+"""The file of an adapter, which transformers applies to the weights where peft is installed."""
 
 
 def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a config that needs code from its folder or from the hub, or whose weights are quantised.
+    """Refuse a config that asks for code from its folder or from the hub, or whose weights are quantised.
 
     Args:
-        config: the parsed ``config.json``.
+        config: the parsed ``config.json``; fields of configs within it count too.
         path: its folder.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: it does, or it names other files to read in the place of itself or of the weights.
     """
     refuse_kernels(config)
     for name, field, value in _fields(config):
@@ -43,14 +45,14 @@ def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
 
 
 def refuse_kernels(config: Mapping[str, Any]) -> None:
-    """Refuse a config that names a kernel of the hub, which transformers would fetch and run.
+    """Refuse a config that names a kernel of the hub, which transformers would download and run.
 
     Args:
-        config: the parsed ``config.json``; every field of it counts, those of configs within it too.
+        config: the parsed ``config.json``; fields of configs within it count too.
 
     Raises:
-        CheckpointError: a field that chooses an implementation holds more than a plain name such as ``sdpa``, or a
-            field would set such a one under another name.
+        CheckpointError: a field that chooses an implementation holds anything but plain names such as ``sdpa``, or
+            another field could be used to set it.
     """
     for name, field, value in _fields(config):
         if _IMPLEMENTATION.search(field):
@@ -63,14 +65,14 @@ def refuse_kernels(config: Mapping[str, Any]) -> None:
 
 
 def refuse_kernel(name: str, implementation: str) -> None:
-    """Refuse the name of an implementation that is not one of transformers' own.
+    """Refuse an implementation whose name is that of a kernel of the hub, such as ``owner/kernel@main:function``.
 
     Args:
         name: of the field.
-        implementation: what it holds.
+        implementation: the field's value.
 
     Raises:
-        CheckpointError: it is not a plain name.
+        CheckpointError: the value is not a plain name.
     """
     if not _PLAIN_NAME.fullmatch(implementation):
         rule = "must be a plain name such as sdpa: a kernel of the hub is code, which headwise never fetches or runs"
@@ -78,10 +80,13 @@ def refuse_kernel(name: str, implementation: str) -> None:
 
 
 def refuse_other_weights(path: Path) -> None:
-    """Refuse a folder in which transformers would look for other weights than headwise does.
+    """Refuse a folder from which transformers would load other weights than headwise has checked.
+
+    Args:
+        path: the folder.
 
     Raises:
-        CheckpointError: it holds an adapter, or a checkpoint that several processes wrote.
+        CheckpointError: it holds an adapter, or a checkpoint in the parts that several processes wrote.
     """
     if (path / ADAPTER).is_file():
         rule = f"an adapter is not applied; merge it into the weights, or take {ADAPTER} away"
@@ -93,31 +98,34 @@ def refuse_other_weights(path: Path) -> None:
 
 
 def refuse_tokenizer_class(path: Path) -> None:
-    """Refuse a folder whose tokenizer is to be made by a class of transformers that is no tokenizer's.
+    """Refuse a folder that names a class as its tokenizer's which is not the class of a tokenizer.
 
-    transformers takes any of its classes by name, such as a model, or one that loads further folders.
+    transformers accepts the name of any of its classes: a model's, or one that loads further folders.
+
+    Args:
+        path: the folder.
 
     Raises:
-        CheckpointError: a config of the folder names one.
+        CheckpointError: its ``tokenizer_config.json`` or ``config.json`` names such a class.
     """
     import transformers
 
     for file in ("tokenizer_config.json", "config.json"):
         try:
             name = json.loads((path / file).read_text(encoding="utf-8")).get("tokenizer_class")
-        except (OSError, ValueError, AttributeError, RecursionError):  # transformers' to refuse, where it needs it
+        except (OSError, ValueError, AttributeError, RecursionError):  # transformers refuses it, if it needs it
             continue
-        made = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
-        if not isinstance(made, type) or getattr(made, "is_dummy", False):
+        cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+        if not isinstance(cls, type) or getattr(cls, "is_dummy", False):
             continue
-        if not issubclass(made, transformers.PreTrainedTokenizerBase):
+        if not issubclass(cls, transformers.PreTrainedTokenizerBase):
             raise CheckpointError("tokenizer_class", name, f"in {path / file} is not the class of a tokenizer")
 
 
 def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Every field of a config and of what it holds: its path with dots, its own name, its value."""
+    """Every field of a config and of the objects within it: its path with dots, its name and its value."""
     left: list[tuple[str, Any]] = [("", config)]
-    while left:
+    while left:  # no recursion: a file may nest deeper than Python does
         place, holder = left.pop()
         items = holder.items() if isinstance(holder, Mapping) else enumerate(holder)
         for key, value in items:
@@ -129,7 +137,7 @@ def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string in a value, keys and all."""
+    """Every string within a value, keys included."""
     left = [value]
     while left:
         item = left.pop()

@@ -1,4 +1,4 @@
-"""Write a model folder one tensor at a time: whole or not at all, and going on where a killed run stopped."""
+"""Write a model folder one tensor at a time, whole or not at all, and resume where a killed run stopped."""
 
 from __future__ import annotations
 
@@ -31,35 +31,39 @@ from headwise.checkpoints.shards import ShardWriter, is_whole, plan_shards
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
 
 MODEL = "config.json"
+"""The file that every model folder has."""
 SHARD_BYTES = 2 * 1024**3
 _HEADROOM = 64 * 1024**2
+"""Bytes of disk that must be free beside the tensors: for everything else that is written."""
 _RUN = "run"
+"""The file in the working folder that identifies the run."""
 _PARTIAL = ".headwise-partial"
 
 
 class FolderWriter:
     """A context in which a model folder is written beside its destination and moved there at the end.
 
-    What is to come is told in advance: every shard's header is known, each tensor goes to its place in a file, and a
-    file has its name once it is whole. A run that ends early, however it does, leaves the whole files and `work`;
-    the next one with the same ``run`` goes on from them, and one with another discards them. Nothing stays of a run
-    that has nothing to go on from. Of several processes on one conversion the first alone enters the context; the
-    others may use `work` once it has.
+    All tensors are announced in advance, so the header of every shard is known, each tensor is written to its place,
+    and a shard has its name once it is whole. A run that ends early, even by a kill, leaves its whole shards and
+    `work`; the next run with the same ``run`` resumes from them, and any other run discards them. A run with nothing
+    to resume from leaves nothing. Of several processes on one conversion only the first enters the context; the
+    others may use `work` from then on.
 
     Args:
         output: the destination; must not exist, or be empty, unless ``overwrite``.
-        tensors: every tensor that will be added, in the order of the shards.
-        run: what decides the output, such as `run_identity` makes; None for one that leaves nothing behind.
-        overwrite: replace a folder of the same kind that is there.
-        provisional: `announce` will say what tensors there really are, before the first is added.
-        shard_bytes: a shard is closed before it grows beyond this.
-        mark: the file that every folder of this kind has; a model folder its ``config.json``.
+        tensors: shape and dtype of every tensor that will be added, in the order of the shards.
+        run: digest of everything that the output depends on, see `run_identity`; None for a run that is not resumed
+            and leaves nothing.
+        overwrite: replace a folder of the same kind.
+        provisional: `announce` will replace ``tensors`` before the first one is added.
+        shard_bytes: the most bytes of tensors in a shard.
+        mark: the file that every folder of this kind has; ``config.json`` for model folders.
 
     Attributes:
-        folder: what will be the destination. With every tensor added it has its index, and once it has its
-            ``config.json`` it can be read like any model folder.
-        work: a folder for whatever spares a later run work; gone at the end.
-        notes: what a user should know of what was found.
+        folder: will be the destination. It has an index once every tensor is added, and with its ``config.json`` it
+            can be read like any model folder.
+        work: a folder for intermediate results that a later run can use; removed at the end.
+        notes: what a user should know of this run.
         write_seconds: spent on writing tensors.
 
     Raises:
@@ -104,7 +108,7 @@ class FolderWriter:
         return list(self._missing)
 
     def has(self, name: str) -> bool:
-        """Whether one of the announced tensors is there, by this run or an earlier one."""
+        """Whether an announced tensor has been written, by this run or an earlier one."""
         assert name in self._tensors, name
         return name not in self._missing
 
@@ -113,11 +117,11 @@ class FolderWriter:
             self._new_parents = [parent for parent in self.output.parents if not parent.exists()]
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self._partial)
-            # The process that had it a moment ago may have finished.
+            # The process that had the lock may just have finished.
             check_output(self.output, overwrite=self._overwrite, mark=self._mark)
             self._take_up()
             needed = sum(self._tensors[name].nbytes for name in self._missing) + _HEADROOM
-            if self._provisional:  # of a run that is gone on with, most may be there
+            if self._provisional:  # of a run that is resumed, most may be there
                 needed -= sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
             if (free := shutil.disk_usage(self._partial).free) < needed:
                 raise self._refusal(f"needs {needed / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free")
@@ -146,7 +150,7 @@ class FolderWriter:
                 if self._is_kept():
                     raise StorageError(error.field, error.value, error.rule + self._kept) from error
             elif isinstance(error, HeadwiseError):
-                self._run = None  # nothing to go on from: the same command would be refused again
+                self._run = None  # nothing is kept: the same command would be refused again
             elif isinstance(error, KeyboardInterrupt) and self._is_kept():
                 error.add_note(self._kept.removeprefix("; "))
         except OSError as failure:
@@ -155,13 +159,28 @@ class FolderWriter:
             self._leave()
 
     def announce(self, tensors: Mapping[str, TensorInfo]) -> None:
-        """Say what tensors there really are, those told before having been provisional."""
+        """Replace the provisional tensors by those that will be added.
+
+        Args:
+            tensors: shape and dtype of every tensor, in the order of the shards.
+
+        Raises:
+            StorageError: the folder cannot be used.
+        """
         self._lay_out(tensors)
         with self._clearly():
             self._find_whole()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add one of the tensors that are `missing`."""
+        """Write one of the tensors that are `missing`.
+
+        Args:
+            name: of the tensor.
+            tensor: of the announced shape and dtype.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
         start = time.perf_counter()
         del self._missing[name]
         info, shard = self._tensors[name], self._shard_of[name]
@@ -177,35 +196,55 @@ class FolderWriter:
         self.write_seconds += time.perf_counter() - start
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write a JSON file into the folder."""
-        # In ASCII: JSON can escape what UTF-8 cannot write, half a surrogate pair.
+        """Write a JSON file into the folder.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        # In ASCII: half a surrogate pair can be escaped in JSON, and cannot be written as UTF-8.
         self.write_text(name, json.dumps(value, indent=2) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text file into the folder."""
+        """Write a text file into the folder.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
         with self._clearly():
             (self.folder / name).write_text(text, encoding="utf-8")
 
     def add_companions(self, checkpoint: Checkpoint) -> None:
-        """Let the source write its tokenizer and settings into the folder."""
+        """Copy the source's tokenizer and settings into the folder, and note what is left out.
+
+        Args:
+            checkpoint: the source.
+
+        Raises:
+            CheckpointError: the source's tokenizer is damaged.
+            StorageError: a file cannot be read or written.
+        """
         with self._clearly():
             checkpoint.copy_companions(self.folder)
         self.note_left_out(checkpoint)
 
     def note_left_out(self, checkpoint: Checkpoint) -> None:
-        """Name in `notes` what of the source is not copied."""
+        """Add a note with the files of the source that are not copied.
+
+        Args:
+            checkpoint: the source.
+        """
         if names := checkpoint.left_out:
             listed = ", ".join(map(repr, names))
             note = f"not copied, as links out of the source folder or no regular files: {listed}"
             self.notes = (*self.notes, note)
 
     def _take_up(self) -> None:
-        """Find what the last run left, and clear away what is of no use."""
+        """Take over what an earlier run with the same identity left, and remove anything else."""
         run = self._partial / _RUN
         if self._run is None or not run.is_file() or run.read_text(encoding="utf-8") != self._run:
             if self._has_something():
                 self.notes = ("discarded what another conversion to this folder had left unfinished",)
-            run.unlink(missing_ok=True)  # first: what is half removed is nobody's
+            run.unlink(missing_ok=True)  # first, so that no run takes over a folder that is half removed
             empty_folder(self._partial)
             if self._run is not None:
                 write_whole(run, self._run.encode())
@@ -215,7 +254,7 @@ class FolderWriter:
             self._find_whole()
 
     def _find_whole(self) -> None:
-        """Keep the shards that an earlier run finished, and nothing else of its model folder."""
+        """Keep the whole shards of an earlier run, and remove everything else from its model folder."""
         whole = {shard.file: shard for shard in self._shards if is_whole(shard, self.folder)}
         for path in self.folder.iterdir():
             if path.is_dir():
@@ -229,7 +268,7 @@ class FolderWriter:
             self._write_index()
 
     def _has_something(self) -> bool:
-        """Whether there is work that a later run could go on from."""
+        """Whether there is anything that a later run could resume from."""
         shards = {shard.file for shard in self._shards}
         with suppress(OSError):
             return any(self.work.iterdir()) or any(path.name in shards for path in self.folder.iterdir())
@@ -244,9 +283,8 @@ class FolderWriter:
     def _move_into_place(self) -> None:
         for path in (*self.folder.rglob("*"), self.folder):
             sync(path)
-        check_output(
-            self.output, overwrite=self._overwrite, mark=self._mark
-        )  # whoever put something there meanwhile wants it
+        # Again: somebody may have put something there meanwhile.
+        check_output(self.output, overwrite=self._overwrite, mark=self._mark)
         replaced = self.output.with_name(f".{self.output.name}.headwise-replaced")
         if self.output.exists() and not any(self.output.iterdir()):
             self.output.rmdir()
@@ -261,18 +299,18 @@ class FolderWriter:
                 if not self.output.exists():  # interrupted between the two
                     os.replace(replaced, self.output)
         sync(self.output.parent)
-        if self._overwrite:  # or the last copy of what was there, when a run was killed between the two moves
+        if self._overwrite:  # otherwise it may be the only copy, left by a run killed between its two moves
             shutil.rmtree(replaced, ignore_errors=True)
 
     def _refusal(self, rule: str) -> StorageError:
         return StorageError("output", str(self.output), rule + (self._kept if self._is_kept() else ""))
 
     def _clearly(self) -> AbstractContextManager[None]:
-        return clearly("output", self.output)  # `__exit__` says what is kept
+        return clearly("output", self.output)  # `__exit__` adds what is kept
 
     @property
     def _kept(self) -> str:
-        # Of a folder that is written within the working folder of another, that one is the command's.
+        # A folder may be written within the working folder of another; the user knows the outer one.
         outer = (path for path in self._partial.parents if path.name.endswith(_PARTIAL))
         kept = next(outer, self._partial)
         return f"; what is done is kept in {kept}, and the same command goes on from there"
@@ -281,7 +319,7 @@ class FolderWriter:
         return self._run is not None and self._has_something()
 
     def _leave(self) -> None:
-        """Close all files, and keep the partial folder only where the next run can use it."""
+        """Close all files, and remove the working folder unless the next run can use it."""
         for shard in self._open.values():
             with suppress(OSError):
                 shard.close()
@@ -299,10 +337,15 @@ class FolderWriter:
 
 
 def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
-    """Refuse a destination that holds something, unless it has the file ``mark`` and ``overwrite`` is said.
+    """Refuse a destination that is not empty, unless it may be replaced.
+
+    Args:
+        output: the destination.
+        overwrite: a folder with the file ``mark`` may be replaced.
+        mark: the file that every folder of this kind has.
 
     Raises:
-        ArgumentError: it is taken.
+        ArgumentError: the destination is not empty, is no folder, or cannot be used.
     """
     if output.name in ("", ".."):
         raise ArgumentError("output", str(output), "must name a folder")
@@ -325,7 +368,7 @@ def _partial(output: Path) -> Path:
 
 
 def _clear_finished(partial: Path) -> None:
-    """Remove what is left where a process was killed just after its model had been moved into place."""
+    """Remove the working folder of a process that was killed just after it had moved its model into place."""
     with suppress(OSError):
         if partial.is_dir() and not (partial / "model").exists():
             remove_locked(partial, lock_folder(partial))

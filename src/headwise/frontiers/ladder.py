@@ -1,4 +1,4 @@
-"""What a frontier tries: the targets of a ladder, and at one target the ways to get there."""
+"""The candidates of a frontier: a ladder of targets, or several methods and ablations at each target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headwise.errors import ArgumentError, HeadwiseError
 from headwise.specs import GroupedSpec
 
 BUDGETS = (0.75, 0.5, 0.33, 0.25)
-"""Fractions of the source's cache that MLA is tried at."""
+"""The fractions of the source's cache that MLA candidates have."""
 
 TARGETS = "mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or mha"
 
@@ -28,8 +28,8 @@ class Candidate:
 
     Attributes:
         target: ``mla:F``, ``mla:R+P``, ``gqa:K``, ``mqa`` or ``mha``.
-        method: of `headwise.convert`; headwise's own when None.
-        without: stages left out.
+        method: the spelling of a method; headwise's own when None.
+        without: the stages to leave out.
     """
 
     target: str
@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def way(self) -> str:
-        """How it is done, in words."""
+        """The method and the missing stages, in words."""
         if self.method is not None:
             return self.method
         if set(self.without) == set(STAGES):
@@ -47,113 +47,113 @@ class Candidate:
 
     @property
     def parsed_method(self) -> Method | None:
-        """The method that is named, or None for headwise's own."""
+        """The method; None for headwise's own."""
         return None if self.method is None else find_method(self.method)
 
     @property
     def is_variant(self) -> bool:
-        """Whether it is one of several variants of a method that are tried for the best to be shown."""
+        """Whether it is one of several variants of a method, of which the best is shown."""
         return self.parsed_method is not None and bool(self.parsed_method.variants)
 
     @property
     def slug(self) -> str:
-        """A name for files."""
+        """A name for files, which tells it from other candidates."""
         parts = (self.target, *([] if self.way == "headwise" else [self.way]))
         return re.sub(r"[^a-z0-9.+]+", "-", "-".join(parts))
 
     def options(self) -> dict[str, Any]:
-        """The arguments of `headwise.convert` that make it what it is."""
+        """Its arguments of `headwise.convert`."""
         return {**_options(self.target), "method": self.method, "without": self.without}
 
     def parsed(self) -> Target:
-        """The target as conversions know it."""
+        """The target as a `Target`."""
         return parse_target(**_options(self.target))
 
 
 def read_target(text: str) -> str:
-    """A target as it is always written.
+    """A user's target in its one spelling, such as ``mla:0.5`` for ``MLA: .50``.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is no target.
     """
-    own = re.sub(r"\s", "", text).lower()
-    kind, _, size = own.partition(":")
+    target = re.sub(r"\s", "", text).lower()
+    kind, _, size = target.partition(":")
     try:
         if kind == "mla" and "+" in size:
             rank, rope = map(int, size.split("+"))
-            own = f"mla:{rank}+{rope}"
+            target = f"mla:{rank}+{rope}"
         elif kind == "mla":
-            own = f"mla:{float(size):.12g}"
+            target = f"mla:{float(size):.12g}"
         elif kind == "gqa":
-            own = f"gqa:{int(size)}"
-        parse_target(**_options(own))
+            target = f"gqa:{int(size)}"
+        parse_target(**_options(target))
     except (ValueError, OverflowError) as error:
         reason = f"; {error.field} {error.rule}" if isinstance(error, HeadwiseError) and error.field != "to" else ""
         raise ArgumentError("target", text, f"must be {TARGETS}{reason}") from None
-    return own
+    return target
 
 
 def list_candidates(
     checkpoint: Checkpoint, targets: Sequence[str] = (), *, methods: bool = False, dtype: torch.dtype | None = None
 ) -> tuple[list[Candidate], list[str]]:
-    """What to try, and what is left out of it and why.
+    """List the candidates of a frontier, and notes that say which targets and methods are left out and why.
 
     Args:
         checkpoint: the source.
-        targets: those asked for; when there are none, a ladder of MLA at a few budgets, GQA at each proper divisor of
-            the key–value heads, and MQA (with ``methods``, MLA at half the cache alone, or the ladder's first where
-            that cannot be).
-        methods: at each target, in place of headwise's own conversion alone, also without each stage that it has,
-            without any, and by the published methods.
-        dtype: of the results; the source's when None.
+        targets: the targets that the user names; without any, a ladder: MLA at each of `BUDGETS`, GQA at each proper
+            divisor of the key–value heads, and MQA (with ``methods``, only MLA at half the cache, or the ladder's
+            first possible target).
+        methods: whether each target is also tried without each of its stages, without all of them, and by the
+            published methods.
+        dtype: the dtype of the results; the source's when None.
 
     Raises:
-        ArgumentError: a target that was asked for is none, or of a size that the source does not have.
-        SpecError: the source cannot become any of them.
+        ArgumentError: a name is no target, or a layer cannot have the size.
+        SpecError: the source cannot be converted to any of the targets.
     """
-    refused: dict[str, HeadwiseError] = {}
+    refusals: dict[str, HeadwiseError] = {}
     if targets:
         candidates = [Candidate(target) for target in dict.fromkeys(map(read_target, targets))]
         for candidate in candidates:
             make_plan(checkpoint, candidate.parsed(), dtype=dtype)
     else:
         candidates = _possible(
-            [Candidate(target) for target in default_targets(checkpoint)], checkpoint, dtype, refused
+            [Candidate(target) for target in default_targets(checkpoint)], checkpoint, dtype, refusals
         )
         if not candidates:
-            raise next(iter(refused.values()))
+            raise next(iter(refusals.values()))
         if methods:
             candidates = sorted(candidates, key=lambda candidate: candidate.target != "mla:0.5")[:1]
     if methods:
         candidates = [
-            way
+            variant
             for candidate in candidates
-            for way in (
-                *_own_ways(candidate, checkpoint, dtype),
-                *_possible(_baselines(candidate), checkpoint, dtype, refused),
+            for variant in (
+                *_ablations(candidate, checkpoint, dtype),
+                *_possible(_baselines(candidate), checkpoint, dtype, refusals),
             )
         ]
-    return candidates, [f"not tried: {what} ({error})" for what, error in refused.items()]
+    return candidates, [f"not tried: {name} ({error})" for name, error in refusals.items()]
 
 
 def default_targets(checkpoint: Checkpoint) -> list[str]:
-    """The ladder that is tried when no target is asked for."""
+    """The ladder of targets for a user who names none."""
     heads = {layer.num_kv_heads for layer in checkpoint.spec.layers if isinstance(layer, GroupedSpec)}
-    least = min(heads, default=1)
-    divisors = [count for count in range(least - 1, 1, -1) if least % count == 0]
-    grouped = [f"gqa:{count}" for count in divisors] + (["mqa"] if least > 1 else [])
+    fewest = min(heads, default=1)
+    divisors = [count for count in range(fewest - 1, 1, -1) if fewest % count == 0]
+    grouped = [f"gqa:{count}" for count in divisors] + (["mqa"] if fewest > 1 else [])
     return [*(f"mla:{budget:g}" for budget in BUDGETS), *grouped]
 
 
-def _own_ways(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:
-    """Headwise's conversion, without each stage that it has in turn, and what goes with it, and without all."""
+def _ablations(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:
+    """headwise's own conversion with all stages, without each in turn (and stages that need it), and without any."""
 
     def stages_without(*left_out: str) -> tuple[str, ...]:
         return make_plan(checkpoint, candidate.parsed(), dtype=dtype, without=left_out).stages
 
     stages = stages_without()
-    fewer = [[other for other in stages if other not in stages_without(stage)] for stage in stages]
-    return [replace(candidate, without=tuple(left_out)) for left_out in ((), *fewer, *([STAGES] if stages else []))]
+    missing = [[other for other in stages if other not in stages_without(stage)] for stage in stages]
+    return [replace(candidate, without=tuple(left_out)) for left_out in ((), *missing, *([STAGES] if stages else []))]
 
 
 def _baselines(candidate: Candidate) -> list[Candidate]:
@@ -172,22 +172,22 @@ def _possible(
     candidates: Sequence[Candidate],
     checkpoint: Checkpoint,
     dtype: torch.dtype | None,
-    refused: dict[str, HeadwiseError],
+    refusals: dict[str, HeadwiseError],
 ) -> list[Candidate]:
-    """Those that can be made; of the others the reason goes into ``refused``."""
-    found = []
+    """The candidates that are possible; the errors of the others are added to ``refusals``."""
+    possible = []
     for candidate in candidates:
         try:
             make_plan(checkpoint, candidate.parsed(), dtype=dtype, method=candidate.method)
         except HeadwiseError as error:
-            refused[candidate.method or candidate.target] = error
+            refusals[candidate.method or candidate.target] = error
         else:
-            found.append(candidate)
-    return found
+            possible.append(candidate)
+    return possible
 
 
 def _options(target: str) -> dict[str, Any]:
-    """A target as `parse_target` and `headwise.convert` take it."""
+    """A target as keywords of `parse_target` and `headwise.convert`."""
     kind, _, size = target.partition(":")
     if kind != "mla":
         return {"to": target}

@@ -1,4 +1,4 @@
-"""A frontier as a reader sees it: a table in Markdown, and one self-contained page with a plot."""
+"""A frontier as documents: tables in Markdown, and one self-contained page with a plot."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from headwise.frontiers.plot import figure
 from headwise.frontiers.points import Frontier, Point, advice, last_name, name, ratio_text, short, shown, targets
 
 REPORT_PIP = "pip install 'headwise[report]'"
+"""The command that installs plotly."""
 
 _STYLE = """
 tr.faint td { color: color-mix(in srgb, CanvasText 50%, Canvas); }
@@ -23,7 +24,7 @@ tr.faint td { color: color-mix(in srgb, CanvasText 50%, Canvas); }
 
 
 def refuse_no_plotly() -> None:
-    """Refuse to begin what could not be finished.
+    """Refuse a plot without plotly, before any work.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -32,106 +33,106 @@ def refuse_no_plotly() -> None:
         raise MissingExtraError("plot", True, f"needs the plotly package: {REPORT_PIP}; or go without the plot")
 
 
-def tables(found: Frontier) -> list[list[tuple[str, ...]]]:
-    """A table of text, heading first, then the source; among ways one for each target, whose heading it begins."""
-    parts = [(target, [point for point in shown(found) if point.target == target]) for target in targets(found)]
-    if not found.methods:
-        parts = [("", shown(found))]
-    texts = (f"× {short(text, found)}" for text in found.texts)
-    heads = ("attention", "cache B/token", "share", *texts, "KL", "top-1", "s")
-    whole = f"{found.cache_bytes_per_token:,.0f}"
-    source = ("original", found.label, whole, "100%", *("1" for _ in found.texts), "0", "100%", "")
-    return [[(head, *heads), source, *(_cells(point, found) for point in points)] for head, points in parts]
+def tables(frontier: Frontier) -> list[list[tuple[str, ...]]]:
+    """The rows of tables: a heading, the source, then points; methods have a table for each target."""
+    parts = [(target, [point for point in shown(frontier) if point.target == target]) for target in targets(frontier)]
+    if not frontier.methods:
+        parts = [("", shown(frontier))]
+    texts = (f"× {short(text, frontier)}" for text in frontier.texts)
+    heading = ("attention", "cache B/token", "share", *texts, "KL", "top-1", "s")
+    source_bytes = f"{frontier.cache_bytes_per_token:,.0f}"
+    source = ("original", frontier.label, source_bytes, "100%", *("1" for _ in frontier.texts), "0", "100%", "")
+    return [[(head, *heading), source, *(_cells(point, frontier) for point in points)] for head, points in parts]
 
 
-def _cells(point: Point, found: Frontier) -> tuple[str, ...]:
+def _cells(point: Point, frontier: Frontier) -> tuple[str, ...]:
     return (
-        name(point, found),
+        name(point, frontier),
         point.label,
         f"{point.cache_bytes_per_token:,.0f}",
         f"{point.cache_fraction:.0%}",
-        *(ratio_text(point.ratios[text]) for text in found.texts),
+        *(ratio_text(point.ratios[text]) for text in frontier.texts),
         f"{point.kl:.4f}",
         f"{point.top1_agreement:.1%}",
         f"{point.seconds:,.0f}",
     )
 
 
-def title(found: Frontier) -> str:
-    """What the findings are of."""
-    if found.methods:
-        return f"{last_name(found.source)}: ways to convert to {', '.join(targets(found))}"
-    return f"{last_name(found.source)}: quality against cache"
+def title(frontier: Frontier) -> str:
+    """The title of a frontier's documents."""
+    if frontier.methods:
+        return f"{last_name(frontier.source)}: ways to convert to {', '.join(targets(frontier))}"
+    return f"{last_name(frontier.source)}: quality against cache"
 
 
-def how(found: Frontier) -> str:
-    """How it was measured, in a sentence or two."""
-    texts = "; ".join(f"{short(text, found)}: {found.perplexities[text]:.3f}" for text in found.texts)
-    libraries = ", ".join(f"{library} {version}" for library, version in sorted(found.versions.items()))
-    studied, window = max(
-        (point.conversion["calibration_tokens"], point.conversion["calibration_window"]) for point in found.points
+def how(frontier: Frontier) -> str:
+    """The measurement, in a few sentences."""
+    texts = "; ".join(f"{short(text, frontier)}: {frontier.perplexities[text]:.3f}" for text in frontier.texts)
+    libraries = ", ".join(f"{library} {version}" for library, version in sorted(frontier.versions.items()))
+    tokens, window = max(
+        (point.conversion["calibration_tokens"], point.conversion["calibration_window"]) for point in frontier.points
     )
-    study = f"Calibrated on {studied:,} tokens of {', '.join(map(last_name, found.calibrate))}"
-    study += f" in windows of {window}, without training"
+    calibration = f"Calibrated on {tokens:,} tokens of {', '.join(map(last_name, frontier.calibrate))}"
+    calibration += f" in windows of {window}, without training"
     return (
-        f"×: perplexity over the original's ({texts}), on {found.tokens:,} tokens in windows of {found.window}."
-        " KL, in nats a token, and top-1, how often both rank the same token first, are over all texts. s: seconds to"
-        f" convert. {study if studied else 'Nothing needed calibration'}."
-        f" {found.dtype}, {found.threads} threads; {libraries}."
+        f"×: perplexity over the original's ({texts}), on {frontier.tokens:,} tokens in windows of {frontier.window}."
+        " KL, in nats a token, and top-1, how often both predict the same token first, are over all texts. s: seconds"
+        f" to convert. {calibration if tokens else 'No conversion used a calibration text'}."
+        f" {frontier.dtype}, {frontier.threads} threads; {libraries}."
     )
 
 
-def markdown(found: Frontier) -> str:
-    """Title, advice, tables and how it was measured."""
-    lines = [f"# {title(found)}"]
-    if told := advice(found):
-        lines += ["", *(f"- {line}" for line in told)]
-    for table in tables(found):
-        heads, *rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table)
-        lines += ["", heads, "|" + "|".join(["---", "---", *["---:"] * (len(table[0]) - 2)]) + "|", *rows]
-    lines += ["", how(found)]
-    lines += ["", *(f"- {note}" for note in found.notes)] if found.notes else []
+def markdown(frontier: Frontier) -> str:
+    """The Markdown document: title, recommendations, tables and measurement."""
+    lines = [f"# {title(frontier)}"]
+    if recommendations := advice(frontier):
+        lines += ["", *(f"- {line}" for line in recommendations)]
+    for table in tables(frontier):
+        heading, *rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table)
+        lines += ["", heading, "|" + "|".join(["---", "---", *["---:"] * (len(table[0]) - 2)]) + "|", *rows]
+    lines += ["", how(frontier)]
+    lines += ["", *(f"- {note}" for note in frontier.notes)] if frontier.notes else []
     return "\n".join(lines) + "\n"
 
 
-def page(found: Frontier) -> str:
-    """One HTML file with everything in it, plotly's script too."""
+def page(frontier: Frontier) -> str:
+    """The page: one HTML file that contains all it needs, plotly's script included."""
     import plotly.io
 
-    drawing = plotly.io.to_html(
-        figure(found),
+    plot = plotly.io.to_html(
+        figure(frontier),
         config={"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]},
         include_plotlyjs=True,
         full_html=False,
         div_id="plot",
     )
-    said = "" if found.methods else f"<h2>What to convert to</h2>\n{_list(advice(found))}\n"
-    notes = f"{_list(found.notes)}\n" if found.notes else ""
-    faint = {name(point, found) for point in found.points if point.dominated and not found.methods}
+    recommendations = "" if frontier.methods else f"<h2>What to convert to</h2>\n{_list(advice(frontier))}\n"
+    notes = f"{_list(frontier.notes)}\n" if frontier.notes else ""
+    faint = {name(point, frontier) for point in frontier.points if point.dominated and not frontier.methods}
     return web_page(
-        title(found),
-        f"<p>{escape(_lead(found))}</p>\n{drawing}\n{said}"
-        f"<h2>All of it</h2>\n{''.join(_table(table, faint) for table in tables(found))}"
-        f'<p class="small">{escape(how(found))}</p>\n{notes}',
+        title(frontier),
+        f"<p>{escape(_lead(frontier))}</p>\n{plot}\n{recommendations}"
+        f"<h2>All conversions</h2>\n{''.join(_table(table, faint) for table in tables(frontier))}"
+        f'<p class="small">{escape(how(frontier))}</p>\n{notes}',
         _STYLE,
     )
 
 
 def _table(table: list[tuple[str, ...]], faint: set[str]) -> str:
-    heads, *rows = table
+    heading, *rows = table
     body = "\n".join(f"<tr{' class=faint' if row[0] in faint else ''}>{_row('td', row)}</tr>" for row in rows)
     return (
-        f'<div class="wide"><table>\n<thead><tr>{_row("th", heads)}</tr></thead>\n'
+        f'<div class="wide"><table>\n<thead><tr>{_row("th", heading)}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody>\n</table></div>\n"
     )
 
 
-def _lead(found: Frontier) -> str:
-    if found.methods:
-        return "Each row is another way to the same cache. Further left is better; headwise's own is the diamond."
+def _lead(frontier: Frontier) -> str:
+    if frontier.methods:
+        return "Each row is a method at the same cache. Further left is better; headwise's own is the diamond."
     return (
-        "Each point is a conversion. Lower is better, further left is smaller. Faint ones are not worth having:"
-        " another has no more cache and loses no more."
+        "Each point is a conversion. Lower is better, further left is smaller. Faint points are dominated: another"
+        " conversion has no more cache and loses no more."
     )
 
 

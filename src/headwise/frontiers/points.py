@@ -1,4 +1,4 @@
-"""What a frontier found: a point for each conversion, which of them are worth having, and what to convert to."""
+"""The result of a frontier: a point for each conversion, the points that others dominate, and recommendations."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from headwise.errors import ArgumentError
 from headwise.frontiers.ladder import Candidate
 
 LOSSES = (1.05, 1.15, 1.5)
-"""Ratios of perplexity that a user may be ready to accept."""
+"""The ratios of perplexity that recommendations are made for."""
 
 _MECHANISMS = {"mla": "MLA", "gqa": "GQA", "mqa": "MQA", "mha": "MHA"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One conversion, measured beside the source.
+    """One conversion, evaluated beside the source.
 
     Attributes:
-        target: as it was asked for.
-        way: ``headwise``, the same without some stages, or a published method.
-        label: of a converted layer.
+        target: the target, as `read_target` spells it.
+        way: ``headwise``, ``headwise without`` some stages, or a published method.
+        label: the mechanism and sizes of a converted layer.
         mechanism: ``MLA``, ``GQA``, ``MQA`` or ``MHA``.
-        cache_bytes_per_token: read off the cache's tensors.
-        cache_fraction: of the source's.
-        perplexity_ratio: the conversion's over the source's, over all texts.
-        ratios: the same of each text.
-        kl: mean KL(source ‖ conversion) a token, in nats.
-        top1_agreement: fraction of positions where both rank the same token first.
-        held_out_loss: nats a token on windows that the calibration held out, by which the best fold is chosen; None
-            where nothing is.
-        seconds: to convert, evaluation apart; of a conversion in several runs, the last one's.
+        cache_bytes_per_token: the bytes of the cache's tensors, a token.
+        cache_fraction: these bytes as a fraction of the source's.
+        perplexity_ratio: the conversion's perplexity over the source's, on all texts.
+        ratios: the ratio on each text.
+        kl: the mean KL(source ‖ conversion) a token, in nats.
+        top1_agreement: the fraction of positions where both predict the same token first.
+        held_out_loss: nats a token on windows that the calibration held out, by which the best variant of a method
+            is chosen; None for methods without variants.
+        seconds: the seconds of the conversion without its evaluation; of a continued conversion, the last run's.
         dominated: whether another point, or the source itself, has no more cache and no more perplexity, and less of
             one.
-        conversion: all that `headwise.convert` said of it.
-        evaluation: all that was measured.
+        conversion: the report of `headwise.convert`.
+        evaluation: the report of the evaluation.
     """
 
     target: str
@@ -62,24 +62,24 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Conversions of one model, on the same texts.
+    """Conversions of one model, evaluated on the same texts.
 
     Attributes:
-        source: as it was named.
-        label: of its layers.
-        calibrate: the texts that were calibrated on.
-        calibration_tokens: how many tokens of them were asked for.
-        methods: whether ways are compared at the same target, rather than targets.
-        texts: what was measured on.
-        perplexities: the source's, of each text.
-        tokens: predictions scored, of all texts.
-        window: tokens in a window of them.
-        cache_bytes_per_token: the source's.
-        dtype: of the cache, and of all that was run.
-        threads: torch's.
-        versions: of headwise and of what its numbers come from.
-        points: in the order they were tried.
-        notes: what a user should know.
+        source: the source, as the user named it.
+        label: the mechanism and sizes of the source's layers.
+        calibrate: the calibration texts.
+        calibration_tokens: the number of calibration tokens that the user asked for.
+        methods: whether methods are compared at each target, rather than targets.
+        texts: the evaluation texts.
+        perplexities: the source's perplexity on each text.
+        tokens: the number of scored predictions, on all texts.
+        window: tokens in each evaluation window.
+        cache_bytes_per_token: the source's cache bytes a token.
+        dtype: the dtype of the caches and of the models that were run.
+        threads: the number of torch's threads.
+        versions: the versions of headwise and of the libraries it used.
+        points: the points, in the order they were tried.
+        notes: notes for the user.
     """
 
     source: str
@@ -99,21 +99,28 @@ class Frontier:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The findings as JSON-able values; a number that JSON has no word for is None."""
-        found: dict[str, Any] = finite(asdict(self))
-        return found
+        """The frontier as JSON-able values, with None in place of infinities and NaN."""
+        document: dict[str, Any] = finite(asdict(self))
+        return document
 
 
 def collect(
-    results: Sequence[tuple[Candidate, Mapping[str, Any]]], *, label: str, notes: Sequence[str], **about: Any
+    results: Sequence[tuple[Candidate, Mapping[str, Any]]], *, label: str, notes: Sequence[str], **more: Any
 ) -> Frontier:
-    """Points of results, each a ``conversion`` and an ``evaluation``; ``about`` is the rest of a `Frontier`."""
+    """Make a frontier of results.
+
+    Args:
+        results: each candidate with its ``conversion`` and ``evaluation``.
+        label: the mechanism and sizes of the source's layers.
+        notes: notes for the user.
+        more: the other fields of `Frontier` that do not follow from these.
+    """
     spots = [
         (float(result["evaluation"]["cache_bytes_per_token"]), float(result["evaluation"]["perplexity_ratio"]))
         for _, result in results
     ]
     first = results[0][1]["evaluation"]
-    whole = float(first["reference_cache_bytes_per_token"])
+    source_bytes = float(first["reference_cache_bytes_per_token"])
     points = tuple(
         Point(
             target=candidate.target,
@@ -121,14 +128,14 @@ def collect(
             label=result["conversion"]["label"],
             mechanism=_MECHANISMS[result["conversion"]["mechanism"]],
             cache_bytes_per_token=spot[0],
-            cache_fraction=spot[0] / whole,
+            cache_fraction=spot[0] / source_bytes,
             perplexity_ratio=spot[1],
             ratios={text["text"]: text["perplexity_ratio"] for text in result["evaluation"]["texts"]},
             kl=result["evaluation"]["kl"],
             top1_agreement=result["evaluation"]["top1_agreement"],
             held_out_loss=result.get("held_out_loss"),
             seconds=result["conversion"]["seconds"],
-            dominated=any(dominates(other, spot) for other in [(whole, 1.0), *spots]),
+            dominated=any(dominates(other, spot) for other in [(source_bytes, 1.0), *spots]),
             conversion=dict(result["conversion"]),
             evaluation=dict(result["evaluation"]),
         )
@@ -140,78 +147,78 @@ def collect(
         perplexities={text["text"]: text["reference_perplexity"] for text in first["texts"]},
         tokens=first["tokens"],
         window=first["window"],
-        cache_bytes_per_token=whole,
+        cache_bytes_per_token=source_bytes,
         dtype=first["dtype"],
         threads=first["threads"],
         points=points,
         notes=tuple(notes),
-        **about,
+        **more,
     )
 
 
 def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether a point is nowhere worse than another, and somewhere better; lower is better."""
+    """Whether a point is no worse than another in both numbers, and better in one; lower is better."""
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
-def shown(found: Frontier) -> list[Point]:
-    """The points as a table has them.
+def shown(frontier: Frontier) -> list[Point]:
+    """The points of a table, in order.
 
-    A ladder's from the most cache to the least. Of ways to one target those in the order they were tried, and of a
-    method's variants the best alone, as its authors report it: the best on held-out calibration text.
+    A ladder's points run from the most cache to the least. Methods are in the order they were tried; of a method's
+    variants only the best on held-out calibration text is shown, as authors report the best.
     """
-    if not found.methods:
-        return sorted(found.points, key=lambda point: (-point.cache_bytes_per_token, point.perplexity_ratio))
+    if not frontier.methods:
+        return sorted(frontier.points, key=lambda point: (-point.cache_bytes_per_token, point.perplexity_ratio))
     best: dict[tuple[str, str], Point] = {}
-    for point in found.points:
+    for point in frontier.points:
         if point.held_out_loss is not None:
             variants = point.target, find_method(point.way).label
             best[variants] = min(best.get(variants, point), point, key=_held_out_loss)
-    return [point for point in found.points if point.held_out_loss is None or point in best.values()]
+    return [point for point in frontier.points if point.held_out_loss is None or point in best.values()]
 
 
-def name(point: Point, found: Frontier) -> str:
-    """The name of a point's row: its target, or among ways to one target the way in words."""
-    if not found.methods:
+def name(point: Point, frontier: Frontier) -> str:
+    """The name of a point's row: its target, or in a comparison of methods its method."""
+    if not frontier.methods:
         return point.target
     with suppress(ArgumentError):
         return find_method(point.way).title
     return point.way.removeprefix("headwise ")  # an ablation
 
 
-def targets(found: Frontier) -> list[str]:
+def targets(frontier: Frontier) -> list[str]:
     """The targets, in the order they were tried."""
-    return list(dict.fromkeys(point.target for point in found.points))
+    return list(dict.fromkeys(point.target for point in frontier.points))
 
 
 def ratio_text(ratio: float) -> str:
-    """A ratio of perplexities, with the digits that matter."""
+    """A ratio of perplexities, with fewer digits the larger it is."""
     return f"{ratio:.4f}" if ratio < 2 else f"{ratio:,.2f}" if ratio < 100 else f"{ratio:,.0f}"
 
 
 def last_name(path: str) -> str:
-    """A path or a source without its folders, which are nobody else's business."""
+    """The last name of a path or a source: its folders are private to the user's machine."""
     return path.rstrip("/").rpartition("/")[2] or path
 
 
-def short(text: str, found: Frontier) -> str:
-    """A text's name without its folder and without where in it windows begin, if that tells it from the others."""
-    names = {other: re.sub(r" after [0-9,]+ tokens$", "", last_name(other)) for other in found.texts}
+def short(text: str, frontier: Frontier) -> str:
+    """A text's name without its folder and its windows' start, if that still tells it from the other texts."""
+    names = {other: re.sub(r" after [0-9,]+ tokens$", "", last_name(other)) for other in frontier.texts}
     return names[text] if len(set(names.values())) == len(names) else text
 
 
-def advice(found: Frontier) -> list[str]:
-    """What to convert to, in words: for a few losses, the smallest cache that stays within each; of ways nothing."""
+def advice(frontier: Frontier) -> list[str]:
+    """Recommended conversions, in words: the smallest cache within each of `LOSSES`; none for methods."""
     lines: list[str] = []
-    if found.methods:
+    if frontier.methods:
         return lines
     for loss in LOSSES:
-        within = [point for point in found.points if point.perplexity_ratio <= loss and point.cache_fraction < 1]
+        within = [point for point in frontier.points if point.perplexity_ratio <= loss and point.cache_fraction < 1]
         best = min(within, key=lambda point: (point.cache_bytes_per_token, point.perplexity_ratio), default=None)
-        said = "nothing that was tried"
+        recommendation = "nothing that was tried"
         if best is not None:
-            said = f"{best.target}, {best.cache_fraction:.0%} of the cache (× {best.perplexity_ratio:.3f})"
-        lines.append(f"perplexity up by at most {loss - 1:.0%}: {said}")
+            recommendation = f"{best.target}, {best.cache_fraction:.0%} of the cache (× {best.perplexity_ratio:.3f})"
+        lines.append(f"perplexity up by at most {loss - 1:.0%}: {recommendation}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The result of one candidate: converted and measured now, or kept by an earlier run of the same frontier."""
+"""The result of one candidate: converted and evaluated now, or saved by an earlier run of the same frontier."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from headwise.progress import Progress
 from headwise.texts import NO_TEXTS, CalibrationTexts, open_windows
 
 RESULTS = "results"
-"""The folder of results within a frontier's."""
+"""The name of the folder of results within a frontier's output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all candidates have in common.
+    """The settings that all candidates share.
 
     Attributes:
         checkpoint: the source.
-        source: as the user named it.
-        output: the frontier's folder.
-        models: where converted models are put.
-        calibrate: the texts to calibrate on.
-        exam: windows to measure on.
-        dtype: of the conversions; the source's when None.
-        keep: whether converted models stay.
+        source: the source, as the user named it.
+        output: the frontier's output folder.
+        models: the folder of converted models.
+        calibrate: the calibration texts.
+        exam: the windows to evaluate on.
+        dtype: the dtype of the conversions; the source's when None.
+        keep: whether converted models are kept after they are evaluated.
         progress: told of layers and windows.
     """
 
@@ -53,26 +53,26 @@ class Setting:
 
 
 def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
-    """A candidate's conversion and evaluation, made now or by an earlier run.
+    """A candidate's conversion and evaluation, from this run or an earlier one.
 
-    The model is removed once it has been measured, unless it is to be kept.
+    The model is removed once it has been evaluated, unless ``setting.keep``.
     """
     run = _identity(candidate, setting)
-    kept = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
+    file = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
     model = setting.models / candidate.slug
-    result = _read(kept)
+    result = _read(file)
     conversion = _converted(model, run)
     if conversion is None and (result is None or setting.keep):
         conversion = _convert(candidate, model, run, setting)
     if result is None:
         pair = open_pair(model, against=setting.source, dtype=_name(setting.dtype), progress=setting.progress)
         evaluation = evaluate_windows(pair, setting.exam, progress=setting.progress).to_dict()
-        # Where the model lay is no finding.
-        found: dict[str, Any] = {"conversion": conversion, "evaluation": {**evaluation, "model": candidate.slug}}
+        # The path of a model that is removed is no part of the result.
+        document: dict[str, Any] = {"conversion": conversion, "evaluation": {**evaluation, "model": candidate.slug}}
         if candidate.is_variant:
-            found["held_out_loss"] = _held_out_loss(pair, setting)
-        write_file(kept, json.dumps(found, indent=2))
-        result = _read(kept)
+            document["held_out_loss"] = _held_out_loss(pair, setting)
+        write_file(file, json.dumps(document, indent=2))
+        result = _read(file)
         assert result is not None
     if not setting.keep:
         shutil.rmtree(model, ignore_errors=True)
@@ -81,45 +81,45 @@ def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
 
 
 def _held_out_loss(pair: Pair, setting: Setting) -> float:
-    """Nats a token on the windows that calibration holds out: what is chosen between conversions by is no exam."""
+    """Nats a token on calibration's held-out windows: the best variant must not be chosen on the evaluation text."""
     windows, held = open_windows(setting.checkpoint, setting.calibrate)
     losses = [score_window({"model": pair.models["model"]}, ids)["nll"] for ids in windows[-held:]]
     return float(torch.cat(losses).mean())
 
 
 def _convert(candidate: Candidate, model: Path, run: str, setting: Setting) -> dict[str, Any]:
-    """Convert, and note beside the model which run it is of: without that a kill leaves it nobody's."""
+    """Convert, and save the run's identity beside the model, so that a later run can tell whose model it is."""
     _stamp(model).unlink(missing_ok=True)
     texts = _texts(candidate, setting)
-    done = convert(
+    report = convert(
         setting.source,
         model,
         calibrate=texts.sources,
         calibration_tokens=texts.tokens if texts else None,
         calibration_window=texts.window,
         dtype=_name(setting.dtype),
-        evaluate=False,  # what is measured here is the same for all
+        evaluate=False,  # all candidates are evaluated alike, on the frontier's windows
         overwrite=model.is_dir(),
         progress=setting.progress,
         **candidate.options(),
     )
-    conversion = {**done.to_dict(), "output": candidate.slug}
+    conversion = {**report.to_dict(), "output": candidate.slug}
     del conversion["evaluation"]  # there is none
     write_file(_stamp(model), json.dumps({"run": run, "conversion": conversion}))
     return conversion
 
 
 def _converted(model: Path, run: str) -> dict[str, Any] | None:
-    """What is known of a model that this very run, or one like it, has converted."""
-    known = _read(_stamp(model))
-    if known is None or known.get("run") != run or not (model / "config.json").is_file():
+    """The saved report of a model, if a run of the same identity converted it."""
+    stamp = _read(_stamp(model))
+    if stamp is None or stamp.get("run") != run or not (model / "config.json").is_file():
         return None
-    conversion: dict[str, Any] = known["conversion"]
+    conversion: dict[str, Any] = stamp["conversion"]
     return conversion
 
 
 def _identity(candidate: Candidate, setting: Setting) -> str:
-    """What tells a result from every other."""
+    """A digest of everything that decides a result."""
     texts = [[name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in setting.exam]
     return run_identity(
         setting.checkpoint,
@@ -136,7 +136,7 @@ def _identity(candidate: Candidate, setting: Setting) -> str:
 
 
 def _texts(candidate: Candidate, setting: Setting) -> CalibrationTexts:
-    """The texts that a conversion is calibrated on; none where its method uses none."""
+    """The calibration texts of a candidate; none for a method that uses none."""
     method = candidate.parsed_method
     return NO_TEXTS if method is not None and not method.uses_text else setting.calibrate
 
@@ -150,16 +150,16 @@ def _stamp(model: Path) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """A JSON object that was written whole, if it is there."""
+    """The JSON object in a file; None if there is no such file or it is not whole."""
     with suppress(OSError, ValueError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+        document = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(document, dict):
+            return document
     return None
 
 
 def write_file(file: Path, content: str) -> None:
-    """Write a file of the frontier's folder, whole or not at all."""
+    """Write a file of the frontier's output, whole or not at all."""
     with clearly("output", file):
         file.parent.mkdir(exist_ok=True)
         write_whole(file, content.encode(errors="backslashreplace"))

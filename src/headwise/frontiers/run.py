@@ -1,4 +1,4 @@
-"""`frontier`: many conversions of one model, each measured on the same texts: quality against bytes of cache."""
+"""`frontier`: convert one model to many targets, and evaluate each on the same texts: quality against cache."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ _MODELS, _WORK = "models", ".headwise-work"
 def frontier(
     source: str | Path, output: str | Path, options: FrontierOptions, *, progress: Progress = silent
 ) -> Frontier:
-    """Convert a model to a ladder of targets, and measure each beside it on text that none was calibrated on.
+    """Convert a model to a ladder of targets, and evaluate each beside the model on text that is not calibrated on.
+
+    For example ``frontier("smollm2-135m", "./out", calibrate="text.txt", targets=["mla:0.5", "mqa"])``.
 
     ``output`` gets ``frontier.json``, ``frontier.md`` and ``frontier.html`` (with ``methods``, ``methods.json`` and
-    so on). A result is kept there as soon as there is one, under all that decides it: a run that ended early goes on,
-    and one with other targets makes those alone that are new. For example
-    ``frontier("smollm2-135m", "./out", calibrate="text.txt", targets=["mla:0.5", "mqa"])``.
+    so on). Each result is saved there as soon as it is measured, under a digest of all that decides it: a run that
+    was ended early continues, and a run with more targets converts only the new ones.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
-        output: a folder: new, empty, or an earlier frontier's.
-        options: the keywords below as one object, in their place.
+        output: the folder to write: new, empty, or an earlier frontier's.
+        options: the keywords below as one object, in place of them.
         progress: told of each conversion, layer and window.
 
     Raises:
         ArgumentError: an argument is outside its rule, or a text is too short.
         SpecError: the source's attention is of a kind that is not converted.
         CheckpointError: the source cannot be read, or the output cannot be written.
-        MissingExtraError: a plot is asked for, and plotly is not installed.
+        MissingExtraError: ``plot`` is set, and plotly is not installed.
     """
     if options.plot:
         refuse_no_plotly()
@@ -57,14 +58,14 @@ def frontier(
     evaluate = options.evaluate
     named = [evaluate] if isinstance(evaluate, str | Path) else list(evaluate or ())
     for text in named:
-        read_source(text, characters=1, name="evaluate")  # or refused, before any work
+        read_source(text, characters=1, name="evaluate")  # refuses a missing text before any work
     dtype = None if options.dtype is None else as_dtype(options.dtype)
     checkpoint = open_checkpoint(source)
     refuse_unexamined(checkpoint.spec)
     candidates, notes = list_candidates(checkpoint, options.targets, methods=options.methods, dtype=dtype)
     exam = choose_exam(checkpoint, named, calibrate=texts, window=options.window, windows=options.windows)
     notes += overlap_notes(checkpoint, exam, texts)
-    with _own(folder) as work:
+    with _work_folder(folder) as work:
         setting = Setting(
             checkpoint=checkpoint,
             source=str(source),
@@ -76,7 +77,7 @@ def frontier(
             keep=options.keep,
             progress=progress,
         )
-        found = collect(
+        result = collect(
             _results(candidates, setting, notes),
             source=str(source),
             label=checkpoint.spec.layers[0].label,
@@ -87,39 +88,40 @@ def frontier(
             notes=notes,
         )
         name = folder / ("methods" if options.methods else "frontier")
-        write_file(name.with_suffix(".json"), json.dumps(found.to_dict(), indent=2, ensure_ascii=False) + "\n")
-        write_file(name.with_suffix(".md"), markdown(found))
+        write_file(name.with_suffix(".json"), json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        write_file(name.with_suffix(".md"), markdown(result))
         if options.plot:
-            write_file(name.with_suffix(".html"), page(found))
-    return found
+            write_file(name.with_suffix(".html"), page(result))
+    return result
 
 
 def _results(
     candidates: Sequence[Candidate], setting: Setting, notes: list[str]
 ) -> list[tuple[Candidate, dict[str, Any]]]:
-    """Each candidate's result; of those that cannot be measured a note says why.
+    """Each candidate's result; ``notes`` gets the reason for each candidate that cannot be measured.
 
     Raises:
-        CheckpointError: none can be measured, or the disk fails.
+        CheckpointError: no candidate can be measured, or the disk fails.
     """
-    results, failed = [], list[CheckpointError]()
+    results, failures = [], list[CheckpointError]()
     for step, candidate in enumerate(candidates):
         setting.progress("frontier", step, len(candidates))
         try:
             results.append((candidate, result_of(candidate, setting)))
-        except StorageError:  # the other targets need the disk too
+        except StorageError:  # the other candidates need the disk too
             raise
         except CheckpointError as error:
-            failed.append(CheckpointError(error.field, error.value, error.rule))  # its traceback holds models
+            # A new error, because the traceback of the caught one holds models in memory.
+            failures.append(CheckpointError(error.field, error.value, error.rule))
             notes.append(f"not measured: {candidate.target}, {candidate.way} ({error.field} {error.rule})")
     setting.progress("frontier", len(candidates), len(candidates))
     if not results:
-        raise failed[0]
+        raise failures[0]
     return results
 
 
 def _refuse_output(folder: Path) -> None:
-    """Refuse a destination that is no folder, or one that holds something else.
+    """Refuse an output that is no folder, or a folder that holds anything but a frontier.
 
     Raises:
         ArgumentError: it is one of those.
@@ -134,11 +136,11 @@ def _refuse_output(folder: Path) -> None:
 
 
 @contextmanager
-def _own(folder: Path) -> Iterator[Path]:
-    """A folder within the output to work in, which is this process's alone; what a killed run left in it stays.
+def _work_folder(folder: Path) -> Iterator[Path]:
+    """Lock a working folder within the output for this process; a killed run's files in it stay.
 
     Raises:
-        ArgumentError: another process has it.
+        ArgumentError: another process has locked it.
         StorageError: it cannot be made.
     """
     work = folder / _WORK
@@ -154,10 +156,10 @@ def _own(folder: Path) -> Iterator[Path]:
         yield work
     except BaseException:
         if any(path.name != "lock" for path in work.iterdir()):
-            unlock(lock)  # it is gone on with
+            unlock(lock)  # the next run continues with the files
         else:
             remove_locked(work, lock)
-        for path in missing:  # innermost first; one that holds something stays
+        for path in missing:  # innermost first; a folder with content stays
             with suppress(OSError):
                 path.rmdir()
         raise

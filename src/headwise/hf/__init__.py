@@ -1,4 +1,4 @@
-"""transformers' side: importing this makes its Auto classes load what headwise wrote."""
+"""Converted models in transformers: importing this package lets its Auto classes load what headwise writes."""
 
 from headwise.hf.attention import HostedAttention, HostedGroupedAttention, HostedLatentAttention, LayerCache
 from headwise.hf.cache import HeadwiseCache

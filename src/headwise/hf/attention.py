@@ -1,4 +1,7 @@
-"""Our layers, called the way transformers calls a model's attention."""
+"""headwise's layers in the place of a transformers model's attention modules.
+
+Shapes: B batch, S new tokens, T all tokens, E hidden size, P rotary dims.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, RopeSpec
 
 
 class LayerCache:
-    """One layer of a transformers cache, seen as the cache our layers take.
+    """One layer of a transformers cache as an `AttentionCache`.
 
-    A layer that keeps one tensor (MLA: the latent and the rotary key) stores it as the "keys", with "values" of
-    width 0, so that every stock cache holds exactly what is needed and attention reads it in one piece.
+    A layer that caches one tensor (MLA: the latent and the rotary key) stores it as the "keys", with "values" of
+    width 0, so that any transformers cache holds exactly that tensor and attention reads it without a copy.
 
     Args:
         past_key_values: the transformers cache.
-        layer_idx: which of its layers.
-        trim: give only the tokens held. A static cache gives all its slots, which is right only under a mask.
-        tensors: how many the layer keeps: 1, or 2 for keys and values.
+        layer_idx: index of the layer in it.
+        trim: return only the tokens that are cached. A static cache returns all its slots, which needs a mask.
+        tensors: cached by the layer: 1, or 2 for keys and values.
     """
 
     def __init__(self, past_key_values: Any, layer_idx: int, *, trim: bool, tensors: int = 1) -> None:
@@ -38,47 +41,60 @@ class LayerCache:
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """Tokens in the cache."""
         return int(self._past.get_seq_length(self._layer_idx))
 
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append ``[B, heads, S, width]`` to each tensor and return all that is held."""
+        """Append new tokens.
+
+        Args:
+            new: ``[B, heads, S, width]`` for each cached tensor.
+
+        Returns:
+            ``[B, heads, T, width]`` for each.
+
+        Raises:
+            ArgumentError: the cache is quantised.
+        """
         keys, values = new if self._tensors == 2 else (new[0], new[0][..., :0])
-        held = self._past.update(keys, values, self._layer_idx)
-        if held[0].dtype == torch.int8:
-            rule = "is for models whose own attention is asked by name, not for converted layers"
+        states = self._past.update(keys, values, self._layer_idx)
+        if states[0].dtype == torch.int8:
+            rule = "is for models whose own attention is headwise by name, not for converted layers"
             raise ArgumentError("quantize", "int8", rule)
-        return self._held(held)
+        return self._trimmed(states)
 
     def views(self) -> tuple[Tensor, ...]:
-        """All that is held."""
+        """Everything in the cache, ``[B, heads, T, width]`` for each cached tensor."""
         layer = self._past.layers[self._layer_idx]
-        return self._held((layer.keys, layer.values))
+        return self._trimmed((layer.keys, layer.values))
 
-    def _held(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        wanted = states[: self._tensors]
-        return tuple(x[:, :, : self.length] for x in wanted) if self._trim else wanted
+    def _trimmed(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        cached = states[: self._tensors]
+        return tuple(tensor[:, :, : self.length] for tensor in cached) if self._trim else cached
 
 
 class HostedAttention(AttentionLayer):
-    """A layer of ours in the place of a transformers model's own attention: that call, answered by ours.
+    """A headwise layer that is called like the attention module of a transformers model, which it replaces.
 
-    The model's rotary embedding, with whatever scaling it has, goes on computing cos and sin; the layer takes from
-    them the frequencies it kept. The model's mask already holds causality, window and padding.
+    cos and sin are still computed by the model's rotary embedding, with its scaling; the layer selects the
+    frequencies that it kept. The model's mask already includes causality, window and padding.
     """
 
     def host(self, spec: AttentionSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
-        """Remember the place in the model.
+        """Set the layer's place in the model.
 
         Args:
-            spec: what the layer is by the converted config.
-            config: the model's; ``eager`` attention returns weights, as stock.
-            layer_idx: its place in the model, and in the cache.
-            channels: the model's frequency that each of the layer's rotary pairs turns at; repeats allowed.
+            spec: of the layer, from the converted config.
+            config: of the model; with ``eager`` attention, weights are returned as by transformers' own modules.
+            layer_idx: index of the layer in the model and in the cache.
+            channels: for each rotary pair of the layer, the index of the model's frequency; repeats are allowed.
+
+        Raises:
+            ArgumentError: there is not one frequency for each rotary pair.
         """
         pairs = 0 if self.rope is None else self.rope.spec.dim // 2
         if len(channels) != pairs:
-            raise ArgumentError("headwise.rope_channels", len(channels), f"must be {pairs}, one a rotary pair")
+            raise ArgumentError("headwise.rope_channels", len(channels), f"must be {pairs}, one for each rotary pair")
         self.config, self.layer_idx, self.channels = config, layer_idx, list(channels)
         self._kept_channels: Tensor | None = None
         self.window = spec.sliding_window
@@ -98,20 +114,33 @@ class HostedAttention(AttentionLayer):
         output_attentions: bool = False,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As transformers' attention modules: the output ``[B, S, E]`` and, when asked for, the weights."""
+        """Compute the attention as transformers' modules do.
+
+        Args:
+            hidden_states: ``[B, S, E]``.
+            position_embeddings: the model's cos and sin, each ``[B or 1, S, dims]``; None without rotary embeddings.
+            attention_mask: ``[B, 1, S, T]`` with causality in it, or ``[B, T]`` for padding alone.
+            past_key_values: the cache.
+            layer_past: the cache, as some families call it.
+            key_value_states: ``[B, T, E]``, an encoder's output to attend to.
+            output_attentions: also return the weights.
+
+        Returns:
+            The output ``[B, S, E]``, and the weights or None.
+        """
         is_cross = key_value_states is not None
         past = self._past(layer_past if past_key_values is None else past_key_values, is_cross=is_cross)
         if self.window is not None:
             attention_mask = self._windowed(attention_mask, hidden_states, past)
         cache = None
         if past is not None:
-            kept = len(self.cache_shapes())
-            cache = LayerCache(past, self.layer_idx, trim=attention_mask is None, tensors=kept)
+            count = len(self.cache_shapes())
+            cache = LayerCache(past, self.layer_idx, trim=attention_mask is None, tensors=count)
         attended = super().forward(
             hidden_states,
             key_value_states=key_value_states,
             attention_mask=None if attention_mask is None else as_bool(attention_mask),
-            # In a 4-D mask causality is already; without one, or with padding alone, plain causal is meant.
+            # A 4-D mask includes causality; without a mask, or with one for padding, plain causal is meant.
             is_causal=self.spec.is_causal and not is_cross and (attention_mask is None or attention_mask.dim() == 2),
             position_embeddings=self._rotation(position_embeddings),
             cache=cache,
@@ -121,7 +150,7 @@ class HostedAttention(AttentionLayer):
         return F.dropout(out, self.output_dropout, self.training), weights
 
     def _rotation(self, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of the frequencies the layer kept, ``[B or 1, S, P/2]``."""
+        """cos and sin of the frequencies that the layer kept, each ``[B or 1, S, P/2]``."""
         if self.rope is None or tables is None:
             return None
         channels = self._channels(tables[0])
@@ -129,16 +158,16 @@ class HostedAttention(AttentionLayer):
         return cos, sin
 
     def _channels(self, table: Tensor) -> Tensor:
-        """``channels`` where the table is; kept, because every token asks for them."""
-        if type(table) is not Tensor or torch.compiler.is_compiling():  # what is fake, or traced, is not to be kept
+        """``channels`` as a tensor on the table's device; it is kept, as every token needs it."""
+        if type(table) is not Tensor or torch.compiler.is_compiling():  # a fake or traced tensor must not be kept
             return torch.tensor(self.channels, device=table.device)
         if self._kept_channels is None or self._kept_channels.device != table.device:
-            with torch.inference_mode(False):  # one made in inference mode could not be used in training
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot be used in training
                 self._kept_channels = torch.tensor(self.channels, device=table.device)
         return self._kept_channels
 
     def _past(self, past: Any, *, is_cross: bool) -> Any:
-        """The cache of this attention: a decoder with an encoder has one for each of its two."""
+        """The cache of this attention; a decoder with an encoder has one for self- and one for cross-attention."""
         if not isinstance(past, EncoderDecoderCache):
             return past
         if not is_cross:
@@ -147,30 +176,30 @@ class HostedAttention(AttentionLayer):
         return past.cross_attention_cache
 
     def _windowed(self, mask: Tensor | None, states: Tensor, past: Any) -> Tensor | None:
-        """A 4-D mask has the window in it; with padding alone, or nothing, the window is still meant."""
+        """The mask with the sliding window, which a 4-D mask already includes."""
         assert self.window is not None
         if mask is not None and mask.dim() == 4:
             return mask
         S = states.shape[1]
-        held, forgotten = (S, 0) if past is None else past.get_mask_sizes(S, self.layer_idx)
-        if mask is None and held <= self.window:
+        T, dropped = (S, 0) if past is None else past.get_mask_sizes(S, self.layer_idx)
+        if mask is None and self.window >= T:
             return None
-        seen = causal_mask(S, held, states.device, self.window)[None, None]
-        return seen if mask is None else seen & (mask[:, None, None, forgotten : forgotten + held] != 0)
+        visible = causal_mask(S, T, states.device, self.window)[None, None]  # [1, 1, S, T]
+        return visible if mask is None else visible & (mask[:, None, None, dropped : dropped + T] != 0)
 
 
 class HostedLatentAttention(HostedAttention, MultiHeadLatentAttention):
-    """MLA in the place of a transformers model's own attention; arguments as `HostedAttention.host`."""
+    """MLA in the place of a transformers model's attention; arguments as for `HostedAttention.host`."""
 
     def __init__(self, spec: LatentSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
-        # cos and sin come from the model; pairs are halves
+        # cos and sin come from the model; the two dims of a rotary pair are half a head apart
         rope = RopeSpec(dim=spec.qk_rope_head_dim) if spec.qk_rope_head_dim else None
         super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope)
         self.host(spec, config, layer_idx, channels)
 
 
 class HostedGroupedAttention(HostedAttention, GroupedQueryAttention):
-    """GQA, MQA or MHA in a model whose own class has one number of heads; arguments as `HostedAttention.host`."""
+    """GQA, MQA or MHA in a model whose own class has no ``num_key_value_heads``; arguments as for `host`."""
 
     def __init__(self, spec: GroupedSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""Linear layers that read their weights at the speed of memory where tokens are few."""
+"""Linear layers whose products of few tokens are limited by memory bandwidth alone."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from headwise.kernels.native import linear
 
 
 class FewTokensLinear(nn.Linear):
-    """torch's linear layer, by headwise's kernel where it serves; a layer is made one by changing its class."""
+    """torch's linear layer with headwise's kernel where that applies; made by changing a layer's class."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-        """``[..., in]`` to ``[..., out]``."""
+        """Map ``[..., in]`` to ``[..., out]``."""
         return linear(input, self.weight, self.bias)
 
 
 def take_over_linears(model: nn.Module) -> None:
-    """Make every plain linear layer of a model read its weights at the speed of memory; weights are not touched.
+    """Change every plain linear layer of a model to a `FewTokensLinear`; parameters are the same objects.
 
-    Layers that are quantised, adapted or called otherwise (a forward of their own) stay as they are.
+    Layers that are quantised, adapted or have a ``forward`` of their own are left as they are.
+
+    Args:
+        model: changed in place.
     """
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):

@@ -1,4 +1,4 @@
-"""Greedy decoding on a GPU as one recorded graph: a token costs one launch, not one of every kernel in the model."""
+"""Greedy decoding on a GPU through a CUDA graph: one launch a token instead of one for every kernel."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from transformers import StaticCache
 from headwise.hf.attention import HostedAttention
 
 _WARM_UP = 3
-"""Calls before one is recorded: kernels are compiled and memory is found in them."""
+"""Calls before one is recorded: they compile kernels and allocate memory."""
 
 
 class Recorded:
-    """A step without arguments that a GPU records and then plays back; on a CPU it is called.
+    """A function that a GPU records as a CUDA graph and replays; on a CPU it is called.
 
-    What it reads and writes must stay where it is, and it must not look at a tensor's numbers.
+    The tensors that it reads and writes must stay at their addresses, and it must not depend on their values.
 
     Args:
-        step: what to do.
-        device: where it is done.
+        step: the function, without arguments.
+        device: that it computes on.
     """
 
     def __init__(self, step: Callable[[], object], device: torch.device) -> None:
@@ -31,28 +31,31 @@ class Recorded:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        """Do the step once."""
+        """Run the function once."""
         self._calls += 1
         if self.device.type != "cuda":
             self.step()
         elif self._calls <= _WARM_UP:
-            beside, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
-            beside.wait_stream(current)
-            with torch.cuda.stream(beside):
+            side, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
                 self.step()
-            current.wait_stream(beside)
+            current.wait_stream(side)
         else:
             if self._graph is None:
                 self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.device(self.device), torch.cuda.graph(self._graph):  # this does not do it yet
+                with torch.cuda.device(self.device), torch.cuda.graph(self._graph):  # records without running
                     self.step()
             self._graph.replay()
 
 
 def can_record(model: Any) -> bool:
-    """Whether a model's step can be recorded: transformers says so, and no layer is converted.
+    """Whether a decoding step of a model can be recorded: transformers says so, and no layer is converted.
 
-    Converted layers ask a cache how long it is, and wait for the GPU.
+    Converted layers read the length of the cache, which waits for the GPU.
+
+    Args:
+        model: a transformers model.
     """
     return bool(model._can_compile_fullgraph) and not any(
         isinstance(module, HostedAttention) for module in model.modules()
@@ -61,19 +64,19 @@ def can_record(model: Any) -> bool:
 
 @torch.inference_mode()
 def decode_recorded(model: Any, ids: Tensor, max_new_tokens: int, stop: Collection[int] = ()) -> Tensor:
-    """A greedy continuation through a static cache, a token a recorded step.
+    """Continue a prompt greedily with a static cache, one recorded step for each token.
 
     Args:
-        model: a decoder whose attention takes static caches.
+        model: a decoder whose attention supports static caches.
         ids: ``[1, S]``, the prompt.
-        max_new_tokens: how many to add at most.
-        stop: tokens to stop behind.
+        max_new_tokens: the most tokens to add.
+        stop: tokens after which to stop.
 
     Returns:
-        ``[1, S + new]``.
+        ``[1, S + new]``, the prompt and the new tokens.
     """
     count = ids.shape[1]
-    made = torch.cat((ids, ids.new_zeros(1, max_new_tokens)), dim=1)
+    sequence = torch.cat((ids, ids.new_zeros(1, max_new_tokens)), dim=1)  # [1, S + max_new_tokens]
     cache = StaticCache(config=model.config, max_cache_len=count + max_new_tokens)
     token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
 
@@ -82,9 +85,9 @@ def decode_recorded(model: Any, ids: Tensor, max_new_tokens: int, stop: Collecti
 
     next_token = Recorded(step, ids.device)
     for at in range(count, count + max_new_tokens):
-        made[:, at : at + 1] = token
+        sequence[:, at : at + 1] = token
         if int(token) in stop:
-            return made[:, : at + 1]
+            return sequence[:, : at + 1]
         if at + 1 < count + max_new_tokens:
             next_token()
-    return made
+    return sequence

@@ -1,1 +1,1 @@
-"""One small file a model family, named as transformers' ``model_type``; each defines ``FAMILY``."""
+"""One small file for each model family, named after transformers' ``model_type``; each defines ``FAMILY``."""

@@ -1,4 +1,4 @@
-"""BERT and the sentence encoders made of it (MiniLM, BGE, E5): every token sees every other."""
+"""BERT and the sentence encoders derived from it (MiniLM, BGE, E5): attention without a causal mask."""
 
 from headwise.checkpoints.family import Family
 from headwise.checkpoints.layout import renamed

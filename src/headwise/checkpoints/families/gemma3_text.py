@@ -1,4 +1,4 @@
-"""Gemma 3's text model: Llama's layout with norms on each query and key head, local and global layers."""
+"""Gemma 3's text model: Llama's layout with norms on each query and key head; windowed and full layers."""
 
 from headwise.checkpoints.families import llama
 from headwise.checkpoints.family import Family

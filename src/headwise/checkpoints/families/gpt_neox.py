@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: each head's query, key and value rows together; a part of a head rotates."""
+"""GPT-NeoX and Pythia: the rows of each head's query, key and value together; part of a head's dims rotate."""
 
 from headwise.checkpoints.family import Family
 from headwise.checkpoints.layout import fused

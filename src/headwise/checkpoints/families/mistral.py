@@ -1,4 +1,4 @@
-"""Mistral 7B: Llama's layout; where its first release has a sliding window, the window stays."""
+"""Mistral 7B: Llama's layout. The sliding window of its first release is kept."""
 
 from headwise.checkpoints.families import llama
 from headwise.checkpoints.family import Family

@@ -1,4 +1,4 @@
-"""Whisper's decoder: attention to its own past, and to what the encoder heard. The encoder stays as it is."""
+"""Whisper's decoder: self-attention, and cross-attention to the encoder's output. The encoder is not converted."""
 
 from headwise.checkpoints.family import Family
 from headwise.checkpoints.layout import renamed
