@@ -17,18 +17,17 @@ from typing import Any
 
 from benchmarks.shared import shared_mark
 
+from headwise.conversion.methods import all_methods
 from headwise.texts.overlap import SHARED
 
 RESULTS = Path("benchmarks/results")
 Document = dict[str, Any]
 
 METHODS = {
-    "headwise": "headwise",
-    "transmla": "TransMLA",
-    "mha2mla": "MHA2MLA",
-    "mean": "mean pooling",
-    "first_head": "first head",
+    method.name: method.label
+    for method in sorted(all_methods(), key=lambda method: (not method.is_default, "mla" not in method.targets))
 }
+"""The labels of all methods by name, headwise's own first, in the order of tables."""
 
 
 def conversion(document: Document) -> str:

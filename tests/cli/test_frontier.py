@@ -37,7 +37,7 @@ def test_a_ladder(cli: Callable[..., Said], model: Path, here: Path) -> None:
 def test_methods(cli: Callable[..., Said], model: Path, here: Path) -> None:
     said = cli(*FRONTIER, "--methods", "--target", "mqa")
     assert said.status == 0, said.err
-    for shown in ("ways to convert to mqa", "headwise", "without refit", "without any stage", "mean of heads"):
+    for shown in ("ways to convert to mqa", "headwise", "without refit", "without any stage", "mean pooling"):
         assert shown in said.out
     assert "out: methods.json, methods.md\n" in said.out
 

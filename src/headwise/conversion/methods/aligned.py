@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from headwise.conversion.methods.base import Evidence, LayerTarget, MergingMethod
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from headwise.conversion.methods.base import Evidence, MergingMethod
 from headwise.conversion.solvers.aligned import align, refuse_unaligned
-from headwise.conversion.solvers.layer import Layer
 from headwise.specs import GroupedSpec, ModelSpec
 
 
@@ -26,18 +29,11 @@ class Aligned(MergingMethod):
             assert isinstance(layer, GroupedSpec)
             refuse_unaligned(layer)
 
-    def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
+    def solve_heads(
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec, evidence: Evidence
+    ) -> dict[str, Tensor]:
         """See `align`."""
-        assert isinstance(source.spec, GroupedSpec)
-        assert isinstance(target.spec, GroupedSpec)
-        state = align(
-            source.state,
-            source.spec,
-            target.spec,
-            statistics=evidence.statistics,
-            sensitivity=evidence.sensitivity,
-        )
-        return Layer(target.spec, state, norm_eps=source.norm_eps)
+        return align(state, source, target, statistics=evidence.statistics, sensitivity=evidence.sensitivity)
 
 
 METHOD = Aligned()

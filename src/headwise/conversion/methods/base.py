@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -125,7 +126,71 @@ class Method(ABC):
         """
 
 
-class MergingMethod(Method):
+class GroupedMethod(Method):
+    """A method to another number of key–value heads."""
+
+    targets = frozenset({"mha", "gqa", "mqa"})
+
+    def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
+        """Convert one layer by `solve_heads`."""
+        assert isinstance(source.spec, GroupedSpec)
+        assert isinstance(target.spec, GroupedSpec)
+        state = self.solve_heads(source.state, source.spec, target.spec, evidence)
+        return Layer(target.spec, state, norm_eps=source.norm_eps)
+
+    @abstractmethod
+    def solve_heads(
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec, evidence: Evidence
+    ) -> dict[str, Tensor]:
+        """Convert one layer's tensors.
+
+        Args:
+            state: the source layer's tensors by its own names, in the dtype they are stored in.
+            source: the source layer's spec.
+            target: the converted layer's spec.
+            evidence: the layer's measurements on a text, if there is one.
+
+        Returns:
+            The converted layer's tensors by its own names.
+        """
+
+
+class LatentMethod(Method):
+    """A method to MLA."""
+
+    targets = frozenset({"mla"})
+
+    def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
+        """Convert one layer by `solve_latent`."""
+        assert isinstance(source.spec, GroupedSpec)
+        assert isinstance(target.spec, LatentSpec)
+        state, channels = self.solve_latent(source.state, source.spec, target.spec, target, evidence)
+        return Layer(target.spec, state, channels)
+
+    @abstractmethod
+    def solve_latent(
+        self,
+        state: Mapping[str, Tensor],
+        source: GroupedSpec,
+        spec: LatentSpec,
+        target: LayerTarget,
+        evidence: Evidence,
+    ) -> tuple[dict[str, Tensor], list[int]]:
+        """Convert one layer's tensors.
+
+        Args:
+            state: the source layer's tensors by its own names, in the dtype they are stored in.
+            source: the source layer's spec.
+            spec: the converted layer's spec.
+            target: the converted layer's settings.
+            evidence: the layer's measurements on a text, if there is one.
+
+        Returns:
+            The converted layer's tensors by its own names, and the model frequency of each rotary pair.
+        """
+
+
+class MergingMethod(GroupedMethod):
     """A method that merges several key–value heads into one."""
 
     targets = frozenset({"gqa", "mqa"})

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headwise.conversion.methods.base import Evidence, LayerTarget, MergingMethod
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.methods.base import Evidence, MergingMethod
 from headwise.specs import GroupedSpec
 
 
@@ -23,11 +22,11 @@ class FirstHead(MergingMethod):
     uses_text = False
     is_cheap = True
 
-    def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
+    def solve_heads(
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec, evidence: Evidence
+    ) -> dict[str, Tensor]:
         """See `first_head`."""
-        assert isinstance(source.spec, GroupedSpec)
-        assert isinstance(target.spec, GroupedSpec)
-        return Layer(target.spec, first_head(source.state, source.spec, target.spec), norm_eps=source.norm_eps)
+        return first_head(state, source, target)
 
 
 def first_head(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from headwise.conversion.methods.base import Evidence, LayerTarget, Method
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from headwise.conversion.methods.base import Evidence, LatentMethod, LayerTarget
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
-from headwise.conversion.solvers.layer import Layer
 from headwise.options import STAGES
 from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, rotary_width
 
 
-class Headwise(Method):
+class Headwise(LatentMethod):
     """See `headwise.conversion.solvers.latent`."""
 
     name = "headwise"
     label = "headwise"
-    targets = frozenset({"mla"})
     stages = STAGES
     is_default = True
     shares_channels = True
@@ -28,14 +30,19 @@ class Headwise(Method):
             if isinstance(old, GroupedSpec) and isinstance(new, LatentSpec)
         )
 
-    def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
+    def solve_latent(
+        self,
+        state: Mapping[str, Tensor],
+        source: GroupedSpec,
+        spec: LatentSpec,
+        target: LayerTarget,
+        evidence: Evidence,
+    ) -> tuple[dict[str, Tensor], list[int]]:
         """See `convert_to_latent`."""
-        assert isinstance(source.spec, GroupedSpec)
-        assert isinstance(target.spec, LatentSpec)
-        state, channels = convert_to_latent(
-            source.state,
-            source.spec,
-            target.spec,
+        return convert_to_latent(
+            state,
+            source,
+            spec,
             statistics=evidence.statistics,
             sensitivity=evidence.sensitivity,
             options=LatentOptions(
@@ -45,7 +52,6 @@ class Headwise(Method):
                 mix=target.mixes_heads,
             ),
         )
-        return Layer(target.spec, state, channels)
 
 
 def _is_lossless(old: GroupedSpec, new: LatentSpec) -> bool:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headwise.conversion.methods.base import Evidence, LayerTarget, MergingMethod
+from headwise.conversion.methods.base import Evidence, MergingMethod
 from headwise.conversion.methods.repeat import head_tensors
-from headwise.conversion.solvers.layer import Layer
 from headwise.specs import GroupedSpec
 
 
@@ -17,15 +16,15 @@ class Mean(MergingMethod):
     """See `mean_heads`."""
 
     name = "mean"
-    label = "mean of heads"
+    label = "mean pooling"
     uses_text = False
     is_cheap = True
 
-    def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
+    def solve_heads(
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec, evidence: Evidence
+    ) -> dict[str, Tensor]:
         """See `mean_heads`."""
-        assert isinstance(source.spec, GroupedSpec)
-        assert isinstance(target.spec, GroupedSpec)
-        return Layer(target.spec, mean_heads(source.state, source.spec, target.spec), norm_eps=source.norm_eps)
+        return mean_heads(state, source, target)
 
 
 def mean_heads(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:

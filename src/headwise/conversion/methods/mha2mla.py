@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headwise.conversion.methods.base import Evidence, LayerTarget, Method
+from headwise.conversion.methods.base import Evidence, LatentMethod, LayerTarget
 from headwise.conversion.solvers.assemble import projections
-from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.orthogonal_channels import (
     OrthogonalChannels,
     input_gram,
@@ -21,12 +20,11 @@ from headwise.conversion.solvers.rope_channels import rotated_pairs
 from headwise.specs import GroupedSpec, LatentSpec, ModelSpec
 
 
-class Mha2Mla(Method):
+class Mha2Mla(LatentMethod):
     """See `mha2mla`."""
 
     name = "mha2mla"
     label = "MHA2MLA"
-    targets = frozenset({"mla"})
 
     def check(self, source: ModelSpec) -> None:
         """Refuse layers that do not rotate all of their heads' dims.
@@ -36,13 +34,18 @@ class Mha2Mla(Method):
         """
         refuse_partial_rotation(source, self.spelling)
 
-    def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
+    def solve_latent(
+        self,
+        state: Mapping[str, Tensor],
+        source: GroupedSpec,
+        spec: LatentSpec,
+        target: LayerTarget,
+        evidence: Evidence,
+    ) -> tuple[dict[str, Tensor], list[int]]:
         """See `mha2mla`."""
-        assert isinstance(source.spec, GroupedSpec)
-        assert isinstance(target.spec, LatentSpec)
-        moments = None if evidence.statistics is None else evidence.statistics.inputs
-        state, channels = mha2mla(source.state, source.spec, target.spec, moments=moments)
-        return Layer(target.spec, state, channels)
+        return mha2mla(
+            state, source, spec, moments=None if evidence.statistics is None else evidence.statistics.inputs
+        )
 
 
 def mha2mla(

@@ -7,17 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headwise.conversion.methods.base import Evidence, LayerTarget, Method, kv_heads
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.methods.base import Evidence, GroupedMethod, kv_heads
 from headwise.specs import GroupedSpec, ModelSpec
 
 
-class Repeat(Method):
+class Repeat(GroupedMethod):
     """See `repeat_heads`."""
 
     name = "repeat"
     label = "repeated heads"
-    targets = frozenset({"mha", "gqa", "mqa"})
     is_default = True
     is_selectable = False
     is_cheap = True
@@ -30,11 +28,11 @@ class Repeat(Method):
         """Always True."""
         return True
 
-    def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
+    def solve_heads(
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec, evidence: Evidence
+    ) -> dict[str, Tensor]:
         """See `repeat_heads`."""
-        assert isinstance(source.spec, GroupedSpec)
-        assert isinstance(target.spec, GroupedSpec)
-        return Layer(target.spec, repeat_heads(source.state, source.spec, target.spec), norm_eps=source.norm_eps)
+        return repeat_heads(state, source, target)
 
 
 def repeat_heads(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:

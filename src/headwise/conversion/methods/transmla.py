@@ -10,9 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headwise.conversion.methods.base import Evidence, LayerTarget, Method
+from headwise.conversion.methods.base import Evidence, LatentMethod, LayerTarget
 from headwise.conversion.solvers.assemble import projections
-from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.orthogonal_channels import (
     OrthogonalChannels,
     input_gram,
@@ -27,7 +26,7 @@ from headwise.specs import GroupedSpec, LatentSpec, ModelSpec
 
 
 @dataclass(frozen=True)
-class TransMla(Method):
+class TransMla(LatentMethod):
     """See `transmla`.
 
     Attributes:
@@ -41,7 +40,6 @@ class TransMla(Method):
     name = "transmla"
     label = "TransMLA"
     usage = "transmla or transmla:F, F frequencies to a fold"
-    targets = frozenset({"mla"})
     # Its authors report the best of several folds.
     variants = ("transmla:1", "transmla:2", "transmla:4", "transmla:8")
     needs_text = True
@@ -72,15 +70,17 @@ class TransMla(Method):
             assert isinstance(layer, GroupedSpec)
             _refuse_fold(self.freqfold, layer.head_dim // 2)
 
-    def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
+    def solve_latent(
+        self,
+        state: Mapping[str, Tensor],
+        source: GroupedSpec,
+        spec: LatentSpec,
+        target: LayerTarget,
+        evidence: Evidence,
+    ) -> tuple[dict[str, Tensor], list[int]]:
         """See `transmla`; without a text, all inputs count alike."""
-        assert isinstance(source.spec, GroupedSpec)
-        assert isinstance(target.spec, LatentSpec)
-        statistics = evidence.statistics or Statistics.nothing(source.spec.hidden_size, source.spec.num_heads, 1)
-        state, channels = transmla(
-            source.state, source.spec, target.spec, moments=statistics.inputs, freqfold=self.freqfold
-        )
-        return Layer(target.spec, state, channels)
+        statistics = evidence.statistics or Statistics.nothing(source.hidden_size, source.num_heads, 1)
+        return transmla(state, source, spec, moments=statistics.inputs, freqfold=self.freqfold)
 
 
 def transmla(

@@ -1,32 +1,35 @@
-"""A worked example of a method: of the key–value heads that come to share one, the last stays."""
+"""A worked example of a method: reduce key–value heads by keeping the last head of each group."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
 
-from headwise.conversion.methods.base import Evidence, LayerTarget, MergingMethod
+import torch
+from torch import Tensor
+
+from headwise.conversion.methods.base import Evidence, MergingMethod
 from headwise.conversion.methods.repeat import head_tensors
-from headwise.conversion.solvers.layer import Layer
 from headwise.specs import GroupedSpec
 
 
 class LastHead(MergingMethod):
-    """The last head of each group, in the place of all."""
+    """Keep the last head of each group."""
 
     name = "last_head"
     label = "last head"
     uses_text = False
     is_cheap = True
 
-    def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
+    def solve_heads(
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec, evidence: Evidence
+    ) -> dict[str, Tensor]:
         """Keep every ``K / K'``-th head."""
-        assert isinstance(source.spec, GroupedSpec)
-        assert isinstance(target.spec, GroupedSpec)
-        heads, step = source.spec.num_kv_heads, source.spec.num_kv_heads // target.spec.num_kv_heads
-        state = dict(source.state)
-        for name in head_tensors(state, source.spec):
-            state[name] = torch.unflatten(state[name], 0, (heads, -1))[step - 1 :: step].flatten(0, 1)
-        return Layer(target.spec, state, norm_eps=source.norm_eps)
+        step = source.num_kv_heads // target.num_kv_heads
+        out = dict(state)
+        for name in head_tensors(state, source):
+            heads = torch.unflatten(state[name], 0, (source.num_kv_heads, -1))  # [K, D, E], or [K, D] for a bias
+            out[name] = heads[step - 1 :: step].flatten(0, 1)
+        return out
 
 
 METHOD = LastHead()
