@@ -217,6 +217,20 @@ def generate(document: Document) -> str:
     return table(["ms a token at", *(case["name"] for case in cases)], rows)
 
 
+def samples(document: Document) -> str:
+    """The table of calibration samples: the ratio of each text, and under them the smallest and the largest."""
+    rows = document["rows"]
+    evaluations = [row["evaluate"]["texts"] for row in rows.values()]
+    lines = [
+        [name, *(_text_ratio(row, score) for score in row["evaluate"]["texts"]), f"{_conversion_minutes(row):.1f}"]
+        for name, row in rows.items()
+    ]
+    columns = [[score["perplexity_ratio"] for score in scores] for scores in zip(*evaluations, strict=True)]
+    spread = [f"{_ratio(min(column))} to {_ratio(max(column))}" for column in columns]
+    names = [_text_name(score["text"]) for score in evaluations[0]]
+    return table(["articles of WikiText-2 train", *names, "minutes"], [*lines, ["all", *spread, ""]])
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
     "conversion-short": ("conversion.json", conversion_short),
@@ -224,6 +238,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "positions": ("long.json", positions),
     "planted": ("long.json", planted),
     "ablation": ("ablation.json", ablation),
+    "samples": ("samples.json", samples),
     "large": ("large.json", large),
     "kills": ("kills.json", kills),
     "decode": ("decode.json", decode),
@@ -270,9 +285,13 @@ def _conversions(document: Document) -> list[dict[str, Any]]:
 
 
 def _texts(document: Document) -> list[str]:
+    return [_text_name(score["text"]) for row in _conversions(document)[:1] for score in row["evaluate"]["texts"]]
+
+
+def _text_name(path: str) -> str:
     names = {"wikitext-2.test": "WikiText-2", "wikitext-2.valid": "WikiText-2 valid"}
-    stems = [Path(score["text"]).stem for row in _conversions(document)[:1] for score in row["evaluate"]["texts"]]
-    return [names.get(stem, stem.capitalize()) for stem in stems]
+    stem = Path(path).stem
+    return names.get(stem, stem.capitalize())
 
 
 def _asked(row: dict[str, Any]) -> int:
@@ -312,7 +331,11 @@ def _piqa_of_original(document: Document) -> list[str]:
 
 def _minutes(row: dict[str, Any]) -> str:
     # A published method's time would be that of the search for its settings; its conversion takes seconds.
-    return f"{row['conversion']['seconds'] / 60:.1f}" if row["method"] == "headwise" else ""
+    return f"{_conversion_minutes(row):.1f}" if row["method"] == "headwise" else ""
+
+
+def _conversion_minutes(row: dict[str, Any]) -> float:
+    return float(row["conversion"]["seconds"]) / 60
 
 
 def _number(value: float) -> str:

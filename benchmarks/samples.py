@@ -1,0 +1,109 @@
+"""Measure how far a conversion's quality depends on the sample of text that it is calibrated on.
+
+    python -m benchmarks.samples          # kept in benchmarks/results/samples.json
+
+SmolLM2 is converted to one target from several samples of WikiText-2 train that share no article, and each
+conversion is evaluated on texts of which no article is in any sample. ``articles K of N`` has every N-th article, so
+it spans the whole corpus; ``part K of N`` is a contiguous part, which treats fewer subjects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.kept import Kept, say
+from benchmarks.shared import exam_windows, shared_fractions
+
+import headwise
+from benchmarks import data
+from headwise.checkpoints import open_checkpoint
+from headwise.texts import read_text
+from headwise.texts.calibration import CalibrationTexts
+
+SOURCE = "smollm2-135m"
+SAMPLES = ("articles 1 of 3", "articles 2 of 3", "articles 3 of 3", "part 1 of 9", "part 5 of 9", "part 9 of 9")
+
+
+def articles(text: str) -> list[str]:
+    """Split WikiText into articles, each with its title, a line ``= Title =`` between empty lines."""
+    starts = [match.start() for match in re.finditer(r"^ *= [^=\n]+ = *$", text, flags=re.MULTILINE)]
+    return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+
+
+def sample(text: str, name: str) -> str:
+    """Select the articles of a sample.
+
+    Args:
+        text: WikiText.
+        name: ``articles K of N`` or ``part K of N``, K from 1.
+    """
+    kind, number, _, count = name.split()
+    k, n = int(number) - 1, int(count)
+    listed = articles(text)
+    selected = listed[k::n] if kind == "articles" else listed[len(listed) * k // n : len(listed) * (k + 1) // n]
+    return "".join(selected)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default=SOURCE)
+    parser.add_argument("--samples", nargs="+", default=SAMPLES, metavar="NAME")
+    parser.add_argument("--kv-budget", type=float, default=0.5, help="fraction of the source's cache")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of each sample")
+    parser.add_argument("--windows", type=int, default=6, help="of each text to evaluate on")
+    parser.add_argument("--window", type=int, default=2048, help="tokens in each")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/samples.json"))
+    parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
+    parser.add_argument("--work", type=Path, default=Path("build/samples"), help="where models are converted")
+    options = parser.parse_args(arguments)
+    names = ("source", "kv_budget", "tokens", "windows", "window")
+    kept = Kept(options.json, {name: getattr(options, name) for name in names})
+    train = read_text(data.wikitext("train", options.cache))
+    options.work.mkdir(parents=True, exist_ok=True)
+    for name in options.samples:
+        if name in kept.rows:
+            continue
+        text = options.work / f"{name.replace(' ', '-')}.txt"
+        text.write_text(sample(train, name), encoding="utf-8")
+        kept.add(name, measure(options, text))
+        ratios = ", ".join(f"{score['perplexity_ratio']:.4f}" for score in kept.rows[name]["evaluate"]["texts"])
+        say(f"{name:16} {ratios}")
+
+
+def measure(options: argparse.Namespace, text: Path) -> dict[str, object]:
+    """Convert with one sample and evaluate the result; the converted folder is removed."""
+    folder = text.with_suffix("")
+    report = headwise.convert(
+        options.source,
+        folder,
+        to="mla",
+        kv_budget=options.kv_budget,
+        calibrate=text,
+        calibration_tokens=options.tokens,
+        evaluate=False,
+        overwrite=True,
+    )
+    exams = [data.wikitext("test", options.cache), data.brown(options.cache), data.austen(options.cache)]
+    result = headwise.evaluate(
+        folder,
+        against=options.source,
+        text=exams,
+        window=options.window,
+        windows=options.windows,
+        dtype="float32",
+    )
+    checkpoint = open_checkpoint(options.source)
+    windows = exam_windows(
+        checkpoint, {str(path): path for path in exams}, window=options.window, windows=options.windows
+    )
+    shared = shared_fractions(checkpoint, windows, CalibrationTexts((text,), options.tokens, None))
+    shutil.rmtree(folder)
+    return {"conversion": report.to_dict(), "evaluate": result.to_dict(), "shared": shared}
+
+
+if __name__ == "__main__":
+    main()

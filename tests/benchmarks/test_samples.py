@@ -1,0 +1,59 @@
+"""The samples of a text, and the benchmark of them on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import samples, tables
+from tests.real_models import save_tiny
+
+TITLES = [f"Title {number}" for number in range(9)]
+WIKITEXT = "".join(
+    f" \n = {title} = \n \n {title} is a subject . \n \n = = Part = = \n \n More . \n" for title in TITLES
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "titles"),
+    [
+        ("articles 2 of 3", ["Title 1", "Title 4", "Title 7"]),
+        ("part 1 of 9", ["Title 0"]),
+        ("part 2 of 2", ["Title 4", "Title 5", "Title 6", "Title 7", "Title 8"]),
+    ],
+)
+def test_a_sample_has_whole_articles(name: str, titles: list[str]) -> None:
+    text = samples.sample(WIKITEXT, name)
+    assert [title for title in TITLES if f" = {title} = \n" in text] == titles
+    assert text.count("= = Part = =") == text.count("More .") == len(titles)
+
+
+def test_the_samples_of_one_kind_share_nothing_and_leave_nothing_out() -> None:
+    for kind, count in (("articles", 3), ("part", 4)):
+        texts = [samples.sample(WIKITEXT, f"{kind} {number} of {count}") for number in range(1, count + 1)]
+        assert sorted(article for text in texts for article in samples.articles(text)) == sorted(
+            samples.articles(WIKITEXT)
+        )
+
+
+def test_each_sample_is_a_row_and_a_killed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache, kept = tmp_path / "cache", tmp_path / "samples.json"
+    cache.mkdir()
+    (cache / "wikitext-2.train.txt").write_text(WIKITEXT * 20)
+    for place, name in enumerate(("wikitext-2.test", "brown", "austen")):
+        (cache / f"{name}.txt").write_text(f"Text {place} of another kind, with words of its own. " * 30)
+    command = ["--source", save_tiny(tmp_path / "source"), "--cache", cache, "--json", kept, "--work", tmp_path / "w"]
+    sizes = ["--tokens", "256", "--window", "64", "--windows", "2", "--samples", "articles 1 of 3", "part 2 of 2"]
+    samples.main([*map(str, command), *sizes])
+    document = json.loads(kept.read_text())
+    assert list(document["rows"]) == ["articles 1 of 3", "part 2 of 2"]
+    assert not list((tmp_path / "w").glob("*/config.json"))
+    shown = tables.samples(document).splitlines()
+    assert shown[0].split(" | ")[1:4] == ["WikiText-2", "Brown", "Austen"]
+    ratios = [row["evaluate"]["texts"][0]["perplexity_ratio"] for row in document["rows"].values()]
+    assert f"×{min(ratios):.3f} to ×{max(ratios):.3f}" in shown[-1]
+    capsys.readouterr()
+    samples.main([*map(str, command), *sizes])
+    assert capsys.readouterr().out == ""
