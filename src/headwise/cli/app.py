@@ -144,7 +144,9 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A large number with a decimal prefix, such as ``134.5 M``."""
+    """A large number with a decimal prefix, such as ``134.5 M``; whole below 1000, such as ``450``."""
+    if abs(count) < 1000 and count == int(count):
+        return f"{count:.0f}"
     for prefix in ("", "k", "M", "G", "T", "P", "E"):
         if abs(count) < 1000 or prefix == "E":
             return f"{count:.1f} {prefix}".rstrip()
