@@ -32,12 +32,12 @@ class Family:
             residual connection or the norm.
         adds: the attention's output is added to the residual stream directly; False where a norm comes first.
         hosted: path within ``attention`` that headwise's layer replaces; empty for the whole module.
-        emptied: paths within ``attention`` that become identities, as headwise's layer does their work.
+        emptied: paths within ``attention`` that become identities, because headwise's layer computes them too.
         dropout: the config's field for dropout of attention weights.
         output_dropout: the config's field for dropout of the attention's output, where the module has that.
-        autos: names of transformers' Auto classes that load its folders; the first is the default.
+        autos: names of the transformers Auto classes that load the family's folders; the first is the default.
         buffers: endings of stored names that are buffers and not weights; they are not read.
-        renamed: parts of stored names → transformers' names of today.
+        renamed: parts of stored names, and the current transformers names that replace them.
         gguf_tensors: GGUF name → transformers name, both with ``{layer}`` for the number of a layer and without
             ``.weight`` or ``.bias`` at the end.
         gguf_interleaved: GGUF stores rows of queries and keys as neighbouring pairs, transformers as halves.
@@ -63,11 +63,11 @@ class Family:
 
     @property
     def base(self) -> str:
-        """The first part of every path, such as ``model.``: the bare model within the language model."""
+        """The first part of every path, such as ``model.``: the base model within the language model."""
         return self.layer.partition(".")[0] + "."
 
     def bare(self) -> Family:
-        """The same family for a folder that holds the bare model, whose tensor names lack `base`."""
+        """The family with paths that start at the base model, for folders whose tensor names lack `base`."""
         cut = len(self.base)
         cross = self.cross_attention
         return replace(
@@ -78,10 +78,10 @@ class Family:
         )
 
     def names_today(self, stored: Collection[str]) -> dict[str, str]:
-        """Map transformers' name of each tensor to its name in the file.
+        """Map transformers' current name of each tensor to its name in the file.
 
-        Some language models are stored as the bare model, without its prefix (GPT-2). Encoders keep their names: what
-        is stored may be the bare model itself.
+        Some language models are stored as their base model, without its prefix (GPT-2). Encoders' names are not
+        changed, because an encoder may itself be the base model.
 
         Args:
             stored: the names in the files.
@@ -108,11 +108,11 @@ class Family:
         return path.format(layer=layer) + (f".{self.hosted}" if hosted and self.hosted else "")
 
     def stored_shapes(self, layer: int, spec: GroupedSpec, *, cross: bool = False) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor that the family stores of a layer's attention, by its full name.
+        """The shape of every tensor that the family stores for a layer's attention, by its full name.
 
         Args:
             layer: its number.
-            spec: its attention.
+            spec: the layer's attention.
             cross: the attention to an encoder's output.
         """
         prefix = self.place(layer, cross=cross)
@@ -134,12 +134,12 @@ class Family:
         Args:
             read: returns a tensor of the checkpoint by name.
             layer: its number.
-            spec: its attention; every shape is checked against it.
+            spec: the layer's attention; every shape is checked against it.
             cross: the attention to an encoder's output.
-            hosted: the folder is a converted one, which has headwise's layers under their own names.
+            hosted: the folder is a converted one, in which the layers are stored under headwise's names.
 
         Raises:
-            CheckpointError: a tensor is missing or of another shape.
+            CheckpointError: a tensor is missing or has another shape.
         """
         layout = PLAIN if hosted else self.layout
         prefix = self.place(layer, cross=cross, hosted=hosted)
@@ -176,15 +176,18 @@ def family_names() -> list[str]:
 
 
 def has_family(model_type: object) -> bool:
-    """Whether a model type, or the one it was converted from, has a file in `families`."""
+    """Whether a model type, or the type that it was converted from, has a file in `families`."""
     return isinstance(model_type, str) and model_type.removeprefix(HOSTED_PREFIX) in family_names()
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a model type; that of ``headwise_llama`` is llama's.
+    """The family of a model type.
+
+    Args:
+        model_type: such as ``llama``, or ``headwise_llama`` for the family of a converted folder.
 
     Raises:
-        SpecError: there is no file for it in `families`.
+        SpecError: `families` has no file for the model type.
     """
     name = model_type.removeprefix(HOSTED_PREFIX)
     if name not in family_names():

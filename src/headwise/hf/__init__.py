@@ -1,4 +1,4 @@
-"""Converted models in transformers: importing this package lets its Auto classes load what headwise writes."""
+"""Converted models in transformers: importing this package registers them with transformers' Auto classes."""
 
 from headwise.hf.attention import HostedAttention, HostedGroupedAttention, HostedLatentAttention, LayerCache
 from headwise.hf.cache import HeadwiseCache

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's tensors are those of the model its config describes, before anything is read."""
+"""Check by names and shapes, before a tensor is read, that a checkpoint fills the model its config describes."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ from headwise.hf.config import model_class, refused, stock_config
 from headwise.specs import HOSTED_PREFIX, GroupedSpec
 
 _DEPTHS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "n_layer", "n_layers", "num_layers")
-"""Fields of configs that say how many layers are built."""
+"""Config fields that hold a number of layers."""
 
 
 def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape in the model a config describes, tied ones once; nothing is allocated.
+    """The parameters of the model that a config describes, without allocating them.
+
+    Args:
+        config: a parsed ``config.json``.
+
+    Returns:
+        Shapes by parameter name; of tied parameters only one.
 
     Raises:
-        CheckpointError: transformers cannot build it.
+        CheckpointError: transformers cannot build the model.
     """
     return _meta_tensors(config)[0]
 
 
 def _meta_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """The parameters' shapes, and the names tied to another of them."""
-    made = model_class(config)  # transformers' own refusal names a hundred classes
+    """The parameters' shapes, and the names of the parameters that are tied to another."""
+    architecture = model_class(config)  # refuses with a shorter message than transformers, which lists 100 classes
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sizes that the shapes will show
-            model = made._from_config(stock_config(config))
-    except Exception as error:  # a size, an activation or a scaling that only its modules look at
+            warnings.simplefilter("ignore")  # warnings about sizes, which the comparison of shapes reports
+            model = architecture._from_config(stock_config(config))
+    except Exception as error:  # a size, activation or scaling that only the modules check
         raise refused("config.json", config.get("model_type"), error) from None
     tied = set(model.all_tied_weights_keys)
     named = model.named_parameters(remove_duplicate=False)
@@ -42,39 +48,48 @@ def _meta_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], s
 
 
 def check_complete(checkpoint: Checkpoint) -> None:
-    """Hold a checkpoint's tensors to the model its config describes.
+    """Check that a checkpoint has exactly the tensors of the model its config describes.
+
+    Args:
+        checkpoint: of a family in `headwise.checkpoints`.
 
     Raises:
-        CheckpointError: a tensor is missing, of another shape, or of no use to the model.
+        CheckpointError: a tensor is missing, has another shape, or is not in the model.
     """
     _check_depth(checkpoint)
-    # By name first: thousands of layers take a minute to build, and those that no tensor fills need not be.
+    # Attention first, by the family's names: building a model of thousands of layers to learn its names takes a
+    # minute, which a config with too many layers should not cost.
     for name, shape in _attention_shapes(checkpoint):
         _check_tensor(checkpoint, name, shape)
     expected, tied = _meta_tensors(checkpoint.config)
     for name, shape in expected.items():
         _check_tensor(checkpoint, name, shape)
     for name in checkpoint.tensors:
-        # Old folders store the frequencies, which the config gives anyway.
+        # Old folders store the rotary frequencies, which newer models compute from the config.
         if name not in expected and name not in tied and not name.endswith("rotary_emb.inv_freq"):
             rule = f"has no place in the model the config of {checkpoint.path} describes"
             raise CheckpointError("tensor", name, rule)
 
 
 def check_values(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint of a family without a file here that cannot fill the model its config describes.
+    """Refuse a checkpoint whose tensors are far too few for the model its config describes.
 
-    transformers finds which tensors are missing once it has built the model, and made the missing ones: their number
-    is what the config says, and nothing else bounds it. Their names are its own business, so numbers are counted.
+    For families that have no file in `headwise.checkpoints.families`. transformers reports their missing tensors
+    only after it has built the model and allocated those tensors, and a config can ask for any number of them. The
+    tensors' names are not known to headwise, so their elements are counted instead.
+
+    Args:
+        checkpoint: to check.
 
     Raises:
-        CheckpointError: the tensors have fewer than half of the numbers, or fewer than there are layers or experts.
+        CheckpointError: the tensors have fewer than half of the model's elements, there are fewer tensors than
+            layers, or fewer elements than the experts need.
     """
     _check_depth(checkpoint)
     stored, spec = sum(info.numel for info in checkpoint.tensors.values()), checkpoint.spec
     try:
         expected = cost.weights(spec).total
-    except SpecError:  # what stands around the attention is not known
+    except SpecError:  # the feed-forward networks are not known
         expected = cost.parameters(spec)
     if stored < expected / 2:
         rule = f"are fewer than half of the {expected:,} that the config of {checkpoint.path} describes"
@@ -86,7 +101,11 @@ def check_values(checkpoint: Checkpoint) -> None:
 
 
 def _check_depth(checkpoint: Checkpoint) -> None:
-    """Refuse more layers than there are tensors."""
+    """Refuse a config with more layers than the checkpoint has tensors.
+
+    Raises:
+        CheckpointError: it has more.
+    """
     count = len(checkpoint.tensors)
     depths = {"num_hidden_layers": checkpoint.spec.num_layers}
     for field, layers in (depths | {field: checkpoint.config.get(field) for field in _DEPTHS}).items():
@@ -96,7 +115,7 @@ def _check_depth(checkpoint: Checkpoint) -> None:
 
 
 def _attention_shapes(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of every layer's attention in a family's own folders; a converted one's are its own."""
+    """Names and shapes of every layer's attention tensors; none for a converted folder, whose names differ."""
     if str(checkpoint.config.get("model_type")).startswith(HOSTED_PREFIX):
         return
     family, spec = checkpoint.family, checkpoint.spec

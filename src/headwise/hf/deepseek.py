@@ -1,4 +1,4 @@
-"""DeepSeek's attention modules made headwise's in place: stock decodes every cached latent before it attends."""
+"""headwise's attention in DeepSeek's modules, whose stock forward decodes every cached latent before it attends."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ _PROJECTIONS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_pr
 
 
 def take_over_attention(model: Any) -> None:
-    """Let the attention modules of a ``deepseek_v2`` or ``deepseek_v3`` model attend to the cached latents.
+    """Make the attention modules of a ``deepseek_v2`` or ``deepseek_v3`` model attend to the cached latents directly.
 
-    Outputs are the same to rounding, and parameters, their names and hooks are the same objects.
+    Outputs are the same up to rounding. Parameters, their names and hooks stay the same objects.
+
+    Args:
+        model: a loaded transformers model of one of these families.
 
     Raises:
-        SpecError: there are no attention modules of the family's own class.
-        ArgumentError: a module cannot be taken over: its weights are not plain, its forward was replaced, or its
-            masks are made for flash or flex attention. Then no module has been changed.
+        SpecError: there are no attention modules of the family's transformers class.
+        ArgumentError: a module cannot be changed: its weights are not plain, its forward was replaced, or its masks
+            are made for flash or flex attention. No module has been changed then.
     """
-    if (masks := model.config._attn_implementation) not in ("sdpa", "eager", "headwise"):
-        rule = "does not say in tensors who attends to whom; load the model with sdpa or eager"
-        raise ArgumentError("attn_implementation", masks, rule)
+    if (implementation := model.config._attn_implementation) not in ("sdpa", "eager", "headwise"):
+        rule = "does not pass masks as tensors; load the model with sdpa or eager"
+        raise ArgumentError("attn_implementation", implementation, rule)
     stock = FAMILIES[model.config.model_type]
     modules = {
         name: module
@@ -42,28 +45,33 @@ def take_over_attention(model: Any) -> None:
     if not modules:
         raise SpecError("model", type(model).__name__, f"has no {stock}")
     changed = {name: m for name, m in modules.items() if not isinstance(m, OptimizedLatentAttention)}
-    for name, module in changed.items():  # all of them, before the first is changed
+    for name, module in changed.items():  # checks all of them before the first is changed
         _check(name, module)
     for module in changed.values():
         _take_over(module)
 
 
 class OptimizedLatentAttention(HostedLatentAttention):
-    """DeepSeek's attention module after `take_over_attention`, which changes a module's class and never makes one."""
+    """DeepSeek's attention module after `take_over_attention`, which sets the class of existing modules."""
 
     def _rotation(self, tables: Any) -> tuple[Tensor, Tensor]:
         if isinstance(tables, Tensor):  # V2: cos + i·sin
             return tables.real, tables.imag
-        cos, sin = tables  # V3: each pair's angle twice, in halves
+        cos, sin = tables  # V3: every angle is stored twice, in the first half and in the second
         half = self.spec.qk_rope_head_dim // 2
         return cos[..., :half], sin[..., :half]
 
 
 def _check(name: str, module: Any) -> None:
-    """Refuse what headwise's forward would compute otherwise, or not at all."""
-    if "forward" in vars(module):  # such as accelerate's hooks, which call the old one
+    """Refuse a module for which headwise's forward would give other results.
+
+    Raises:
+        ArgumentError: its forward was replaced, or ``kv_b_proj`` is no plain linear layer.
+    """
+    if "forward" in vars(module):  # such as accelerate's hooks, which call the forward that they replaced
         raise ArgumentError(name, type(module).__name__, "has a forward of its own, which optimize would not replace")
-    # The other projections are called; this one's weight is read, and a quantised or adapted one's is not all of it.
+    # headwise calls the other projections, but multiplies with this one's weight itself. In a quantised layer, or one
+    # with an adapter, the weight is not the whole projection.
     decoder = module.kv_b_proj
     rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
     if type(decoder) not in (nn.Linear, FewTokensLinear) or tuple(decoder.weight.shape) != (
@@ -74,7 +82,7 @@ def _check(name: str, module: Any) -> None:
 
 
 def _take_over(module: Any) -> None:
-    """Make a module headwise's in place, as torch's own parametrizations do: hooks and parameters stay."""
+    """Change a module's class, as torch's parametrizations do, so that its hooks and parameters stay."""
     config = module.config
     module.spec = LatentSpec(
         hidden_size=module.hidden_size,
@@ -90,7 +98,7 @@ def _take_over(module: Any) -> None:
     for name in ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj"):
         if getattr(module, name, None) is None:
             setattr(module, name, None)
-    # cos and sin come from the model; V2 always rotates neighbours.
+    # cos and sin come from the model; V2 always rotates neighbouring channels.
     module.rope = RotaryEmbedding(
         RopeSpec(dim=module.qk_rope_head_dim, interleaved=bool(getattr(config, "rope_interleave", True)))
     )
@@ -103,12 +111,12 @@ def _take_over(module: Any) -> None:
 
 @cache
 def _optimized(stock: Any) -> type[Any]:
-    """The class of a family's modules; still one of its own, by which transformers knows whose weights to return."""
+    """A class of headwise's attention that is also the stock class, by which transformers finds attention modules."""
     return type(f"Optimized{stock.__name__}", (OptimizedLatentAttention, stock), {"__module__": __name__})
 
 
 def __getattr__(name: str) -> Any:
-    """The made classes by name, which is how pickle asks for them, and so a spawned worker."""
+    """Look up a class of `_optimized` by its name, as pickle does, and with it a spawned worker."""
     for family, stock in FAMILIES.items():
         if name == f"Optimized{stock}":
             modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")

@@ -1,4 +1,4 @@
-"""Let a model finish a sentence."""
+"""Continue a prompt with a model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,22 @@ from headwise.hf.load import load, open_decoder
 from headwise.hf.optimize import optimize
 from headwise.hf.recorded import can_record, decode_recorded
 
-_LARGEST_ID = 2**63 - 1  # in a tensor of ids
+_LARGEST_ID = 2**63 - 1
+"""The largest value of an int64 tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A continuation: ``text`` is what was added to ``prompt``."""
+    """A continuation of a prompt.
+
+    Attributes:
+        model: the model, as the user named it.
+        prompt: the prompt.
+        text: the text after the prompt, without special tokens.
+        prompt_tokens: the number of tokens in the prompt.
+        new_tokens: the number of tokens after it.
+        seconds: the time of generation, without loading.
+    """
 
     model: str
     prompt: str
@@ -33,12 +43,12 @@ class Generation:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """The fields as JSON-able values."""
         return asdict(self)
 
 
 def _optimized(model: Any) -> Any:
-    """As fast as it can be; a model that cannot be optimised runs as it is."""
+    """The model after `optimize`, or unchanged if it cannot be optimised."""
     with suppress(SpecError, ArgumentError):
         return optimize(model)
     return model
@@ -53,23 +63,27 @@ def generate(
     dtype: str | None = None,
     device: str | None = None,
 ) -> Generation:
-    """Continue a prompt greedily; on a CUDA GPU a token is a recorded graph, where the model's attention is stock's.
+    """Continue a prompt greedily.
+
+    On a CUDA GPU a model that is not converted decodes through a CUDA graph (`headwise.hf.recorded`). For example
+    ``generate("smollm2-135m", "The capital of France is", max_new_tokens=10).text``.
 
     Args:
         model: a model folder, ``.gguf`` or other source with weights.
-        prompt: the beginning; not put through a chat template.
-        max_new_tokens: how far to go at most.
-        dtype: to run in; as stored when None.
+        prompt: the text to continue; no chat template is applied.
+        max_new_tokens: the most tokens to add.
+        dtype: of the weights and the arithmetic; the stored dtype when None.
         device: to run on, such as ``cuda``; the CPU when None.
 
     Raises:
         ArgumentError: the prompt is empty or a number is out of range.
-        CheckpointError: the model could not be read.
+        SpecError: the model is no text decoder.
+        CheckpointError: the model cannot be read.
     """
     if max_new_tokens < 1:
         raise ArgumentError("max_new_tokens", max_new_tokens, "must be at least 1")
     path = model_path(model)
-    open_decoder(path)  # says what is wrong with a folder better than its tokenizer can
+    open_decoder(path)  # before the tokenizer, whose errors say less about what is wrong with a folder
     tokenizer = load_tokenizer(path)
     inputs = _prompt_inputs(tokenizer, prompt)
     count = inputs["input_ids"].shape[1]
@@ -82,7 +96,7 @@ def generate(
     if (largest := int(inputs["input_ids"].max())) >= vocabulary:
         raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
     stops = _stop_tokens(loaded)
-    # Greedy is greedy: of the folder's own settings (beams, penalties, …) only where to stop is kept.
+    # Of the folder's generation settings (beams, penalties, …) only the stop tokens apply to greedy decoding.
     loaded.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -106,11 +120,11 @@ def generate(
 
 
 def _prompt_inputs(tokenizer: Any, prompt: str) -> dict[str, Tensor]:
-    """A prompt's ids and its mask, each ``[1, S]``.
+    """The token ids of a prompt and their attention mask, each ``[1, S]``.
 
     Raises:
-        ArgumentError: the prompt is empty, or no text.
-        CheckpointError: the tokenizer does not work.
+        ArgumentError: the prompt is empty, or is not valid Unicode.
+        CheckpointError: the tokenizer fails.
     """
     try:
         prompt.encode()
@@ -120,16 +134,16 @@ def _prompt_inputs(tokenizer: Any, prompt: str) -> dict[str, Tensor]:
     ids: Tensor = encoded["input_ids"][:1]
     if not ids.numel():
         raise ArgumentError("prompt", prompt, "must hold at least one token")
-    # A tokenizer_config.json may leave the mask out of what its tokenizer gives.
+    # tokenizer_config.json can make the tokenizer return no mask.
     mask = encoded["attention_mask"][:1] if "attention_mask" in encoded else torch.ones_like(ids)
     return {"input_ids": ids, "attention_mask": mask}
 
 
 def _stop_tokens(model: Any) -> list[int]:
-    """The tokens that a model's settings for generation end with.
+    """The end-of-text tokens in a model's generation settings.
 
     Raises:
-        CheckpointError: they name something else.
+        CheckpointError: ``eos_token_id`` holds anything but token ids.
     """
     stop = model.generation_config.eos_token_id
     stops = [] if stop is None else stop if isinstance(stop, list) else [stop]

@@ -25,13 +25,13 @@ from headwise.hf.config import refused, stock_config
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of a layer's attention module.
+    """The arguments and the result of one call of a layer's attention module.
 
     Attributes:
-        inputs: ``[B, W, E]``, what goes in: the hidden states after the norm, where the norm comes first.
-        args: what it was given beside them, by place.
-        kwargs: and by name: ``position_embeddings``, ``attention_mask`` and so on.
-        output: ``[B, W, E]``, what comes out, before it is added to the residual stream.
+        inputs: ``[B, W, E]``, the hidden states that it attends over; normed, in models that norm before attention.
+        args: the other positional arguments.
+        kwargs: the other keyword arguments: ``position_embeddings``, ``attention_mask`` and so on.
+        output: ``[B, W, E]``, the attention's output before it is added to the residual stream.
     """
 
     inputs: Tensor
@@ -40,26 +40,43 @@ class AttentionCall:
     output: Tensor
 
     def repeat(self, attention: nn.Module, inputs: Tensor | None = None) -> Tensor:
-        """The output of an attention module called the same way, on other inputs if they are given."""
+        """Call an attention module with these arguments.
+
+        Args:
+            attention: the module.
+            inputs: ``[B, W, E]`` instead of the recorded ones.
+
+        Returns:
+            Its output, ``[B, W, E]``.
+        """
         return _states(attention(self.inputs if inputs is None else inputs, *self.args, **self.kwargs))
 
 
 class LayerwiseModel:
-    """A transformers model whose weights are read when they are needed.
+    """A transformers model that reads the weights of one layer at a time.
 
-    ``begin`` and ``finish`` are the model's own forward pass with its layers left out, so that embeddings, scalings,
-    masks, rotary tables and logits are the model's, whatever its family. Windows come in batches of any number B,
-    and are full: there is no padding.
+    `begin` computes the embeddings and `finish` the logits; both run the model's forward pass with its layers
+    skipped, so that embeddings, scalings, masks, rotary tables and logits are right for every family. Between them
+    the caller runs the layers::
+
+        model = LayerwiseModel(open_checkpoint("./model"))
+        hidden = model.begin(ids)
+        for index in range(model.num_layers):
+            hidden = model.run(index, model.module(index), hidden)
+        logits = model.finish(hidden)
+
+    Batches may have any number B of windows. Windows are full: there is no padding.
 
     Args:
         checkpoint: a decoder, or an encoder, which is run without its pooler.
-        dtype: to compute in; what most of the checkpoint is stored in when None.
-        layer: where a layer is, such as ``model.layers.{layer}``; what holds the attention when None.
-        attention: where its attention is; the family's when None.
+        dtype: to compute in; the dtype of most of the checkpoint when None.
+        layer: path of a layer, such as ``model.layers.{layer}``; the module that holds the attention when None.
+        attention: path of a layer's attention module; the family's when None.
 
     Raises:
+        ArgumentError: the attention's path is not inside the layer's.
         CheckpointError: transformers cannot build the model.
-        SpecError: it has no such layers.
+        SpecError: the model has no module at the layers' path.
     """
 
     def __init__(
@@ -70,7 +87,7 @@ class LayerwiseModel:
         layer: str | None = None,
         attention: str | None = None,
     ) -> None:
-        output = None  # where below the attention its output projection is, if that gives more than it does
+        output = None  # path of the output projection, where the module returns more than the attention's output
         if attention is None:
             family = checkpoint.family
             attention, layer, output = family.attention, family.layer, family.output
@@ -104,29 +121,38 @@ class LayerwiseModel:
 
     @property
     def num_layers(self) -> int:
-        """How many layers it has."""
+        """The number of layers."""
         return len(self._layers)
 
     @torch.no_grad()
     def begin(self, ids: Tensor) -> Tensor:
-        """What goes into the first layer, ``[B, W, E]``, for token ids ``[B, W]``.
+        """Compute the input of the first layer.
 
-        Layers are afterwards called as the model would call them for windows of W tokens: a run that goes on from
-        stored states begins with any one window. The weights it took stay until `release`.
+        `run` then calls layers with the masks and rotary tables for windows of W tokens. To continue from stored
+        hidden states, call this first with any one window. The weights that are read stay in memory until `release`.
+
+        Args:
+            ids: token ids ``[B, W]``.
+
+        Returns:
+            The hidden states, ``[B, W, E]``.
         """
         if ids.shape[1] != self._window:
-            # Of one window, so that masks and tables fit a batch of any size.
+            # Traced with one window, so that masks and tables fit a batch of any size.
             self._calls = self._trace(ids[:1], self.num_layers)[1]
             self._window = ids.shape[1]
         return self._trace(ids, 1)[0]
 
     def module(self, index: int) -> nn.Module:
-        """A layer with its weights, which are the caller's alone: when the module goes, so does their memory.
+        """Build a layer and read its weights; nothing else refers to them, so that the caller decides when they go.
+
+        Args:
+            index: of the layer.
 
         Raises:
             CheckpointError: a tensor is missing, damaged or of another shape.
         """
-        # Configs are shared: they are read only, and every module of the layer has one.
+        # Configs are shared rather than copied, because every module of the layer has one and only reads it.
         shared = {id(m.config): m.config for m in self._layers[index].modules() if hasattr(m, "config")}
         module: nn.Module = copy.deepcopy(self._layers[index], shared)
         for name, part in module.named_modules(prefix=f"{self._stack}.{index}"):
@@ -139,16 +165,19 @@ class LayerwiseModel:
         return self.module(index)
 
     def run(self, index: int, module: nn.Module, hidden: Tensor, *, attention_output: Tensor | None = None) -> Tensor:
-        """A layer's output ``[B, W, E]``, its module called as the model calls layer ``index``.
+        """Run a layer with the arguments that the model passes to layer ``index``.
 
         Args:
-            index: which layer.
-            module: of `module`, or one made from it.
-            hidden: ``[B, W, E]``, what goes in.
-            attention_output: ``[B, W, E]`` in the place of what its attention would compute, which is then not run.
+            index: of the layer.
+            module: from `module`, perhaps changed since.
+            hidden: ``[B, W, E]``, the layer's input.
+            attention_output: ``[B, W, E]``, used instead of the attention's output; the attention is then not run.
+
+        Returns:
+            The layer's output, ``[B, W, E]``.
 
         Raises:
-            ArgumentError: W is not what `begin` saw.
+            ArgumentError: W differs from the windows that `begin` was called with.
         """
         if hidden.shape[1] != self._window:
             rule = f"must be of windows of {self._window} tokens, as the model began with"
@@ -157,88 +186,103 @@ class LayerwiseModel:
         if attention_output is None:
             result = module(hidden, *args, **kwargs)
         else:
-            given = (attention_output, None) if self.output == self.attention else attention_output
-            with _instead([module.get_submodule(self.output)], lambda *_, **__: given):
+            replacement = (attention_output, None) if self.output == self.attention else attention_output
+            with _replaced_forward([module.get_submodule(self.output)], lambda *_, **__: replacement):
                 result = module(hidden, *args, **kwargs)
         self._returns_tuple = isinstance(result, tuple)
         return _states(result)
 
     def trace(self, index: int, module: nn.Module, hidden: Tensor) -> tuple[AttentionCall, Tensor]:
-        """Run a layer and keep how its attention was called; see `run` for the arguments.
+        """Run a layer and record the call of its attention; see `run` for the arguments.
 
         Returns:
             The call, and the layer's output ``[B, W, E]``.
         """
-        seen: list[AttentionCall] = []
+        calls: list[AttentionCall] = []
         outputs: list[Tensor] = []
 
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        def record_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             rest = dict(kwargs)
             inputs = args[0] if args else rest.pop("hidden_states")
-            seen.append(AttentionCall(inputs, args[1:], rest, outputs[0]))
+            calls.append(AttentionCall(inputs, args[1:], rest, outputs[0]))
 
-        def keep_output(_: nn.Module, __: tuple[Any, ...], result: Any) -> None:
+        def record_output(_: nn.Module, __: tuple[Any, ...], result: Any) -> None:
             outputs.append(_states(result))
 
         handles = [
-            module.get_submodule(self.output).register_forward_hook(keep_output),
-            self.attention_of(module).register_forward_hook(keep, with_kwargs=True),
+            module.get_submodule(self.output).register_forward_hook(record_output),
+            self.attention_of(module).register_forward_hook(record_call, with_kwargs=True),
         ]
         try:
             output = self.run(index, module, hidden)
         finally:
             for handle in handles:
                 handle.remove()
-        return seen[0], output
+        return calls[0], output
 
     def attention_inputs(self, index: int, module: nn.Module, hidden: Tensor) -> Tensor:
-        """What goes into a layer's attention ``[B, W, E]``; nothing after that is run."""
-        seen: list[Tensor] = []
+        """Run a layer up to its attention; see `run` for the arguments.
 
-        def keep(*args: Any, **kwargs: Any) -> Any:
-            seen.append(args[0] if args else kwargs["hidden_states"])
+        Returns:
+            The attention's input, ``[B, W, E]``.
+        """
+        inputs: list[Tensor] = []
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            inputs.append(args[0] if args else kwargs["hidden_states"])
             raise _EnoughError
 
-        with _instead([self.attention_of(module)], keep), suppress(_EnoughError):
+        with _replaced_forward([self.attention_of(module)], record), suppress(_EnoughError):
             self.run(index, module, hidden)
-        return seen[0]
+        return inputs[0]
 
     def attention_of(self, module: nn.Module) -> nn.Module:
-        """The attention module of a layer."""
+        """The attention module inside a layer's module."""
         return module.get_submodule(self.attention)
 
     @property
     def has_logits(self) -> bool:
-        """Whether it is a language model, not an encoder."""
+        """Whether `finish` returns logits: the model is a decoder, and no encoder."""
         return self.checkpoint.spec.is_causal
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """What the model makes of its last layer's output: logits ``[B, S, vocabulary]``, or an encoder's states.
+        """Compute the model's output from its last layer's: the final norm and the head.
 
-        It works on each position by itself, so S may be any part of a window. The weights it took stay until
-        `release`.
+        Positions do not depend on each other, so a window may be passed in parts. The weights that are read stay in
+        memory until `release`.
+
+        Args:
+            hidden: ``[B, S, E]``, the output of the last layer.
+
+        Returns:
+            Logits ``[B, S, vocabulary]``, or an encoder's hidden states ``[B, S, E]``.
         """
-        made = (hidden,) if self._returns_tuple else hidden
+        layer_output = (hidden,) if self._returns_tuple else hidden
         embedding = self.model.get_input_embeddings()
-        nothing = hidden.new_zeros(*hidden.shape[:2], embedding.embedding_dim)
-        with _instead(self._layers, lambda *_, **__: made):
-            outputs = self.model(inputs_embeds=nothing, use_cache=False)
+        unused = hidden.new_zeros(*hidden.shape[:2], embedding.embedding_dim)
+        with _replaced_forward(self._layers, lambda *_, **__: layer_output):
+            outputs = self.model(inputs_embeds=unused, use_cache=False)
         result: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
         return result
 
     def finish_in_pieces(self, hidden: Tensor, positions: int = 256) -> Iterator[Tensor]:
-        """`finish` of so many positions at a time, in order: the logits of a large vocabulary are large."""
+        """Yield `finish` of a few positions at a time, because the logits of a large vocabulary take much memory.
+
+        Args:
+            hidden: ``[B, W, E]``, the output of the last layer.
+            positions: the most positions in each piece.
+        """
         for piece in hidden.split(positions, dim=1):
             yield self.finish(piece)
 
     def release(self) -> None:
-        """Give back the memory of embeddings, norms and head; they are read again when they are needed."""
+        """Free the memory of embeddings, norms and head; they are read again when they are needed."""
         for module in self._outside.values():
             for name, parameter in module.named_parameters(recurse=False):
                 module.register_parameter(name, _parameter(parameter.to("meta")))
 
     def _trace(self, ids: Tensor, layers: int) -> tuple[Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-        """The first layer's input, and how each of the first ``layers`` is called; the rest is not run."""
+        """The first layer's input, and the other arguments of the first ``layers`` layers; no layer is run."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         first: list[Tensor] = []
 
@@ -249,12 +293,12 @@ class LayerwiseModel:
                 raise _EnoughError
             return hidden_states
 
-        with _instead(self._layers, record), suppress(_EnoughError):
+        with _replaced_forward(self._layers, record), suppress(_EnoughError):
             self.model(ids, use_cache=False)
         return first[0], calls
 
     def _fill(self, module: nn.Module, path: str) -> None:
-        """Read a module's own parameters, and those of its buffers that are stored."""
+        """Read a module's parameters and stored buffers, without those of its submodules."""
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 module.register_parameter(name, _parameter(self._read(f"{path}.{name}", parameter)))
@@ -283,14 +327,14 @@ def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = builder.from_config(config, dtype=dtype, trust_remote_code=False)
-        # As from_pretrained does it: what is not stored, such as rotary frequencies, the model's own initialisation
-        # computes. On the meta device that skips nothing but the numbers of the parameters.
+        # As in from_pretrained: the model's initialisation computes the buffers that are not stored, such as rotary
+        # frequencies. Parameters are on the meta device, where initialising them costs nothing.
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
         with torch.no_grad():
             model.initialize_weights()
-    except Exception as error:  # a size, an activation or a scaling that only its modules look at
+    except Exception as error:  # a size, activation or scaling that only the modules check
         raise refused("config.json", checkpoint.config.get("model_type"), error) from None
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
@@ -298,14 +342,14 @@ def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 
 def _stored_names(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """The model's names of tensors → the checkpoint's, as transformers renames them when it loads a folder."""
+    """Map the model's name of each tensor to the checkpoint's, by transformers' rules for loading a folder."""
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    own, prefix = model.state_dict(), model.base_model_prefix
-    return {rename_source_key(name, renamings, [], prefix, own)[0]: name for name in checkpoint.tensors}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    return {rename_source_key(name, renamings, [], prefix, state)[0]: name for name in checkpoint.tensors}
 
 
 def _submodule(model: Any, path: str) -> Any:
-    """A module by its path in the language model, also where ``model`` is the bare one inside it."""
+    """A module by its path in the language model, where ``model`` may be the base model inside that."""
     try:
         return model.get_submodule(path)
     except AttributeError:
@@ -317,14 +361,14 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def _states(result: Any) -> Tensor:
-    """Modules give their states alone, or first in a tuple."""
+    """The hidden states that a module returns, alone or first in a tuple."""
     states: Tensor = result[0] if isinstance(result, tuple) else result
     return states
 
 
 @contextmanager
-def _instead(modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
-    """Call something in the place of modules, which keep their attributes for those who look at them."""
+def _replaced_forward(modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward of modules in the block; their attributes, which models read, stay."""
     for module in modules:
         module.forward = forward
     try:

@@ -1,4 +1,4 @@
-"""Load a model to run: what headwise wrote, what anyone wrote, or a GGUF file."""
+"""Load a model to run it: a converted folder, any other model folder, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -27,21 +27,26 @@ from headwise.hf.config import model_class, refused, stock_config
 
 @typed
 def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: str | None = None) -> Any:
-    """A transformers model, ready to run, from any source that has weights.
+    """Load a transformers model from any source that has weights.
+
+    For example ``load("./smollm2-half", dtype="bfloat16").generate(**tokenizer("Once", return_tensors="pt"))``.
 
     Args:
         source: a model folder (converted or not), a ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
-        dtype: of the weights in memory, a torch dtype or its name; as stored when None.
-        device: where to put it; the CPU when None.
+        dtype: of the weights in memory, a torch dtype or its name; the stored dtype when None.
+        device: to load the model on; the CPU when None.
+
+    Returns:
+        The model, in evaluation mode.
 
     Raises:
         ArgumentError: there is no such source, dtype or device.
-        CheckpointError: its files are missing, damaged, pickles, quantised or ask for code of their own.
+        CheckpointError: files are missing, damaged, pickled or quantised, or need code from the folder.
     """
     wanted, place = None if dtype is None else as_dtype(dtype), as_device(device)
     checkpoint = open_checkpoint(model_path(source))
-    known = has_family(checkpoint.config.get("model_type"))
-    if known:
+    is_family = has_family(checkpoint.config.get("model_type"))
+    if is_family:
         check_complete(checkpoint)
     else:
         refuse_encoder(checkpoint)
@@ -56,22 +61,22 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         refuse_other_weights(checkpoint.path)
         config = stock_config(checkpoint.config)
         if wanted == torch.float64 and config._experts_implementation is None:
-            config._experts_implementation = "eager"  # the usual one multiplies no float64
+            config._experts_implementation = "eager"  # the default does not support float64
         try:
-            loader = model_class(checkpoint.config) if known else transformers.AutoModelForCausalLM
-            model, found = loader.from_pretrained(
+            loader = model_class(checkpoint.config) if is_family else transformers.AutoModelForCausalLM
+            model, loading = loader.from_pretrained(
                 checkpoint.path,
-                config=config,  # or it would read one itself, which nobody has checked
+                config=config,  # without it, transformers reads the file again, unchecked
                 dtype=wanted,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except Exception as error:  # such as a generation_config.json that is no JSON
+        except Exception as error:  # such as a generation_config.json that is not JSON
             raise refused("folder", str(source), error) from None
-        # Of a family without a file here, whose tensors transformers may rename or fuse, only it knows.
-        for name in sorted(found["missing_keys"]):
+        # For other families only transformers knows which tensors are missing: it may rename or fuse them.
+        for name in sorted(loading["missing_keys"]):
             raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
     check_finite(model)
     _check_cache(model)
@@ -80,28 +85,34 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
 
 
 def as_device(device: str | None) -> torch.device:
-    """A torch device that this machine has; the CPU when None.
+    """A torch device by its name.
+
+    Args:
+        device: the name, such as ``cuda:0``; the CPU when None.
 
     Raises:
-        ArgumentError: it has none of that name.
+        ArgumentError: torch has no such device on this machine.
     """
     rule = "must be a device that torch has here, such as cpu or cuda"
     try:
-        found = torch.device("cpu" if device is None else device)
-        torch.empty(0, device=found)
+        named = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=named)
     except (RuntimeError, AssertionError):  # a torch without CUDA asserts
         raise ArgumentError("device", device, rule) from None
-    if found.type == "meta":  # no numbers come out of it
+    if named.type == "meta":  # its tensors have no values
         raise ArgumentError("device", device, rule)
-    return found
+    return named
 
 
 def open_decoder(source: str | Path) -> Checkpoint:
-    """Open a source and read what its config describes, before transformers does: a refusal is one line, not a stack.
+    """Open the checkpoint of a text decoder, and check its config before transformers reads it.
+
+    Args:
+        source: a model folder, ``.gguf`` or other source with weights.
 
     Raises:
-        SpecError: it is not understood, or does not continue text.
-        CheckpointError: its files are missing or damaged.
+        SpecError: the config is not understood, or the model is no text decoder.
+        CheckpointError: files are missing or damaged.
     """
     checkpoint = open_checkpoint(model_path(source))
     refuse_encoder(checkpoint)
@@ -109,11 +120,11 @@ def open_decoder(source: str | Path) -> Checkpoint:
 
 
 def refuse_encoder(checkpoint: Checkpoint) -> None:
-    """Refuse what is no text decoder.
+    """Refuse a model that is no text decoder.
 
     Raises:
-        SpecError: it is an encoder, or decodes what an encoder heard.
-        CheckpointError: transformers does not accept its config.
+        SpecError: the model is an encoder, or has a decoder with cross-attention.
+        CheckpointError: transformers does not accept the config.
     """
     if not checkpoint.spec.is_causal:
         raise SpecError("model_type", checkpoint.spec.model_type, "is an encoder; only decoders can be run")
@@ -125,7 +136,10 @@ def refuse_encoder(checkpoint: Checkpoint) -> None:
 
 
 def check_finite(model: Any) -> None:
-    """Refuse a model that could only answer NaN.
+    """Refuse a model with NaN or infinite weights.
+
+    Args:
+        model: a loaded model.
 
     Raises:
         CheckpointError: a weight is NaN or infinite, in the file or in the dtype it was loaded in.
@@ -137,10 +151,12 @@ def check_finite(model: Any) -> None:
 
 
 def _check_cache(model: Any) -> None:
-    """Refuse a config by which transformers can make no cache: a window or a kind of layer that its model ignores.
+    """Refuse a config from which transformers cannot make a cache, even if the model itself can be built.
+
+    The cache reads fields that some models ignore, such as a sliding window or the types of layers.
 
     Raises:
-        CheckpointError: so it is.
+        CheckpointError: the cache cannot be made.
     """
     if not model.can_generate():
         return
@@ -151,12 +167,15 @@ def _check_cache(model: Any) -> None:
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A torch dtype from its name.
+    """A torch dtype by its name.
+
+    Args:
+        dtype: a dtype, or a name such as ``float32`` or ``torch.float32``.
 
     Raises:
-        ArgumentError: it is not a floating dtype's.
+        ArgumentError: it is no floating dtype that headwise supports.
     """
-    for known in DTYPES.values():
-        if dtype in (known, str(known), dtype_name(known)):
-            return known
+    for supported in DTYPES.values():
+        if dtype in (supported, str(supported), dtype_name(supported)):
+            return supported
     raise ArgumentError("dtype", str(dtype), "must be float64, float32, float16 or bfloat16")

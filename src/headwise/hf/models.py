@@ -1,4 +1,4 @@
-"""Model classes for converted folders: the family's own transformers model, with our attention in it."""
+"""Model classes for converted folders: the family's transformers model with headwise's attention in it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec
 
 @cache
 def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
-    """The config of a family's converted folders, and the model for each of its Auto classes.
+    """The config class of a family's converted folders, and their model class for each Auto class.
 
-    ``headwise_llama`` is transformers' llama in everything but its attention modules.
+    Models of ``headwise_llama``, for example, are transformers' llama except for the attention modules.
+
+    Args:
+        model_type: of the family, such as ``llama``.
+
+    Returns:
+        The config class, and model classes by the name of the Auto class.
     """
     family, config_base = family_of(model_type), CONFIG_MAPPING[model_type]
     config_class = _subclass(
@@ -30,7 +36,7 @@ def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
             "__annotations__": {"headwise": dict[str, Any] | None},
             "model_type": HOSTED_PREFIX + model_type,
             "headwise": None,
-            "base_model_tp_plan": None,  # the family's would split projections that are no longer there
+            "base_model_tp_plan": None,  # the family's plan splits projections that are no longer there
         },
     )
 
@@ -38,26 +44,26 @@ def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
         def init(self: Any, config: Any) -> None:
             base.__init__(self, config)
             install_attention(self, config)
-            self.post_init()  # again: it initialises weights and gathers names from the modules there are
+            self.post_init()  # again, because it initialises weights and lists the names of the modules
 
         def prepare_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # transformers knows a Whisper, whose prompt is left as it is given, by its model_type alone.
+            # transformers leaves Whisper's prompt unchanged, and recognises Whisper by its model_type.
             self.config.model_type = model_type
             try:
                 return base._prepare_decoder_input_ids_for_generation(self, *args, **kwargs)
             finally:
                 del self.config.model_type
 
-        own = {
+        attributes = {
             "__init__": init,
             "config_class": config_class,
-            # Our attention takes masks as tensors; these two implementations hand over something else.
+            # headwise's attention takes masks as tensors, and these two implementations pass other objects.
             "_supports_flash_attn": False,
             "_supports_flex_attn": False,
         }
         if family.cross_attention:
-            own["_prepare_decoder_input_ids_for_generation"] = prepare_prompt
-        return _subclass(base, own)
+            attributes["_prepare_decoder_input_ids_for_generation"] = prepare_prompt
+        return _subclass(base, attributes)
 
     autos = dict.fromkeys(("AutoModel", *family.autos))
     return config_class, {auto: hosted(getattr(transformers, auto)._model_mapping[config_base]) for auto in autos}
@@ -65,20 +71,24 @@ def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
 
 def _subclass(base: type[Any], attributes: dict[str, Any]) -> type[Any]:
     doc = f"{base.__name__}, with headwise's attention."
-    made = type(f"Headwise{base.__name__}", (base,), {"__module__": __name__, "__doc__": doc, **attributes})
-    globals()[made.__name__] = made  # where pickle, and so a spawned worker, looks for it
-    return made
+    subclass = type(f"Headwise{base.__name__}", (base,), {"__module__": __name__, "__doc__": doc, **attributes})
+    globals()[subclass.__name__] = subclass  # pickle, and so a spawned worker, looks classes up here
+    return subclass
 
 
 def install_attention(model: Any, config: Any) -> None:
-    """Put the attention that a converted config describes in the place of a model's own.
+    """Replace a model's attention modules by the layers that a converted config describes.
+
+    Args:
+        model: of the family, with or without its head.
+        config: the converted config.
 
     Raises:
         SpecError: the config does not describe every layer.
     """
     values = config.to_dict()
     spec, family = read_config(values), family_of(values["model_type"])
-    # The family names modules from the language model; a bare model is what stands below their first name.
+    # The family's paths start at the language model; those of `bare` start at its base model.
     bare, base = family.bare(), model.base_model
     frequencies = [buffer.numel() for name, buffer in base.named_buffers() if name.endswith("inv_freq")]
     channels = _channels(config, spec.layers, min(frequencies, default=0))
@@ -92,20 +102,20 @@ def install_attention(model: Any, config: Any) -> None:
 
 
 def _channels(config: Any, layers: tuple[AttentionSpec, ...], frequencies: int) -> list[list[int]]:
-    """Which of the model's frequencies each layer's rotary pairs turn at: those it kept, or all in their order.
+    """For each rotary pair of each layer, the index of its frequency in the model: the listed ones, or all in order.
 
     Raises:
-        SpecError: the config does not list them for every layer, or lists what is not there.
+        SpecError: the config does not list frequencies for every layer, or lists one that the model does not have.
     """
-    given = config.headwise.get("rope_channels")
-    if given is None and not any(isinstance(layer, LatentSpec) for layer in layers):
+    listed = config.headwise.get("rope_channels")
+    if listed is None and not any(isinstance(layer, LatentSpec) for layer in layers):
         return [list(range(layer.rope.dim // 2)) if layer.rope else [] for layer in layers]
-    if not isinstance(given, list) or len(given) != len(layers):
-        raise SpecError("headwise.rope_channels", given, f"must list the frequencies of {len(layers)} layers")
-    for kept in given:
-        if not isinstance(kept, list) or any(type(at) is not int or not 0 <= at < frequencies for at in kept):
-            raise SpecError("headwise.rope_channels", kept, f"must list some of the {frequencies} frequencies")
-    return given
+    if not isinstance(listed, list) or len(listed) != len(layers):
+        raise SpecError("headwise.rope_channels", listed, f"must list the frequencies of {len(layers)} layers")
+    for pairs in listed:
+        if not isinstance(pairs, list) or any(type(at) is not int or not 0 <= at < frequencies for at in pairs):
+            raise SpecError("headwise.rope_channels", pairs, f"must list some of the {frequencies} frequencies")
+    return listed
 
 
 def _hosted_layer(spec: AttentionSpec, config: Any, index: int, channels: list[int]) -> nn.Module:
@@ -117,31 +127,31 @@ def _hosted_layer(spec: AttentionSpec, config: Any, index: int, channels: list[i
 
 
 def _replace(base: nn.Module, path: str, layer: nn.Module) -> None:
-    """Put a layer where the family's attention is; it stays an instance of that class.
+    """Replace the family's attention module by a layer, which becomes an instance of the module's class too.
 
-    transformers finds the modules whose weights it gathers (``output_attentions``) by their class.
+    transformers finds the modules whose attention weights it returns (``output_attentions``) by their class.
     """
-    ours: Any = type(layer)
-    theirs: Any = type(base.get_submodule(path))
-    layer.__class__ = _both(ours, theirs)
+    layer_class: Any = type(layer)
+    stock_class: Any = type(base.get_submodule(path))
+    layer.__class__ = _combined_class(layer_class, stock_class)
     base.set_submodule(path, layer)
 
 
 @cache
-def _both(ours: Any, theirs: Any) -> type[Any]:
-    name = f"{ours.__name__}As{theirs.__name__}"
-    made = type(name, (ours, theirs), {"__module__": __name__, "__doc__": ours.__doc__})
-    globals()[name] = made
-    return made
+def _combined_class(layer_class: Any, stock_class: Any) -> type[Any]:
+    name = f"{layer_class.__name__}As{stock_class.__name__}"
+    combined = type(name, (layer_class, stock_class), {"__module__": __name__, "__doc__": layer_class.__doc__})
+    globals()[name] = combined
+    return combined
 
 
 def register() -> None:
-    """Make transformers' Auto classes know converted folders of every family."""
+    """Register the config and model classes of every family's converted folders with transformers' Auto classes."""
     for name in family_names():
         config_class, models = hosted_classes(name)
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         for auto, model in models.items():
             getattr(transformers, auto).register(config_class, model, exist_ok=True)
         stock = CONFIG_MAPPING[name]
-        if stock in TOKENIZER_MAPPING:  # for folders whose tokenizer_config.json names no class
+        if stock in TOKENIZER_MAPPING:  # needed by folders whose tokenizer_config.json names no class
             AutoTokenizer.register(config_class, TOKENIZER_MAPPING[stock], exist_ok=True)

@@ -1,4 +1,4 @@
-"""`optimize`: a loaded model goes on with headwise's attention, cache and products, and the parameters it has."""
+"""`optimize`: replace a loaded model's attention, cache and linear layers by headwise's, and keep its parameters."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ from headwise.specs import HOSTED_PREFIX
 
 
 def optimize(model: Any) -> Any:
-    """Let a loaded transformers model run as headwise does; nothing is copied, and the model itself is returned.
+    """Make a loaded transformers model use headwise's attention, cache and linear layers, in place.
 
-    - Attention is `headwise.kernels.attend`, as with ``attn_implementation="headwise"``. DeepSeek's modules, which
-      decode keys and values from the cached latents before they ask for that, are made headwise's own.
-    - ``generate`` keeps what it remembers in a `HeadwiseCache`, unless it is given another or told which.
-    - Linear layers read their weights at the speed of memory where tokens are few (on a CPU, without gradients).
+    For example ``model = headwise.optimize(AutoModelForCausalLM.from_pretrained("./model"))``.
 
-    Outputs are the same to rounding; parameters, their names and hooks are the same objects, and what is saved is a
-    stock folder. A second time changes nothing.
+    - Attention is `headwise.kernels.attend`, as with ``attn_implementation="headwise"``. DeepSeek's attention modules
+      are replaced too, because the stock ones decode keys and values from all cached latents at every step.
+    - ``generate`` caches in a `HeadwiseCache`, unless a cache or its kind is passed to it.
+    - Linear layers read their weights at the speed of memory when there are few tokens (on a CPU, without gradients).
+
+    Outputs are the same up to rounding. Parameters, their names and hooks stay the same objects, and saving the model
+    gives a stock folder. A second call changes nothing.
 
     Args:
-        model: any transformers model whose attention can be set, with or without a head; converted ones too.
+        model: any transformers model whose attention can be set, with or without a head, converted or not.
+
+    Returns:
+        The model itself.
 
     Raises:
-        ArgumentError: it is no transformers model, or a module of it cannot be taken over. Nothing is changed then.
-        SpecError: its attention cannot be set, or wants something that `attend` does not know.
+        ArgumentError: it is no transformers model, or one of its modules cannot be replaced; the model is unchanged.
+        SpecError: its attention cannot be set, or needs a feature that `attend` does not have.
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", type(model).__name__, "must be a loaded transformers model")
@@ -43,26 +48,30 @@ def optimize(model: Any) -> Any:
         model.set_attn_implementation(NAME)
     take_over_linears(model)
     if model.can_generate():
-        own: Any = model
-        own._prepare_cache_for_generation = partial(_prepare_cache, model)
+        instance: Any = model
+        instance._prepare_cache_for_generation = partial(_prepare_cache, model)
     return model
 
 
 def _check(model: Any, family: str) -> None:
-    """Refuse a model whose attention would not ask ours, or ask what ours does not know."""
+    """Refuse a model that would not call headwise's attention, or needs a feature that it does not have.
+
+    Raises:
+        SpecError: it is such a model.
+    """
     if not model._can_set_attn_implementation():
         raise SpecError("model_type", family, "cannot be optimised: transformers cannot set its attention")
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    wants = {
+    unsupported = {
         "caps its scores": any(getattr(config, "attn_logit_softcapping", None) is not None for config in configs),
         "adds a learned bias to its scores": any(
             hasattr(config, "relative_attention_num_buckets") for config in configs
         ),
         "has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
-    for what, is_wanted in wants.items():
-        if is_wanted:
-            raise SpecError("model_type", family, f"cannot be optimised: it {what}")
+    for feature, is_used in unsupported.items():
+        if is_used:
+            raise SpecError("model_type", family, f"cannot be optimised: it {feature}")
 
 
 def _prepare_cache(
@@ -73,23 +82,23 @@ def _prepare_cache(
     batch_size: int,
     max_cache_length: int,
 ) -> Any:
-    """transformers' own method, and a `HeadwiseCache` where it has made a `DynamicCache`."""
-    given = model_kwargs.get("past_key_values")
-    told = type(model)._prepare_cache_for_generation(
+    """Call transformers' method, and if that made a `DynamicCache`, replace it by a `HeadwiseCache`."""
+    passed = model_kwargs.get("past_key_values")
+    result = type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     )
-    made = model_kwargs.get("past_key_values")
-    if made is None or made is given:
-        return told
-    inner = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
-    if type(inner) is not DynamicCache or inner.offloading:
-        return told
+    prepared = model_kwargs.get("past_key_values")
+    if prepared is None or prepared is passed:
+        return result
+    decoder_cache = prepared.self_attention_cache if isinstance(prepared, EncoderDecoderCache) else prepared
+    if type(decoder_cache) is not DynamicCache or decoder_cache.offloading:
+        return result
     cache = HeadwiseCache(model)
     cache.expect(max_cache_length)
     if generation_config.is_assistant:
         cache.activate_past_recording()
-    if inner is made:
+    if decoder_cache is prepared:
         model_kwargs["past_key_values"] = cache
     else:
-        made.self_attention_cache = cache
-    return told
+        prepared.self_attention_cache = cache
+    return result
