@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import headwise
 PACKAGE = Path(headwise.__file__).parent
 
 ROOMS = (
-    ("errors", "progress", "documents", "renamed", "arguments", "hub", "options"),
+    ("errors", "progress", "documents", "renamed", "type_checks", "hub", "options"),
     ("specs",),
     ("cost",),
     ("kernels",),
@@ -33,7 +34,7 @@ ROOMS = (
 )
 """Each imports from those above it alone; several on one line do not import each other in a circle."""
 
-CONVERSION = ("solvers", "storage", "methods", "planning", "calibration", "budget", "output")
+CONVERSION = ("solvers", "methods", "planning", "storage", "calibration", "budget", "output")
 """The sub-rooms of ``conversion/`` in order; the files that lie in it directly come last."""
 
 MOST_FILES, MOST_LINES, MEDIAN_LINES = 16, 2500, 150
@@ -149,3 +150,27 @@ def test_functions_are_short(name: str) -> None:
         if file in EXEMPT or file.startswith("cli/") or is_layer:
             continue
         assert len([one for one in arguments if one not in ("self", "cls")]) <= MOST_PARAMETERS, node.name
+
+
+def test_the_chain_in_the_document_names_functions_that_exist_each_once() -> None:
+    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    chain = text.partition("to a shard on disk\n")[2].split("```")[1].strip().splitlines()
+    assert len(chain) < 25
+    names = [line.split()[0] for line in chain]
+    assert len(set(names)) == len(names)
+    for name in names:
+        module, attribute = _split_module(name)
+        target: object = importlib.import_module(f"headwise.{module}")
+        for part in attribute.split("."):
+            target = getattr(target, part)
+        assert callable(target), name
+
+
+def _split_module(name: str) -> tuple[str, str]:
+    """A name's module and what follows it; names of sub-rooms leave ``conversion.`` out."""
+    for prefix in ("", "conversion."):
+        parts = f"{prefix}{name}".split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            if ".".join(parts[:end]) in MODULES:
+                return ".".join(parts[:end]), ".".join(parts[end:])
+    raise AssertionError(f"{name} is in no module")

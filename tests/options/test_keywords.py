@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.arguments import typed
 from headwise.errors import ArgumentError
 from headwise.options import EvaluateOptions, Options, at_least, option, takes_options
+from headwise.type_checks import typed
 
 
 class ReadOptions(Options):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
 from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
@@ -28,6 +27,7 @@ from headwise.options import CalibrateOptions, takes_options
 from headwise.processes import first_enters, my_windows, process_index
 from headwise.progress import Progress, silent
 from headwise.texts.calibration import check_texts, open_windows, refuse_cross_layers
+from headwise.type_checks import typed
 
 
 @dataclass(frozen=True, kw_only=True)

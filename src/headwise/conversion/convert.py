@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from headwise.arguments import typed
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.estimate import estimate_seconds
@@ -22,8 +21,8 @@ from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_
 from headwise.conversion.planning.target import Target, parse_target
 from headwise.conversion.proof import Exam, find_exam, overlap_notes, prove
 from headwise.conversion.report import Conversion, describe, notes_before
-from headwise.conversion.run import ConversionInputs, WrittenFolder, write_folder
 from headwise.conversion.unsolvable import refuse_unsolvable
+from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
 from headwise.errors import ArgumentError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
@@ -31,6 +30,7 @@ from headwise.options import ConvertOptions, takes_options
 from headwise.processes import first_enters, process_index
 from headwise.progress import Progress, silent
 from headwise.texts import CalibrationTexts, check_texts, refuse_cross_layers
+from headwise.type_checks import typed
 
 UNKNOWN_SPREAD = "the text decides how the cache is spread over layers; parameters and disk depend on it"
 """The note of a dry run about sizes that it does not compute."""

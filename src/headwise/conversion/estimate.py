@@ -13,10 +13,10 @@ from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.sensitivity import PIECE
 from headwise.conversion.calibration.source import sensitivity_windows
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps
-from headwise.conversion.loop import convert_layer
+from headwise.conversion.layer_loop import convert_layer
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.output.store import LayerStore
 from headwise.conversion.planning.plan import ConversionPlan, Place
+from headwise.conversion.storage.store import LayerStore
 from headwise.hf import LayerwiseModel
 from headwise.processes import process_count, temporary_folder
 from headwise.progress import Progress, silent

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.arguments import typed
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.paired import Paired
@@ -21,8 +20,9 @@ from headwise.evaluation.speed import Speed, decode_times
 from headwise.options import EvaluateOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
-from headwise.texts.sources import refuse_twice
+from headwise.texts.identity import refuse_twice
 from headwise.texts.windows import token_windows, usual_window
+from headwise.type_checks import typed
 
 WINDOW = 2048
 CONTEXT = 512

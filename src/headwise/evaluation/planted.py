@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.arguments import typed
 from headwise.checkpoints import decode
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
@@ -23,6 +22,7 @@ from headwise.options import PlantedOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
 from headwise.texts.windows import ending_ids, first_ids, token_ids, token_windows
+from headwise.type_checks import typed
 
 FACT = "\nThe secret code is {code}. Remember it.\n"
 QUESTION = "\nQuestion: What is the secret code?\nAnswer: The secret code is"

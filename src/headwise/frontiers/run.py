@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from headwise.arguments import typed
 from headwise.checkpoints import open_checkpoint, versions
 from headwise.checkpoints.disk import lock_folder, refuse_file, remove_locked, unlock
 from headwise.conversion.proof import choose_exam, overlap_notes, refuse_unexamined
@@ -21,6 +20,7 @@ from headwise.hf import as_dtype
 from headwise.options import FrontierOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts import check_texts, read_source
+from headwise.type_checks import typed
 
 _MODELS, _WORK = "models", ".headwise-work"
 

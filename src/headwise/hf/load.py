@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from headwise.arguments import typed
 from headwise.checkpoints import (
     DTYPES,
     Checkpoint,
@@ -23,6 +22,7 @@ from headwise.checkpoints import (
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.complete import check_complete, check_values
 from headwise.hf.config import model_class, refused, stock_config
+from headwise.type_checks import typed
 
 
 @typed

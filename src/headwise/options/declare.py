@@ -8,8 +8,8 @@ from inspect import cleandoc
 from textwrap import wrap
 from typing import Any, dataclass_transform, get_type_hints
 
-from headwise.arguments import check_types
 from headwise.errors import ArgumentError
+from headwise.type_checks import check_types
 
 _WIDTH, _STEP = 114, "    "
 """The width of a docstring's lines, and one step of their indentation."""

@@ -9,9 +9,10 @@ from headwise.texts.calibration import (
     refuse_unknown_tokens,
 )
 from headwise.texts.files import language_reference, read_jsonl, read_text, reference_topics
+from headwise.texts.identity import refuse_twice, text_identity
 from headwise.texts.mixture import calibration_windows, hold_out, windows_beyond
 from headwise.texts.overlap import overlap_note, passages_apart, shared_fraction, shared_tokens
-from headwise.texts.sources import read_source, refuse_twice, text_identity
+from headwise.texts.sources import read_source
 from headwise.texts.windows import (
     cut_windows,
     ending_ids,

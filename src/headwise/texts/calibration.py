@@ -12,8 +12,9 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, load_tokenizer, max_length
 from headwise.errors import ArgumentError
+from headwise.texts.identity import refuse_twice, text_identity
 from headwise.texts.mixture import calibration_windows, hold_out
-from headwise.texts.sources import read_source, refuse_twice, text_identity
+from headwise.texts.sources import read_source
 from headwise.texts.windows import usual_window, wrapping_ids
 
 TOKENS = 16_384

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -14,7 +12,8 @@ from headwise.texts.files import read_text
 
 DATASET_PREFIX = "hf-dataset://"
 DATASETS_PIP = "pip install 'headwise[datasets]'"
-_COLUMN = "text"
+COLUMN = "text"
+"""The column that is read unless one is named."""
 _KINDS = {"parquet": ("*.parquet",), "json": ("*.jsonl", "*.json"), "text": ("*.txt",)}
 
 
@@ -45,60 +44,17 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
         config, split = (*parts, "", "")[:2]
         rows = _dataset_rows(source, name, repository, config or None, split=split or "train")
     else:
-        path, column = _local(source)
+        path, column = local_path(source)
         if not path.is_dir() and path.suffix not in (".parquet", ".jsonl"):
             if column:
                 raise ArgumentError(name, str(source), f"{path} has no columns; name it without #{column}")
             return read_text(path, characters=characters, name=name)
-        kind, files = _local_files(path, name)
+        kind, files = local_files(path, name)
         rows = _dataset_rows(source, name, kind, data_files=files, split="train")
-    return _text(rows, column or _COLUMN, characters, source, name)
+    return _text(rows, column or COLUMN, characters, source, name)
 
 
-def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
-    """Refuse a text that is named twice, under whatever path, because it would count twice.
-
-    Args:
-        sources: see `read_source`.
-        name: what an error calls the sources.
-
-    Raises:
-        ArgumentError: two sources are the same text, or one cannot be read.
-    """
-    by_identity: dict[str, str | Path] = {}
-    for source in sources:
-        identity = text_identity(source, name=name)
-        if identity in by_identity:
-            raise ArgumentError(name, str(source), f"is the same text as {by_identity[identity]}; name it once")
-        by_identity[identity] = source
-
-
-def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
-    """A string that is the same for equal texts, wherever they are stored: a digest of content and column.
-
-    A dataset of the hub is identified by its name alone.
-
-    Args:
-        source: see `read_source`.
-        name: what an error calls the source.
-
-    Raises:
-        ArgumentError: the source cannot be read.
-    """
-    if str(source).startswith(DATASET_PREFIX):
-        return str(source)
-    path, column = _local(source)
-    kind, files = _local_files(path, name) if path.is_dir() else ("", [str(path)])
-    try:
-        digests = [_digest(file) for file in files]
-    except OSError as error:
-        raise ArgumentError(name, str(source), f"could not be read: {error.strerror}") from None
-    if not path.is_dir() and column in ("", _COLUMN):
-        return digests[0]
-    return hashlib.sha256(json.dumps([kind, column or _COLUMN, digests]).encode()).hexdigest()
-
-
-def _local(source: str | Path) -> tuple[Path, str]:
+def local_path(source: str | Path) -> tuple[Path, str]:
     """The file or folder of a source, and the column that is named behind its ``#``."""
     where, _, column = str(source).partition("#")
     if Path(source).exists() or not Path(where).exists():
@@ -106,12 +62,7 @@ def _local(source: str | Path) -> tuple[Path, str]:
     return Path(where), column
 
 
-def _digest(file: str) -> str:
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _local_files(path: Path, name: str) -> tuple[str, list[str]]:
+def local_files(path: Path, name: str) -> tuple[str, list[str]]:
     """The name that ``datasets`` has for the kind of the files, and the files in order."""
     for kind, patterns in _KINDS.items():
         if path.is_dir():

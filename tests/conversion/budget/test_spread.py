@@ -169,7 +169,7 @@ def test_an_allocation_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     uneven(tmp_path / "source")
     whole = converted(tmp_path, "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.conversion.run._fill", None)
+        patch.setattr("headwise.conversion.write_folder._fill", None)
         with pytest.raises(TypeError):
             converted(tmp_path)
     monkeypatch.setattr(spread, "_search", None)

@@ -18,16 +18,16 @@ from headwise.conversion import parse_target
 from headwise.conversion.budget import shared_channels
 from headwise.conversion.budget.shared_channels import choose_shared_channels, rotary_losses
 from headwise.conversion.calibration.base import NOTHING_KNOWN
-from headwise.conversion.loop import convert_layer
+from headwise.conversion.layer_loop import convert_layer
 from headwise.conversion.output import deepseek, formats
 from headwise.conversion.output.difference import logits_difference
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.output.store import LayerStore
 from headwise.conversion.planning.plan import ConversionPlan, Place, make_plan
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage.activations import Activations
 from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.storage.store import LayerStore
 from headwise.progress import silent
 from headwise.specs import GroupedSpec, LatentSpec
 from tests.conversion.test_resumed import StoppedError, stop_at

@@ -12,8 +12,8 @@ from headwise.checkpoints import FolderWriter
 from headwise.conversion.budget.shared_channels import compare_own_channels
 from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.output.store import ConvertedLayer, LayerStore
 from headwise.conversion.planning.plan import Place
+from headwise.conversion.storage.store import ConvertedLayer, LayerStore
 from headwise.processes import process_index
 from headwise.progress import Progress, silent
 

@@ -14,14 +14,14 @@ from headwise.conversion.budget.spread import Spread, find_spread
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.text import TextCalibrator, start_on_text
-from headwise.conversion.loop import follow, write_tensors
+from headwise.conversion.layer_loop import follow, write_tensors
 from headwise.conversion.output.difference import logits_difference
 from headwise.conversion.output.formats import OutputFormat, StockReport
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.output.store import LayerStore
 from headwise.conversion.planning.plan import ConversionPlan
 from headwise.conversion.proof import Exam
 from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.storage.store import LayerStore
 from headwise.processes import barrier, first_enters, process_index
 from headwise.progress import Progress, silent
 from headwise.texts import NO_TEXTS, CalibrationTexts

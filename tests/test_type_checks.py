@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 
 import headwise
-from headwise.arguments import typed
 from headwise.errors import ArgumentError
+from headwise.type_checks import typed
 
 
 @typed

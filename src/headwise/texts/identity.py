@@ -1,0 +1,59 @@
+"""Whether two sources are the same text, whatever their paths."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwise.errors import ArgumentError
+from headwise.texts.sources import COLUMN, DATASET_PREFIX, local_files, local_path
+
+
+def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
+    """Refuse a text that is named twice, under whatever path, because it would count twice.
+
+    Args:
+        sources: see `read_source`.
+        name: what an error calls the sources.
+
+    Raises:
+        ArgumentError: two sources are the same text, or one cannot be read.
+    """
+    by_identity: dict[str, str | Path] = {}
+    for source in sources:
+        identity = text_identity(source, name=name)
+        if identity in by_identity:
+            raise ArgumentError(name, str(source), f"is the same text as {by_identity[identity]}; name it once")
+        by_identity[identity] = source
+
+
+def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
+    """A string that is the same for equal texts, wherever they are stored: a digest of content and column.
+
+    A dataset of the hub is identified by its name alone.
+
+    Args:
+        source: see `read_source`.
+        name: what an error calls the source.
+
+    Raises:
+        ArgumentError: the source cannot be read.
+    """
+    if str(source).startswith(DATASET_PREFIX):
+        return str(source)
+    path, column = local_path(source)
+    kind, files = local_files(path, name) if path.is_dir() else ("", [str(path)])
+    try:
+        digests = [_digest(file) for file in files]
+    except OSError as error:
+        raise ArgumentError(name, str(source), f"could not be read: {error.strerror}") from None
+    if not path.is_dir() and column in ("", COLUMN):
+        return digests[0]
+    return hashlib.sha256(json.dumps([kind, column or COLUMN, digests]).encode()).hexdigest()
+
+
+def _digest(file: str) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
