@@ -30,7 +30,7 @@ import headwise
 from headwise.hf import HeadwiseCache
 from headwise.hf.linear import FewTokensLinear
 from headwise.kernels import attend
-from headwise.measurement.limits import Probes
+from headwise.measurement.machine_limits import Probes
 from headwise.measurement.timing import seconds, spread_interleaved
 
 LAYERS = 4

@@ -38,10 +38,8 @@ def conversion(document: Document) -> str:
         ratios = [f"{_number(score['perplexity'])} ({_text_ratio(row, score)})" for score in scores]
         rows.append([_target(row), _method(row), *ratios, *_piqa(row), _minutes(row)])
     for row in _conversions(document)[:1]:
-        scores = row["evaluate"]
-        whole = row["values"] * scores["reference_cache_bytes_per_token"] / scores["cache_bytes_per_token"]
-        original = [_number(score["reference_perplexity"]) for score in scores["texts"]]
-        rows.insert(0, [f"{whole:.0f}", "original", *original, *_piqa_of_original(document), ""])
+        original = [_number(score["reference_perplexity"]) for score in row["evaluate"]["texts"]]
+        rows.insert(0, [f"{_values_of_original(row):.0f}", "original", *original, *_piqa_of_original(document), ""])
     head = ["values", "method", *texts, "PIQA", "minutes"]
     return table(head, rows, left=2)
 
@@ -51,7 +49,7 @@ def conversion_short(document: Document) -> str:
     rows = [row for row in _conversions(document) if not row.get("stock")]
 
     def line(row: dict[str, Any]) -> str:
-        return _target(row) + (", a mixture" if len(row["texts"]) > 1 else "")
+        return _target(row) + (", mixture" if len(row["texts"]) > 1 else "")
 
     targets = list(dict.fromkeys(map(line, rows)))
     texts = _texts(document)
@@ -69,7 +67,8 @@ def conversion_short(document: Document) -> str:
             ]
             others += _piqa(by_method["headwise"])
         lines.append([target, *first, *others])
-    head = ["values", *(METHODS[method] for method in shown), *(f"headwise, {text}" for text in texts[1:])]
+    values = f"values of {_values_of_original(rows[0]):.0f}"
+    head = [values, *(METHODS[method] for method in shown), *(f"headwise, {text}" for text in texts[1:])]
     head.append(" of ".join(["PIQA", *filter(None, _piqa_of_original(document))]))
     return table(head, lines)
 
@@ -282,6 +281,12 @@ def _conversions(document: Document) -> list[dict[str, Any]]:
             row.get("stock", False),
         ),
     )
+
+
+def _values_of_original(row: dict[str, Any]) -> float:
+    """Values a token and layer that the original caches."""
+    scores = row["evaluate"]
+    return float(row["values"] * scores["reference_cache_bytes_per_token"] / scores["cache_bytes_per_token"])
 
 
 def _texts(document: Document) -> list[str]:

@@ -43,7 +43,7 @@ LONGEST_BODY, MOST_PARAMETERS = 60, 8
 EXEMPT = {
     # Its parameters are those of torch's scaled_dot_product_attention.
     "kernels/attend.py": "SDPA's signature",
-    "kernels/choice.py": "SDPA's signature",
+    "kernels/backend_choice.py": "SDPA's signature",
     "kernels/gpu/kernels.py": "a GPU kernel",
     "kernels/native/attention.py": "a kernel's call",
 }

@@ -20,12 +20,12 @@ from torch import Tensor
 
 import headwise
 from headwise.bench import Bench, Shape, Timing, bench_decode, bench_generate, bench_module, bench_prefill, page
-from headwise.bench.apart import Apart
 from headwise.bench.decode import expanded, ways_to_attend
+from headwise.bench.engine_process import Apart
 from headwise.bench.engines import _CTranslate2, widen
 from headwise.bench.report import OURS, UnableError, run_case
 from headwise.kernels import attend
-from headwise.measurement.limits import Limits, Probes
+from headwise.measurement.machine_limits import Limits, Probes
 from tests.cli.conftest import Said, cli, one_thread
 from tests.cli.test_costs import fits_80_columns
 from tests.closeness import assert_close

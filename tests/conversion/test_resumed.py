@@ -10,7 +10,7 @@ import pytest
 
 import headwise
 from headwise.checkpoints import Checkpoint, FolderWriter
-from headwise.conversion import loop as layers
+from headwise.conversion import layer_loop as layers
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.planning import plan as planning
 from headwise.conversion.planning.plan import Place

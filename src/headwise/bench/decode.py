@@ -21,7 +21,7 @@ from headwise.errors import ArgumentError
 from headwise.hf import as_device, as_dtype
 from headwise.kernels import attend, causal_mask, choose_backend
 from headwise.kernels.libraries import causal_block_mask
-from headwise.measurement.limits import Probes
+from headwise.measurement.machine_limits import Probes
 from headwise.measurement.memory import available_bytes
 from headwise.progress import Progress, silent
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.bench.apart import Apart, Engine
+from headwise.bench.engine_process import Apart, Engine
 from headwise.bench.report import UnableError
 from headwise.checkpoints import load_tokenizer, model_path
 from headwise.hf import load

@@ -19,13 +19,13 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from headwise import cost
-from headwise.bench.apart import Apart
+from headwise.bench.engine_process import Apart
 from headwise.bench.engines import ENGINES, start
 from headwise.bench.report import MEMORY_ERRORS, OURS, Bench, Case, Timing, UnableError, case_of
 from headwise.errors import ArgumentError
 from headwise.hf import HeadwiseCache, load, optimize
 from headwise.measurement import cache_nbytes
-from headwise.measurement.limits import Probes
+from headwise.measurement.machine_limits import Probes
 from headwise.measurement.timing import seconds
 from headwise.progress import Progress, silent
 from headwise.specs import ModelSpec, read_spec

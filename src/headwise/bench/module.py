@@ -24,7 +24,7 @@ from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
 from headwise.hf import as_dtype
 from headwise.hf.linear import take_over_linears
-from headwise.measurement.limits import Probes
+from headwise.measurement.machine_limits import Probes
 from headwise.progress import Progress, silent
 from headwise.specs import RopeSpec
 

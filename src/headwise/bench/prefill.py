@@ -27,7 +27,7 @@ from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
 from headwise.hf import as_device, as_dtype
 from headwise.kernels import choose_backend
-from headwise.measurement.limits import Probes
+from headwise.measurement.machine_limits import Probes
 from headwise.progress import Progress, silent
 
 LENGTHS = (512, 2048, 8192)

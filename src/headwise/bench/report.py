@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from headwise.measurement.limits import Limits, Probes
 from headwise.measurement.machine import machine, versions
+from headwise.measurement.machine_limits import Limits, Probes
 from headwise.measurement.timing import Spread, seconds, spread_interleaved
 
 OURS = "headwise"

@@ -11,7 +11,7 @@ from headwise.cli.app import numbers_table, out
 
 if TYPE_CHECKING:
     from headwise.evaluation import ChoiceEvaluation, Evaluation, PlantedEvaluation, Rate, RetrievalEvaluation
-    from headwise.evaluation.paired import Paired
+    from headwise.evaluation.paired_results import Paired
 
 COLUMNS = ("model", "reference")
 

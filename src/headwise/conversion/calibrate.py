@@ -15,7 +15,7 @@ from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_ch
 from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
-from headwise.conversion.calibration.source import begin_streams, sensitivity_windows, traced
+from headwise.conversion.calibration.source_stream import begin_streams, sensitivity_windows, traced
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.planning.target import refuse_latent
 from headwise.conversion.solvers.statistics import statistics_of

@@ -11,7 +11,7 @@ from headwise.conversion.budget.spread import TOKENS
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.sensitivity import PIECE
-from headwise.conversion.calibration.source import sensitivity_windows
+from headwise.conversion.calibration.source_stream import sensitivity_windows
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps
 from headwise.conversion.layer_loop import convert_layer
 from headwise.conversion.output.layout import OutputLayout

@@ -2,7 +2,7 @@
 
 from headwise.evaluation.choices import Choice, ChoiceEvaluation, evaluate_choices, log_likelihoods, read_choices
 from headwise.evaluation.evaluate import WINDOW, Evaluation, PositionScore, TextScore, evaluate, evaluate_windows
-from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
+from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.planted import DepthScore, PlantedEvaluation, evaluate_planted
 from headwise.evaluation.rate import Rate, rate
 from headwise.evaluation.retrieval import (

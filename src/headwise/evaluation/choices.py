@@ -11,7 +11,7 @@ import torch
 
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
-from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
+from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.rate import Rate, rate
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_jsonl

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation.pair import Pair, check_vocabulary, open_pair
-from headwise.evaluation.paired import Paired
+from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
+from headwise.evaluation.paired_results import Paired
 from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import Speed, decode_times
 from headwise.options import EvaluateOptions, takes_options

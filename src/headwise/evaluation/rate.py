@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from headwise.evaluation.paired import Paired
+from headwise.evaluation.paired_results import Paired
 
 _Z = 1.959963984540054
 """The normal distribution's 97.5 % quantile."""

@@ -23,7 +23,7 @@ from headwise.checkpoints import (
     tokenize,
 )
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation.paired import Paired
+from headwise.evaluation.paired_results import Paired
 from headwise.evaluation.rate import Rate, rate
 from headwise.hf import as_device, as_dtype
 from headwise.progress import Progress, silent

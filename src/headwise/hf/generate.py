@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 
 from headwise.checkpoints import decode, load_tokenizer, model_path, tokenize
 from headwise.errors import ArgumentError, CheckpointError, SpecError
+from headwise.hf.cuda_graph import can_record, decode_recorded
 from headwise.hf.load import load, open_decoder
 from headwise.hf.optimize import optimize
-from headwise.hf.recorded import can_record, decode_recorded
 
 _LARGEST_ID = 2**63 - 1
 """The largest value of an int64 tensor."""
@@ -65,7 +65,7 @@ def generate(
 ) -> Generation:
     """Continue a prompt greedily.
 
-    On a CUDA GPU a model that is not converted decodes through a CUDA graph (`headwise.hf.recorded`). For example
+    On a CUDA GPU a model that is not converted decodes through a CUDA graph (`headwise.hf.cuda_graph`). For example
     ``generate("smollm2-135m", "The capital of France is", max_new_tokens=10).text``.
 
     Args:

@@ -1,7 +1,7 @@
 """softmax(QKᵀ)V: several backends behind `attend`; `reference` defines what is correct."""
 
 from headwise.kernels.attend import AttendOptions, attend, attend_with_weights
-from headwise.kernels.choice import BACKENDS, WITHOUT_WEIGHTS, Backend, Choice, choose_backend
+from headwise.kernels.backend_choice import BACKENDS, WITHOUT_WEIGHTS, Backend, Choice, choose_backend
 from headwise.kernels.mask import as_bool_mask, causal_mask, combine_masks
 from headwise.kernels.quantized import attend_quantized, dequantize, pack, quantize, unpack
 from headwise.kernels.reference import masked_softmax

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.kernels.choice import (
+from headwise.kernels.backend_choice import (
     BACKENDS,
     PARTICULAR,
     WITHOUT_WEIGHTS,

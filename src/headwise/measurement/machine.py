@@ -12,7 +12,7 @@ import torch
 
 from headwise.checkpoints import dtype_name
 from headwise.kernels.native import built
-from headwise.measurement.limits import Probes
+from headwise.measurement.machine_limits import Probes
 from headwise.measurement.timing import spread_interleaved
 from headwise.progress import Progress, silent
 

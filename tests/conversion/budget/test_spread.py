@@ -18,8 +18,8 @@ from headwise import Conversion
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.budget import layer_trials, spread
 from headwise.conversion.budget.layer_trials import LayerTrials
-from headwise.conversion.budget.sizes import narrowed, sizes_to_try
 from headwise.conversion.budget.trial import Trial, held_pieces
+from headwise.conversion.budget.trial_sizes import narrowed, sizes_to_try
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
 from headwise.conversion.solvers.layer import Layer, rotation_tables

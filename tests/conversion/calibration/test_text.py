@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import headwise
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion.calibration.candidate import Candidate
+from headwise.conversion.calibration.candidate_layer import Candidate
 from headwise.conversion.calibration.sensitivity import output_sensitivities
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps
 from headwise.conversion.planning.plan import Place, read_layer

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.conversion.budget.allocation import Node
-from headwise.conversion.budget.sizes import sizes_to_try, solutions
 from headwise.conversion.budget.trial import Trial
+from headwise.conversion.budget.trial_sizes import sizes_to_try, solutions
 from headwise.conversion.calibration.saved import SavedCalibrator, save_layer
 from headwise.conversion.calibration.sensitivity import refuse_no_numbers
 from headwise.conversion.calibration.text import TextCalibrator

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.conversion.calibration.base import Calibrator, Refined
-from headwise.conversion.calibration.candidate import Candidate, TrainingWindows, descend
+from headwise.conversion.calibration.candidate_layer import Candidate, TrainingWindows, descend
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
-from headwise.conversion.calibration.source import SourceStream, begin_streams, sensitivity_windows, traced
+from headwise.conversion.calibration.source_stream import SourceStream, begin_streams, sensitivity_windows, traced
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place
 from headwise.conversion.solvers.layer import Layer, Rotation, rotation_tables

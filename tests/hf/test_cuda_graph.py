@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headwise
-from headwise.hf.recorded import Recorded, can_record, decode_recorded
+from headwise.hf.cuda_graph import Recorded, can_record, decode_recorded
 from tests.real_models import save_tiny
 
 

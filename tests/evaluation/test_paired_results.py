@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from headwise.evaluation import DepthScore, Evaluation, PositionScore, RetrievalEvaluation, TextScore, rate
-from headwise.evaluation.paired import Paired
+from headwise.evaluation.paired_results import Paired
 
 
 @dataclass(frozen=True, kw_only=True)
