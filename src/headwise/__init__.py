@@ -173,7 +173,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "cost":  # a room whose functions are used under its name
+    if name == "cost":  # a package whose functions are called as headwise.cost.…
         return importlib.import_module("headwise.cost")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

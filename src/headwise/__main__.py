@@ -1,4 +1,4 @@
-"""``python -m headwise``, as ``torchrun -m headwise`` starts it."""
+"""The entry point of ``python -m headwise`` and ``torchrun -m headwise``."""
 
 from headwise.cli import main
 

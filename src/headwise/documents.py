@@ -1,4 +1,4 @@
-"""Results as documents: JSON, or a page for a browser."""
+"""Results as JSON, and as web pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def as_document(result: Any) -> dict[str, Any]:
-    """A dataclass as JSON-able values: ``dataclasses.asdict``, but for results within it that have a ``to_dict``.
+    """The fields of a dataclass as JSON-able values, by name; nested results are converted by their ``to_dict``.
 
     Args:
         result: an instance of a dataclass.
@@ -18,7 +18,7 @@ def as_document(result: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value of a result as JSON-able values; one that has a ``to_dict`` is what that returns."""
+    """Convert a field of a result to JSON-able values, by its ``to_dict`` where it has one."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if is_dataclass(value):
@@ -29,7 +29,7 @@ def plain(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """JSON-able values with None in the place of numbers that JSON cannot write: infinities and NaN."""
+    """Replace infinities and NaN, which JSON cannot hold, by None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -54,12 +54,12 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def web_page(title: str, body: str, style: str = "") -> str:
-    """One self-contained HTML file that begins with its title, in either of a reader's color schemes.
+    """A self-contained HTML page that follows the reader's light or dark color scheme.
 
     Args:
-        title: as text.
-        body: as HTML.
-        style: rules besides those of all pages.
+        title: plain text, for the window and the heading.
+        body: HTML below the heading.
+        style: CSS rules besides those that all pages have.
     """
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class HeadwiseError(ValueError):
-    """Something the user can put right.
+    """An error that the user can correct; the command line prints it as one line and ends with status 2.
 
     Args:
         field: the argument, config key, tensor or path that is wrong.
-        value: what it held.
-        rule: what it must be, or what to do instead.
+        value: its value.
+        rule: the rule for the value, or what to do instead.
     """
 
     def __init__(self, field: str, value: object, rule: str) -> None:
@@ -29,11 +29,11 @@ class SpecError(HeadwiseError):
 
 
 class CheckpointError(HeadwiseError):
-    """A model file is missing, damaged, or of a kind that is not read."""
+    """A model file is missing, damaged, or of an unsupported kind."""
 
 
 class StorageError(CheckpointError):
-    """The disk would not give or take a file: it is full, or the file may not be read or written."""
+    """A file cannot be read or written: the disk is full, or permissions do not allow it."""
 
 
 class MissingExtraError(HeadwiseError):

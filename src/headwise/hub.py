@@ -21,7 +21,7 @@ def fetch_hub(name: str, *, config_only: bool = False) -> Path:
         The local folder, or the local ``config.json`` with ``config_only``.
 
     Raises:
-        ArgumentError: the name is not written so.
+        ArgumentError: the name has another form.
         CheckpointError: the download failed.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
@@ -33,7 +33,7 @@ def fetch_hub(name: str, *, config_only: bool = False) -> Path:
     try:
         if config_only:
             return Path(hf_hub_download(repository, "config.json", **kwargs))
-        # Subfolders are left out: some repositories repeat the weights there in another layout.
+        # Subfolders are left out, because some repositories repeat the weights there in another layout.
         return Path(snapshot_download(repository, allow_patterns=list(_FILES), ignore_patterns=["*/*"], **kwargs))
-    except Exception as error:  # the hub client raises many kinds: network, not found, gated
+    except Exception as error:  # the hub client raises many kinds of exceptions: network, not found, gated
         raise CheckpointError("source", name, f"could not be fetched: {type(error).__name__}: {error}") from None

@@ -1,4 +1,4 @@
-"""Several processes on one conversion, as ``torchrun`` starts them; alone, each of these does nothing."""
+"""Collective operations of the processes that ``torchrun`` starts; in a single process they do nothing."""
 
 from __future__ import annotations
 
@@ -15,48 +15,55 @@ Writer = TypeVar("Writer", bound=AbstractContextManager[object])
 
 
 def process_index() -> int:
-    """The number of this process; the first, 0, writes what all have computed."""
+    """The rank of this process; process 0 writes the results of all."""
     return dist.get_rank() if _are_several() else 0
 
 
 def process_count() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return dist.get_world_size() if _are_several() else 1
 
 
 def my_windows(count: int) -> range:
-    """This process's share of ``count`` windows: consecutive ones, and all processes' together are all of them."""
+    """This process's consecutive share of ``count`` windows; each window belongs to one process."""
     return range(process_index() * count // process_count(), (process_index() + 1) * count // process_count())
 
 
 def all_sum(tensor: Tensor) -> Tensor:
-    """The sum of all processes' tensors, in place; Gram matrices are to be summed in float64."""
+    """Sum a tensor over all processes, in place.
+
+    Args:
+        tensor: of one shape and dtype in all processes; float64 for Gram matrices, to lose no digits.
+    """
     if _are_several():
         dist.all_reduce(tensor)
     return tensor
 
 
 def barrier() -> None:
-    """Wait until all processes are here."""
+    """Wait until all processes have called this."""
     if _are_several():
         dist.barrier()
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that all processes have, for as long as the block takes."""
+    """A temporary folder that all processes share until the end of the block."""
     with TemporaryDirectory() if process_index() == 0 else nullcontext() as folder:
         names = [folder]
         if _are_several():
             dist.broadcast_object_list(names)
         assert names[0] is not None
         yield Path(names[0])
-        barrier()  # the others may still be at its files
+        barrier()  # other processes may still use its files
 
 
 @contextmanager
 def first_enters(writer: Writer) -> Iterator[Writer]:
-    """The first process writes; the others begin once it has the folder, and end once the folder is in its place."""
+    """Enter a writer's context in the first process only.
+
+    The others begin the block once the writer has its folder, and leave it once the folder is in its place.
+    """
     with writer if process_index() == 0 else nullcontext():
         barrier()
         yield writer

@@ -1,12 +1,12 @@
-"""How long-running functions tell their caller how far they are."""
+"""The callback by which long-running functions report their progress."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many steps are finished, and how many there are."""
+"""Called with the name of a stage, the number of its steps that are finished, and the number of all its steps."""
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """The default: nobody is watching."""
+    """Ignore progress, the default."""

@@ -1,4 +1,4 @@
-"""Public names that have moved or are spelled anew: the old spelling works, and warns."""
+"""Old spellings of public names, which work and warn."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 
 def moved_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` for names that live elsewhere now.
+    """Make a module's ``__getattr__`` that finds names that have moved, with a DeprecationWarning.
 
     Args:
-        module: where the old spelling was, such as ``headwise.evaluation``.
-        names: today's full name of each, such as ``headwise.texts.read_text``.
+        module: the module's name, such as ``headwise.evaluation``.
+        names: the current full name of each, such as ``headwise.texts.read_text``, by its old name.
     """
 
-    def find(name: str) -> Any:
+    def lookup(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         warnings.warn(f"{module}.{name} is now {names[name]}", DeprecationWarning, stacklevel=2)
-        room, _, today = names[name].rpartition(".")
-        return getattr(importlib.import_module(room), today)
+        package, _, current = names[name].rpartition(".")
+        return getattr(importlib.import_module(package), current)
 
-    return find
+    return lookup
 
 
-def moved_to(room: str, *names: str) -> dict[str, str]:
-    """The full names of several that have moved to one room and kept their spelling."""
-    return {name: f"{room}.{name}" for name in names}
+def moved_to(package: str, *names: str) -> dict[str, str]:
+    """The current full names of names that have moved to one package and kept their spelling, for `moved_names`."""
+    return {name: f"{package}.{name}" for name in names}

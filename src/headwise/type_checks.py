@@ -1,4 +1,4 @@
-"""Arguments held to the types they are annotated with."""
+"""Check the types of arguments against their annotations."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ _WORDS = {
 
 
 def typed(function: Callable[P, R]) -> Callable[P, R]:
-    """Refuse arguments of other types than are annotated, a string where several are wanted among them.
+    """Decorate a function to check its arguments against their annotations.
+
+    A string is no collection of strings: where several values are expected, a single string is refused.
 
     Raises:
-        ArgumentError: by the function that is returned.
+        ArgumentError: raised by the decorated function: an argument has another type.
     """
     signature, hints = inspect.signature(function), get_type_hints(function)
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        with suppress(TypeError):  # one is missing or unknown: the call itself says so best
+        with suppress(TypeError):  # an argument is missing or unknown: the call below raises Python's own error
             check_types(signature.bind(*args, **kwargs).arguments, hints)
         return function(*args, **kwargs)
 
@@ -44,18 +46,18 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Refuse a value that is not of its type.
+    """Refuse a value that does not have its type.
 
     Args:
         values: by name.
-        hints: the type of each, by the same names.
+        hints: the types, by the same names.
 
     Raises:
-        ArgumentError: the first that is of another type.
+        ArgumentError: naming the first value that has another type.
     """
     for name, value in values.items():
         if not _fits(value, hints[name]):
-            raise ArgumentError(name, value, f"must be {_said(hints[name])}")
+            raise ArgumentError(name, value, f"must be {_in_words(hints[name])}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -65,20 +67,20 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return value in choices
     if isinstance(origin, type) and issubclass(origin, Collection):
-        several = isinstance(value, origin) and not isinstance(value, str | bytes)
-        return several and all(_fits(item, choices[0]) for item in value)
+        is_collection = isinstance(value, origin) and not isinstance(value, str | bytes)
+        return is_collection and all(_fits(item, choices[0]) for item in value)
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 
-def _said(hint: Any) -> str:
+def _in_words(hint: Any) -> str:
     origin, choices = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        *others, last = (_said(choice) for choice in choices)
+        *others, last = (_in_words(choice) for choice in choices)
         return f"{', '.join(others)} or {last}"
     if origin is Literal:
         return " or ".join(map(str, choices))
     if isinstance(origin, type) and issubclass(origin, Collection):
-        return f"several, each {_said(choices[0])}"
+        return f"several, each {_in_words(choices[0])}"
     return _WORDS.get(hint) or str(getattr(hint, "__name__", hint))

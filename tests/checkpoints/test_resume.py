@@ -218,7 +218,7 @@ def test_a_damaged_shard_is_written_again(out: Path, expected: dict[str, bytes],
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(out: Path, expected: dict[str, bytes]) -> None:
-    kept = f"; what is done is kept in {out.parent}/.out.headwise-partial, and the same command goes on from there"
+    kept = f"; what is done is kept in {out.parent}/.out.headwise-partial, and the same command continues from there"
     for _ in range(2):
         with full_disk(10_000), pytest.raises(CheckpointError) as error:
             finish(out)

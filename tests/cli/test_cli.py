@@ -288,7 +288,7 @@ def test_stopping_it_says_that_finished_work_is_kept(
     assert [process.stdout.readline() for _ in range(2)] == ["committed\n"] * 2  # the embeddings', and a layer's
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    kept = "what is done is kept in .out.headwise-partial, and the same command goes on from there"
+    kept = "what is done is kept in .out.headwise-partial, and the same command continues from there"
     line = f"headwise: interrupted; {kept}\n"
     assert (process.returncode, stderr) == (130, line)
     assert left(here) == [".out.headwise-partial", "text.txt", "tiny"]

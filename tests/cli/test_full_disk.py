@@ -13,7 +13,7 @@ from tests.checkpoints.test_resume import full_disk
 from tests.cli.conftest import Said
 from tests.real_models import save_tiny
 
-KEPT = "what is done is kept in .out.headwise-partial, and the same command goes on from there"
+KEPT = "what is done is kept in .out.headwise-partial, and the same command continues from there"
 
 
 def content(folder: Path) -> dict[str, bytes]:

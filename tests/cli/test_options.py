@@ -109,7 +109,7 @@ def test_a_frontiers_options(arguments: tuple[str, ...], fields: dict[str, Any])
     [
         (("--kv-budget", "2"), "kv_budget = 2.0: must be above 0 and at most 1"),
         (("--format", "gguf"), "format = 'gguf': must be headwise or deepseek"),
-        (("--evaluate", "a", "--no-evaluate"), "evaluate = 'a': goes without --no-evaluate"),
+        (("--evaluate", "a", "--no-evaluate"), "evaluate = 'a': cannot be used with --no-evaluate"),
         (("--calibration-tokens", "1"), "calibration_tokens = 1: must be at least 2"),
     ],
 )
@@ -133,7 +133,7 @@ def test_help_is_the_fields() -> None:
         "--calibrate TEXT A text that layers are studied on; may be repeated.",
         "--without STAGE Stages to leave out; may be repeated.",
         "--format <str> headwise, or deepseek. [default: headwise]",
-        "--no-evaluate <bool> Leave it out; goes without --evaluate.",
+        "--no-evaluate <bool> Leave it out; cannot be used with --evaluate.",
         "--evaluation-windows <int> How many windows of each. [default: 2]",
     ):
         assert line in shown

@@ -164,7 +164,7 @@ def test_a_killed_process_ends_all(tmp_path: Path) -> None:
     done = run(tmp_path / "failing.py", "fail", 1, "killed")
     assert done.returncode != 0
     assert ours(done.stderr) == [
-        "headwise: another process of this run was ended; the same command goes on from there"
+        "headwise: another process of this run was ended; the same command continues from there"
     ]
     assert done.stdout == ""
 
@@ -189,5 +189,5 @@ def test_a_process_that_a_library_holds_ends_with_the_line(tmp_path: Path) -> No
     done = run(tmp_path / "stuck.py")
     assert done.returncode == 1
     assert ours(done.stderr) == [
-        "headwise: another process of this run was ended; the same command goes on from there"
+        "headwise: another process of this run was ended; the same command continues from there"
     ]

@@ -239,7 +239,7 @@ def test_ctrl_c_during_it_keeps_the_conversion(
         headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY, progress=impatient)
     assert stopped.value.__notes__ == [
         "interrupted during the evaluation, which --no-evaluate leaves out",
-        f"what is done is kept in {tmp_path}/.out.headwise-partial, and the same command goes on from there",
+        f"what is done is kept in {tmp_path}/.out.headwise-partial, and the same command continues from there",
     ]
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr("headwise.conversion.methods.headwise.convert_to_latent", None)  # nothing is solved again

@@ -313,7 +313,7 @@ class FolderWriter:
         # A folder may be written within the working folder of another; the user knows the outer one.
         outer = (path for path in self._partial.parents if path.name.endswith(_PARTIAL))
         kept = next(outer, self._partial)
-        return f"; what is done is kept in {kept}, and the same command goes on from there"
+        return f"; what is done is kept in {kept}, and the same command continues from there"
 
     def _is_kept(self) -> bool:
         return self._run is not None and self._has_something()

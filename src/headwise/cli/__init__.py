@@ -1,4 +1,4 @@
-"""The ``headwise`` command: one thin file a subcommand."""
+"""The ``headwise`` command, with one file for each subcommand in `commands`."""
 
 from headwise.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The command-line application, and what all commands share: JSON on stdout, progress on stderr, tables, units."""
+"""The command-line application, and what its commands share: JSON on stdout, progress on stderr, tables, units."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def root(
 
 
 def emit(value: dict[str, Any]) -> None:
-    """Print a JSON document; infinities and NaN, which JSON cannot write, become null."""
+    """Print a JSON document; infinities and NaN, which JSON cannot hold, become null."""
     text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -67,7 +67,7 @@ def emit(value: dict[str, Any]) -> None:
 
 
 class StoppedError(Exception):
-    """Ctrl-C with a message about the work it ended; typer would drop the message of a KeyboardInterrupt."""
+    """An interruption with a message about the interrupted work; typer drops the message of a KeyboardInterrupt."""
 
 
 @contextmanager
@@ -99,14 +99,14 @@ def _bar() -> Iterator[Progress]:
         if stage not in tasks:
             tasks[stage] = bar.add_task(stage, total=total)
         elif done == 0:
-            bar.reset(tasks[stage])  # the stage begins again, for another model
+            bar.reset(tasks[stage])  # the stage begins again with another model
         bar.update(tasks[stage], completed=done, total=total)
 
     try:
         yield report
     except BaseException:
         patience.cancel()
-        # Nothing but the error shall be seen; the bar's own stop would print an empty line before it.
+        # Only the error should be visible; stopping the bar itself would print an empty line before it.
         bar.live.transient = True
         bar.live.stop()
         raise
@@ -126,7 +126,11 @@ def quiet_transformers() -> None:
 
 
 def numbers_table(*headings: str) -> Table:
-    """Make a plain table: the first column is left-aligned, the others, of numbers, right-aligned."""
+    """Make a plain table with a left-aligned first column and right-aligned columns of numbers.
+
+    Args:
+        headings: of the columns.
+    """
     table = Table(*headings, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(table.columns):
         column.no_wrap = True
@@ -135,7 +139,7 @@ def numbers_table(*headings: str) -> Table:
 
 
 def bytes_text(count: float) -> str:
-    """Bytes with a binary unit, such as ``1.5 MiB``."""
+    """Format a number of bytes with a binary unit, such as ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(count) < 1024 or unit == "PiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -144,7 +148,7 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A large number with a decimal prefix, such as ``134.5 M``; whole below 1000, such as ``450``."""
+    """Format a large number with a decimal prefix, such as ``134.5 M``; whole below 1000, such as ``450``."""
     if abs(count) < 1000 and count == int(count):
         return f"{count:.0f}"
     for prefix in ("", "k", "M", "G", "T", "P", "E"):

@@ -1,4 +1,4 @@
-"""What libraries print by themselves, held back while a command works, so that a refusal is one line."""
+"""Hold back the output of libraries while a command works, so that an error is one line on stderr."""
 
 from __future__ import annotations
 
@@ -17,67 +17,70 @@ from headwise.errors import HeadwiseError
 
 @contextmanager
 def held_back(err: PrintableConsole) -> Iterator[None]:
-    """Keep warnings, logs and what native code prints until the block is over.
+    """Hold back warnings, logs and the output of native code until the end of the block.
 
-    It follows on stderr then, unless the block is refused or interrupted, of which one line says all. Python's own
-    stdout goes on printing, as a document on it must hold nothing else.
+    They are then written to stderr, unless the block ends with an error of the user's or an interruption, for which
+    one line is enough. Python's own stdout is not held back: a JSON document goes there, and nothing else.
 
     Args:
-        err: prints on stderr all the while.
+        err: the console that keeps printing on stderr during the block.
     """
     try:
-        held: BinaryIO = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (closed below)
-    except OSError:  # no room for it anywhere
+        buffer: BinaryIO = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (closed below)
+    except OSError:  # no temporary folder has room
         yield
         return
     is_shown = True
-    with held:
+    with buffer:
         try:
-            with ExitStack() as until:
-                until.enter_context(_warnings_into(held))
-                until.enter_context(_descriptor_into(held, 1, sys.stdout, _lead_stdout(sys.stdout)))
-                until.enter_context(_descriptor_into(held, 2, sys.stderr, err.lead_to))
+            with ExitStack() as redirections:
+                redirections.enter_context(_warnings_into(buffer))
+                redirections.enter_context(_descriptor_into(buffer, 1, sys.stdout, _replace_stdout(sys.stdout)))
+                redirections.enter_context(_descriptor_into(buffer, 2, sys.stderr, err.lead_to))
                 yield
         except (HeadwiseError, KeyboardInterrupt):
             is_shown = False
             raise
         finally:
-            held.seek(0)
-            if is_shown and (text := held.read().decode(errors="replace")):
+            buffer.seek(0)
+            if is_shown and (text := buffer.read().decode(errors="replace")):
                 sys.stderr.write(printable(text))
 
 
 @contextmanager
-def _warnings_into(held: BinaryIO) -> Iterator[None]:
-    def keep(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
+def _warnings_into(buffer: BinaryIO) -> Iterator[None]:
+    def write(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
+    ) -> None:
         with suppress(OSError):
-            held.write(warnings.formatwarning(message, category, filename, lineno).encode(errors="replace"))
+            buffer.write(warnings.formatwarning(message, category, filename, lineno).encode(errors="replace"))
 
-    before, warnings.showwarning = warnings.showwarning, keep
+    before, warnings.showwarning = warnings.showwarning, write
     try:
         yield
     finally:
         warnings.showwarning = before
 
 
-def _lead_stdout(stream: Any) -> Callable[[IO[str] | None], None]:
-    def lead(file: IO[str] | None) -> None:
+def _replace_stdout(stream: Any) -> Callable[[IO[str] | None], None]:
+    def replace(file: IO[str] | None) -> None:
         sys.stdout = file or stream
 
-    return lead
+    return replace
 
 
 @contextmanager
 def _descriptor_into(
-    held: BinaryIO, number: int, stream: Any, lead: Callable[[IO[str] | None], None]
+    buffer: BinaryIO, number: int, stream: Any, replace: Callable[[IO[str] | None], None]
 ) -> Iterator[None]:
-    """Let a standard descriptor, on which native code prints, lead to ``held``.
+    """Redirect a standard file descriptor, on which native code prints, to a file.
 
     Args:
-        held: the file.
+        buffer: the file.
         number: the descriptor.
-        stream: Python's, at it; where it is elsewhere, such as a test's in memory, nothing is changed.
-        lead: told the file that leads where the descriptor did before, and None at the end.
+        stream: Python's stream for the descriptor. If it writes elsewhere, such as into memory in a test, nothing is
+            redirected.
+        replace: called with a stream that writes where the descriptor wrote before, and with None at the end.
     """
     if not isinstance(stream, io.TextIOWrapper) or _descriptor(stream) != number:
         yield
@@ -85,20 +88,20 @@ def _descriptor_into(
     stream.flush()
     before = os.dup(number)
     with open(os.dup(number), "w", encoding=stream.encoding, errors=stream.errors, buffering=1) as terminal:
-        os.dup2(held.fileno(), number)
-        lead(terminal)
+        os.dup2(buffer.fileno(), number)
+        replace(terminal)
         try:
             yield
         finally:
             with suppress(OSError):
-                stream.flush()  # into the file
+                stream.flush()  # writes what is left to the buffer
             os.dup2(before, number)
             os.close(before)
-            lead(None)
+            replace(None)
 
 
 def _descriptor(stream: io.TextIOWrapper) -> int | None:
-    """Where a stream leads; None for one that is kept in memory, or closed."""
+    """The file descriptor of a stream; None for a stream in memory, or a closed one."""
     try:
         return stream.fileno()
     except (OSError, ValueError):

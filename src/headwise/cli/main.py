@@ -18,10 +18,11 @@ _INTERRUPTED = 130
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its status.
 
-    0 is success, 2 bad input (told in one line on stderr), 130 an interruption and 1 any other failure.
+    The status is 0 for success, 2 for bad input (with one line on stderr), 130 for an interruption and 1 for any
+    other failure.
 
     Args:
-        arguments: the words behind ``headwise``; the process's own when None.
+        arguments: the words after ``headwise``; those of the process when None.
     """
     import typer
 
@@ -43,12 +44,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that nothing half-written stays
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, to clean up half-written files
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (closed by the caller)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals that cannot show a table's ×
-    # Some versions of typer have their own copy of click: its public exception tells which class is raised.
+    # Some versions of typer contain a copy of click; typer's public exception inherits from the class that is raised.
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     word = "interrupted"
     try:
@@ -74,18 +75,18 @@ def main(arguments: list[str] | None = None) -> None:
         if error.errno != errno.ENOSPC:
             raise
         sys.stderr.write("headwise: no space left to write to\n")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its end
         sys.exit(1)
-    if status == _INTERRUPTED:  # typer makes this status of Ctrl-C
+    if status == _INTERRUPTED:  # also typer's status for Ctrl-C
         sys.stderr.write(f"headwise: {printable(word)}\n")
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def _usage(error: Exception, arguments: list[str]) -> str:
-    """The parser's message, with the value it is about, which the parser leaves out."""
+    """The parser's message about an option, with the option's value, which the parser leaves out."""
     message: str = error.format_message()  # type: ignore[attr-defined]
     for option in getattr(getattr(error, "param", None), "opts", ()):
-        for index, argument in reversed(list(enumerate(arguments))):  # of a repeated option the last counts
+        for index, argument in reversed(list(enumerate(arguments))):  # the last value of a repeated option counts
             if argument == option and index + 1 < len(arguments):
                 return f"{option} = {arguments[index + 1]!r}: {message}"
             if argument.startswith(f"{option}="):

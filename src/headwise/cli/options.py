@@ -1,4 +1,4 @@
-"""A typer command's parameters, made from an options class: each field becomes an option or a flag."""
+"""Parameters of a typer command from an options class: each field becomes an option or a flag."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from headwise.errors import ArgumentError
 from headwise.options import Declaration, Options, declarations
 
 _NO = "no_"
-"""Begins the name of the parameter whose flag sets a field to False."""
+"""Prefix of a parameter whose flag sets a field to False."""
 
 
 def takes_options(kind: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a typer command that takes ``options``, an object of a kind, an option for each of the kind's fields.
+    """Give a typer command a command-line option for each field of its ``options``.
 
-    The field's type decides: ``bool`` makes a flag, ``Sequence[str]`` an option that may be repeated, and
-    ``bool | str`` an option and a flag ``--no-…`` that stands for False. For example::
+    A field's type decides the form: ``bool`` makes a flag, ``Sequence[str]`` an option that may be repeated, and
+    ``bool | str`` an option and a flag ``--no-…`` for False. For example::
 
         @app.command()
         @takes_options(ReadOptions)
         def read(source: Annotated[str, typer.Argument()], options: ReadOptions, as_json: Json = False) -> None: ...
 
     Args:
-        kind: the options class. What is left out on the command line has the default of its field.
+        kind: the options class; its defaults apply to options that are left out on the command line.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -37,16 +37,17 @@ def takes_options(kind: type[Options]) -> Callable[[Callable[..., None]], Callab
         parameters = list[inspect.Parameter]()
         for name, parameter in inspect.signature(command).parameters.items():
             if name == "options":
-                parameters += [each for one in declarations(kind).values() for each in _parameters(one)]
+                for declaration in declarations(kind).values():
+                    parameters += _parameters(declaration)
             else:
                 parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
         @wraps(command)
-        def run(**given: Any) -> None:
-            others = {name: given.pop(name) for name in hints if name in given}
-            command(**others, options=kind(**_values(kind, given)))
+        def run(**arguments: Any) -> None:
+            others = {name: arguments.pop(name) for name in hints if name in arguments}
+            command(**others, options=kind(**_values(kind, arguments)))
 
-        # typer reads the signature, and its types a second time.
+        # typer reads the signature, and the types from the annotations.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -54,51 +55,56 @@ def takes_options(kind: type[Options]) -> Callable[[Callable[..., None]], Callab
     return decorate
 
 
-def _parameters(one: Declaration) -> list[inspect.Parameter]:
-    """The command's parameters for one field: a second one where a flag stands for False beside a value."""
-    kinds = _alternatives(one.type)
-    dashed = one.name.replace("_", "-")
-    text = (one.help[0].upper() + one.help[1:]).replace("``", "")
+def _parameters(declaration: Declaration) -> list[inspect.Parameter]:
+    """The command's parameters for one field: two where a field takes a value and has a flag for False."""
+    kinds = _alternatives(declaration.type)
+    dashed = declaration.name.replace("_", "-")
+    text = (declaration.help[0].upper() + declaration.help[1:]).replace("``", "")
     if kinds == {bool}:
-        flag = one.flag or (f"--{dashed}/--no-{dashed}" if one.default is True else f"--{dashed}")
-        return [_parameter(one.name, bool, one.default, typer.Option(flag, help=f"{text}."))]
-    several = next((get_args(kind)[0] for kind in kinds if isinstance(get_origin(kind), type)), None)
-    scalars = kinds if several is None else _alternatives(several)
+        flag = declaration.flag or (f"--{dashed}/--no-{dashed}" if declaration.default is True else f"--{dashed}")
+        return [_parameter(declaration.name, bool, declaration.default, typer.Option(flag, help=f"{text}."))]
+    item = next((get_args(kind)[0] for kind in kinds if isinstance(get_origin(kind), type)), None)
+    scalars = kinds if item is None else _alternatives(item)
     scalar = next((number for number in (int, float) if number in scalars), str)
-    about = typer.Option(
-        *([one.flag] if one.flag else []),
-        metavar=one.metavar,
-        help=f"{text}{'' if several is None else '; may be repeated'}.",
-        show_default=one.default is not MISSING,
+    option = typer.Option(
+        *([declaration.flag] if declaration.flag else []),
+        metavar=declaration.metavar,
+        help=f"{text}{'' if item is None else '; may be repeated'}.",
+        show_default=declaration.default is not MISSING,
     )
-    default = one.default if one.default is MISSING or type(one.default) is scalar else None
-    value: Any = scalar if several is None else list[scalar]  # type: ignore[valid-type]
-    parameters = [_parameter(one.name, value if default is MISSING else value | None, default, about)]
+    is_kept = declaration.default is MISSING or type(declaration.default) is scalar
+    default = declaration.default if is_kept else None
+    value: Any = scalar if item is None else list[scalar]  # type: ignore[valid-type]
+    parameters = [_parameter(declaration.name, value if default is MISSING else value | None, default, option)]
     if bool in kinds:
-        no = typer.Option(f"--no-{dashed}", help=f"Leave it out; goes without --{dashed}.")
-        parameters.append(_parameter(_NO + one.name, bool, False, no))
+        flag_for_false = typer.Option(f"--no-{dashed}", help=f"Leave it out; cannot be used with --{dashed}.")
+        parameters.append(_parameter(_NO + declaration.name, bool, False, flag_for_false))
     return parameters
 
 
-def _parameter(name: str, value: Any, default: Any, about: Any) -> inspect.Parameter:
+def _parameter(name: str, value: Any, default: Any, option: Any) -> inspect.Parameter:
     default = inspect.Parameter.empty if default is MISSING else default
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[value, about], default=default
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[value, option], default=default
     )
 
 
 def _alternatives(hint: Any) -> set[Any]:
-    """The types that a field may have, None apart."""
+    """The types of a union without None, or the one type of another hint."""
     is_union = get_origin(hint) in (Union, UnionType)
     return {choice for choice in (get_args(hint) if is_union else (hint,)) if choice is not NoneType}
 
 
-def _values(kind: type[Options], given: dict[str, Any]) -> dict[str, Any]:
-    """The fields that were given on the command line; lists that nothing was put in are not among them."""
-    values = {name: value for name, value in given.items() if value not in (None, [], ())}
+def _values(kind: type[Options], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The values of fields that were set on the command line.
+
+    Raises:
+        ArgumentError: an option and its ``--no-…`` flag were both used.
+    """
+    values = {name: value for name, value in arguments.items() if value not in (None, [], ())}
     for name in declarations(kind):
         if values.pop(_NO + name, False):
             if name in values:
-                raise ArgumentError(name, values[name][0], f"goes without --no-{name.replace('_', '-')}")
+                raise ArgumentError(name, values[name][0], f"cannot be used with --no-{name.replace('_', '-')}")
             values[name] = False
     return values

@@ -1,4 +1,4 @@
-"""Evaluations printed: a table each, the model beside its reference."""
+"""Print evaluations as tables, the model beside its reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ COLUMNS = ("model", "reference")
 
 
 def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None:
-    """Print what was measured on text, a column for the model and one for its reference."""
+    """Print an evaluation on text.
+
+    Args:
+        result: the evaluation.
+        columns: headings for the model and for its reference.
+    """
     how = f"windows of {result.window}; {result.dtype}, {result.threads} thread{'s' * (result.threads != 1)}"
     out.print(f"{result.tokens:,} tokens of {escape(result.text)}, {how}")
     table = _table("", result.against, columns)
@@ -28,9 +33,9 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
     _row(table, f"decode ms/token at {result.context}", result, "decode_ms", ".1f")
     out.print(table)
     for score in result.texts if result.against is not None else ():
-        named = f"{escape(score.text)}: " if len(result.texts) > 1 else ""
+        name = f"{escape(score.text)}: " if len(result.texts) > 1 else ""
         out.print(
-            f"{named}perplexity ratio {score.perplexity_ratio:.4f} · KL {score.kl:.4f} nats a token"
+            f"{name}perplexity ratio {score.perplexity_ratio:.4f} · KL {score.kl:.4f} nats a token"
             f" · top-1 agreement {score.top1_agreement:.1%}"
         )
 
@@ -59,7 +64,7 @@ def _show_planted(result: PlantedEvaluation) -> None:
     for row in result.depths:
         _row(table, f"nats at depth {row.depth:.0%}", row, "nll", ".3f")
     out.print(table)
-    _show_rates({"likeliest of the codes": result.first, "said": result.found}, result.against)
+    _show_rates({"likeliest of the codes": result.first, "generated": result.found}, result.against)
 
 
 def _show_retrieval(result: RetrievalEvaluation) -> None:
@@ -70,7 +75,7 @@ def _show_retrieval(result: RetrievalEvaluation) -> None:
 
 
 def _show_rates(rates: dict[str, Rate], against: str | None) -> None:
-    """Fractions with their 95 % intervals, and the difference in points of 100."""
+    """Print rates with their 95 % intervals, and differences in percentage points."""
     table = _table("with 95 % intervals", against)
     for name, rate in rates.items():
         models = [rate] if rate.reference is None else [rate, rate.reference]
@@ -96,7 +101,7 @@ def _table(heading: str, against: str | None, columns: tuple[str, str] = COLUMNS
 
 
 def _row(table: Any, name: str, result: Paired, number: str, style: str) -> None:
-    """One number of a result, and the reference's behind it."""
+    """Add a row with one number of a result, followed by the reference's."""
     models = [result] if result.reference is None else [result, result.reference]
     table.add_row(name, *(format(getattr(model, number), style) for model in models))
 
@@ -108,4 +113,4 @@ SHOW: dict[str, Callable[[Any], None]] = {
     "planted": _show_planted,
     "retrieval": _show_retrieval,
 }
-"""By the name of what was measured: the function that prints it."""
+"""The function that prints the result of each task, by the task's name."""

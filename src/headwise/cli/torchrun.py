@@ -1,4 +1,4 @@
-"""One command run by several processes, as ``torchrun -m headwise`` starts them, with one output and one status."""
+"""Run a command in the processes that ``torchrun -m headwise`` starts, with one output and one exit status."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from headwise.cli.app import StoppedError, err
 from headwise.errors import HeadwiseError
 
 _FAILED = "headwise/failed"
-_LOST = "headwise: another process of this run was ended; the same command goes on from there"
+_LOST = "headwise: another process of this run was ended; the same command continues from there"
 _PATIENCE = 10
 """Seconds that a process has to end by itself; torchrun kills it after thirty."""
 _WAIT = timedelta(days=2)
-"""Solving a layer may take the first process long. A process that dies is noticed at once, by its connection."""
+"""How long a process waits for another, which may be solving a large layer. The end of a process closes its
+connection, so that the others notice at once."""
 
 
 @contextmanager
 def as_one_process() -> Iterator[None]:
-    """Share the block's work with the other processes, where torchrun has started several.
+    """Run the block as one of torchrun's processes; without torchrun, simply run it.
 
-    Only the first process prints. The process that fails first says why, and all end with its status: 2 for bad
-    input, 1 for a failure. torchrun stops all processes as soon as one has ended; a process that is already failing
-    ignores that, because it may be the one that says why.
+    Only the first process prints results. The process that fails first prints its error, and all end with its
+    status: 2 for bad input, 1 for a failure. torchrun stops all processes as soon as one has ended; a process that is
+    already failing ignores that, because it may be the one that has to print the error.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         yield
@@ -57,8 +58,8 @@ def as_one_process() -> Iterator[None]:
     except BaseException as error:
         ending = True
         failure = f"{rank} {_status(error)}"
-        with suppress(RuntimeError):  # torchrun, which holds the store, may have ended
-            if (first := store.compare_set(_FAILED, "", failure).decode()) != failure:  # another has said why
+        with suppress(RuntimeError):  # torchrun, which keeps the store, may have ended
+            if (first := store.compare_set(_FAILED, "", failure).decode()) != failure:  # another prints its error
                 sys.exit(int(first.split()[1]))
         if isinstance(error, RuntimeError) and _is_lost(error):
             sys.stderr.write(f"{_LOST}\n")
@@ -73,12 +74,12 @@ def as_one_process() -> Iterator[None]:
 
 
 def _watch(store: Any, rank: int, is_ending: Callable[[], bool]) -> int:
-    """End this process some seconds after SIGTERM if Python's own handler has not run by then.
+    """End this process some seconds after SIGTERM if Python's signal handler has not run by then.
 
-    No handler runs while the main thread is in a library that waits for a process which has ended.
+    The handler cannot run while the main thread is in a library that waits for a process which has ended.
 
     Returns:
-        The writing end of a pipe; closing it ends the watch.
+        The writing end of a pipe; closing it stops the watch.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

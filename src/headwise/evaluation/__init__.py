@@ -1,4 +1,4 @@
-"""Measure a model beside its reference: perplexity, cache and speed; multiple choice, planted facts, retrieval."""
+"""Evaluate a model beside its reference: perplexity, cache and speed; multiple choice, planted facts, retrieval."""
 
 from headwise.evaluation.choices import Choice, ChoiceEvaluation, evaluate_choices, log_likelihoods, read_choices
 from headwise.evaluation.evaluate import WINDOW, Evaluation, PositionScore, TextScore, evaluate, evaluate_windows

@@ -1,4 +1,4 @@
-"""Zero-shot multiple choice: how often a model finds the right ending likeliest, beside its reference."""
+"""Zero-shot multiple choice: how often the right ending is the most likely one, for a model and its reference."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _BATCH = 2048
 
 @dataclass(frozen=True)
 class Choice:
-    """One item.
+    """A question with several possible endings.
 
     Attributes:
         question: as text.
-        choices: its possible endings.
-        answer: the index of the right one.
+        choices: the endings, as texts.
+        answer: the index of the right ending.
     """
 
     question: str
@@ -42,15 +42,15 @@ class ChoiceEvaluation:
     """Zero-shot accuracy of a model, and of its reference on the same items.
 
     Attributes:
-        model: as it was named.
-        against: the reference, as it was named.
-        file: the items' file.
-        items: how many there are.
+        model: the model, as the user named it.
+        against: the reference, as the user named it.
+        file: the file of the items.
+        items: the number of items.
         accuracy: how often the right ending has the greatest log-likelihood.
         accuracy_norm: how often it has the greatest log-likelihood a character.
-        dtype: both were run in.
-        device: both were run on.
-        threads: torch's.
+        dtype: that both were run in.
+        device: that both were run on.
+        threads: the number of torch's threads.
     """
 
     model: str
@@ -87,16 +87,16 @@ def evaluate_choices(
     Args:
         model: a source with weights, or an open pair.
         file: a ``.jsonl`` file; see `read_choices`.
-        against: the reference; its tokenizer is used.
-        limit: items from the beginning; all when None.
+        against: the reference, whose tokenizer is used.
+        limit: the number of items, from the beginning; all when None.
         dtype: as in `open_pair`.
         device: as in `open_pair`.
-        seed: of the interval's resampling.
+        seed: of the bootstrap interval.
         progress: told of each batch.
 
     Raises:
         ArgumentError: the file has another form, or an ending does not fit the models' positions.
-        CheckpointError: a model could not be read.
+        CheckpointError: a model cannot be read.
     """
     items = read_choices(file, limit=limit)
     pair = open_pair(model, against=against, dtype=dtype, device=device, progress=progress)
@@ -122,14 +122,14 @@ def evaluate_choices(
 
 
 def read_choices(file: str | Path, *, limit: int | None = None) -> list[Choice]:
-    """Read the items of a ``.jsonl`` file, an object a line.
+    """Read the items of a ``.jsonl`` file, which has one JSON object a line.
 
-    Each has ``question``, ``choices`` (two or more texts) and ``answer`` (which of them, counted from 0); or PIQA's
-    own fields ``goal``, ``sol1``, ``sol2`` and ``label``.
+    Each object has ``question``, ``choices`` (two or more texts) and ``answer`` (the index of the right one, from 0),
+    or PIQA's fields ``goal``, ``sol1``, ``sol2`` and ``label``.
 
     Args:
         file: a UTF-8 file.
-        limit: items from the beginning; all when None.
+        limit: the number of items, from the beginning; all when None.
 
     Raises:
         ArgumentError: the file cannot be read, holds no items, or has a line of another form.
@@ -160,9 +160,12 @@ def log_likelihoods(
     """Score each ending after its prompt: the sum of its tokens' log-probabilities, in nats.
 
     Args:
-        model: transformers'.
-        sequences: pairs of token ids, prompt and ending, neither of them empty.
+        model: a transformers model.
+        sequences: pairs of prompt and ending, as token ids; neither is empty.
         progress: told of each batch.
+
+    Returns:
+        The log-likelihood of each ending, in the order of ``sequences``.
     """
     order = sorted(range(len(sequences)), key=lambda index: -sum(map(len, sequences[index])))
     scores = [0.0] * len(sequences)
@@ -184,7 +187,7 @@ def _batch(sequences: list[tuple[list[int], list[int]]], model: Any) -> list[flo
     ids = torch.zeros(len(sequences), longest, dtype=torch.long)
     for row, (prompt, ending) in enumerate(sequences):
         ids[row, : len(prompt) + len(ending)] = torch.tensor(prompt + ending)
-    first = min(len(prompt) for prompt, _ in sequences) - 1  # the earliest distribution that is asked for
+    first = min(len(prompt) for prompt, _ in sequences) - 1  # the earliest position whose logits are needed
     ids = ids.to(model.device)
     logits = model(ids, use_cache=False, logits_to_keep=longest - first).logits
     scores = []

@@ -1,4 +1,4 @@
-"""Measure a model on text, beside its reference: quality, bytes of cache and time a token, both in one run."""
+"""Evaluate a model and its reference on text in one run: quality, cache bytes and time a token."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ CONTEXT = 512
 _FIRST_BUCKET = 256
 
 _Scores = list[tuple[str, dict[str, Tensor]]]
-"""Each text's name, and what `score_window` says of its windows, as ``[n, W - 1]``."""
+"""The name of each text, and the scores of `score_window` for its windows, each ``[windows, W - 1]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionScore(Paired, compared=("nll",)):
-    """The mean cost of the tokens at some positions of their windows.
+    """The mean cost of the tokens in a range of positions within their windows.
 
     Attributes:
-        start: the first position, a window's first token being 0.
-        stop: the first position after them.
+        start: the first position; a window's first token has position 0.
+        stop: the first position after the range.
         nll: mean negative log-likelihood, in nats.
     """
 
@@ -53,13 +53,13 @@ class TextScore(Paired, compared=("perplexity",)):
 
     Attributes:
         text: the file.
-        windows: how many of its windows were scored.
-        tokens: predictions scored (each window's first token is not predicted).
+        windows: the number of windows.
+        tokens: the number of scored predictions (a window's first token is not predicted).
         perplexity: exp of the mean negative log-likelihood.
         perplexity_ratio: the model's over the reference's; this and the next two are None without a reference.
         kl: mean KL(reference ‖ model) a token, in nats.
         top1_agreement: fraction of positions where both rank the same token first.
-        by_position: the cost by position in the window, in buckets that double: 1–255, 256–511, 512–1023, ….
+        by_position: the cost by position in the window, in ranges of doubling length: 1–255, 256–511, 512–1023, ….
     """
 
     text: str
@@ -74,28 +74,28 @@ class TextScore(Paired, compared=("perplexity",)):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "decode_ms")):
-    """Measurements of a model on texts; ``reference`` has those of its reference on the same texts in the same run.
+    """Measurements of a model on texts, and in ``reference`` those of its reference in the same run.
 
-    Quality is over all tokens of all texts; ``texts`` has each text's own.
+    Quality is over all tokens of all texts; ``texts`` has the quality on each.
 
     Attributes:
-        model: as it was named.
-        against: the reference, as it was named.
-        text: the file, or the files with commas between.
+        model: the model, as the user named it.
+        against: the reference, as the user named it.
+        text: the file, or several files joined by commas.
         window: tokens in each window.
-        windows: how many windows were scored.
-        tokens: predictions scored (each window's first token is not predicted).
+        windows: the number of windows.
+        tokens: the number of scored predictions (a window's first token is not predicted).
         perplexity: exp of the mean negative log-likelihood.
         perplexity_ratio: the model's over the reference's; this and the next two are None without a reference.
         kl: mean KL(reference ‖ model) a token, in nats.
         top1_agreement: fraction of positions where both rank the same token first.
         texts: the quality on each text.
-        cache_bytes_per_token: bytes the cache's tensors hold, over the tokens in it.
+        cache_bytes_per_token: bytes of the cache's tensors over the number of cached tokens.
         context: tokens in the cache while decoding was timed.
         decode_ms: median milliseconds for one more token at that context.
-        dtype: both were run in.
-        device: both were run on.
-        threads: torch's.
+        dtype: that both were run in.
+        device: that both were run on.
+        threads: the number of torch's threads.
     """
 
     model: str
@@ -121,30 +121,30 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "decod
 @typed
 @torch.inference_mode()
 def evaluate(model: str | Path | Pair, options: EvaluateOptions, *, progress: Progress = silent) -> Evaluation:
-    """Measure a model on text, beside its reference when there is one.
+    """Evaluate a model on text, beside its reference when there is one.
 
-    Perplexity is over windows without overlap, each from its own first token; the last distribution of a window is
-    not scored. ``windows=None`` takes all of a text's. Decoding is timed in turn for both models, one token at a time
-    on a cache of ``context`` tokens. For example
-    ``evaluate("./mla", against="smollm2-135m", text="text.txt").perplexity_ratio``.
+    For example ``evaluate("./mla", against="smollm2-135m", text="text.txt").perplexity_ratio``.
+
+    Perplexity is over windows that do not overlap and do not see each other; ``windows=None`` takes all windows of a
+    text. Decoding is timed in turn for both models, one token at a time with a cache of ``context`` tokens.
 
     Args:
-        model: a model folder, ``.gguf`` or other source with weights; or a pair of them that is open already.
-        options: the keywords below as one object, in their place.
+        model: a model folder, ``.gguf`` or other source with weights; or an open pair.
+        options: the keywords below as one object, in place of them.
         progress: told of each window.
 
     Raises:
         ArgumentError: a text is missing or shorter than a window, or a number is out of range.
-        CheckpointError: a model could not be read.
+        CheckpointError: a model cannot be read.
     """
     files = [str(file) for file in ([options.text] if isinstance(options.text, str | Path) else options.text)]
     contents = [read_text(file) for file in files]
     refuse_twice(files, name="text")
-    # Before the tokenizer, which says less of what is wrong with a folder.
+    # Opened before the tokenizer, whose errors say less about what is wrong with a folder.
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
     longest = pair.positions
     window = _within("window", options.window, usual_window(longest, WINDOW), 2, longest)
-    # The token that is timed has a position too.
+    # One position less, because the timed token needs one.
     context = _within("context", options.context, CONTEXT, 1, None if longest is None else longest - 1)
     batches = [
         (file, token_windows(pair.tokenizer, content, window=window, windows=options.windows, name=f"text {file}"))
@@ -157,11 +157,11 @@ def evaluate(model: str | Path | Pair, options: EvaluateOptions, *, progress: Pr
 def evaluate_windows(
     pair: Pair, texts: Sequence[tuple[str, Tensor]], *, context: int | None = None, progress: Progress = silent
 ) -> Evaluation:
-    """Measure a model on windows of tokens, beside its reference; see `evaluate`.
+    """Evaluate a model on windows of tokens, beside its reference; see `evaluate`.
 
     Args:
         pair: the model and its reference.
-        texts: the name of each text, and its windows ``[n, W]``, W the same for all.
+        texts: the name of each text, and its windows ``[n, W]``; W is the same for all.
         context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
         progress: told of each window.
     """
@@ -198,14 +198,14 @@ def _scores(pair: Pair, texts: Sequence[tuple[str, Tensor]], progress: Progress)
 def _evaluation(
     scores: _Scores, speed: Speed, about: dict[str, Any], reference: Evaluation | None = None
 ) -> Evaluation:
-    """One model's evaluation: its scores by text, its speed, and its reference's evaluation if there is one."""
+    """The evaluation of one model, from its scores and speed, and from the evaluation of its reference."""
     together = {key: torch.cat([score[key] for _, score in scores]) for key in scores[0][1]}
     others = [None] * len(scores) if reference is None else reference.texts
     return Evaluation(
         text=", ".join(name for name, _ in scores),
         windows=len(together["nll"]),
         **_quality(together, reference),
-        texts=tuple(_text_score(*one, other) for one, other in zip(scores, others, strict=True)),
+        texts=tuple(_text_score(name, score, other) for (name, score), other in zip(scores, others, strict=True)),
         cache_bytes_per_token=speed.bytes_per_token,
         decode_ms=speed.decode_ms,
         reference=reference,
@@ -223,14 +223,18 @@ def _text_score(name: str, score: dict[str, Tensor], reference: TextScore | None
     )
 
 
-def _within(name: str, asked: int | None, usual: int, least: int, most: int | None) -> int:
-    """A number of tokens that fits the models' positions: the usual one, or as many as there are."""
-    if asked is None:
-        return usual if most is None else min(usual, most)
-    if asked < least or (most is not None and asked > most):
+def _within(name: str, value: int | None, default: int, least: int, most: int | None) -> int:
+    """Check a number of tokens against the models' positions; when None, the default or as many as they have.
+
+    Raises:
+        ArgumentError: the number is out of range.
+    """
+    if value is None:
+        return default if most is None else min(default, most)
+    if value < least or (most is not None and value > most):
         positions = "" if most is None else f" and at most {most}, by the models' positions"
-        raise ArgumentError(name, asked, f"must be at least {least}{positions}")
-    return asked
+        raise ArgumentError(name, value, f"must be at least {least}{positions}")
+    return value
 
 
 def _check_finite(score: dict[str, Tensor], pair: Pair) -> None:
@@ -247,14 +251,14 @@ def _quality(score: dict[str, Tensor], reference: Evaluation | TextScore | None)
     if reference is not None:
         quality |= {
             "perplexity_ratio": perplexity / reference.perplexity,
-            "kl": max(float(score["kl"].mean()), 0.0),  # never negative but by rounding
+            "kl": max(float(score["kl"].mean()), 0.0),  # a negative mean comes from rounding
             "top1_agreement": float(score["agree"].mean()),
         }
     return quality
 
 
 def _by_position(nll: Tensor, reference: TextScore | None) -> tuple[PositionScore, ...]:
-    """Means over all windows of costs ``[windows, W - 1]``, bucket by bucket."""
+    """Means of costs ``[windows, W - 1]`` over all windows and each range of positions."""
     window = nll.shape[1] + 1
     edges = [1]
     while edges[-1] < window:
@@ -272,7 +276,7 @@ def _by_position(nll: Tensor, reference: TextScore | None) -> tuple[PositionScor
 
 
 def _exp(mean: float) -> float:
-    """A broken model's perplexity can be beyond what a float holds; it is infinite then, and no error."""
+    """exp, infinite where it exceeds the largest float, as a broken model's perplexity may."""
     try:
         return math.exp(mean)
     except OverflowError:

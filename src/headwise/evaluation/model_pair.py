@@ -1,4 +1,4 @@
-"""A model and its reference, opened together and loaded once for all measurements."""
+"""A model and its reference, opened together and loaded once for all evaluations."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from headwise.progress import Progress, silent
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pair:
-    """A model and, where there is one, its reference; made by `open_pair`.
+    """A model and, where there is one, its reference, opened by `open_pair`.
 
-    Configs are read when it is made, weights when ``models`` is first used.
+    Configs are read by `open_pair`, weights at the first use of ``models``.
 
     Attributes:
-        sources: how the user named ``model`` and, where there is a reference, ``against``.
-        checkpoints: both opened, by the same keys.
-        dtype: both are run in.
-        device: both are run on.
+        sources: the names that the user gave, under ``model`` and, where there is a reference, ``against``.
+        checkpoints: the open checkpoints, under the same keys.
+        dtype: to run both in.
+        device: to run both on.
         progress: told of loading.
     """
 
@@ -47,20 +47,20 @@ class Pair:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The reference's tokenizer, or the model's own without one."""
+        """The reference's tokenizer, or without a reference the model's."""
         return load_tokenizer(self.checkpoints.get("against", self.checkpoints["model"]).path)
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence that both models take; None where no config states one."""
+        """The longest sequence that both models support; None where no config states one."""
         counts = (checkpoint.spec.max_position_embeddings for checkpoint in self.checkpoints.values())
         return min((count for count in counts if count is not None), default=None)
 
     def about(self, name: str = "model") -> dict[str, Any]:
-        """The fields of every measurement that tell its models and the run it was made in.
+        """The fields of an evaluation that describe its models and its run.
 
         Args:
-            name: ``model``, or ``against`` for a measurement of the reference, which has none itself.
+            name: ``model``, or ``against`` for the evaluation of the reference.
         """
         return {
             "model": self.sources[name],
@@ -79,13 +79,16 @@ def open_pair(
     device: str | None = None,
     progress: Progress = silent,
 ) -> Pair:
-    """Open a model and its reference; a pair that is open already is returned as it is.
+    """Open a model and its reference; an open pair is returned unchanged.
+
+    Several evaluations then load the models once: ``pair = open_pair("./mla", against="smollm2-135m")``, then
+    ``evaluate(pair, text="text.txt")`` and ``evaluate_choices(pair, file="piqa.jsonl")``.
 
     Args:
-        model: a model folder, ``.gguf`` or other source with weights; or an open pair, given without the others.
-        against: the reference, usually what the model was converted from.
-        dtype: to run both in; when None the wider of those they are stored in, so that bytes and times differ by the
-            attention alone.
+        model: a model folder, ``.gguf`` or other source with weights; or an open pair, without other arguments.
+        against: the reference, usually the model before its conversion.
+        dtype: to run both in; when None the wider of their stored dtypes, so that bytes and times differ only by the
+            attention.
         device: to run both on; the CPU when None.
         progress: told of loading.
 
@@ -110,10 +113,14 @@ def open_pair(
 
 
 def check_vocabulary(models: dict[str, Any], largest: int) -> None:
-    """Refuse models that cannot be compared token by token.
+    """Refuse models whose vocabularies differ in size or do not have a text's tokens.
+
+    Args:
+        models: transformers models, under ``model`` and ``against``.
+        largest: the largest token id of the text.
 
     Raises:
-        ArgumentError: their vocabularies differ in size, or the text has a token beyond them.
+        ArgumentError: the vocabularies differ in size, or the token is outside them.
     """
     sizes = {name: int(m.get_input_embeddings().weight.shape[0]) for name, m in models.items()}
     if len(set(sizes.values())) > 1:

@@ -1,4 +1,4 @@
-"""Planted facts: a code is hidden in a long text, and the model is asked for it at the end; beside its reference."""
+"""Recall of planted facts: a text hides a code, and a model and its reference are asked for it at the end."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ QUESTION = "\nQuestion: What is the secret code?\nAnswer: The secret code is"
 
 @dataclass(frozen=True, kw_only=True)
 class DepthScore(Paired, compared=("found", "first", "rank", "probability", "nll")):
-    """How well codes at one depth are recalled: means over the trials.
+    """Recall of the codes at one depth, as means over the trials.
 
     Attributes:
         depth: 0 at the beginning of the context, 1 right before the question.
-        found: fraction of greedy continuations that hold the code.
-        first: fraction of trials in which the code was the likeliest of the candidates.
-        rank: the code's among the candidates, 1 the likeliest.
-        probability: the code's, the candidates' probabilities adding up to 1.
-        nll: the code's own negative log-likelihood, in nats.
+        found: fraction of greedy continuations that contain the code.
+        first: fraction of trials in which the code was the most likely candidate.
+        rank: the code's rank among the candidates; 1 is the most likely.
+        probability: the code's probability, normalised over the candidates.
+        nll: the code's negative log-likelihood among all continuations, in nats.
     """
 
     depth: float
@@ -54,19 +54,19 @@ class PlantedEvaluation:
     """Recall of planted codes by a model, and by its reference from the same contexts.
 
     Attributes:
-        model: as it was named.
-        against: the reference, as it was named.
+        model: the model, as the user named it.
+        against: the reference, as the user named it.
         text: the file that contexts are cut from.
         context: tokens of the text, the fact, the question and the code together.
-        codes: candidates, the right one among them.
-        trials: contexts at each depth.
+        codes: the number of candidates, including the right one.
+        trials: the number of contexts at each depth.
         seed: of the codes.
-        found: over all contexts, how often the greedy continuation holds the code.
-        first: over all contexts, how often the code was the likeliest of the candidates.
+        found: over all contexts, how often the greedy continuation contains the code.
+        first: over all contexts, how often the code was the most likely candidate.
         depths: the scores at each depth.
-        dtype: both were run in.
-        device: both were run on.
-        threads: torch's.
+        dtype: that both were run in.
+        device: that both were run on.
+        threads: the number of torch's threads.
     """
 
     model: str
@@ -90,12 +90,12 @@ class PlantedEvaluation:
 
 @dataclass(frozen=True)
 class _Context:
-    """One question.
+    """A context with a planted code that ends with the question.
 
     Attributes:
-        ids: ``[1, T]``, the tokens up to the code.
-        candidates: each code's tokens, the right one's first.
-        code: the right one, as text.
+        ids: ``[1, T]``, the tokens before the answer.
+        candidates: the tokens of each code, the right one first.
+        code: the right code, as text.
     """
 
     ids: Tensor
@@ -105,7 +105,7 @@ class _Context:
 
 @dataclass(frozen=True)
 class _Answer:
-    """One model's answer to one question; see `DepthScore`."""
+    """The scores of one model in one context; see `DepthScore`."""
 
     found: bool
     rank: int
@@ -121,18 +121,20 @@ def evaluate_planted(
 ) -> PlantedEvaluation:
     """Plant a random code of five digits in a text, and ask for it at the end.
 
-    Trial i uses the i-th ``context`` tokens of the text (from the beginning again when it is too short for all), and
-    each trial another code. A weak model that cannot say the code may still find it likelier than others. For example
-    ``evaluate_planted("./mla", against="smollm2-135m", text="text.txt", context=2048).first.rate``.
+    For example ``evaluate_planted("./mla", against="smollm2-135m", text="text.txt", context=2048).first.rate``.
+
+    Trial i uses the i-th ``context`` tokens of the text, from the beginning again when the text is too short for all,
+    and every trial has another code. Codes are also ranked by likelihood, because a weak model that cannot generate
+    the code may still prefer it to others.
 
     Args:
         model: a source with weights, or an open pair.
-        options: the keywords below as one object, in their place.
+        options: the keywords below as one object, in place of them.
         progress: told of each context.
 
     Raises:
         ArgumentError: the text is missing or too short, or a number is out of range.
-        CheckpointError: a model could not be read.
+        CheckpointError: a model cannot be read.
     """
     content = read_text(options.text)
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
@@ -142,16 +144,16 @@ def evaluate_planted(
     stretches = token_windows(pair.tokenizer, content, window=context, windows=trials, name=f"text {options.text}")
     check_vocabulary(pair.models, int(stretches.max()))
     answers = _answers(pair, stretches, options, progress)
-    together = {name: [answer for row in rows for answer in row] for name, rows in answers.items()}
-    found = {name: [answer.found for answer in row] for name, row in together.items()}
-    first = {name: [answer.rank == 1 for answer in row] for name, row in together.items()}
+    at_all_depths = {name: [answer for row in rows for answer in row] for name, rows in answers.items()}
+    generated = {name: [answer.found for answer in row] for name, row in at_all_depths.items()}
+    first = {name: [answer.rank == 1 for answer in row] for name, row in at_all_depths.items()}
     return PlantedEvaluation(
         text=str(options.text),
         context=context,
         codes=options.codes,
         trials=trials,
         seed=options.seed,
-        found=rate(found["model"], found.get("against"), seed=options.seed),
+        found=rate(generated["model"], generated.get("against"), seed=options.seed),
         first=rate(first["model"], first.get("against"), seed=options.seed),
         depths=tuple(
             _depth_score(depth, *(rows[index] for rows in (answers["model"], answers.get("against")) if rows))
@@ -164,7 +166,7 @@ def evaluate_planted(
 def _answers(
     pair: Pair, stretches: Tensor, options: PlantedOptions, progress: Progress
 ) -> dict[str, list[list[_Answer]]]:
-    """Each model's answers, a list a depth, of the same questions."""
+    """The answers of each model in the same contexts, a list for each depth."""
     random = np.random.default_rng(options.seed)
     answers: dict[str, list[list[_Answer]]] = {name: [[] for _ in options.depths] for name in pair.models}
     total = len(options.depths) * options.trials
@@ -172,15 +174,15 @@ def _answers(
         progress("planted facts", step, total)
         codes = [str(code) for code in random.choice(90_000, size=options.codes, replace=False) + 10_000]
         stretch = stretches[trial % len(stretches)].tolist()
-        asked = _context(pair.tokenizer, stretch, options.depths[index], codes)
+        context = _context(pair.tokenizer, stretch, options.depths[index], codes)
         for name, model in pair.models.items():
-            answers[name][index].append(_ask(model, pair.tokenizer, asked))
+            answers[name][index].append(_ask(model, pair.tokenizer, context))
     progress("planted facts", total, total)
     return answers
 
 
 def _context(tokenizer: Any, stretch: list[int], depth: float, codes: list[str]) -> _Context:
-    """A question as long as the stretch of text it is made from, a code's own tokens included."""
+    """Plant the first code in a stretch of text, which is shortened to make room for fact, question and code."""
     fact = token_ids(tokenizer, FACT.format(code=codes[0]))
     split = [ending_ids(tokenizer, QUESTION, f" {code}") for code in codes]
     question = split[0][0]
@@ -194,12 +196,12 @@ def _context(tokenizer: Any, stretch: list[int], depth: float, codes: list[str])
     return _Context(torch.tensor([ids]), candidates, codes[0])
 
 
-def _ask(model: Any, tokenizer: Any, asked: _Context) -> _Answer:
-    out = model(asked.ids.to(model.device), use_cache=True, logits_to_keep=1)
+def _ask(model: Any, tokenizer: Any, context: _Context) -> _Answer:
+    out = model(context.ids.to(model.device), use_cache=True, logits_to_keep=1)
     cache, last = out.past_key_values, out.logits[0, -1].float()
-    cache.activate_past_recording()  # layers with a sliding window must keep what cropping takes back
+    cache.activate_past_recording()  # lets layers with a sliding window undo the cropped tokens
     scores = []
-    for candidate in asked.candidates:
+    for candidate in context.candidates:
         ids = torch.tensor(candidate, device=model.device)
         rows = last[None]
         if len(candidate) > 1:
@@ -209,11 +211,11 @@ def _ask(model: Any, tokenizer: Any, asked: _Context) -> _Answer:
         scores.append(rows.log_softmax(-1).gather(-1, ids[:, None]).double().sum())
     likelihoods = torch.stack(scores)
     continuation = [int(last.argmax())]
-    for _ in range(max(map(len, asked.candidates))):  # one more than a code has: a space may be a token
+    for _ in range(max(map(len, context.candidates))):  # one token more than a code has, as a space may be a token
         step = model(torch.tensor([continuation[-1:]], device=model.device), past_key_values=cache, use_cache=True)
         continuation.append(int(step.logits[0, -1].argmax()))
     return _Answer(
-        found=asked.code in decode(tokenizer, continuation),
+        found=context.code in decode(tokenizer, continuation),
         rank=int((likelihoods >= likelihoods[0]).sum()),  # a tie counts against the code
         probability=float(likelihoods.softmax(0)[0]),
         nll=-float(likelihoods[0]),

@@ -1,4 +1,4 @@
-"""How often a model is right, with an interval; and compared with its reference on the same items."""
+"""The fraction of items that a model has right, with an interval, and its difference from the reference's."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _RESAMPLES = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Rate(Paired, compared=("rate", "low", "high")):
-    """A fraction of items with its 95 % interval, and its difference from the reference's.
+    """The fraction of items that a model has right with its 95 % interval, and its difference from the reference's.
 
-    Without a reference ``only_model`` and all that follow are None.
+    Without a reference ``only_model`` and the attributes after it are None.
 
     Attributes:
-        items: how many.
-        rate: the fraction that is answered rightly.
+        items: the number of items.
+        rate: the fraction that the model has right.
         low: lower end of its Wilson interval.
         high: upper end of its Wilson interval.
         only_model: items that only the model has right.
         only_reference: items that only the reference has right.
-        difference: the model's rate less the reference's.
-        difference_low: lower end of its 95 % bootstrap interval, items resampled.
-        difference_high: upper end.
-        p_value: McNemar's exact test: the probability that the items only one of the two has right split so unevenly
-            by chance.
+        difference: the model's rate minus the reference's.
+        difference_low: lower end of its 95 % bootstrap interval over items.
+        difference_high: upper end of that interval.
+        p_value: of McNemar's exact test: the probability that the items which only one of the two has right are split
+            so unevenly by chance.
     """
 
     items: int
@@ -54,21 +54,22 @@ def rate(right: Sequence[bool], reference: Sequence[bool] | None = None, *, seed
     For example ``rate([True, False], [True, True]).difference`` is -0.5.
 
     Args:
-        right: for each item whether the model has it right; at least one.
+        right: for each item whether the model has it right; not empty.
         reference: for each item whether the reference has it right.
-        seed: of the interval's resampling.
+        seed: of the bootstrap interval.
     """
     items = len(right)
     low, high = wilson(sum(right), items)
     alone = Rate(items=items, rate=sum(right) / items, low=low, high=high)
     if reference is None:
         return alone
-    only_model = sum(ours and not theirs for ours, theirs in zip(right, reference, strict=True))
-    only_reference = sum(theirs and not ours for ours, theirs in zip(right, reference, strict=True))
-    # Items are alike within each of three kinds, so to resample them is to draw how many of each kind there are.
-    kinds = np.array([only_model, only_reference, items - only_model - only_reference]) / items
-    drawn = np.random.default_rng(seed).multinomial(items, kinds, size=_RESAMPLES)
-    difference_low, difference_high = np.percentile((drawn[:, 0] - drawn[:, 1]) / items, [2.5, 97.5])
+    only_model = sum(model and not other for model, other in zip(right, reference, strict=True))
+    only_reference = sum(other and not model for model, other in zip(right, reference, strict=True))
+    # The difference depends only on the numbers of items of three kinds, and resampling items with replacement draws
+    # these numbers from a multinomial distribution.
+    shares = np.array([only_model, only_reference, items - only_model - only_reference]) / items
+    counts = np.random.default_rng(seed).multinomial(items, shares, size=_RESAMPLES)  # [resamples, 3]
+    difference_low, difference_high = np.percentile((counts[:, 0] - counts[:, 1]) / items, [2.5, 97.5])
     return replace(
         alone,
         reference=rate(reference),
@@ -85,8 +86,11 @@ def wilson(right: int, items: int) -> tuple[float, float]:
     """The 95 % interval of a fraction. Source: Wilson 1927.
 
     Args:
-        right: items that count.
-        items: all of them.
+        right: the number of items that count.
+        items: the number of all items.
+
+    Returns:
+        The lower and the upper end.
     """
     fraction, spread = right / items, _Z**2 / items
     middle = fraction + spread / 2
@@ -96,11 +100,11 @@ def wilson(right: int, items: int) -> tuple[float, float]:
 
 
 def mcnemar(first: int, second: int) -> float:
-    """The two-sided exact probability of a split at least as uneven, if both sides are equally likely.
+    """The two-sided p-value of McNemar's exact test: the probability of a split at least as uneven by chance.
 
     Args:
-        first: items on one side.
-        second: items on the other.
+        first: the number of items on one side.
+        second: the number of items on the other side.
     """
     total, least = first + second, min(first, second)
     tail = sum(math.comb(total, count) for count in range(least + 1))

@@ -1,4 +1,4 @@
-"""Retrieval by a sentence encoder: each question's passage is looked for among all, beside its reference."""
+"""Retrieval by a sentence encoder and its reference: the rank of each question's passage among all passages."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _POOLINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pooling:
-    """How an embedding is made from the states of a sentence's tokens.
+    """How the hidden states of a sentence's tokens become its embedding.
 
     Attributes:
-        mode: ``mean`` or ``max`` over its tokens, or the first token's (``cls``).
-        normalize: to length 1.
-        max_length: tokens that are read of a sentence; as many as the model has positions when None.
+        mode: ``mean`` or ``max`` over the tokens, or the first token's state (``cls``).
+        normalize: whether embeddings are scaled to length 1.
+        max_length: the tokens after which a sentence is cut off; the model's positions when None.
     """
 
     mode: str = "mean"
@@ -56,13 +56,13 @@ class Pooling:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Encoder:
-    """A loaded encoder with all that its embeddings depend on.
+    """A loaded encoder with its tokenizer and pooling.
 
     Attributes:
-        name: as it was named.
-        model: transformers'.
-        tokenizer: transformers'.
-        pooling: how embeddings are made of its states.
+        name: the encoder's source, as the user named it.
+        model: the transformers model.
+        tokenizer: the transformers tokenizer.
+        pooling: how its hidden states become embeddings.
     """
 
     name: str
@@ -76,17 +76,17 @@ class RetrievalEvaluation(Paired, compared=("mrr",)):
     """Question → passage retrieval of an encoder, and of its reference on the same questions.
 
     Attributes:
-        model: as it was named.
-        against: the reference, as it was named.
-        file: the questions' file.
-        questions: how many there are.
-        passages: how many different ones there are.
+        model: the encoder, as the user named it.
+        against: the reference, as the user named it.
+        file: the file of the questions.
+        questions: the number of questions.
+        passages: the number of different passages.
         recall_at_1: how often the question's passage is the nearest.
         recall_at_10: how often it is among the nearest ten.
         mrr: the mean reciprocal rank of the question's passage.
         dtype: of the model's weights.
-        device: the model was run on.
-        threads: torch's.
+        device: that the model was run on.
+        threads: the number of torch's threads.
     """
 
     model: str
@@ -113,35 +113,35 @@ def evaluate_retrieval(
     seed: int = 0,
     progress: Progress = silent,
 ) -> RetrievalEvaluation:
-    """Look for each question's passage among all the file's passages, by the inner product of their embeddings.
+    """Rank the passages of a file for each of its questions, by the inner product of their embeddings.
 
     For example ``evaluate_retrieval("./minilm-gqa", against="./minilm", file="boolq.jsonl").recall_at_1.rate``.
 
     Args:
         model: a source with weights, or a loaded encoder.
         file: a ``.jsonl`` file of objects with ``question`` and ``passage``; equal passages count as one.
-        against: the reference; its tokenizer and pooling are used for a model given by its source.
-        limit: questions, and their passages, from the beginning; all when None.
-        dtype: to run in; as stored when None.
+        against: the reference; its tokenizer and pooling are used for a model that is not loaded yet.
+        limit: the number of questions, from the beginning; all when None.
+        dtype: to run in; the stored dtype when None.
         device: to run on; the CPU when None.
-        seed: of the interval's resampling.
+        seed: of the bootstrap interval.
         progress: told of each batch.
 
     Raises:
         ArgumentError: the file has another form.
-        CheckpointError: a model could not be read, or computes NaN.
+        CheckpointError: a model cannot be read, or computes NaN.
     """
-    exam = Questions.read(file, limit)
+    task = Questions.read(file, limit)
     encoders = {}
     if against is not None:
         encoders["against"] = _loaded(against, dtype, device)
     encoders["model"] = _loaded(model, dtype, device, like=encoders.get("against"))
-    ranks = {name: exam.ranks(encoder, progress) for name, encoder in encoders.items()}
+    ranks = {name: task.ranks(encoder, progress) for name, encoder in encoders.items()}
     encoder = encoders["model"].model
     run: dict[str, Any] = {
         "file": str(file),
-        "questions": len(exam.questions),
-        "passages": len(exam.passages),
+        "questions": len(task.questions),
+        "passages": len(task.passages),
         "dtype": dtype_name(encoder.dtype),
         "device": str(encoder.device),
         "threads": torch.get_num_threads(),
@@ -161,11 +161,11 @@ def evaluate_retrieval(
 
 @dataclass(frozen=True, eq=False)
 class Questions:
-    """The questions of a file and the passages they look for.
+    """The questions of a file and the passages that answer them.
 
     Attributes:
-        questions: as text.
-        passages: as text, without doubles.
+        questions: the Q questions, as texts.
+        passages: the different passages, as texts.
         answers: ``[Q]``, the index of each question's passage.
     """
 
@@ -175,11 +175,11 @@ class Questions:
 
     @classmethod
     def read(cls, file: str | Path, limit: int | None = None) -> Questions:
-        """Read a file of the form that `evaluate_retrieval` takes.
+        """Read a file as described at `evaluate_retrieval`.
 
         Args:
             file: a ``.jsonl`` file.
-            limit: questions, and their passages, from the beginning; all when None.
+            limit: the number of questions, from the beginning; all when None.
 
         Raises:
             ArgumentError: the file has another form.
@@ -194,7 +194,7 @@ class Questions:
         return cls([row["question"] for row in rows], passages, answers)
 
     def ranks(self, encoder: Encoder, progress: Progress = silent) -> Tensor:
-        """The rank ``[Q]`` of each question's passage, 1 the nearest."""
+        """The rank ``[Q]`` of each question's passage; 1 is the nearest."""
         questions = embed(encoder, self.questions, progress=progress)
         return answer_ranks(questions, embed(encoder, self.passages, progress=progress), self.answers)
 
@@ -204,8 +204,8 @@ def rated(ranks: Tensor, reference: Tensor | None = None, *, seed: int = 0) -> d
 
     Args:
         ranks: ``[Q]``, of each question's passage.
-        reference: ``[Q]``, the reference's of the same questions; the rates are compared with its own.
-        seed: of the intervals' resampling.
+        reference: ``[Q]``, the reference's ranks for the same questions, to compare recall with.
+        seed: of the bootstrap intervals.
     """
     recall = {
         f"recall_at_{count}": rate(
@@ -218,12 +218,15 @@ def rated(ranks: Tensor, reference: Tensor | None = None, *, seed: int = 0) -> d
 
 @torch.inference_mode()
 def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent) -> Tensor:
-    """Embed texts: ``[texts, E]`` in float32 on the CPU.
+    """Embed texts.
 
     Args:
-        encoder: the model and how to pool its states.
+        encoder: the model with its tokenizer and pooling.
         texts: sentences or passages; each is cut off at the encoder's length.
         progress: told of each batch.
+
+    Returns:
+        Embeddings ``[texts, E]``, in float32 on the CPU.
 
     Raises:
         CheckpointError: the model computes NaN or infinite values.
@@ -257,12 +260,12 @@ def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent
 
 
 def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Make embeddings ``[B, E]`` of the states of sentences.
+    """Pool the hidden states of sentences to embeddings ``[B, E]``.
 
     Args:
-        states: ``[B, T, E]``, the last layer's.
+        states: ``[B, T, E]``, the output of the last layer.
         mask: ``[B, T]``, 1 for a sentence's tokens and 0 for padding.
-        pooling: the way to do it.
+        pooling: the mode, and whether to normalise.
     """
     is_token = mask[..., None].bool()  # [B, T, 1]
     if pooling.mode == "cls":
@@ -275,7 +278,7 @@ def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 
 
 def answer_ranks(questions: Tensor, passages: Tensor, answers: Tensor) -> Tensor:
-    """The rank ``[Q]`` of each question's passage by inner product, 1 the nearest; a tie counts against it.
+    """The rank ``[Q]`` of each question's passage by inner product; 1 is the nearest, and a tie counts against it.
 
     Args:
         questions: embeddings ``[Q, E]``.
@@ -289,17 +292,17 @@ def answer_ranks(questions: Tensor, passages: Tensor, answers: Tensor) -> Tensor
 def load_encoder(
     source: str | Path, *, dtype: str | None = None, device: str | None = None, like: Encoder | None = None
 ) -> Encoder:
-    """Load an encoder as sentence-transformers would.
+    """Load an encoder as sentence-transformers does.
 
     Args:
         source: a model folder.
-        dtype: to hold the weights in; as stored when None.
+        dtype: of the weights; the stored dtype when None.
         device: to run on; the CPU when None.
         like: an encoder whose tokenizer and pooling to use in place of the folder's.
 
     Raises:
         ArgumentError: there is no such source, dtype or device.
-        CheckpointError: its files are missing or damaged, or it pools in an unknown way.
+        CheckpointError: files are missing or damaged, or the pooling is not supported.
     """
     torch_dtype, torch_device = None if dtype is None else as_dtype(dtype), as_device(device)
     path = model_path(source)
@@ -328,13 +331,16 @@ def _encoder_model(path: Path, dtype: torch.dtype | None) -> Any:
         reason = shorten(str(error), 300, placeholder=" …")
         raise CheckpointError("folder", str(path), f"could not be loaded: {reason}") from None
     for name in sorted(report["missing_keys"]):
-        if not name.startswith("pooler."):  # sentences are not pooled by BERT's own pooler
+        if not name.startswith("pooler."):  # embeddings do not use BERT's pooler
             raise CheckpointError("tensor", name, f"is missing from {path}")
     return model.eval()
 
 
 def read_pooling(folder: Path) -> Pooling:
-    """Read a folder's pooling from sentence-transformers' files; the mean, of length 1, where there are none.
+    """Read a folder's pooling from sentence-transformers' files; without them, the normalised mean.
+
+    Args:
+        folder: a model folder.
 
     Raises:
         CheckpointError: the files are damaged, or name an unknown module or mode.

@@ -1,4 +1,4 @@
-"""The cost of each token of a window of text, for a model and its reference.
+"""Score each token of a window of text by a model and its reference.
 
 Shapes: S tokens in the window, V tokens in the vocabulary.
 """
@@ -15,25 +15,25 @@ from torch import Tensor
 _WHOLE = 2048
 """The longest window whose logits are computed in one call."""
 _PIECE = 1024
-"""Tokens a call of a longer window."""
+"""Tokens in each call for a longer window."""
 _ROWS = 256
-"""Positions whose log-probabilities are in memory at once; those of a whole window would be large."""
+"""Positions whose log-probabilities are in memory at once; for a whole window they would take much memory."""
 
 
 @torch.inference_mode()
 def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
-    """Score each token after the first, as float64 vectors ``[S - 1]`` on the CPU.
+    """Score each token of a window after the first.
 
-    A window beyond 2048 tokens is read in pieces through the cache, as a server reads it, so that its logits are
+    A window of more than 2048 tokens is read in pieces through the cache, as a server does, so that its logits are
     never all in memory.
 
     Args:
-        models: transformers models: ``model``, and ``against`` where there is a reference.
+        models: transformers models, under ``model`` and, where there is a reference, ``against``.
         ids: ``[S]`` token ids.
 
     Returns:
-        ``nll`` in nats; with a reference ``reference_nll``, ``kl`` (reference ‖ model) and ``agree``, 1 where both
-        rank the same token first.
+        float64 vectors ``[S - 1]`` on the CPU: ``nll`` in nats; with a reference also ``reference_nll``, ``kl``
+        (reference ‖ model) and ``agree``, 1 where both rank the same token first.
     """
     rows: list[dict[str, Tensor]] = []
     targets = ids[1:]
@@ -61,11 +61,11 @@ def _logits(model: Any, ids: Tensor) -> Iterator[Tensor]:
 def _score(logits: Tensor, reference: Tensor | None = None, *, targets: Tensor) -> dict[str, Tensor]:
     """The scores of some positions, from logits ``[rows, V]``; see `score_window`."""
     targets = targets.to(logits.device)
-    ours = F.log_softmax(logits.float(), -1)  # [rows, V]
-    scores = {"nll": F.nll_loss(ours, targets, reduction="none")}
+    log_probs = F.log_softmax(logits.float(), -1)  # [rows, V]
+    scores = {"nll": F.nll_loss(log_probs, targets, reduction="none")}
     if reference is not None:
-        theirs = F.log_softmax(reference.float(), -1)
-        scores["reference_nll"] = F.nll_loss(theirs, targets, reduction="none")
-        scores["kl"] = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
-        scores["agree"] = ours.argmax(-1) == theirs.argmax(-1)
+        reference_log_probs = F.log_softmax(reference.float(), -1)  # [rows, V]
+        scores["reference_nll"] = F.nll_loss(reference_log_probs, targets, reduction="none")
+        scores["kl"] = F.kl_div(log_probs, reference_log_probs, log_target=True, reduction="none").sum(-1)
+        scores["agree"] = log_probs.argmax(-1) == reference_log_probs.argmax(-1)
     return {key: values.double().cpu() for key, values in scores.items()}

@@ -17,7 +17,7 @@ class Speed:
     """One model's cache and decoding time.
 
     Attributes:
-        bytes_per_token: bytes of its cache, over the tokens in it.
+        bytes_per_token: bytes of the cache over the number of cached tokens.
         decode_ms: median milliseconds for one more token.
     """
 
@@ -28,17 +28,17 @@ class Speed:
 def decode_times(
     models: dict[str, Any], prompt: Tensor, *, repeats: int = 12, progress: Progress = silent
 ) -> dict[str, Speed]:
-    """Read the bytes of each model's cache off its tensors, and time one more token of each in turn.
+    """Count the bytes of each model's cache tensors, and time one more token of each model in turn.
 
     Args:
         models: transformers models, by name.
         prompt: ``[1, context]`` token ids that fill the cache.
-        repeats: tokens that are timed of each model.
+        repeats: the number of tokens to time for each model.
         progress: told of each round.
     """
     caches = {name: model(prompt, use_cache=True, logits_to_keep=1).past_key_values for name, model in models.items()}
     for cache in caches.values():
-        cache.activate_past_recording()  # layers with a sliding window must keep what cropping takes back
+        cache.activate_past_recording()  # lets layers with a sliding window undo the cropped token
     nbytes = {name: cache_nbytes(cache) / prompt.shape[1] for name, cache in caches.items()}
 
     def step(name: str) -> None:

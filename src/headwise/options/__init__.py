@@ -1,4 +1,4 @@
-"""The options of runs: how they are declared, and those of each function; nothing here imports torch."""
+"""How options are declared, and the options of each public function; nothing here imports torch."""
 
 from headwise.options.convert import (
     EVALUATION_WINDOWS,

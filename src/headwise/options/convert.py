@@ -9,7 +9,7 @@ from typing import Literal
 from headwise.options.declare import Options, at_least, option
 
 EVALUATION_WINDOWS = 2
-"""Windows of each text that a conversion is evaluated on, unless more are asked for: some seconds' worth."""
+"""The default number of windows of each text that a conversion is evaluated on; two take some seconds."""
 
 
 STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
@@ -25,7 +25,7 @@ STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
 
 
 class CalibrationOptions(Options):
-    """How much of a text is calibrated on."""
+    """The amount of text to calibrate on."""
 
     calibration_tokens: int | None = option("how many tokens to calibrate on; 16384 when left out", default=None)
     calibration_window: int | None = option(
@@ -43,7 +43,7 @@ class CalibrateOptions(CalibrationOptions):
 
 
 class ConvertOptions(CalibrationOptions):
-    """What `headwise.convert` makes of a model, and how."""
+    """The target, evidence, method and output of `headwise.convert`."""
 
     to: str = option("the mechanism to convert to: mha, gqa:K, mqa or mla")
     kv_budget: float | None = option(
@@ -52,24 +52,24 @@ class ConvertOptions(CalibrationOptions):
     kv_lora_rank: int | None = option("mla: the width of the latent, in place of a budget", default=None)
     qk_rope_head_dim: int | None = option("mla: the width of the rotary key, with kv_lora_rank", default=None)
     calibrate: str | Path | Sequence[str | Path] | None = option(
-        "a text to calibrate on: a file, a folder or hf-dataset://…; weights alone decide when left out",
+        "a text to calibrate on: a file, a folder or hf-dataset://…; only the weights are used when left out",
         default=None,
         metavar="TEXT",
     )
     statistics: str | Path | None = option(
-        "a folder of headwise calibrate, in place of a text: no model is run to convert, and each layer is solved by "
-        "itself",
+        "a folder written by headwise calibrate, in place of a text: no model is run to convert, and each layer is "
+        "solved by itself",
         default=None,
         metavar="FOLDER",
     )
     method: str | None = option(
-        "the baseline to use instead of headwise's own method, such as mean or transmla:4; any other word gets "
-        "the list of them",
+        "a baseline to use instead of headwise's method, such as mean or transmla:4; the error for an unknown name "
+        "lists them",
         default=None,
     )
     without: Collection[str] = option(
-        f"a stage to leave out, to measure its worth: {', '.join(STAGES[:-1])} or {STAGES[-1]}; spread goes with "
-        "sensitivity",
+        f"a stage to leave out, as an ablation: {', '.join(STAGES[:-1])} or {STAGES[-1]}; without sensitivity, "
+        "spread is left out too",
         default=(),
         metavar="STAGE",
     )
@@ -93,4 +93,4 @@ class ConvertOptions(CalibrationOptions):
         identity=False,
     )
     overwrite: bool = option("replace a model folder at the output", default=False, identity=False)
-    dry_run: bool = option("only say what it would take, and write nothing", default=False, identity=False)
+    dry_run: bool = option("only estimate time and memory, and write nothing", default=False, identity=False)

@@ -1,4 +1,4 @@
-"""A run's options, declared once: types, defaults, help and rules for Python, the command line and run identity."""
+"""Options declared once, with type, default, help and rule, for Python, the command line and a run's identity."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WIDTH, _STEP = 114, "    "
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that a value keeps besides its type.
+    """A condition on an option's value besides its type.
 
     Attributes:
-        words: the rule as an error says it, such as ``must be at least 1``.
-        holds: whether a value keeps it; None is never asked about.
+        words: the condition as errors state it, such as ``must be at least 1``.
+        holds: whether a value meets it; not called for None.
     """
 
     words: str
@@ -29,25 +29,29 @@ class Rule:
 
 
 def at_least(least: float) -> Rule:
-    """A number's lower bound."""
+    """A rule that sets a lower bound for a number."""
     return Rule(f"must be at least {least}", lambda number: bool(number >= least))
 
 
 def not_empty(words: str) -> Rule:
-    """A collection that holds something; a single string is as good as one in a list."""
+    """A rule that refuses empty collections; a single string counts as a list of one.
+
+    Args:
+        words: the rule as errors state it.
+    """
     return Rule(words, lambda value: isinstance(value, str) or not isinstance(value, Sized) or len(value) > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """A field of an options class: the arguments of its `option`, its name and its type.
+    """A field of an options class: its name, its type and the arguments of its `option`.
 
     Attributes:
         name: the keyword in Python.
-        annotation: its type as it is written.
-        type: its type.
-        default: ``dataclasses.MISSING`` where it has to be given.
-        help: see `option`; likewise the others.
+        annotation: the type as it is written in the class.
+        type: the type itself.
+        default: ``dataclasses.MISSING`` where the option is required.
+        help: see `option`, as for the other attributes.
     """
 
     name: str
@@ -70,16 +74,16 @@ def option(
     flag: str | None = None,
     identity: bool = True,
 ) -> Any:
-    """A field of an `Options` class.
+    """Declare a field of an `Options` class.
 
     Args:
-        help: what it is, for docstrings and ``--help``: it begins in lower case and has no full stop.
-        default: its value where it is not given; without one it has to be.
-        metavar: what ``--help`` calls its value; its type when None.
-        rule: what a value that is not None must be.
-        flag: its name on the command line, such as ``--target`` or ``--plot/--no-plot``; made from the field's when
-            None.
-        identity: whether another value makes another result; False for what only says where or how it is made.
+        help: a description for docstrings and ``--help``, in lower case at its beginning and without a full stop.
+        default: the default value; the option is required when there is none.
+        metavar: the name of the value in ``--help``; the type when None.
+        rule: that a value other than None must meet.
+        flag: the name on the command line, such as ``--target`` or ``--plot/--no-plot``; derived from the field's
+            name when None.
+        identity: whether the value decides the result; False for options that only say where or how it is made.
     """
     about = {"help": help, "metavar": metavar, "rule": rule, "flag": flag, "identity": identity}
     return field(default=default, metadata={"option": about})
@@ -87,10 +91,10 @@ def option(
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option,))
 class Options:
-    """A frozen keyword-only dataclass whose fields are made by `option`; its docstring gets their help.
+    """The base of frozen keyword-only dataclasses with fields declared by `option`; docstrings get the fields' help.
 
-    Values are held to their types and rules when an object is made. A subclass that holds several fields to each
-    other extends ``__post_init__``. For example::
+    Values are checked against their types and rules when an object is made. A subclass with a rule for several fields
+    together extends ``__post_init__``. For example::
 
         class ReadOptions(Options):
             \"\"\"How a text is read.\"\"\"
@@ -98,7 +102,7 @@ class Options:
             windows: int = option("how many windows of each text", default=6, rule=at_least(1))
 
     Raises:
-        ArgumentError: a value is of another type, or breaks its rule.
+        ArgumentError: a value has another type, or breaks its rule.
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -107,21 +111,21 @@ class Options:
         cls.__doc__ = "\n".join([cleandoc(cls.__doc__ or cls.__name__), "", "Args:", *help_lines(cls)])
 
     def __post_init__(self) -> None:
-        declared = declarations(type(self))
-        values = {name: getattr(self, name) for name in declared}
-        check_types(values, {name: one.type for name, one in declared.items()})
+        by_name = declarations(type(self))
+        values = {name: getattr(self, name) for name in by_name}
+        check_types(values, {name: declaration.type for name, declaration in by_name.items()})
         for name, value in values.items():
-            one = declared[name]
-            if one.rule is not None and value is not None and not one.rule.holds(value):
-                raise ArgumentError(name, value, one.rule.words)
+            rule = by_name[name].rule
+            if rule is not None and value is not None and not rule.holds(value):
+                raise ArgumentError(name, value, rule.words)
 
     def identity(self) -> dict[str, Any]:
-        """The options that tell this run's result from another's, by name."""
+        """The options that decide a run's result, by name."""
         return {name: getattr(self, name) for name, one in declarations(type(self)).items() if one.identity}
 
 
 def declarations(kind: type[Options]) -> dict[str, Declaration]:
-    """An options class's fields by name: its own first, and then those of the classes it is made from."""
+    """The fields of an options class by name: the class's own first, and then those of its base classes."""
     hints = get_type_hints(kind)
     return {
         one.name: Declaration(
@@ -136,7 +140,7 @@ def declarations(kind: type[Options]) -> dict[str, Declaration]:
 
 
 def help_lines(kind: type[Options]) -> list[str]:
-    """The entries of an options class's fields in the Args section of a docstring, each ``name: help.``."""
+    """The lines of a docstring's Args section for the fields of an options class, each entry ``name: help.``."""
     entries = (f"{one.name}: {one.metadata['option']['help']}." for one in _fields(kind))
     return [
         line for entry in entries for line in wrap(entry, _WIDTH, initial_indent=_STEP, subsequent_indent=2 * _STEP)

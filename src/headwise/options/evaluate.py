@@ -15,10 +15,10 @@ _FRACTIONS = Rule(
 
 
 class ModelOptions(Options):
-    """The reference a model is measured against, and where both run."""
+    """The reference that a model is compared with, and the dtype and device of both."""
 
     against: str | Path | None = option(
-        "the reference, usually what the model was converted from; its tokenizer is used",
+        "the reference, usually the model before its conversion; the reference's tokenizer is used",
         default=None,
         metavar="SOURCE",
     )
@@ -31,7 +31,7 @@ class ModelOptions(Options):
 
 
 class TextOptions(ModelOptions):
-    """How a text is scored, and at which context decoding is timed."""
+    """The windows of text that are scored, and the context at which decoding is timed."""
 
     window: int | None = option(
         "tokens a window; 2048, or all the models' positions where they have fewer, when left out", default=None
@@ -52,12 +52,12 @@ class EvaluateOptions(TextOptions):
 
 
 class PlantedOptions(ModelOptions):
-    """How `headwise.evaluate_planted` plants facts and asks for them."""
+    """The text, the planted facts and the questions of `headwise.evaluate_planted`."""
 
     text: str | Path = option("a UTF-8 file of at least ``context`` tokens", metavar="FILE")
     context: int = option("tokens of the text, the fact, the question and the code together", default=2048)
     depths: Sequence[float] = option(
-        "where the fact stands, from 0 (at the beginning) to 1 (right before the question)",
+        "positions of the fact, from 0 (the beginning of the context) to 1 (right before the question)",
         default=DEPTHS,
         rule=_FRACTIONS,
     )

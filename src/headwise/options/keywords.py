@@ -1,4 +1,4 @@
-"""Functions that take their options as one object or as keywords, and show every keyword either way."""
+"""A decorator for functions that take their options as one object or as keywords."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def takes_options(kind: type[Options]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Let callers give a function's ``options``, an object of a kind, as keywords; its body always gets the object.
+    """Let callers pass the fields of a function's ``options`` as keywords; the function gets the object either way.
 
     ``inspect.signature`` and ``help`` show the keywords with their types, defaults and help. For example::
 
@@ -25,11 +25,11 @@ def takes_options(kind: type[Options]) -> Callable[[Callable[..., R]], Callable[
         read("a.txt", ReadOptions(windows=3))
 
     Args:
-        kind: the options class. The function's docstring has an entry ``options:`` in its Args; the entries of the
-            keywords are put behind it.
+        kind: the options class. The function's docstring must have an entry ``options:`` in its Args, after which the
+            entries of the keywords are inserted.
 
     Raises:
-        TypeError: by the function, in Python's words: a keyword is unknown or missing, or stands beside an object.
+        TypeError: raised by the decorated function: a keyword is unknown or missing, or passed beside an object.
     """
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
@@ -38,12 +38,12 @@ def takes_options(kind: type[Options]) -> Callable[[Callable[..., R]], Callable[
 
         @wraps(function)
         def call(*args: Any, **keywords: Any) -> R:
-            given = {name: keywords.pop(name) for name in list(keywords) if name not in signature.parameters}
+            fields = {name: keywords.pop(name) for name in list(keywords) if name not in signature.parameters}
             options = args[place] if len(args) > place else keywords.pop("options", None)
             if options is None:
-                options = _made(kind, given, function.__name__)
-            elif given:
-                raise TypeError(f"{function.__name__}() takes options or keywords, not both: {', '.join(given)}")
+                options = _build(kind, fields, function.__name__)
+            elif fields:
+                raise TypeError(f"{function.__name__}() takes options or keywords, not both: {', '.join(fields)}")
             return function(*args[:place], *args[place + 1 :], options=options, **keywords)
 
         call.__signature__ = _with_keywords(signature, kind)  # type: ignore[attr-defined]
@@ -53,10 +53,14 @@ def takes_options(kind: type[Options]) -> Callable[[Callable[..., R]], Callable[
     return decorate
 
 
-def _made(kind: type[Options], given: dict[str, Any], name: str) -> Options:
-    """The object of these keywords; what is unknown or missing is told as of the function."""
+def _build(kind: type[Options], keywords: dict[str, Any], name: str) -> Options:
+    """Make the options object; errors about keywords name the function ``name`` rather than the class.
+
+    Raises:
+        TypeError: a keyword is unknown or missing.
+    """
     try:
-        return kind(**given)
+        return kind(**keywords)
     except TypeError as error:
         raise TypeError(str(error).replace(f"{kind.__qualname__}.__init__()", f"{name}()", 1)) from None
 
@@ -71,19 +75,19 @@ def _with_keywords(signature: inspect.Signature, kind: type[Options]) -> inspect
         )
         for one in declarations(kind).values()
     ]
-    shown = list[inspect.Parameter]()
+    parameters = list[inspect.Parameter]()
     for parameter in signature.parameters.values():
         if parameter.name == "options":
             parameter = parameter.replace(default=None, annotation=f"{parameter.annotation} | None")  # noqa: PLW2901
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            shown, keywords = shown + keywords, []
-        shown.append(parameter)
-    return signature.replace(parameters=shown + keywords)
+            parameters, keywords = parameters + keywords, []
+        parameters.append(parameter)
+    return signature.replace(parameters=parameters + keywords)
 
 
 def _with_help(docstring: str, kind: type[Options]) -> str:
     lines = inspect.cleandoc(docstring).splitlines()
-    behind = next(at for at, line in enumerate(lines) if line.startswith("    options:")) + 1
-    while behind < len(lines) and lines[behind].startswith("     "):
-        behind += 1
-    return "\n".join([*lines[:behind], *help_lines(kind), *lines[behind:]])
+    end = next(at for at, line in enumerate(lines) if line.startswith("    options:")) + 1
+    while end < len(lines) and lines[end].startswith("     "):  # the entry's further lines
+        end += 1
+    return "\n".join([*lines[:end], *help_lines(kind), *lines[end:]])

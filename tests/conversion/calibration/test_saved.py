@@ -285,7 +285,7 @@ def test_another_format_is_refused(source: Path, statistics: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"calibrate": "text"}, "statistics = .*goes without calibrate"),
+        ({"calibrate": "text"}, "statistics = .*cannot be used with calibrate"),
         ({"without": ("refit",)}, "without = 'refit': is a stage of calibrate"),
         ({"method": "mean"}, "statistics = .*goes with mla and aligned heads, not with mean"),
     ],

@@ -31,7 +31,7 @@ Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bflo
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to run on.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; torch's own number when left out.", min=1, max=1024)]
 Quick = Annotated[bool, typer.Option("--quick", help="A smaller grid, in less than a minute.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a web page.")]
 
 
 @commands.command(epilog="Example: headwise bench decode --quick")
@@ -40,7 +40,7 @@ def decode(
     length: Lengths = None,
     cache_mib: Annotated[
         int | None,
-        typer.Option("--cache-mib", help="Instead of --length: as many tokens as make a cache of so many MiB."),
+        typer.Option("--cache-mib", help="Instead of --length: the size of the cache, in MiB."),
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
     dtype: Dtypes = None,
@@ -51,7 +51,7 @@ def decode(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Time one decoding step of attention: headwise, SDPA, FlexAttention, and keys copied for every head."""
+    """Time one decoding step of attention: headwise, SDPA, FlexAttention, and keys repeated for every head."""
     with progress_bar() as progress:
         _prepare(threads, html)
         from headwise.bench import Shape, bench_decode
@@ -142,7 +142,7 @@ def generate(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Time a whole model that generates token by token: stock, optimised, and in other engines."""
+    """Time a whole model that generates token by token: as loaded, optimised, and in other engines."""
     with progress_bar() as progress:
         _prepare(threads, html)
         from headwise.bench import bench_generate
@@ -160,7 +160,7 @@ def generate(
 
 
 def _prepare(threads: int | None, html: Path | None) -> None:
-    """Check that the page can be written, and set torch's threads, before anything is measured."""
+    """Check that the page can be written, and set torch's threads."""
     if html is not None:
         from headwise.checkpoints.disk import refuse_no_file
 
@@ -199,11 +199,11 @@ def _print(report: Bench) -> None:
 
 
 _SIDE_BY_SIDE = 6
-"""The most ways that fit beside each other in a terminal."""
+"""The most implementations that fit beside each other in a terminal."""
 
 
 def _wide(report: Bench) -> Table:
-    """A table with a row for each case and a column for each way."""
+    """A table with a row for each case and a column for each implementation."""
     others = [way for way in report.ways() if way != OURS]
     table = numbers_table("ms", "limit", OURS, "×", *(way.replace(", ", ",\n") for way in others))
     for case in report.cases:
@@ -213,7 +213,7 @@ def _wide(report: Bench) -> Table:
 
 
 def _long(report: Bench) -> Table:
-    """A table with a row for each way, under its case."""
+    """A table with a row for each implementation, below the row of its case."""
     table = numbers_table("", "ms", "×", "GB/s", "GFLOP/s")
     for case in report.cases:
         table.add_row(f"[bold]{escape(case.name)}[/bold], limit", f"{case.limit_ms:.3g}", "1.00", "", "")
@@ -234,6 +234,6 @@ def _ms(case: Case, way: str) -> str:
 
 
 def _errors(report: Bench) -> list[str]:
-    """Why some ways could not be run, each reason once."""
+    """The reasons why some implementations could not be run, each once."""
     errors = ((way, timing.error) for case in report.cases for way, timing in case.ways.items() if timing.error)
     return list(dict.fromkeys(f"{way} {error}" for way, error in errors))

@@ -1,4 +1,4 @@
-"""``headwise calibrate``: statistics of a model on a text, for any number of conversions."""
+"""``headwise calibrate``: collect the statistics of a model on a text once, for any number of conversions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def calibrate(
     options: CalibrateOptions,
     as_json: Json = False,
 ) -> None:
-    """Keep the statistics of a model that conversions to any target use: convert --statistics OUT."""
+    """Collect a model's statistics on a text, for conversions to any target with convert --statistics OUT."""
     with as_one_process(), progress_bar() as progress:
         from headwise.conversion import calibrate as collect
 

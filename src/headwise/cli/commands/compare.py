@@ -1,4 +1,4 @@
-"""``headwise compare``: the cost of each mechanism in a model, side by side."""
+"""``headwise compare``: the cost of a model with each mechanism, side by side."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def compare(
             end_section=match is None and index == convertible[-1],
         )
     out.print(table)
-    out.print("params: of one attention layer; prefill, decode: FLOPs of all of them, for the")
-    out.print("prompt and for a token")
+    out.print("params: of one attention layer; prefill, decode: FLOPs of all attention layers,")
+    out.print("for the prompt and for one token")
     if match is None and len(convertible) > 1:
         out.print("MLA R + P: a latent of R numbers and a rotary key of P in each layer")
         out.print("above the gap: `headwise convert` makes these, --json says how; below: for comparison")

@@ -1,4 +1,4 @@
-"""``headwise complexity``: one layer's time and space by stage, in formulas and numbers."""
+"""``headwise complexity``: the time and space of one layer by stage, as formulas and numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def complexity(
         bool | None,
         typer.Option(
             "--causal/--full",
-            help="Count pairs under the causal mask, or all pairs; as the model does when left out.",
+            help="Count pairs under the causal mask, or all pairs; the model's mask when left out.",
         ),
     ] = None,
     impl: Annotated[

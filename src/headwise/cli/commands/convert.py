@@ -1,4 +1,4 @@
-"""``headwise convert``: a model folder in, a smaller-cache model folder out."""
+"""``headwise convert``: convert a model's attention and write a model folder with a smaller cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _show(report: Conversion) -> None:
     before, after = report.kv_bytes_per_token_before, report.kv_bytes_per_token_after
     dry_run = " (dry run)" if report.dry_run else ""
     out.print(f"[bold]{escape(report.source)}[/bold] → {report.label} in {escape(report.output)}{dry_run}")
-    if before:  # an encoder keeps none
+    if before:  # an encoder has no cache
         out.print(f"cache a token  {before:,} → {after:,} B ({after / before:.0%}, {report.dtype})")
     out.print(f"parameters     {report.parameters_before:,} → {report.parameters_after:,}")
     out.print(f"on disk        {bytes_text(report.disk_bytes)}")
@@ -53,7 +53,7 @@ def _show(report: Conversion) -> None:
     if report.model_type.startswith(HOSTED_PREFIX) and not report.dry_run:
         out.print("run it with headwise.load, or in transformers after import headwise.hf")
     elif report.stock is not None:
-        out.print("transformers loads it as deepseek_v3; headwise.optimize(model) makes it attend to its latents")
+        out.print("transformers loads it as deepseek_v3; after headwise.optimize(model) it attends to its latents")
     for note in report.notes:
         out.print(f"note: {note}", markup=False)
     if report.evaluation is not None:

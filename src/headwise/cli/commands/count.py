@@ -1,4 +1,4 @@
-"""``headwise count``: one layer's FLOPs by closed form, counted while it runs, and by other counters."""
+"""``headwise count``: one layer's FLOPs by formula, counted while the layer runs, and by other tools."""
 
 from __future__ import annotations
 

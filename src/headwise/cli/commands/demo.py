@@ -54,14 +54,14 @@ def demo(
             result = _convert(original, output / name, target, texts, windows, progress)
             console.print(f"  {name}: perplexity × {result['evaluate']['perplexity_ratio']:.4f}")
             results.append({"name": name, **result})
-        of_original = headwise.generate(original, PROMPT, max_new_tokens=12)
+        continuation = headwise.generate(original, PROMPT, max_new_tokens=12)
     document = {
         "model": "SmolLM2-135M-Instruct, dequantised from Q4_1",
         "text": "Python's language reference (pydoc_data.topics): every second topic, unless it repeats others",
         "calibration": "its other topics, for mla-half",
         "machine": {"processor": platform.machine(), "python": platform.python_version(), **_versions()},
         **costs,
-        "generate": of_original.to_dict(),
+        "generate": continuation.to_dict(),
         "conversions": results,
         "seconds": time.perf_counter() - start,
     }
@@ -73,7 +73,11 @@ def demo(
 
 
 def _check_weights() -> None:
-    """Refuse another file than the one that the demo's figures are of."""
+    """Refuse a bundled model other than the one that the documented figures were measured on.
+
+    Raises:
+        CheckpointError: the file has another digest.
+    """
     from headwise.specs.sources import BUNDLED_SHA256, bundled_gguf
 
     digest = hashlib.sha256(bundled_gguf().read_bytes()).hexdigest()
@@ -82,7 +86,7 @@ def _check_weights() -> None:
 
 
 def _unpack_and_count(original: Path, console: Console, progress: Progress) -> dict[str, Any]:
-    """The first three steps: unpack the model, inspect it and compare mechanisms."""
+    """Run the first three steps: unpack the model, inspect it and compare mechanisms."""
     import headwise
     from headwise.specs.sources import BUNDLED
 
@@ -110,7 +114,11 @@ def _convert(
     windows: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    """One conversion, its evaluation and a continuation of the prompt."""
+    """Convert the model, evaluate the result and continue the prompt with it.
+
+    Raises:
+        CheckpointError: the evaluation failed.
+    """
     import headwise
 
     study, exam = texts
@@ -139,20 +147,24 @@ def _show(document: dict[str, Any], file: Path) -> None:
     results = document["conversions"]
     out.print(_table(results))
     out.print(f"{PROMPT}…", markup=False)
-    continuations = [("original", document["generate"]), *((one["name"], one["generate"]) for one in results)]
+    continuations = [("original", document["generate"])]
+    continuations += [(result["name"], result["generate"]) for result in results]
     for name, continuation in continuations:
         out.print(f"  {name:<13} {continuation['text']!r}", markup=False)
-    out.print(f"{document['seconds']:.0f} s; everything measured is in {file}")
+    out.print(f"{document['seconds']:.0f} s; all measurements are in {file}")
 
 
 def write_texts(folder: Path) -> tuple[Path, Path]:
-    """Write a text to calibrate on and one to evaluate on, out of Python's own language reference.
+    """Write a text to calibrate on and one to evaluate on, from Python's language reference.
 
-    Topics quote each other. Every second one is calibrated on; of the others those are left that share no passage
-    with the calibration, so that it cannot be evaluated on what it has seen.
+    Every second topic is for calibration. Topics quote each other, so of the others only those that share no passage
+    with the calibration text are for evaluation.
 
     Args:
         folder: for ``study.txt`` and ``exam.txt``.
+
+    Returns:
+        The paths of the two files.
     """
     from headwise.checkpoints import load_tokenizer
     from headwise.specs.sources import bundled_gguf
@@ -183,15 +195,15 @@ def _versions() -> dict[str, str]:
 def _table(results: list[dict[str, Any]]) -> Table:
     table = numbers_table("", "B/token", "perplexity", "ratio", "KL", "top-1", "ms (orig)", "size")
     first = results[0]
-    measured = first["evaluate"]
+    evaluation = first["evaluate"]
     reference = {
-        "cache_bytes_per_token": measured["reference_cache_bytes_per_token"],
-        "perplexity": measured["reference_perplexity"],
+        "cache_bytes_per_token": evaluation["reference_cache_bytes_per_token"],
+        "perplexity": evaluation["reference_perplexity"],
         "perplexity_ratio": 1.0,
         "kl": 0.0,
         "top1_agreement": 1.0,
-        "decode_ms": measured["reference_decode_ms"],
-        "reference_decode_ms": measured["reference_decode_ms"],
+        "decode_ms": evaluation["reference_decode_ms"],
+        "reference_decode_ms": evaluation["reference_decode_ms"],
     }
     rows = [("original", reference, first["convert"]["parameters_before"])]
     rows += [(result["name"], result["evaluate"], result["convert"]["parameters_after"]) for result in results]

@@ -1,4 +1,4 @@
-"""``headwise doctor``: this machine's limits, and which of headwise's kernels run on it."""
+"""``headwise doctor``: the limits of this machine, and which of headwise's kernels run on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headwise.cli.app import Json, app, emit, out, progress_bar
 
 @app.command(epilog="Example: headwise doctor")
 def doctor(as_json: Json = False) -> None:
-    """Say whether headwise's kernels run here, and measure this machine's limits."""
+    """Check whether headwise's kernels run on this machine, and measure its limits."""
     with progress_bar() as progress:
         from headwise.measurement.machine import doctor as examine
 

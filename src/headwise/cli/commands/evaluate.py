@@ -17,7 +17,7 @@ from headwise.progress import Progress
 
 
 class TaskOptions(TextOptions):
-    """All that a model can be measured on in one run of the command."""
+    """The texts and tasks that the command evaluates a model on."""
 
     text: Sequence[str | Path] = option("a UTF-8 file to predict", default=(), metavar="FILE")
     choices: str | Path | None = option(
@@ -47,7 +47,7 @@ def evaluate(
     options: TaskOptions,
     as_json: Json = False,
 ) -> None:
-    """Measure a model on text: perplexity, divergence, agreement, bytes of cache, time a token; and on tasks."""
+    """Evaluate a model on text (perplexity, divergence, agreement, cache bytes, time a token) and on tasks."""
     with progress_bar() as progress:
         results = _results(model, options, progress)
     if as_json:
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def _results(model: str, options: TaskOptions, progress: Progress) -> dict[str, Any]:
-    """The result of each task that is asked for, by the task's name; models are loaded once for all tasks on text."""
+    """The result of each requested task, by its name; models are loaded once for all tasks on text."""
     from headwise import evaluation
 
     where: dict[str, Any] = {"dtype": options.dtype, "device": options.device, "progress": progress}

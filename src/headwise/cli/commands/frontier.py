@@ -1,4 +1,4 @@
-"""``headwise frontier``: what a model should be converted to."""
+"""``headwise frontier``: convert a model to many targets, and compare quality with cache size."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ def frontier(
     options: FrontierOptions,
     as_json: Json = False,
 ) -> None:
-    """Convert to a ladder of targets and measure each: quality against cache, as a table, JSON and a plot."""
+    """Convert to a ladder of targets and evaluate each: quality against cache, as a table, JSON and a plot."""
     with progress_bar() as progress:
         from headwise.frontiers import frontier as measure
         from headwise.frontiers.page import how, tables, title
         from headwise.frontiers.points import advice
 
-        found = measure(source, output, options, progress=progress)
+        result = measure(source, output, options, progress=progress)
     if as_json:
-        emit(found.to_dict())
+        emit(result.to_dict())
         return
-    out.print(f"[bold]{escape(title(found))}[/bold]")
-    for heads, *rows in tables(found):
-        shown = numbers_table(*(escape(head) for head in _narrow(heads)))
-        for column, head in zip(shown.columns, _narrow(heads), strict=True):
-            column.no_wrap, column.overflow = not head.startswith("×"), "fold"  # of a text, whose name may be long
+    out.print(f"[bold]{escape(title(result))}[/bold]")
+    for headings, *rows in tables(result):
+        table = numbers_table(*(escape(heading) for heading in _narrow(headings)))
+        for column, heading in zip(table.columns, _narrow(headings), strict=True):
+            # Headings with × hold the name of a text, which may be long.
+            column.no_wrap, column.overflow = not heading.startswith("×"), "fold"
         for row in rows:
-            shown.add_row(*map(escape, _narrow(row)))
-        out.print(shown)
-    for line in advice(found):
+            table.add_row(*map(escape, _narrow(row)))
+        out.print(table)
+    for line in advice(result):
         out.print(line, markup=False)
-    out.print(how(found), markup=False, style="dim")
-    for note in found.notes:
+    out.print(how(result), markup=False, style="dim")
+    for note in result.notes:
         out.print(f"note: {note}", markup=False)
     name = "methods" if options.methods else "frontier"
     out.print(f"{escape(output)}: {name}.json, {name}.md{f', {name}.html' if options.plot else ''}")
 
 
 def _narrow(row: tuple[str, ...]) -> tuple[str, ...]:
-    """Without what the converted layers are called: the target says enough."""
+    """Leave out the column with the layers' mechanism, which the target implies, to fit a terminal."""
     return (row[0], *row[2:])

@@ -13,9 +13,9 @@ from headwise.cli.printable import printable
 @app.command(epilog='Example: headwise generate ./smollm2-mla --prompt "The capital of France is"')
 def generate(
     model: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
-    prompt: Annotated[str, typer.Option(help="The beginning of the text.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to add.")] = 40,
-    dtype: Annotated[str | None, typer.Option(help="Dtype to run in; as stored when left out.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype to run in; the stored one when left out.")] = None,
     device: Annotated[str | None, typer.Option(help="Device to run on, such as cuda; the CPU when left out.")] = None,
     as_json: Json = False,
 ) -> None:

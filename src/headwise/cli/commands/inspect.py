@@ -1,4 +1,4 @@
-"""``headwise inspect``: what a model is, what it stores, what it caches and what a token costs."""
+"""``headwise inspect``: the layers, weights, cache and FLOPs of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NAMES = {**RECURRENT_NAMES, "none": "without attention", "short_conv": "short convolution"}
 _LONGEST_LIST = 20
-"""The most characters of a list of layers that is shown whole."""
+"""The most characters of a list of layers before it is abbreviated."""
 
 
 @app.command(epilog="Example: headwise inspect llama-3-8b --dtype float16")
@@ -61,7 +61,7 @@ def inspect(
 
 
 def _attention(report: Inspection) -> str:
-    """How many layers of each kind: ``32 GQA``, or ``36 Gated DeltaNet, 12 GQA`` for a mixed stack."""
+    """The number of layers of each kind: ``32 GQA``, or ``36 Gated DeltaNet, 12 GQA`` for a mixed stack."""
     counts: Counter[str] = Counter()
     for group in report.layers:
         counts[_NAMES.get(group.mechanism, group.mechanism.upper())] += len(group.layers)
@@ -103,15 +103,15 @@ def _print_flops(report: Inspection) -> None:
 
 
 def _layers_table(report: Inspection) -> Table:
-    """A table with a row for each kind of layer; columns that would be empty are left out."""
+    """A table with a row for each kind of layer; empty columns are left out."""
     windows = any(group.sliding_window is not None for group in report.layers)
     states = any(group.state_bytes for group in report.layers)
     headings = ["layers", "attention", *(["window"] if windows else []), "B/token", *(["state"] if states else [])]
     table = numbers_table(*headings, "weights")
     table.columns[1].justify = "left"
     rotated = any(group.spec["rope"] for group in report.layers)
-    named = _names_of([group.layers for group in report.layers])
-    for group, name in zip(report.layers, named, strict=True):
+    names = _names_of([group.layers for group in report.layers])
+    for group, name in zip(report.layers, names, strict=True):
         window = "" if group.sliding_window is None else f"{group.sliding_window:,}"
         state = bytes_text(group.state_bytes) if group.state_bytes else ""
         unrotated = rotated and group.spec["kind"] != "recurrent" and group.spec["rope"] is None

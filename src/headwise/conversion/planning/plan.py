@@ -208,10 +208,10 @@ def refuse_inputs(
         if value is not None and not method.uses_text:
             raise ArgumentError(field, str(value), f"goes with mla and aligned heads, not with {method.name}")
     if statistics is not None and texts:
-        raise ArgumentError("statistics", str(statistics), "goes without calibrate: it stands in for a text")
+        raise ArgumentError("statistics", str(statistics), "cannot be used with calibrate: it replaces the text")
     rule = None
     if statistics is not None:
-        rule = "is a stage of calibrate, and goes without statistics"
+        rule = "is a stage of calibrate, and cannot be used with statistics"
     elif plan.is_exact:
         rule = "is a stage of calibrate, and nothing is lost at this size"
     elif not method.stages:

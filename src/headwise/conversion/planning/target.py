@@ -74,7 +74,7 @@ def parse_target(
         raise ArgumentError("kv_budget", None, "mla needs kv_budget, or kv_lora_rank and qk_rope_head_dim")
     if kv_budget is not None:
         if kv_lora_rank is not None or qk_rope_head_dim is not None:
-            raise ArgumentError("kv_budget", kv_budget, "goes without kv_lora_rank and qk_rope_head_dim")
+            raise ArgumentError("kv_budget", kv_budget, "cannot be used with kv_lora_rank and qk_rope_head_dim")
         if not (math.isfinite(kv_budget) and 0 < kv_budget <= 1):
             raise ArgumentError("kv_budget", kv_budget, "must be a fraction above 0 and at most 1")
     elif kv_lora_rank is None or qk_rope_head_dim is None:
