@@ -27,7 +27,7 @@ from headwise.checkpoints.disk import (
     write_whole,
 )
 from headwise.checkpoints.folder import INDEX, SINGLE
-from headwise.checkpoints.shards import ShardWriter, is_whole, plan_shards
+from headwise.checkpoints.safetensors_shards import ShardWriter, is_whole, plan_shards
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
 
 MODEL = "config.json"

@@ -14,7 +14,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from headwise.cli.held_back import held_back
+from headwise.cli.captured_output import held_back
 from headwise.cli.printable import PrintableConsole
 from headwise.documents import finite
 from headwise.progress import Progress

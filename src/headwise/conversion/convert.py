@@ -12,6 +12,7 @@ import torch
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
+from headwise.conversion.closing_evaluation import Exam, find_exam, overlap_notes, prove
 from headwise.conversion.estimate import estimate_seconds
 from headwise.conversion.methods import refuse_stages
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
@@ -19,7 +20,6 @@ from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_inputs
 from headwise.conversion.planning.target import Target, parse_target
-from headwise.conversion.proof import Exam, find_exam, overlap_notes, prove
 from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder

@@ -12,7 +12,7 @@ from headwise.checkpoints import FolderWriter
 from headwise.conversion.budget.shared_channels import compare_own_channels
 from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.planning.plan import Place
+from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.storage.store import ConvertedLayer, LayerStore
 from headwise.processes import process_index
 from headwise.progress import Progress, silent
@@ -41,7 +41,7 @@ def convert_layers(
     count = layout.plan.before.num_layers
     for place in places:
         progress("converting", place.index, count)
-        layer = store.load(place) if calibrator.is_past(place) else None
+        layer = store.load(place) if calibrator.may_be_saved(place) else None
         yield convert_layer(layout, calibrator, store, place) if layer is None else layer
         del layer  # freed before the next one is converted
     progress("converting", count, count)
@@ -50,7 +50,7 @@ def convert_layers(
 def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStore, place: Place) -> ConvertedLayer:
     """Convert one layer; see `convert_layers`."""
     plan = layout.plan
-    source = plan.source_layer(place)
+    source = read_layer(plan.checkpoint, place)
     target = plan.layer_target(place)
     evidence = calibrator.evidence(place, source)
     solution = plan.method.solve(source, target, evidence)
@@ -110,6 +110,6 @@ def write_tensors(
 def follow(layout: OutputLayout, calibrator: Calibrator) -> None:
     """Convert without writing: the part of every process but the first in a conversion on a text."""
     if calibrator.is_sequential:
-        places = [place for place in layout.plan.places if not calibrator.is_past(place)]
+        places = [place for place in layout.plan.places if not calibrator.may_be_saved(place)]
         for _ in convert_layers(layout, calibrator, LayerStore(None), places):
             pass

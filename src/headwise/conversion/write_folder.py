@@ -14,12 +14,12 @@ from headwise.conversion.budget.spread import Spread, find_spread
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.text import TextCalibrator, start_on_text
+from headwise.conversion.closing_evaluation import Exam
 from headwise.conversion.layer_loop import follow, write_tensors
 from headwise.conversion.output.difference import logits_difference
 from headwise.conversion.output.formats import OutputFormat, StockReport
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan
-from headwise.conversion.proof import Exam
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.storage.store import LayerStore
 from headwise.processes import barrier, first_enters, process_index
@@ -48,13 +48,8 @@ class ConversionInputs:
     run: str = ""
     progress: Progress = silent
 
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether there is evidence of layers other than their weights."""
-        return bool(self.texts) or self.statistics is not None
-
-    def calibrator(self, plan: ConversionPlan, writer: FolderWriter) -> Calibrator:
-        """The calibrator of the conversion, before layer 0 or where an earlier run stopped.
+    def start_calibrator(self, plan: ConversionPlan, writer: FolderWriter) -> Calibrator:
+        """Start the calibrator of the conversion, before layer 0 or where an earlier run stopped.
 
         Args:
             plan: the conversion.
@@ -112,9 +107,10 @@ def write_folder(
     """
     if output_format.is_exported:
         return _write_exported(plan, inputs, writer, output_format)
-    calibrator = inputs.calibrator(plan, writer)
+    calibrator = inputs.start_calibrator(plan, writer)
     spread = None
-    if isinstance(calibrator, TextCalibrator) and "spread" in plan.stages:
+    if "spread" in plan.stages:
+        assert isinstance(calibrator, TextCalibrator)  # a plan has this stage only with a text
         spread = find_spread(plan, calibrator, writer.work, inputs.progress)
         plan = plan.resized(spread.layer_sizes)
     layout = OutputLayout(plan)
@@ -136,7 +132,7 @@ def _fill(
     layout: OutputLayout, writer: FolderWriter, calibrator: Calibrator, progress: Progress
 ) -> tuple[dict[str, Any], LayerStore]:
     """Write everything in the folder but its card: the first process writes, and the others convert along."""
-    saves_layers = calibrator is not NOTHING_KNOWN or not layout.plan.method.is_cheap
+    saves_layers = calibrator.has_evidence or not layout.plan.method.is_cheap
     store = LayerStore(writer.work / "layers" if saves_layers else None)
     if process_index() > 0:
         follow(layout, calibrator)
@@ -159,7 +155,7 @@ def _write_exported(
     read_seconds = write_seconds = 0.0
     if not (own_format / "config.json").is_file():
         with first_enters(FolderWriter(own_format, OutputLayout(plan).tensors, run=inputs.run)) as inner:
-            calibrator = inputs.calibrator(plan, inner)
+            calibrator = inputs.start_calibrator(plan, inner)
             channels = _shared_channels(plan, calibrator, summary, inputs.progress)
             _, store = _fill(OutputLayout(plan.sharing(channels)), inner, calibrator, inputs.progress)
             read_seconds = store.read_seconds + calibrator.read_seconds

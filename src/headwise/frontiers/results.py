@@ -15,7 +15,7 @@ import torch
 from headwise.checkpoints import Checkpoint, dtype_name, run_identity
 from headwise.checkpoints.disk import clearly, write_whole
 from headwise.conversion import convert
-from headwise.conversion.proof import Exam
+from headwise.conversion.closing_evaluation import Exam
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.frontiers.ladder import Candidate
 from headwise.progress import Progress

@@ -17,17 +17,18 @@ import headwise
 from headwise import Conversion
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.budget import layer_trials, spread
-from headwise.conversion.budget.layer_trials import LayerTrials
+from headwise.conversion.budget.layer_trials import LayerTrials, sizes_to_try
 from headwise.conversion.budget.trial import Trial, held_pieces
-from headwise.conversion.budget.trial_sizes import narrowed, sizes_to_try
+from headwise.conversion.methods import Evidence, LatentMethod, LayerTarget
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
-from headwise.conversion.solvers.layer import Layer, rotation_tables
+from headwise.conversion.solvers.latent_sizes import narrowed
+from headwise.conversion.solvers.layer import Layer, State, rotation_tables
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf import LayerwiseModel
-from headwise.specs import GroupedSpec, RopeSpec, as_latent
+from headwise.specs import GroupedSpec, LatentSpec, RopeSpec, as_latent
 from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
@@ -127,6 +128,47 @@ def converted(tmp_path: Path, name: str = "out", *, without: Sequence[str] = (),
         options["without"] = [*without, "refit", "refine"]
     given = {"to": "mla", "kv_budget": 0.5, "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
     return headwise.convert(tmp_path / "source", tmp_path / name, evaluate=False, **{**given, **options})
+
+
+class OneHeadChannels(LatentMethod):
+    """A method of its own, which does not say how it solves several sizes; counts the sizes that it solves."""
+
+    name, label = "one_head", "one head's channels"
+    stages = ("sensitivity", "spread")
+
+    def __init__(self) -> None:
+        self.solved: list[tuple[int, int]] = []
+
+    def solve_latent(
+        self, state: State, source: GroupedSpec, spec: LatentSpec, target: LayerTarget, evidence: Evidence
+    ) -> tuple[dict[str, torch.Tensor], list[int]]:
+        self.solved.append((spec.kv_lora_rank, spec.qk_rope_head_dim))
+        return convert_to_latent(
+            state, source, spec, statistics=evidence.statistics, options=LatentOptions(mix=False)
+        )
+
+
+def test_every_size_is_solved_by_the_plans_own_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = OneHeadChannels()
+    monkeypatch.setattr("headwise.conversion.planning.plan.choose_method", lambda *_: method)
+    uneven(tmp_path / "source")
+    (tmp_path / "text.txt").write_text(TEXT)
+    done = headwise.convert(
+        tmp_path / "source",
+        tmp_path / "out",
+        to="mla",
+        kv_budget=0.5,
+        calibrate=tmp_path / "text.txt",
+        calibration_tokens=512,
+        evaluate=False,
+    )
+    assert done.method == "one_head"
+    assert done.spread is not None
+    spec = open_checkpoint(tmp_path / "source").spec.layers[0]
+    assert isinstance(spec, GroupedSpec)
+    tried = sizes_to_try(spec, as_latent(spec, *done.spread.even[0]))
+    assert set(tried) <= set(method.solved)
+    assert set(done.spread.sizes) <= set(method.solved)
 
 
 def test_a_layer_that_does_nothing_gives_its_cache_to_the_others(tmp_path: Path) -> None:
@@ -251,12 +293,12 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
     wanted = layer_trials.KEY_WEIGHTS[2], layer_trials.KEY_WEIGHTS[0], layer_trials.KEY_WEIGHTS[1]
     weights: dict[int, float] = {}
     kept, given = list[Layer](), list[float]()
-    solutions, solve = layer_trials.solutions, convert_to_latent
+    solutions, solve = LayerTrials._solutions, convert_to_latent
 
-    def noted(*args: Any, key_weight: float = KEY_WEIGHT, **more: Any) -> Iterator[tuple[tuple[int, int], Layer]]:
-        for size, layer in solutions(*args, key_weight=key_weight, **more):
+    def noted(*args: Any) -> Iterator[tuple[tuple[int, int], Layer]]:
+        for size, layer in solutions(*args):
             kept.append(layer)  # so that no other has its id
-            weights[id(layer)] = key_weight
+            weights[id(layer)] = args[-1]
             yield size, layer
 
     def solved(*args: Any, options: LatentOptions, **kwargs: Any) -> Any:
@@ -266,7 +308,7 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
     def errors(_: Trial, index: int, *rest: Any) -> Callable[[Layer], float]:
         return lambda layer: 0.5 if weights[id(layer)] == wanted[index] else 1.0
 
-    monkeypatch.setattr(layer_trials, "solutions", noted)
+    monkeypatch.setattr(LayerTrials, "_solutions", noted)
     monkeypatch.setattr(Trial, "errors", errors)
     monkeypatch.setattr(LayerTrials, "divergences", lambda *_: [0.5, 0.4])
     monkeypatch.setattr("headwise.conversion.methods.headwise.convert_to_latent", solved)

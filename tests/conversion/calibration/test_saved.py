@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save
 
 import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.conversion.calibration.saved import SavedCalibrator, _triangle, _whole, open_statistics
+from headwise.conversion import layer_loop
+from headwise.conversion.calibration import saved
+from headwise.conversion.calibration.saved import _triangle, _whole, open_statistics, read_evidence
 from headwise.conversion.calibration.text import TextCalibrator
-from headwise.conversion.planning import plan as planning
-from headwise.conversion.planning.plan import Place
-from headwise.conversion.proof import REFERENCE
+from headwise.conversion.closing_evaluation import REFERENCE
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf import LayerwiseModel
 from headwise.texts import calibration_windows
@@ -55,8 +55,8 @@ def statistics(source: Path, text: Path, tmp_path: Path) -> Path:
 def layers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the source's layers that conversions read, in order."""
     read: list[int] = []
-    own = planning.read_layer
-    monkeypatch.setattr(planning, "read_layer", lambda source, place: read.append(place.index) or own(source, place))
+    own = layer_loop.read_layer
+    monkeypatch.setattr(layer_loop, "read_layer", lambda model, place: read.append(place.index) or own(model, place))
     return read
 
 
@@ -90,7 +90,7 @@ def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics
         model(windows)
     for index, (own,) in enumerate(seen):
         inputs = torch.cat((own, torch.ones(512, 1, dtype=torch.float64)), dim=1)
-        found = known.evidence(Place(index)).statistics.inputs  # type: ignore[union-attr]
+        found = read_evidence(LayerFiles(known.folder), index).statistics.inputs  # type: ignore[union-attr]
         assert torch.allclose(found, inputs.mT @ inputs / 512, rtol=1e-4, atol=1e-5 * float(found.abs().max()))
 
 
@@ -325,10 +325,8 @@ def test_what_they_would_take(source: Path, statistics: Path, tmp_path: Path) ->
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        own = SavedCalibrator.evidence
-        patch.setattr(
-            SavedCalibrator, "evidence", lambda self, place, *a: read.append(place.index) or own(self, place)
-        )
+        own = saved.read_evidence
+        patch.setattr(saved, "read_evidence", lambda files, index: read.append(index) or own(files, index))
         dry = convert(source, tmp_path / "out", **options, dry_run=True)
     assert read == [0, 1, 0]  # both are checked, and one is solved
     assert dry.seconds > 0

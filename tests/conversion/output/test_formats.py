@@ -22,7 +22,7 @@ from headwise.conversion.layer_loop import convert_layer
 from headwise.conversion.output import deepseek, formats
 from headwise.conversion.output.difference import logits_difference
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.planning.plan import ConversionPlan, Place, make_plan
+from headwise.conversion.planning.plan import ConversionPlan, Place, make_plan, read_layer
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage.activations import Activations
@@ -143,7 +143,7 @@ def test_the_channels_of_one_layer_are_its_own(text: Path, tmp_path: Path) -> No
     spec, target = plan.before.layers[0], plan.after.layers[0]
     assert isinstance(spec, GroupedSpec)
     assert isinstance(target, LatentSpec)
-    state = plan.source_layer(Place(0)).state
+    state = read_layer(plan.checkpoint, Place(0)).state
     energy, lost = rotary_losses(state, spec, target, Statistics.nothing(48, 6, 256))
     own = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
     assert torch.equal(choose_shared_channels(plan, NOTHING_KNOWN, silent), own)

@@ -10,7 +10,7 @@ import pytest
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import parse_target
 from headwise.conversion.methods import STAGES
-from headwise.conversion.planning.plan import LayerSize, Place, make_plan
+from headwise.conversion.planning.plan import LayerSize, Place, make_plan, read_layer
 from headwise.specs import LatentSpec
 from tests.real_models import save_tiny
 
@@ -72,4 +72,4 @@ def test_the_method_follows_from_the_target(target: dict[str, Any], name: str, s
     plan = make_plan(open_checkpoint(source), parse_target(**target))
     assert plan.method.name == name
     assert plan.is_exact == (name in ("repeat", "copy"))
-    assert plan.source_layer(Place(1)).spec == plan.before.layers[1]
+    assert read_layer(plan.checkpoint, Place(1)).spec == plan.before.layers[1]

@@ -10,7 +10,7 @@ Shapes: N pieces of T tokens, E hidden, R latent rank, P rotary dims.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,19 +18,18 @@ from torch import Tensor, nn
 
 from headwise.conversion.budget.allocation import Node
 from headwise.conversion.budget.trial import Trial
-from headwise.conversion.budget.trial_sizes import sizes_to_try, solutions
-from headwise.conversion.calibration.saved import SavedCalibrator, save_layer
+from headwise.conversion.calibration.saved import read_evidence, save_layer
 from headwise.conversion.calibration.sensitivity import refuse_no_numbers
 from headwise.conversion.calibration.text import TextCalibrator
-from headwise.conversion.methods import Evidence
-from headwise.conversion.planning.plan import ConversionPlan, LayerSize, Place
+from headwise.conversion.methods import Evidence, LatentMethod
+from headwise.conversion.planning.plan import ConversionPlan, LayerSize, Place, read_layer
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.processes import all_sum, barrier, process_count, process_index
 from headwise.progress import Progress
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.specs import GroupedSpec, LatentSpec, rotary_width
 
 KEY_WEIGHTS = (KEY_WEIGHT, KEY_WEIGHT / 4, KEY_WEIGHT * 4)
 """The costs of an error of the keys relative to one of the values that are tried, the usual one first."""
@@ -115,7 +114,7 @@ class LayerTrials:
 
         Processes take allocations in turn.
         """
-        statistics, finished = SavedCalibrator(self.files.folder), LayerFiles(self.files.folder / "allocations")
+        finished = LayerFiles(self.files.folder / "allocations")
         layers = self.plan.before.num_layers
         barrier()
         mine = [number for number in range(len(allocations)) if number % process_count() == process_index()]
@@ -130,10 +129,10 @@ class LayerTrials:
                 break
             module = trial.model.module(index)
             if waiting := [number for number in streams if positions[number] == index]:
-                source, evidence = self._source(index), statistics.evidence(Place(index))
+                source, evidence = self._source(index), read_evidence(self.files, index)
             for number in waiting:
                 size = allocations[number][index]
-                for _, layer in self._solutions(source, [size[:2]], evidence, size.key_weight):
+                for _, layer in self._solutions(index, source, [size[:2]], evidence, size.key_weight):
                     streams[number] = trial.replaced(index, module, streams[number], layer)
                 positions[number] = index + 1
                 finished.save(number, {"stream": streams[number]}, {"layers": positions[number]})
@@ -152,14 +151,14 @@ class LayerTrials:
         sizes = self._sizes(index)
         error = trial.errors(index, module, root(evidence.sensitivity).float())
         by_size, stream = {}, trial.source
-        for size, layer in self._solutions(source, sizes, evidence, KEY_WEIGHT):
+        for size, layer in self._solutions(index, source, sizes, evidence, KEY_WEIGHT):
             by_size[size] = error(layer)
             if size == sizes[0]:
                 stream = trial.replaced(index, module, trial.source, layer)
         del layer  # freed before others are solved
         losses = [by_size[size] for size in sizes]
         for key_weight in KEY_WEIGHTS[1:]:
-            losses += [error(layer) for _, layer in self._solutions(source, sizes[:1], evidence, key_weight)]
+            losses += [error(layer) for _, layer in self._solutions(index, source, sizes[:1], evidence, key_weight)]
         return torch.tensor(losses, dtype=torch.float64), stream
 
     def _sizes(self, index: int) -> list[tuple[int, int]]:
@@ -169,12 +168,28 @@ class LayerTrials:
         return sizes_to_try(source, even)
 
     def _source(self, index: int) -> Layer:
-        return self.plan.source_layer(Place(index)).float()
+        return read_layer(self.plan.checkpoint, Place(index)).float()
 
     def _solutions(
-        self, source: Layer, sizes: Sequence[tuple[int, int]], evidence: Evidence, key_weight: float
+        self, index: int, source: Layer, sizes: Sequence[tuple[int, int]], evidence: Evidence, key_weight: float
     ) -> Iterator[tuple[tuple[int, int], Layer]]:
-        return solutions(source, sizes, evidence, key_weight=key_weight, mix=self.plan.mixes_heads)
+        """The method's solutions of a layer, float32, one at a time."""
+        method = self.plan.method
+        assert isinstance(method, LatentMethod)
+        target = replace(self.plan.layer_target(Place(index)), key_weight=key_weight)
+        for size, layer in method.solve_sizes(source, sizes, target, evidence):
+            yield size, layer.float()
+
+
+def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
+    """R and P of each of a layer's trials, the even size first: R/2 to 3R/2 by P/2 to 2P."""
+    R, P = even.kv_lora_rank, even.qk_rope_head_dim
+    total = source.num_kv_heads * (source.head_dim + source.value_dim)
+    widest_rotary = min(2 * P, rotary_width(source), total - R)
+    rotary_widths = {P} if P == 0 else {max(P // 4 * 2, 2), P, max(widest_rotary // 2 * 2, P)}
+    ranks = {max(R // 2, 1), R, max(min(R + R // 2, total - max(rotary_widths)), R)}
+    sizes = sorted((r, p) for r in ranks for p in rotary_widths)
+    return [(R, P), *(size for size in sizes if size != (R, P))]
 
 
 def _corrected(sizes: Sequence[tuple[int, int]], estimates: Sequence[float], divergence: float) -> LayerLosses:

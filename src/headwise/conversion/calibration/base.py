@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headwise.conversion.methods import Evidence
-from headwise.conversion.planning.plan import ConversionPlan, Place
+from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.layer import Layer
 
 
@@ -42,16 +42,18 @@ class Calibrator:
         tokens: the number of calibration tokens, held-out tokens included.
         window: tokens in each window.
         is_sequential: whether layers must be converted in order, each once, because a text goes through them.
+        has_evidence: whether layers are solved from more than their weights.
         read_seconds: seconds spent on reading evidence from disk.
     """
 
     tokens: int = 0
     window: int = 0
     is_sequential: bool = False
+    has_evidence: bool = False
     read_seconds: float = 0.0
 
-    def is_past(self, place: Place) -> bool:
-        """Whether an earlier run may have converted a layer already."""
+    def may_be_saved(self, place: Place) -> bool:
+        """Whether an earlier run may have converted and saved a layer already."""
         return True
 
     def evidence(self, place: Place, source: Layer) -> Evidence:
@@ -77,7 +79,7 @@ class Calibrator:
     def source_evidence(self, plan: ConversionPlan) -> Iterator[tuple[Layer, Evidence]]:
         """Each layer of the source in turn, with its evidence: statistics of the inputs that the source gives it."""
         for place in plan.places:
-            source = plan.source_layer(place)
+            source = read_layer(plan.checkpoint, place)
             yield source, self.evidence(place, source)
 
 

@@ -53,6 +53,7 @@ class SavedCalibrator(Calibrator):
         texts: the names of the calibration texts.
         text_identities: the `text_identity` of each calibration text.
         read_seconds: seconds spent on reading statistics.
+        has_evidence: always True.
     """
 
     folder: Path
@@ -62,28 +63,19 @@ class SavedCalibrator(Calibrator):
     texts: tuple[str, ...] = ()
     text_identities: frozenset[str] = frozenset()
     read_seconds: float = 0.0
+    has_evidence: bool = True
 
-    def evidence(self, place: Place, source: Layer | None = None) -> Evidence:
+    def evidence(self, place: Place, source: Layer) -> Evidence:
         """One layer's statistics and sensitivity, whatever its weights.
 
         Raises:
-            CheckpointError: the layer's file is missing or damaged, or does not hold statistics of a layer.
+            CheckpointError: see `read_evidence`.
         """
-        start, index = time.perf_counter(), place.index
+        start = time.perf_counter()
         assert not place.cross  # a model with attention to an encoder has no statistics
-        result = LayerFiles(self.folder).load(index)
-        if result is None:
-            file = LayerFiles(self.folder).file(index)
-            rule = "is cut short or damaged" if file.is_file() else "is missing"
-            raise CheckpointError(_FIELD, str(file), f"{rule}; calibrate again")
-        tensors = result[0]
-        if (fault := _fault(tensors)) is not None:
-            raise CheckpointError(_FIELD, str(self.folder), f"{fault} of layer {index}; calibrate again")
-        sensitivity = tensors.pop("sensitivity").double()
-        width = len(sensitivity) + 1
-        means = {name: _whole(tensor, width) if name in _GRAMS else tensor for name, tensor in tensors.items()}
+        evidence = read_evidence(LayerFiles(self.folder), place.index)
         self.read_seconds += time.perf_counter() - start
-        return Evidence(Statistics(**means), sensitivity)
+        return evidence
 
 
 def save_layer(results: LayerFiles, index: int, statistics: Statistics, sensitivity: Tensor) -> None:
@@ -95,6 +87,26 @@ def save_layer(results: LayerFiles, index: int, statistics: Statistics, sensitiv
     tensors = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
     tensors = {name: _triangle(tensor) if name in _GRAMS else tensor for name, tensor in tensors.items()}
     results.save(index, {**tensors, "sensitivity": sensitivity.float()}, {})
+
+
+def read_evidence(results: LayerFiles, index: int) -> Evidence:
+    """Read what `save_layer` saved.
+
+    Raises:
+        CheckpointError: the layer's file is missing or damaged, or does not hold statistics of a layer.
+    """
+    result = results.load(index)
+    if result is None:
+        file = results.file(index)
+        rule = "is cut short or damaged" if file.is_file() else "is missing"
+        raise CheckpointError(_FIELD, str(file), f"{rule}; calibrate again")
+    tensors = result[0]
+    if (fault := _fault(tensors)) is not None:
+        raise CheckpointError(_FIELD, str(results.folder), f"{fault} of layer {index}; calibrate again")
+    sensitivity = tensors.pop("sensitivity").double()
+    width = len(sensitivity) + 1
+    means = {name: _whole(tensor, width) if name in _GRAMS else tensor for name, tensor in tensors.items()}
+    return Evidence(Statistics(**means), sensitivity)
 
 
 def write_statistics(
@@ -171,7 +183,7 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
     results = LayerFiles(folder)
     for index, layer in enumerate(checkpoint.spec.layers):
         progress("checking statistics", index, layers)
-        evidence = calibrator.evidence(Place(index))
+        evidence = read_evidence(results, index)
         assert evidence.statistics is not None
         assert evidence.sensitivity is not None
         sizes = (*evidence.statistics.distances.shape, len(evidence.sensitivity))

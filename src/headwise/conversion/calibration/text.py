@@ -22,7 +22,7 @@ from headwise.conversion.calibration.candidate_layer import Candidate, TrainingW
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import SourceStream, begin_streams, sensitivity_windows, traced
 from headwise.conversion.methods import STAGES, Evidence
-from headwise.conversion.planning.plan import ConversionPlan, Place
+from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.layer import Layer, Rotation, rotation_tables
 from headwise.conversion.solvers.refit import Cost, OutputRefit
 from headwise.conversion.solvers.statistics import Statistics, root, statistics_of
@@ -73,7 +73,7 @@ class TextCalibrator(Calibrator):
         run: the identity of the run; activations of another run are discarded.
     """
 
-    is_sequential = True
+    is_sequential = has_evidence = True
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class TextCalibrator(Calibrator):
         assert self.streams.layer is not None
         return self.streams.layer
 
-    def is_past(self, place: Place) -> bool:
+    def may_be_saved(self, place: Place) -> bool:
         """Whether the streams have passed a layer, whose result is then on disk."""
         return self.position > place.index
 
@@ -138,7 +138,7 @@ class TextCalibrator(Calibrator):
         Raises:
             CheckpointError: an earlier run converted the layer, and its result is lost.
         """
-        if self.is_past(place):
+        if self.may_be_saved(place):
             raise CheckpointError("layer", place.index, LOST)
         assert place.index == self.position
         source = source.float()
@@ -204,7 +204,7 @@ class TextCalibrator(Calibrator):
         """Each layer of the source in turn, with its evidence: statistics of the inputs that the source gives it."""
         stream = self.source_stream()
         for place in plan.places:
-            source = plan.source_layer(place)
+            source = read_layer(plan.checkpoint, place)
             module, sensitivity = self.model.module(place.index), self.sensitivity(place.index)
             yield source, Evidence(stream.statistics(place.index, module, source.float(), sensitivity), sensitivity)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec
+from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent
 
 LONGEST = 2048
 """The longest distance between query and key that counts without a text, in tokens."""
@@ -70,7 +70,8 @@ class Method(ABC):
         uses_text: whether a text, or statistics of one, can improve its result.
         needs_text: whether it is refused without a text or statistics.
         is_cheap: whether a layer is solved as fast as it is read, so that saving it for a later run gains nothing.
-        shares_channels: whether all layers can have one list of rotary channels, as some folder formats need.
+        shares_channels: whether it keeps the rotary channels of `LayerTarget`, which are of headwise's own kind
+            (`solvers.rope_channels`), so that all layers can have one list of them, as some folder formats need.
     """
 
     name: ClassVar[str]
@@ -188,6 +189,24 @@ class LatentMethod(Method):
         Returns:
             The converted layer's tensors by its own names, and the model frequency of each rotary pair.
         """
+
+    def solve_sizes(
+        self, source: Layer, sizes: Sequence[tuple[int, int]], target: LayerTarget, evidence: Evidence
+    ) -> Iterator[tuple[tuple[int, int], Layer]]:
+        """Solve one layer at several sizes for the stage ``spread``, one at a time, as each may be large.
+
+        Args:
+            source: the source layer, float32.
+            sizes: the latent's and the rotary key's width of each solution.
+            target: the converted layer's settings, whose spec has another size.
+            evidence: the layer's measurements on a text.
+
+        Returns:
+            Each size with its solution, in any order.
+        """
+        assert isinstance(source.spec, GroupedSpec)
+        for size in sizes:
+            yield size, self.solve(source, replace(target, spec=as_latent(source.spec, *size)), evidence)
 
 
 class MergingMethod(GroupedMethod):

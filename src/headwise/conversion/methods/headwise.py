@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, LatentMethod, LayerTarget
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
+from headwise.conversion.solvers.latent_sizes import solve_sizes
+from headwise.conversion.solvers.layer import Layer
 from headwise.options import STAGES
 from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, rotary_width
 
@@ -45,13 +47,25 @@ class Headwise(LatentMethod):
             spec,
             statistics=evidence.statistics,
             sensitivity=evidence.sensitivity,
-            options=LatentOptions(
-                longest=target.longest,
-                key_weight=target.key_weight,
-                kept=target.rotary_channels,
-                mix=target.mixes_heads,
-            ),
+            options=_options(target),
         )
+
+    def solve_sizes(
+        self, source: Layer, sizes: Sequence[tuple[int, int]], target: LayerTarget, evidence: Evidence
+    ) -> Iterator[tuple[tuple[int, int], Layer]]:
+        """See `solvers.latent_sizes`."""
+        if evidence.statistics is None:
+            return super().solve_sizes(source, sizes, target, evidence)
+        return solve_sizes(source, sizes, evidence.statistics, evidence.sensitivity, _options(target))
+
+
+def _options(target: LayerTarget) -> LatentOptions:
+    return LatentOptions(
+        longest=target.longest,
+        key_weight=target.key_weight,
+        kept=target.rotary_channels,
+        mix=target.mixes_heads,
+    )
 
 
 def _is_lossless(old: GroupedSpec, new: LatentSpec) -> bool:

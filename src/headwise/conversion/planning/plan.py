@@ -96,10 +96,6 @@ class ConversionPlan:
             for index in range(len(layers))
         )
 
-    def source_layer(self, place: Place) -> Layer:
-        """One layer of the source with its weights, by the layer's own names, in their stored dtype."""
-        return read_layer(self.checkpoint, place)
-
     def layer_target(self, place: Place) -> LayerTarget:
         """The target of one layer."""
         spec = (self.after.cross_layers if place.cross else self.after.layers)[place.index]
@@ -180,7 +176,7 @@ def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
 
 
 def read_layer(checkpoint: Checkpoint, place: Place) -> Layer:
-    """Read one attention layer of a model, by the layer's own names."""
+    """Read one attention layer of a model, by the layer's own names, in its stored dtype."""
     spec = (checkpoint.spec.cross_layers if place.cross else checkpoint.spec.layers)[place.index]
     assert isinstance(spec, GroupedSpec)
     was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)

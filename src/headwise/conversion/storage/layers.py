@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from headwise.checkpoints.disk import clearly, write_whole
-from headwise.checkpoints.shards import tensor_bytes
+from headwise.checkpoints.safetensors_shards import tensor_bytes
 
 _KEY = "headwise"
 LOST = "an earlier run's result is lost; the same command begins anew"

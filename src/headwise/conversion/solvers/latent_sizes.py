@@ -1,4 +1,4 @@
-"""The sizes that a layer is tried at, and its solutions at these sizes.
+"""One layer's MLA solutions at several sizes: one latent is solved, and narrower ones are cut from it.
 
 Shapes: E hidden, R latent rank, P rotary dims.
 """
@@ -9,50 +9,39 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
-from headwise.conversion.methods import Evidence
 from headwise.conversion.solvers.assemble import is_biased, with_bias
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
 from headwise.conversion.solvers.layer import Layer
-from headwise.conversion.solvers.metrics import KEY_WEIGHT, centred
+from headwise.conversion.solvers.metrics import centred
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.specs import GroupedSpec, LatentSpec, as_latent, rotary_width
+from headwise.specs import GroupedSpec, LatentSpec, as_latent
 
 
-def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
-    """R and P of each of a layer's trials, the even size first: R/2 to 3R/2 by P/2 to 2P."""
-    R, P = even.kv_lora_rank, even.qk_rope_head_dim
-    total = source.num_kv_heads * (source.head_dim + source.value_dim)
-    widest_rotary = min(2 * P, rotary_width(source), total - R)
-    rotary_widths = {P} if P == 0 else {max(P // 4 * 2, 2), P, max(widest_rotary // 2 * 2, P)}
-    ranks = {max(R // 2, 1), R, max(min(R + R // 2, total - max(rotary_widths)), R)}
-    sizes = sorted((r, p) for r in ranks for p in rotary_widths)
-    return [(R, P), *(size for size in sizes if size != (R, P))]
-
-
-def solutions(
+def solve_sizes(
     source: Layer,
     sizes: Sequence[tuple[int, int]],
-    evidence: Evidence,
-    *,
-    key_weight: float = KEY_WEIGHT,
-    mix: bool = True,
+    statistics: Statistics,
+    sensitivity: Tensor | None = None,
+    options: LatentOptions | None = None,
 ) -> Iterator[tuple[tuple[int, int], Layer]]:
-    """Solve a layer at some sizes, in float32, one at a time, as each solution may be large.
+    """Solve a layer at some sizes, one at a time, as each solution may be large.
 
     At each rotary width the largest latent below the exact one is solved, and narrower ones are cut from it.
 
     Args:
         source: the layer, float32.
         sizes: R and P of each solution.
-        evidence: the layer's statistics and sensitivity.
-        key_weight: see `LatentOptions`.
-        mix: see `LatentOptions`.
+        statistics: the statistics of the layer's inputs.
+        sensitivity: ``[E, E]``, the cost of an error of its output.
+        options: see `convert_to_latent`.
+
+    Returns:
+        Each size with its solution, float64, from the widest rotary key and latent down.
     """
-    spec, statistics = source.spec, evidence.statistics
+    spec = source.spec
     assert isinstance(spec, GroupedSpec)
-    assert statistics is not None
-    options = LatentOptions(key_weight=key_weight, mix=mix)
     ordered_sizes = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
     for _, width_sizes in groupby(ordered_sizes, key=lambda size: size[1]):
         widest = None  # freed before the next one is solved
@@ -60,20 +49,13 @@ def solutions(
             target = as_latent(spec, *size)
             if widest is None:
                 solution = convert_to_latent(
-                    source.state,
-                    spec,
-                    target,
-                    statistics=statistics,
-                    sensitivity=evidence.sensitivity,
-                    options=options,
+                    source.state, spec, target, statistics=statistics, sensitivity=sensitivity, options=options
                 )
                 widest = Layer(target, *solution)
                 del solution
-            yield size, narrowed(widest, target, statistics).float()
-            if target.kv_lora_rank >= _exact_rank(
-                spec, target
-            ):  # an exact latent's channels are in no order to cut by
-                widest = None
+            yield size, narrowed(widest, target, statistics)
+            if target.kv_lora_rank >= _exact_rank(spec, target):
+                widest = None  # an exact latent's channels are in no order to cut by
 
 
 def narrowed(layer: Layer, target: LatentSpec, statistics: Statistics) -> Layer:
