@@ -262,7 +262,7 @@ def test_returned_weights_are_those_after_dropout(backend: Backend) -> None:
         ),
         ((128, 1, 64, 4096, 576), False, PREFILL, "64 new tokens: blocked softmax"),
         ((8, 8, 512, 512, 64), False, PREFILL, "512 new tokens: blocked softmax, no 512 × 512 scores held"),
-        ((8, 8, 512, 512, 64), True, "packed", "the weights are asked for, and no other backend holds them"),
+        ((8, 8, 512, 512, 64), True, "packed", "the weights are requested, and only packed and reference compute"),
     ],
 )
 def test_auto_says_what_it_chose(shape: tuple[int, ...], weights: bool, backend: str, reason: str) -> None:
