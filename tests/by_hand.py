@@ -14,7 +14,7 @@ from torch import Tensor, nn
 def may_attend(
     mask: Tensor | None, is_causal: bool, shape: tuple[int, int, int, int], window: int | None = None
 ) -> Tensor:
-    """Which of the pairs ``[B, H, S, T]`` a mask, bottom-right causality and a window leave, pair by pair."""
+    """The pairs ``[B, H, S, T]`` that a mask, bottom-right causality and a window allow, computed pair by pair."""
     B, H, S, T = shape
     values = None if mask is None else mask.tolist()
 

@@ -1,4 +1,4 @@
-"""Whole transformers models on the meta device, and what they hold, by the parts of `headwise.cost.model`."""
+"""Whole transformers models on the meta device, and the sizes of their parts as in `headwise.cost.model`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def meta_model(config: dict[str, Any]) -> Any:
 
 
 def stored_parts(model: Any) -> Counter[str]:
-    """How many numbers of each part the model stores; a tensor that is tied counts once, where it is first."""
+    """The number of stored values in each part of the model; a tied tensor counts once, where it is first."""
     owners: dict[int, str] = {}
     for module in model.modules():
         for part, rule in _OWNERS.items():

@@ -31,7 +31,7 @@ ROOMS = (
     ("frontiers",),
     ("cli", "__main__"),
 )
-"""Each imports from those above it alone; several on one line do not import each other in a circle."""
+"""Each room imports only from those above it; those on one line do not import each other in a circle."""
 
 CONVERSION = ("solvers", "storage", "methods", "planning", "calibration", "budget", "output")
 """The sub-rooms of ``conversion/`` in order; the files that lie in it directly come last."""

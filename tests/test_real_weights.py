@@ -1,4 +1,4 @@
-"""The chain on real weights: SmolLM2-135M (dequantised from Q4_1) and glassllm."""
+"""From conversion to evaluation on real weights: SmolLM2-135M (dequantised from Q4_1) and glassllm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The closed forms of headwise.cost, held to real layers: what is allocated, counted and kept while they run."""
+"""The formulas of headwise.cost equal what real layers allocate, compute and keep while they run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BACKENDS: dict[str, Backend] = {"padded": "sdpa", "unfused": "reference"}
 
 
 def layer_of(spec: AnySpec, impl: str, *, kernel: str = "unfused", dtype: str = "float32") -> AttentionLayer:
-    """On the meta device."""
+    """The layer of a spec on the meta device."""
     with torch.device("meta"):
         layer = build(spec) if impl == "direct" else build(spec, impl=impl)
     layer.backend = BACKENDS[kernel]

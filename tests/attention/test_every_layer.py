@@ -1,4 +1,4 @@
-"""What every mechanism keeps to: caches, masks, padding, weights, dropout, gradients."""
+"""Properties of every mechanism: caches, masks, padding, weights, dropout, gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert-decoded latent attention, against its definition: a decoder of every query token's own."""
+"""Expert-decoded latent attention, against its definition: each query token has its own decoder."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def make(num_kv_heads: int = 2, *, seed: int = 0, **kwargs: Any) -> GroupedQueryAttention:
-    """16 wide, 4 heads, float64, in eval mode, every parameter random, norms and biases too."""
+    """A layer 16 wide with 4 heads, in float64 and eval mode; every parameter is random, norms and biases too."""
     return randomize(GroupedQueryAttention(16, 4, num_kv_heads, **kwargs), seed)
 
 

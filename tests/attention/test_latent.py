@@ -33,7 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def make(*, seed: int = 0, **kwargs: Any) -> MultiHeadLatentAttention:
-    """16 wide, 3 heads, float64, in eval mode, every parameter random, norms and biases too."""
+    """A layer 16 wide with 3 heads, in float64 and eval mode; every parameter is random, norms and biases too."""
     layer = MultiHeadLatentAttention(16, 3, **{**SMALL, **kwargs}).double().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

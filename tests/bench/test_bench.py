@@ -237,7 +237,7 @@ def test_generate_goes_on_without_an_engine_that_fails(
 
 
 class Generating:
-    """As CTranslate2 calls back."""
+    """A CTranslate2 generator that calls back after each token."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error, self.made = error, 0

@@ -1,4 +1,4 @@
-"""The conversion benchmark on a toy: published methods as folders, the choice of their settings, going on."""
+"""The conversion benchmark on a toy: published methods as folders, the choice of their settings, continued runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the benchmarks' texts are made, on small pieces of the forms they come in."""
+"""The benchmarks' texts are made from small samples of their packages' formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's picture is of the kept results."""
+"""The README's picture shows the results in the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder has one owner at a time, however often it is made, removed and fought over."""
+"""A folder is locked by one process at a time, however often several make and remove it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that ends early, however it does, is gone on from; what comes of it is what one run would have written."""
+"""A run that ends early in any way is continued, and writes the bytes of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def writer(out: Path, run: str | None = "run", **options: object) -> FolderWrite
 
 
 def finish(out: Path, **options: object) -> tuple[list[str], tuple[str, ...]]:
-    """A run to its end: what it had to add, and its notes."""
+    """Run to the end; return the tensors that were added, and the notes."""
     with writer(out, **options) as going:
         added = going.missing
         for name in added:

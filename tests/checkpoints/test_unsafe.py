@@ -1,4 +1,4 @@
-"""What in a model folder would run code, or be read unchecked, is refused before transformers sees it."""
+"""Everything in a model folder that would run code, or be read unchecked, is refused before transformers sees it."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_config_has_some_kilobytes(tiny_llama: Path, edit_config: Edit) -> Non
 
 @pytest.mark.parametrize("depth", [100, 500, 900])
 def test_deep_configs(tiny_llama: Path, depth: int) -> None:
-    """What walks a config does not go deeper with it."""
+    """The search of a config for kernels does not recurse."""
     deep: Any = KERNEL
     for _ in range(depth):
         deep = [deep]

@@ -299,7 +299,7 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
 
 
 def test_a_model_whose_numbers_leave_their_range(refused: Refused, edit_weights: Edit) -> None:
-    """Of weights that are finite themselves."""
+    """The weights themselves are finite."""
     calibrated = (*READERS["convert"], "--calibrate", "text.txt", "--calibration-tokens", "256")
     edit_weights(lambda tensors: {k: t.sign() * 1e38 if k == "lm_head.weight" else t for k, t in tensors.items()})
     assert "tokens': make the model compute NaN or infinite values before layer 2" in refused(*calibrated)
@@ -689,7 +689,7 @@ def test_a_tokenizer_that_gives_no_mask(cli: Callable[..., Said], here: Path, ti
 def test_a_tokenizer_that_panics_as_it_writes(
     refused: Refused, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its Rust half raises then is no Exception."""
+    """The tokenizer's Rust code raises a BaseException that is no Exception."""
 
     class PanicException(BaseException):
         pass
@@ -740,7 +740,7 @@ def test_settings_for_generation(cli: Callable[..., Said], refused: Refused, tin
 
 
 def test_settings_of_what_a_call_returns(cli: Callable[..., Said], here: Path, edit_config: Edit) -> None:
-    """They are the caller's."""
+    """Such fields are ignored, because the caller decides."""
     plain = {name: cli(*READERS[name]).out.splitlines()[0] for name in ("evaluate", "generate")}
     for field in ("return_dict", "output_hidden_states", "output_attentions"):
         for value in (False, True, 0.5, ["x"]):

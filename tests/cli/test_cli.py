@@ -1,4 +1,4 @@
-"""The command line's manners: JSON, help, interruption, a full disk."""
+"""The command line: JSON, help, interruption, a full disk."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def left(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_ctrl_c_in_the_middle_leaves_nothing(here: Path, tiny_llama: Path, overwrite: bool) -> None:
-    """Where nothing is solved; a solved layer is worth keeping."""
+    """No layer is solved in this conversion; a solved layer would be kept."""
     if overwrite:
         headwise.convert(tiny_llama, here / "out", to="mqa")
         config = (here / "out" / "config.json").read_bytes()

@@ -1,4 +1,4 @@
-"""What ``headwise compare``, ``complexity`` and ``count`` print."""
+"""The output of ``headwise compare``, ``complexity`` and ``count``."""
 
 from __future__ import annotations
 

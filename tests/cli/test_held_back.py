@@ -1,4 +1,4 @@
-"""What libraries print by themselves does not stand around a refusal, nor in a document."""
+"""The output of libraries is kept away from error lines and from JSON documents."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def headwise(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_tokenizer_that_panics(here: Path, tiny_llama: Path) -> None:
-    """Its Rust half prints that by itself, and raises what is no Exception."""
+    """The tokenizer's Rust code prints the panic itself, and raises a BaseException that is no Exception."""
     path = tiny_llama / "tokenizer.json"
     damaged = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | damaged))

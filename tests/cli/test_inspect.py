@@ -1,4 +1,4 @@
-"""What ``headwise inspect`` prints."""
+"""The output of ``headwise inspect``."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ConvertLike(Options):
 
 
 class FrontierLike(Options):
-    """What a frontier is made of."""
+    """The targets and texts of a frontier."""
 
     calibrate: _Texts = option("a text to calibrate on", metavar="TEXT", rule=not_empty("must name a text"))
     targets: Sequence[str] = option("mla:F, gqa:K or mqa", default=(), flag="--target")
@@ -47,7 +47,7 @@ class FrontierLike(Options):
 
 
 def called(kind: type[Options], *arguments: str) -> dict[str, Any]:
-    """What the command got."""
+    """The values that the command got, its status and its output."""
     app, got = typer.Typer(), dict[str, Any]()
 
     @app.command()

@@ -39,7 +39,7 @@ def test_strings_tables_and_markup(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_generated_text(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
-    """Of which newline and tab are part; as JSON it is what it is."""
+    """Newline and tab are not escaped, and in JSON nothing is."""
     path = tiny_llama / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < 3}

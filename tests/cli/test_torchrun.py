@@ -1,4 +1,4 @@
-"""Two processes behind one command line, as torchrun starts them."""
+"""One command run by two processes that torchrun starts."""
 
 from __future__ import annotations
 

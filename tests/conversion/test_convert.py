@@ -135,7 +135,7 @@ def test_converting_from_mla_is_refused_by_name(source: Path, tmp_path: Path) ->
 
 
 def test_only_every_channel_and_the_whole_latent_is_lossless(source: Path, tmp_path: Path) -> None:
-    """As many cached bytes as the source's, spent otherwise, lose something."""
+    """A cache of the source's size that is divided in another way loses something."""
     done = headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=36, qk_rope_head_dim=12, evaluate=False)
     assert done.kv_bytes_per_token_after == done.kv_bytes_per_token_before
     assert any("calibrat" in note for note in done.notes)

@@ -63,7 +63,7 @@ HYBRID = [name for name in KNOWN if name not in RUNNABLE]
 
 
 def run(config: dict[str, Any], *, past: int = 0, batch: int = 2, new: int = 11) -> tuple[Any, dict[str, Any]]:
-    """An eager model, and what torch counts of a call, by module and operator.
+    """An eager model, and the FLOPs that torch counts for a call, by module and operator.
 
     Experts run one by one over the tokens that chose them, so each token counts once for each expert it chose,
     whichever those are.

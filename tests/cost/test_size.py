@@ -21,7 +21,7 @@ VALUES = {"E": 12, "H": 3, "D": 1, "P": 0, "S": 7}
 
 
 def evaluated(formula: str, symbols: dict[str, int]) -> Fraction:
-    """The formula as arithmetic, exactly."""
+    """The value of a formula, exactly."""
     names: dict[str, Any] = {name: Fraction(value) for name, value in symbols.items()}
     return Fraction(eval(formula.replace("·", "*").replace("−", "-"), {"__builtins__": {}}, names))
 
@@ -31,7 +31,7 @@ leaves = st.sampled_from([Size(value, name) for name, value in VALUES.items()]) 
 
 @st.composite
 def expressions(draw: st.DrawFn, depth: int = 4) -> tuple[Any, int]:
-    """The same expression of sizes and of plain ints."""
+    """Random expressions, each of sizes and of plain ints."""
     if depth == 0 or draw(st.integers(0, 4)) == 0:
         leaf = draw(leaves)
         return leaf, int(leaf)

@@ -1,4 +1,4 @@
-"""Choices: likelihoods by hand, both ways to write a file, and files that are none."""
+"""Multiple choice: likelihoods by hand, both forms of a file, and files of another form."""
 
 from __future__ import annotations
 

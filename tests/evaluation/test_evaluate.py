@@ -1,4 +1,4 @@
-"""Evaluation's numbers, against the same numbers taken the long way."""
+"""Evaluation's numbers equal those computed in the simplest way."""
 
 from __future__ import annotations
 

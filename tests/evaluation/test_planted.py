@@ -1,4 +1,4 @@
-"""A planted fact: where it stands, what is asked, and how answers are counted."""
+"""Planted facts: their position, the question, and how answers are counted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_answer_by_hand(root: Path, name: str) -> None:
 
 
 class _Parrot:
-    """A model that says one text whatever it is asked, through the same calls."""
+    """A model that generates one text after any prompt."""
 
     device = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""What a frontier tries."""
+"""The targets and methods that a frontier tries."""
 
 from __future__ import annotations
 

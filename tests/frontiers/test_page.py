@@ -1,4 +1,4 @@
-"""The page stands alone, and shows nothing that a text or a name could have smuggled in."""
+"""The page is self-contained, and escapes names and texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which conversions are worth having, and how they are shown."""
+"""Dominated points, recommendations, and the tables that show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frontier is its conversions and evaluations, each done once, whatever ends a run; and nothing else stays."""
+"""A frontier converts and evaluates each candidate once, even if runs are interrupted, and leaves nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def climb(place: Path, output: Path, **options: Any) -> headwise.Frontier:
 
 
 def without_times(value: Any) -> Any:
-    """All that must be the same from run to run."""
+    """The parts of a result that are equal in every run."""
     timed = {"decode_ms", "reference_decode_ms", "peak_rss_bytes"} | {
         f"seconds{kind}" for kind in ("", "_reading", "_writing")
     }
@@ -60,7 +60,7 @@ def document(output: Path, name: str = "frontier") -> Any:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """What a function of the frontier's is called with from now on."""
+    """Record the arguments of a function of the frontier's from now on."""
     calls: list[Any] = []
     own = _own(name)
 
@@ -78,7 +78,7 @@ def _own(name: str) -> Callable[..., Any]:
 
 
 def stop(monkeypatch: pytest.MonkeyPatch, name: str, call: int, *, after: bool) -> None:
-    """Let the so-manyeth call of a function of the frontier's be the last thing that happens, done or not done."""
+    """End the run at the n-th call of a function of the frontier's, before the call or after it."""
     own, count = _own(name), 0
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def stop(monkeypatch: pytest.MonkeyPatch, name: str, call: int, *, after: bool) 
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Path:
-    """What a run that nothing stopped leaves."""
+    """The output of an uninterrupted run."""
     climb(place, place / "whole")
     return place / "whole"
 
@@ -325,7 +325,7 @@ def test_where_none_can_be_measured_the_first_reason_is_given(
 
 
 def test_a_full_disk_ends_it(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many errors it comes by."""
+    """A full disk is reported whatever errors are raised on the way."""
     tried = []
 
     def full(*_: Any, to: str, **__: Any) -> Any:

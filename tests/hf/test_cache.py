@@ -1,4 +1,4 @@
-"""`HeadwiseCache`: what transformers' own caches answer, without copying what is held for every token."""
+"""`HeadwiseCache` returns what transformers' caches return, without copying the cached tokens at every step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pair(**changes: Any) -> tuple[HeadwiseCache, DynamicCache]:
 
 
 def told(caches: tuple[Any, ...], tokens: int, batch: int = 2) -> None:
-    """Tell all caches of the same new tokens, and see that they give the same back."""
+    """Update all caches with the same new tokens, and check that they return the same."""
     for layer in range(2):
         keys, values = torch.randn(2, batch, 2, tokens, 8)
         given = [cache.update(keys, values, layer) for cache in caches]

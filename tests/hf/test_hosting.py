@@ -180,7 +180,7 @@ def test_a_config_that_lost_its_channels_is_refused(folder: Path) -> None:
 
 @torch.inference_mode()
 def test_a_padding_mask_by_itself_is_still_causal(lossless: Path, ids: torch.Tensor) -> None:
-    """What some attention implementations hand over in the place of a whole mask."""
+    """Some attention implementations pass only the padding mask, instead of a whole mask."""
     model, source = headwise.load(lossless), headwise.load(lossless.parent / "source")
     layer = model.model.layers[0].self_attn
     states = torch.randn(3, 20, 48, dtype=torch.float64)

@@ -29,7 +29,7 @@ MORE = {
     "granite": {},
     "starcoder2": {"num_key_value_heads": 2},
 }
-"""Families that are not converted, and run all the same."""
+"""Families that cannot be converted, but can be run."""
 
 
 def foreign(family: str, **overrides: Any) -> Any:
@@ -54,7 +54,7 @@ def ids() -> Tensor:
 
 
 def named(model: Any) -> Any:
-    """A copy that was told its attention by name."""
+    """A copy of a model with ``attn_implementation`` set to a name."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("headwise")
     return model

@@ -1,4 +1,4 @@
-"""Models that are MLA already: read, costed, served and evaluated, and not converted."""
+"""Models that are MLA already are inspected, run and evaluated, and not converted."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def ids() -> torch.Tensor:
 
 @pytest.fixture(params=[name for name in VARIANTS if name != "experts"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """A stock model and an optimised one of the same numbers."""
+    """A stock model and an optimised one with the same weights."""
     stock = deepseek(**VARIANTS[request.param])
     return stock, headwise.optimize(copy.deepcopy(stock))
 

@@ -83,14 +83,14 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 def gradients(loss: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Those of the loss; zeros where nothing was used, as when every row is empty."""
+    """The gradients of the loss; zeros for inputs that were not used, such as when every row is empty."""
     if not loss.requires_grad:
         return tuple(torch.zeros_like(tensor) for tensor in inputs)
     return torch.autograd.grad(loss, inputs, materialize_grads=True)
 
 
 def random_problem(seed: int, dtype: torch.dtype, *, S: int = 70, T: int = 150, **kwargs: Any) -> Problem:
-    """Large enough that blocked kernels have several blocks."""
+    """A problem large enough that blocked kernels have several blocks."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The compiled kernel against the float64 definition, over shapes, strides, masks and lengths nobody chose."""
+"""The compiled kernel against the float64 definition, with random shapes, strides, masks and lengths."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled ke
 
 NAN = float("nan")
 CLOSE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""Of the largest output, or of the largest value where those nearly cancel."""
+"""Tolerances, as fractions of the largest output, or of the largest value where those nearly cancel."""
 
 
 @dataclass
 class Case:
-    """Tensors as a cache would give them, and what `attend` is told."""
+    """Tensors as a cache returns them, and the other arguments of `attend`."""
 
     query: Tensor
     key: Tensor
@@ -64,7 +64,7 @@ class Case:
         )
 
     def expected(self) -> Tensor:
-        """In float64; what nobody sees counts as nothing."""
+        """The output in float64, with zeros for tokens that no query sees."""
         group = self.query.shape[1] // self.key.shape[1]
         key, value = (x.double().nan_to_num(0).repeat_interleave(group, 1) for x in (self.key, self.value))
         scale = self.query.shape[3] ** -0.5 if self.scale is None else self.scale
@@ -73,7 +73,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """Any shape; whatever no query sees, beside, behind and between the tokens, is NaN."""
+    """Draw a case of any shape, with NaN in all memory that no query may read."""
     pick, noise = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -214,7 +214,7 @@ def test_dropout_and_weights_are_refused() -> None:
 
 @pytest.fixture
 def afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and nothing remembered."""
+    """An empty cache folder, and no library in memory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "built", build.built.__wrapped__)
     return tmp_path

@@ -16,7 +16,7 @@ from headwise.kernels.native import build, built, linear
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernels: {built().reason}")
 
 CLOSE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Of the largest output."""
+"""Tolerances, as fractions of the largest output."""
 
 
 @pytest.mark.parametrize("part", range(10))

@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def on_device(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Views moved with their strides: what lies beside a cache's tokens comes along."""
+    """Move views with their strides, and with the memory between the tokens."""
     if DEVICE == "cpu":
         return list(tensors)
     return [
@@ -32,7 +32,7 @@ def on_device(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def small(seed: int) -> Case | None:
-    """A problem that an interpreter gets through."""
+    """A problem small enough for an interpreter."""
     case = draw(seed)
     B, H, S, D = case.query.shape
     fits = D <= 576 and B * H * S * case.key.shape[2] <= 6000 and B * H * S <= 400

@@ -1,4 +1,4 @@
-"""Each family's reader: what it leaves to its own class, and layers that are no plain attention."""
+"""The readers of families: defaults of the transformers class, and layers that are no plain attention."""
 
 from __future__ import annotations
 

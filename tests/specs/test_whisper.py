@@ -1,4 +1,4 @@
-"""Whisper: a decoder's two attentions, each with a cache of its own."""
+"""Whisper: the two attentions of a decoder, each with its own cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The windows a model is calibrated on: a decoder running text, an encoder sentences as it reads them."""
+"""The calibration windows: running text for a decoder, single texts for an encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared passages, held to a count by hand."""
+"""Shared passages, compared with a count by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.real_models import save_character_tokenizer
 
 
 def by_hand(exam: Sequence[Tensor], study: Sequence[Tensor], run: int) -> list[list[bool]]:
-    """All windows of the exam as marks, by comparing every run with every other."""
+    """Mark the shared tokens of the evaluation windows by comparing every run of tokens with every other."""
 
     def rows(windows: Sequence[Tensor]) -> list[list[int]]:
         return [row.tolist() for batch in windows for row in (batch if batch.dim() == 2 else batch[None])]

@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> list[Path]:
-    """Of one letter each, and of digits that say where one is."""
+    """Texts of one letter each, and of digits that number the positions."""
     files = []
     for letter in LETTERS:
         files.append(tmp_path / f"{letter}.txt")

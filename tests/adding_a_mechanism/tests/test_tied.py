@@ -1,4 +1,4 @@
-"""What the house gives a new mechanism: costs, caches, JSON, inspection and timing, without touching a line."""
+"""A new mechanism gets costs, caches, JSON, inspection and timing without any edit of other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worked example of a method: of the key–value heads that come to share one, the last stays."""
+"""A worked example of a method: it keeps the last of the key–value heads that are merged."""
 
 from __future__ import annotations
 
