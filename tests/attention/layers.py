@@ -88,8 +88,8 @@ def gradients_are_right(layer: AttentionLayer, x: Tensor, **call: Any) -> bool:
     names, values = zip(*layer.named_parameters(), strict=True)
 
     def run(x: Tensor, *parameters: Tensor) -> Tensor:
-        given = dict(zip(names, parameters, strict=True))
-        out = torch.func.functional_call(layer, given, (x,), call)
+        by_name = dict(zip(names, parameters, strict=True))
+        out = torch.func.functional_call(layer, by_name, (x,), call)
         assert isinstance(out, Tensor)
         return out
 

@@ -93,9 +93,9 @@ def test_it_is_its_equations(impl: str, backend: Backend, sizes: str) -> None:
     layer, x = make(seed=2, impl=impl, backend=backend, **SIZES[sizes]), hidden(2, 6)
     mask = torch.tensor([[True] * 6, [False, False, True, True, True, False]])
     for is_causal, padding in itertools.product([False, True], [None, mask]):
-        kept, at = may_attend(padding, is_causal, (2, 3, 6, 6)), torch.arange(6)
+        allowed, at = may_attend(padding, is_causal, (2, 3, 6, 6)), torch.arange(6)
         out = layer(x, attention_mask=padding, is_causal=is_causal)
-        assert_close(out, by_hand(layer, x, x, kept, at, at), 1e-12)
+        assert_close(out, by_hand(layer, x, x, allowed, at, at), 1e-12)
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 7])
@@ -195,8 +195,8 @@ def test_cross_attention_is_its_equations(impl: str, sizes: str) -> None:
     layer, x, source = make(seed=8, impl=impl, **SIZES[sizes]), hidden(2, 3), hidden(2, 5, seed=9)
     mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
     out = layer(x, key_value_states=source, attention_mask=mask)
-    kept = may_attend(mask, False, (2, 3, 3, 5))
-    assert_close(out, by_hand(layer, x, source, kept, torch.arange(3), torch.arange(5)), 1e-12)
+    allowed = may_attend(mask, False, (2, 3, 3, 5))
+    assert_close(out, by_hand(layer, x, source, allowed, torch.arange(3), torch.arange(5)), 1e-12)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -319,8 +319,8 @@ def test_a_later_token_changes_no_earlier_output(impl: str, backend: Backend, to
 @torch.no_grad()
 def test_given_cos_and_sin_take_the_place_of_its_own() -> None:
     layer, x = make(seed=18), hidden(2, 5)
-    own = layer.rope(torch.arange(5)[None], torch.float64, 5)
-    assert torch.equal(layer(x, position_embeddings=own), layer(x))
+    tables = layer.rope(torch.arange(5)[None], torch.float64, 5)
+    assert torch.equal(layer(x, position_embeddings=tables), layer(x))
     moved = layer.rope(3 * torch.arange(5)[None], torch.float64, 13)
     out = layer(x, position_embeddings=moved)
     assert_close(out, layer(x, position_ids=3 * torch.arange(5)), 1e-12)
@@ -335,9 +335,9 @@ def test_gradients(impl: str, sizes: str) -> None:
     names, values = zip(*layer.named_parameters(), strict=True)
 
     def run(x: Tensor, *parameters: Tensor) -> Tensor:
-        given = dict(zip(names, parameters, strict=True))
+        by_name = dict(zip(names, parameters, strict=True))
         call = {"attention_mask": mask, "is_causal": True}
-        out = torch.func.functional_call(layer, given, (x,), call)
+        out = torch.func.functional_call(layer, by_name, (x,), call)
         assert isinstance(out, Tensor)
         return out
 

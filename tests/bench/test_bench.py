@@ -278,8 +278,8 @@ def test_caches_are_read_in_turn_by_all_ways_together() -> None:
 
 def test_what_is_named_twice_is_measured_once() -> None:
     shapes = [Shape.parse("2/1/8"), Shape.parse("2/1/8")]
-    found = bench_decode(shapes=shapes, lengths=[4, 4], batches=[1, 1], dtypes=["float32", "float32"], quick=True)
-    assert len(found.cases) == 1
+    report = bench_decode(shapes=shapes, lengths=[4, 4], batches=[1, 1], dtypes=["float32", "float32"], quick=True)
+    assert len(report.cases) == 1
 
 
 def test_latents_need_no_rotation_to_be_latents() -> None:
@@ -303,10 +303,10 @@ def test_a_gguf_is_widened_whole(tmp_path: Path, alignment: int) -> None:
     writer.write_tensors_to_file()
     writer.close()
     widen(tmp_path / "a.gguf", tmp_path / "b.gguf")
-    made = gguf.GGUFReader(tmp_path / "b.gguf")
-    assert made.fields["llama.context_length"].contents() == 77
-    assert made.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
-    (tensor,) = made.tensors
+    reader = gguf.GGUFReader(tmp_path / "b.gguf")
+    assert reader.fields["llama.context_length"].contents() == 77
+    assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    (tensor,) = reader.tensors
     assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
     exact = gguf.quants.dequantize(quantised, gguf.GGMLQuantizationType.Q8_0)
     assert np.array_equal(np.asarray(tensor.data).reshape(4, 64), exact)
@@ -338,22 +338,22 @@ def test_a_way_that_fails_is_left_out_and_a_slow_one_is_not_repeated(monkeypatch
     assert case.ways["slow"].note == "one call: too slow to repeat"
     assert len(calls) == 1
     assert list(case.ways) == list(ways)
-    told = page(Bench("decode", [case]), "headwise bench <decode>")
-    assert told.count("<tr>") == 2
-    assert 'title="has no time"' in told
-    assert "&lt;decode&gt;" in told
+    text = page(Bench("decode", [case]), "headwise bench <decode>")
+    assert text.count("<tr>") == 2
+    assert 'title="has no time"' in text
+    assert "&lt;decode&gt;" in text
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_the_command_prints_json_writes_a_page_and_fits(cli: Callable[..., Said], tmp_path: Path, kind: str) -> None:
     options = ("--shape", "4/2/16", "--length", "64", "--quick")
     fits_80_columns(cli("bench", kind, *options))
-    said = cli("bench", kind, *options, "--json", "--html", tmp_path / "page.html")
-    assert said.status == 0
-    told = json.loads(said.out)
-    assert told["kind"] == kind
-    assert told["machine"]["threads"] >= 1
-    assert [case["values"]["dtype"] for case in told["cases"]] == ["float32", "bfloat16"]
+    result = cli("bench", kind, *options, "--json", "--html", tmp_path / "page.html")
+    assert result.status == 0
+    report = json.loads(result.out)
+    assert report["kind"] == kind
+    assert report["machine"]["threads"] >= 1
+    assert [case["values"]["dtype"] for case in report["cases"]] == ["float32", "bfloat16"]
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 
@@ -380,28 +380,28 @@ def test_modules_and_models_fit_a_terminal(cli: Callable[..., Said], tmp_path: P
     ],
 )
 def test_bad_input_is_one_line(cli: Callable[..., Said], arguments: tuple[str, ...], rule: str) -> None:
-    said = cli("bench", *arguments)
-    assert said.status == 2
-    assert said.out == ""
-    assert rule in said.err
-    assert said.err.count("\n") == 1
+    result = cli("bench", *arguments)
+    assert result.status == 2
+    assert result.out == ""
+    assert rule in result.err
+    assert result.err.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_gpu_that_is_not_there_is_refused(cli: Callable[..., Said]) -> None:
-    said = cli("bench", "decode", "--device", "cuda", "--quick")
-    assert (said.status, said.out) == (2, "")
-    assert "device = 'cuda': must be a device that torch has here" in said.err
+    result = cli("bench", "decode", "--device", "cuda", "--quick")
+    assert (result.status, result.out) == (2, "")
+    assert "device = 'cuda': must be a device that torch has here" in result.err
 
 
 def test_the_doctor_says_what_there_is(cli: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
-    said = cli("doctor")
-    assert said.status == 0
-    assert "reading" in said.out
-    told = json.loads(cli("doctor", "--json").out)
-    assert told["read_bytes_per_second"] > 0
-    assert set(told["matmul_flops_per_second"]) == {"float32", "bfloat16"}
-    assert told["versions"]["torch"] == torch.__version__
+    result = cli("doctor")
+    assert result.status == 0
+    assert "reading" in result.out
+    report = json.loads(cli("doctor", "--json").out)
+    assert report["read_bytes_per_second"] > 0
+    assert set(report["matmul_flops_per_second"]) == {"float32", "bfloat16"}
+    assert report["versions"]["torch"] == torch.__version__
     from headwise.kernels.native import Build
 
     monkeypatch.setattr("headwise.measurement.machine.built", lambda: Build(None, None, "no C++ compiler"))

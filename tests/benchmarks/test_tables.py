@@ -169,9 +169,9 @@ def test_tables_go_into_their_places_and_nowhere_else() -> None:
     text = (
         "a\n<!-- table: one -->\nold\nold\n<!-- end of table -->\nb\n<!-- table: two -->\n<!-- end of table -->\nc\n"
     )
-    made = fill(text, {"one": "| new |"})
-    assert made == text.replace("old\nold", "| new |")
-    assert fill(made, {"one": "| new |"}) == made
+    filled = fill(text, {"one": "| new |"})
+    assert filled == text.replace("old\nold", "| new |")
+    assert fill(filled, {"one": "| new |"}) == filled
 
 
 def timed(length: int, batch: int, limit_ms: float) -> dict[str, Any]:

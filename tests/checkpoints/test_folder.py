@@ -182,8 +182,8 @@ def test_a_sentence_encoders_pooling_comes_along(tiny_llama: Path, tmp_path: Pat
     out = tmp_path / "out"
     out.mkdir()
     open_checkpoint(tiny_llama).copy_companions(out)
-    found = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.parent != out)
-    assert found == ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.parent != out)
+    assert files == ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
     assert not (out / "config.json").exists()
 
 

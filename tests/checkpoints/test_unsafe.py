@@ -90,9 +90,9 @@ def test_a_kernel_that_comes_into_a_config_by_another_way(
     """Such as a field that a later transformers understands."""
 
     def from_dict(values: dict[str, Any]) -> Any:
-        made = LlamaConfig(**values)
-        made._attn_implementation_internal = KERNEL
-        return made
+        config = LlamaConfig(**values)
+        config._attn_implementation_internal = KERNEL
+        return config
 
     monkeypatch.setattr(LlamaConfig, "from_dict", from_dict)
     with pytest.raises(CheckpointError, match=f"^_attn_implementation = '{KERNEL}': must be a plain name"):

@@ -49,13 +49,13 @@ def refused(cli: Callable[..., Said], here: Path) -> Callable[..., str]:
 
     def run(*arguments: object, status: int = 2) -> str:
         before = _everything(here)
-        said = cli(*arguments)
-        assert (said.status, said.out) == (status, ""), said
-        assert said.err.startswith("headwise: ")
-        assert said.err.count("\n") == 1
-        assert said.err.endswith("\n")
+        result = cli(*arguments)
+        assert (result.status, result.out) == (status, ""), result
+        assert result.err.startswith("headwise: ")
+        assert result.err.count("\n") == 1
+        assert result.err.endswith("\n")
         assert _everything(here) == before, "something was left behind, or taken away"
-        return said.err
+        return result.err
 
     return run
 

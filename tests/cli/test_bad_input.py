@@ -484,8 +484,8 @@ def test_an_output_that_is_taken(refused: Refused, here: Path, tiny_llama: Path)
         for extra in ((), ("--overwrite",)):
             assert f"output = '{taken}': is a file or a link" in refused("convert", "tiny", taken, *MLA, *extra)
     for within in ("text.txt/out", "text.txt/a/b"):
-        said = refused("convert", "tiny", within, *MLA)
-        assert f"output = '{within}': cannot be made: {here / 'text.txt'} is a file" in said
+        line = refused("convert", "tiny", within, *MLA)
+        assert f"output = '{within}': cannot be made: {here / 'text.txt'} is a file" in line
 
 
 def test_statistics_take_the_place_of_statistics(
@@ -682,8 +682,8 @@ def test_a_tokenizer_that_gives_no_mask(cli: Callable[..., Said], here: Path, ti
     plain = cli(*READERS["generate"]).out
     path = tiny_llama / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": ["input_ids"]}))
-    said = cli(*READERS["generate"])
-    assert (said.status, said.out) == (0, plain), said
+    result = cli(*READERS["generate"])
+    assert (result.status, result.out) == (0, plain), result
 
 
 def test_a_tokenizer_that_panics_as_it_writes(
@@ -746,8 +746,8 @@ def test_settings_of_what_a_call_returns(cli: Callable[..., Said], here: Path, e
         for value in (False, True, 0.5, ["x"]):
             edit_config(**{field: value})
             for name, first in plain.items():
-                said = cli(*READERS[name])
-                assert (said.status, said.out.splitlines()[0]) == (0, first), (field, value, said)
+                result = cli(*READERS[name])
+                assert (result.status, result.out.splitlines()[0]) == (0, first), (field, value, result)
             assert cli(*READERS["convert"], "--overwrite", "--calibrate", "text.txt", "--no-evaluate").status == 0
         edit_config(**{field: ...})
 
@@ -829,8 +829,8 @@ def test_models_that_are_run_and_not_converted(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_llama / name, here / "other")
     command = READERS["evaluate"]
-    said = cli(command[0], "other", *command[2:])
-    assert (said.status, said.err) == (0, "")
+    result = cli(command[0], "other", *command[2:])
+    assert (result.status, result.err) == (0, "")
 
 
 def test_a_number_that_only_an_initialisation_reads(refused: Refused, here: Path, tiny_llama: Path) -> None:
@@ -914,8 +914,8 @@ def test_demo_is_refused_before_it_begins(refused: Refused, here: Path, options:
 
 @pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", ""])
 def test_a_device_that_is_not_there_is_named(refused: Refused, tiny_llama: Path, device: str) -> None:
-    said = refused(*READERS["generate"], "--device", device)
-    assert f"device = {device!r}: must be a device that torch has here" in said
+    line = refused(*READERS["generate"], "--device", device)
+    assert f"device = {device!r}: must be a device that torch has here" in line
 
 
 @pytest.mark.parametrize(

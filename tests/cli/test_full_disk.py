@@ -30,15 +30,15 @@ def test_a_full_disk(cli: Callable[..., Said], here: Path, command: str, size: i
     options += ["--to", "mla", "--kv-budget", "0.5", "--no-evaluate"] if command == "convert" else []
     assert cli(command, "source", "whole", *options).status == 0
     with full_disk(size):
-        said = cli(command, "source", "out", *options)
+        result = cli(command, "source", "out", *options)
     if command == "calibrate" and size == 200_000:  # it was enough
-        assert said.status == 0
+        assert result.status == 0
         return
-    assert (said.status, said.out) == (2, "")
-    assert said.err.startswith("headwise: ")
-    assert said.err.count("\n") == 1
-    assert "File too large" in said.err
-    assert (KEPT in said.err) == (here / ".out.headwise-partial").exists()
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("headwise: ")
+    assert result.err.count("\n") == 1
+    assert "File too large" in result.err
+    assert (KEPT in result.err) == (here / ".out.headwise-partial").exists()
     assert not (here / "out").exists()
     assert cli(command, "source", "out", *options).status == 0
     assert content(here / "out") == content(here / "whole")

@@ -17,9 +17,9 @@ from tests.toy_configs import TOYS
 
 @pytest.mark.parametrize("name", catalog())
 def test_every_model_of_the_catalog_fits_a_terminal_of_80_columns(cli: Callable[..., Said], name: str) -> None:
-    said = cli("inspect", name)
-    assert (said.status, said.err) == (0, "")
-    for line in said.out.splitlines():
+    result = cli("inspect", name)
+    assert (result.status, result.err) == (0, "")
+    for line in result.out.splitlines():
         assert len(line) <= 80
         assert not re.search(r"\S…", line), "cut off"
 
@@ -51,10 +51,10 @@ def test_layers_that_differ_in_their_positions_alone_say_so(cli: Callable[..., S
 def test_a_model_whose_attention_alone_is_known(cli: Callable[..., Said], tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TOYS["gemma3n_text"]))
-    said = cli("inspect", path)
-    assert said.status == 0
-    assert "GQA 8/2 × 256 shared" in said.out
-    assert said.out.endswith("the whole model's weights and FLOPs are not known from this config\n")
+    result = cli("inspect", path)
+    assert result.status == 0
+    assert "GQA 8/2 × 256 shared" in result.out
+    assert result.out.endswith("the whole model's weights and FLOPs are not known from this config\n")
     assert json.loads(cli("inspect", path, "--json").out)["weights"] is None
 
 

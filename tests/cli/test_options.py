@@ -60,10 +60,10 @@ def called(kind: type[Options], *arguments: str) -> dict[str, Any]:
     ) -> None:
         got.update(source=source, output=output, options=options, as_json=as_json)
 
-    said = CliRunner().invoke(app, ["source", "out", *arguments])
-    if isinstance(said.exception, ArgumentError):
-        raise said.exception
-    return {**got, "status": said.exit_code, "said": " ".join(said.output.replace("│", " ").split())}
+    result = CliRunner().invoke(app, ["source", "out", *arguments])
+    if isinstance(result.exception, ArgumentError):
+        raise result.exception
+    return {**got, "status": result.exit_code, "said": " ".join(result.output.replace("│", " ").split())}
 
 
 def test_what_is_left_out_has_the_fields_own_default() -> None:

@@ -47,10 +47,10 @@ def test_generated_text(cli: Callable[..., Said], here: Path, tiny_llama: Path) 
     vocabulary |= {f"\n\t\x1b[31m\u202e{number}": number for number in range(64) if number not in kept}
     path.write_text(json.dumps(tokenizer | {"model": {**tokenizer["model"], "vocab": vocabulary}}))
     command = ("generate", "tiny", "--prompt", "a", "--max-new-tokens", "4")
-    said = cli(*command)
-    assert said.status == 0
-    assert not CONTROLS.search(said.out)
-    assert "\n\t\\x1b[31m\\u202e" in said.out
+    result = cli(*command)
+    assert result.status == 0
+    assert not CONTROLS.search(result.out)
+    assert "\n\t\\x1b[31m\\u202e" in result.out
     told = cli(*command, "--json").out
     assert "\x1b" not in told
     assert "\x1b[31m" in json.loads(told)["text"]
@@ -82,7 +82,7 @@ def test_names_in_tables_and_notes(cli: Callable[..., Said], here: Path, tiny_ll
         ("evaluate", "tiny", "--text", name, *SMALL),
         ("convert", "tiny", "out", "--to", "mla", "--kv-budget", "0.5", "--no-evaluate"),
     ):
-        said = cli(*command)
-        assert (said.status, said.err) == (0, "")
-        assert not CONTROLS.search(said.out)
-        assert r"\x1b" in said.out
+        result = cli(*command)
+        assert (result.status, result.err) == (0, "")
+        assert not CONTROLS.search(result.out)
+        assert r"\x1b" in result.out

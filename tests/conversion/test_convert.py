@@ -44,11 +44,11 @@ def test_the_report_is_true_to_the_files(source: Path, tmp_path: Path) -> None:
     assert done.seconds > 0
     assert done.peak_rss_bytes is not None
     assert any("calibrat" in note for note in done.notes)
-    found = headwise.inspect(tmp_path / "out", dtype="float64")
-    assert found.kv_bytes_per_token == done.kv_bytes_per_token_after
-    assert (found.mechanism, found.kv_lora_rank, found.qk_rope_head_dim) == ("mla", 18, 6)
-    assert found.weights is not None
-    assert found.weights["total"] == done.parameters_after
+    inspection = headwise.inspect(tmp_path / "out", dtype="float64")
+    assert inspection.kv_bytes_per_token == done.kv_bytes_per_token_after
+    assert (inspection.mechanism, inspection.kv_lora_rank, inspection.qk_rope_head_dim) == ("mla", 18, 6)
+    assert inspection.weights is not None
+    assert inspection.weights["total"] == done.parameters_after
     json.dumps(done.to_dict())
 
 

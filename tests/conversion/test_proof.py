@@ -41,20 +41,20 @@ def card(folder: Path) -> str:
 
 def test_it_ends_on_what_the_calibration_left_of_its_text(source: Path, text: Path, tmp_path: Path) -> None:
     done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY)
-    found = done.evaluation
-    assert found is not None
-    assert (found.text, found.windows, found.window) == (f"{text} after 1,976 tokens", 2, 256)
+    evaluation = done.evaluation
+    assert evaluation is not None
+    assert (evaluation.text, evaluation.windows, evaluation.window) == (f"{text} after 1,976 tokens", 2, 256)
     rest = tmp_path / "rest.txt"
     rest.write_text(TEXT[1976:])  # each character is a token
     again = headwise.evaluate(tmp_path / "out", against=source, text=rest, windows=2)
     for name in ("perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
-        assert getattr(found, name) == getattr(again, name), name
-    assert found.reference is not None
+        assert getattr(evaluation, name) == getattr(again, name), name
+    assert evaluation.reference is not None
     assert again.reference is not None
-    assert found.reference.perplexity == again.reference.perplexity
-    assert (found.model, found.against) == (str(tmp_path / "out"), str(source))
-    assert found.cache_bytes_per_token == done.kv_bytes_per_token_after
-    assert done.to_dict()["evaluation"] == found.to_dict()
+    assert evaluation.reference.perplexity == again.reference.perplexity
+    assert (evaluation.model, evaluation.against) == (str(tmp_path / "out"), str(source))
+    assert evaluation.cache_bytes_per_token == done.kv_bytes_per_token_after
+    assert done.to_dict()["evaluation"] == evaluation.to_dict()
 
 
 def test_of_several_texts_what_is_left_of_each(source: Path, text: Path, tmp_path: Path) -> None:
@@ -288,9 +288,9 @@ def test_the_card_loads_the_model_by_its_own_class(name: str, auto: str, tmp_pat
     source = save_family(tmp_path / "source", name)
     for to in ("mha", "gqa:2"):
         headwise.convert(source, tmp_path / to, to=to, evaluate=False)
-        told = card(tmp_path / to)
-        assert f"model = {auto}.from_pretrained(folder)" in told
-        assert ("import headwise.hf" in told) == (to == "gqa:2")
+        text = card(tmp_path / to)
+        assert f"model = {auto}.from_pretrained(folder)" in text
+        assert ("import headwise.hf" in text) == (to == "gqa:2")
 
 
 def test_unmeasured_folders_are_the_same_to_the_last_file(source: Path, text: Path, tmp_path: Path) -> None:

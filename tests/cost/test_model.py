@@ -91,9 +91,9 @@ def test_every_flop_of_a_prefill(name: str) -> None:
     spec = read_config(TOYS[name])
     impl = "expanded" if spec.mechanism == "mla" else "auto"
     flops = cost.model.forward_flops(spec, 11, batch=2, causal=False, impl=impl)
-    found = run(TOYS[name])[1]["Global"]
-    assert flops.total == sum(found.values())
-    assert flops.attention_pairs == found["aten.bmm"]
+    counted = run(TOYS[name])[1]["Global"]
+    assert flops.total == sum(counted.values())
+    assert flops.attention_pairs == counted["aten.bmm"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "falcon"])

@@ -99,8 +99,8 @@ def test_a_ladder_is_shown_from_the_most_cache_to_the_least() -> None:
 
 
 def test_advice_is_the_smallest_cache_within_each_loss() -> None:
-    said = advice(ladder((750.0, 1.04), (500.0, 1.15), (250.0, 1.6), (1000.0, 1.0)))
-    assert said == [
+    lines = advice(ladder((750.0, 1.04), (500.0, 1.15), (250.0, 1.6), (1000.0, 1.0)))
+    assert lines == [
         "perplexity up by at most 5%: mla:0.1, 75% of the cache (× 1.040)",
         "perplexity up by at most 15%: mla:0.2, 50% of the cache (× 1.150)",
         "perplexity up by at most 50%: mla:0.2, 50% of the cache (× 1.150)",

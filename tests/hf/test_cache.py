@@ -38,8 +38,8 @@ def told(caches: tuple[Any, ...], tokens: int, batch: int = 2) -> None:
     """Update all caches with the same new tokens, and check that they return the same."""
     for layer in range(2):
         keys, values = torch.randn(2, batch, 2, tokens, 8)
-        given = [cache.update(keys, values, layer) for cache in caches]
-        for ours, stock in zip(given[0], given[-1], strict=True):
+        options = [cache.update(keys, values, layer) for cache in caches]
+        for ours, stock in zip(options[0], options[-1], strict=True):
             assert torch.equal(ours, stock)
 
 

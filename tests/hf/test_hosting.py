@@ -130,9 +130,9 @@ def test_attention_weights_are_the_sources(lossless: Path, ids: torch.Tensor) ->
     source = AutoModelForCausalLM.from_pretrained(lossless.parent / "source", attn_implementation="eager")
     model = AutoModelForCausalLM.from_pretrained(lossless, attn_implementation="eager")
     expected = source(ids, output_attentions=True).attentions
-    found = model(ids, output_attentions=True).attentions
-    assert len(found) == len(expected) == 2
-    for own, other in zip(found, expected, strict=True):
+    attentions = model(ids, output_attentions=True).attentions
+    assert len(attentions) == len(expected) == 2
+    for own, other in zip(attentions, expected, strict=True):
         assert_close(own, other, 1e-6)
 
 

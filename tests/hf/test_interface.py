@@ -144,9 +144,11 @@ def test_an_encoders_decoder_remembers_in_our_cache(ids: Tensor, monkeypatch: py
     monkeypatch.setattr(sys.modules["headwise.hf.optimize"], "HeadwiseCache", Watched)
     stock = tiny_family("whisper")
     ours = headwise.optimize(copy.deepcopy(stock))
-    given = {"input_features": noise(2), "decoder_input_ids": ids[:2, :3], "max_new_tokens": 6}
+    options = {"input_features": noise(2), "decoder_input_ids": ids[:2, :3], "max_new_tokens": 6}
     for how in ({}, {"num_beams": 2}):
-        expected, made = (model.generate(**given, **how, force_unique_generate_call=True) for model in (stock, ours))
+        expected, made = (
+            model.generate(**options, **how, force_unique_generate_call=True) for model in (stock, ours)
+        )
         assert torch.equal(made, expected)
         assert caches.pop().length >= 8
 
@@ -263,11 +265,11 @@ def test_biases_of_scores_in_a_part_of_a_model_are_refused() -> None:
 
 def test_a_cache_may_be_asked_for_by_keywords() -> None:
     model = headwise.optimize(foreign("llama"))
-    asked: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     config = model._prepare_generation_config(None)[0]
-    model._prepare_cache_for_generation(config, asked, generation_mode=None, batch_size=1, max_cache_length=300)
-    assert isinstance(asked["past_key_values"], HeadwiseCache)
-    assert asked["past_key_values"].layers[0].expected == 300
+    model._prepare_cache_for_generation(config, options, generation_mode=None, batch_size=1, max_cache_length=300)
+    assert isinstance(options["past_key_values"], HeadwiseCache)
+    assert options["past_key_values"].layers[0].expected == 300
 
 
 def test_what_is_no_model_is_refused() -> None:

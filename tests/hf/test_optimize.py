@@ -164,17 +164,17 @@ def test_parameters_are_the_same_objects_and_twice_is_once(tmp_path: Path) -> No
 def test_hooks_go_on_and_attention_weights_are_returned(ids: torch.Tensor) -> None:
     model = deepseek()
     model.set_attn_implementation("eager")
-    seen: list[Any] = []
-    model.model.layers[0].self_attn.register_forward_hook(lambda *args: seen.append(args[2][0]))
+    calls: list[Any] = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *args: calls.append(args[2][0]))
     expected = model(ids, output_attentions=True).attentions
     fresh = headwise.optimize(deepseek())  # of the same numbers, and never asked for weights before
     fresh.set_attn_implementation("eager")
     for optimised in (headwise.optimize(model), fresh):
-        found = optimised(ids, output_attentions=True).attentions
-        assert len(found) == len(expected) == 3
-        for own, other in zip(found, expected, strict=True):
+        attentions = optimised(ids, output_attentions=True).attentions
+        assert len(attentions) == len(expected) == 3
+        for own, other in zip(attentions, expected, strict=True):
             assert_close(own, other, 1e-6)  # theirs go through a softmax in float32
-    assert len(seen) == 2
+    assert len(calls) == 2
 
 
 def test_gradients_are_stocks(ids: torch.Tensor) -> None:
@@ -203,14 +203,14 @@ def test_v2_is_too_as_far_as_it_rotates_in_float32(ids: torch.Tensor) -> None:
 @torch.inference_mode()
 def test_a_folder_of_ours_with_its_constant_decodes_absorbed(tmp_path: Path, ids: torch.Tensor) -> None:
     save_tiny(tmp_path / "source", "qwen2")
-    own = convert_with_one_plan(tmp_path / "source", tmp_path / "own", kv_lora_rank=12, qk_rope_head_dim=8)
-    export_deepseek(own, tmp_path / "stock")
+    folder = convert_with_one_plan(tmp_path / "source", tmp_path / "own", kv_lora_rank=12, qk_rope_head_dim=8)
+    export_deepseek(folder, tmp_path / "stock")
     model = headwise.optimize(headwise.load(tmp_path / "stock"))
     for module in attentions(model):
         module.impl = "absorbed"
-    assert_close(model(ids).logits, headwise.load(own)(ids).logits, 2e-6)
+    assert_close(model(ids).logits, headwise.load(folder)(ids).logits, 2e-6)
     options = {"max_new_tokens": 16, "do_sample": False}
-    assert torch.equal(model.generate(ids, **options), headwise.load(own).generate(ids, **options))
+    assert torch.equal(model.generate(ids, **options), headwise.load(folder).generate(ids, **options))
 
 
 def test_a_new_process_can_be_sent_the_model(tmp_path: Path, ids: torch.Tensor) -> None:

@@ -79,8 +79,8 @@ def test_a_latent_is_read_once_and_gives_the_same(dtype: torch.dtype) -> None:
 @with_triton
 def test_nothing_to_attend_to_gives_zeros_and_nobody_is_nothing() -> None:
     x = torch.randn(2, 2, 3, 16, device=DEVICE)
-    seen = torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
-    assert (attend(x, x, x, seen, backend="split") == 0).all()
+    allowed = torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
+    assert (attend(x, x, x, allowed, backend="split") == 0).all()
     assert attend(x[:, :, :0], x, x, backend="split").shape == (2, 2, 0, 16)
 
 

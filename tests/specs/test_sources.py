@@ -47,8 +47,8 @@ def test_a_path_wins_over_a_catalog_name(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_the_bundled_model_is_a_gguf_on_disk() -> None:
-    found = locate("SmolLM2-135M")
-    assert (found.kind, found.path) == ("gguf", module.bundled_gguf())
+    path = locate("SmolLM2-135M")
+    assert (path.kind, path.path) == ("gguf", module.bundled_gguf())
     assert module.bundled_gguf().is_file()
 
 

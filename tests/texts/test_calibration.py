@@ -120,10 +120,10 @@ def test_what_windows_cannot_be(text: Path, given: dict[str, Any], line: str) ->
 def test_texts_are_told_apart_by_all_that_decides_their_windows(text: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.txt"
     copy.write_text(TEXT)
-    known = CalibrationTexts((text,), 512)
-    assert known.identity() == CalibrationTexts((copy,), 512, WINDOW).identity()
+    texts = CalibrationTexts((text,), 512)
+    assert texts.identity() == CalibrationTexts((copy,), 512, WINDOW).identity()
     others = [CalibrationTexts((text,), 511), CalibrationTexts((text,), 512, 64), CalibrationTexts((), 512)]
-    assert all(known.identity() != other.identity() for other in others)
+    assert all(texts.identity() != other.identity() for other in others)
     assert not others[-1]
 
 

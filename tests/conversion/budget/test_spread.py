@@ -106,8 +106,8 @@ def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
     wanted = whole(pieces, use_cache=False).logits.log_softmax(-1)
     for name, tensor in blurred.items():
         whole.model.layers[0].self_attn.get_parameter(name).copy_(tensor)
-    made = whole(pieces, use_cache=False).logits.log_softmax(-1)
-    kl = float(F.kl_div(made, wanted, log_target=True, reduction="sum")) / pieces.numel()
+    log_probs = whole(pieces, use_cache=False).logits.log_softmax(-1)
+    kl = float(F.kl_div(log_probs, wanted, log_target=True, reduction="sum")) / pieces.numel()
     assert same == pytest.approx(0.0, abs=1e-5)
     assert other == pytest.approx(kl, rel=1e-3)
 
@@ -143,9 +143,11 @@ def test_a_layer_that_does_nothing_gives_its_cache_to_the_others(tmp_path: Path)
     assert done.spread.measured[1] < done.spread.measured[0]
     means = [round(sum(widths) / 3) for widths in zip(*done.spread.sizes, strict=True)]
     assert (done.label, even.label) == (f"MLA {means[0]} + {means[1]} on average", "MLA 18 + 6")
-    found = headwise.inspect(tmp_path / "out")
-    assert found.kv_bytes_per_token == 2 * 3 * 24  # in bfloat16
-    assert [(x.spec["kv_lora_rank"], x.spec["qk_rope_head_dim"]) for x in found.layers] == list(done.spread.sizes)
+    inspection = headwise.inspect(tmp_path / "out")
+    assert inspection.kv_bytes_per_token == 2 * 3 * 24  # in bfloat16
+    assert [(x.spec["kv_lora_rank"], x.spec["qk_rope_head_dim"]) for x in inspection.layers] == list(
+        done.spread.sizes
+    )
     measured = headwise.evaluate(tmp_path / "out", text=str(tmp_path / "text.txt"), windows=1, window=64)
     assert measured.cache_bytes_per_token == even.kv_bytes_per_token_after
     assert any("spread over layers" in note for note in done.notes)
@@ -201,11 +203,11 @@ def test_a_search_that_is_killed_goes_on(
     """No trial is repeated: 3 sensitivities are saved, then two files a layer, then one an allocation."""
     uneven(tmp_path / "source")
     whole = converted(tmp_path, "whole")
-    own, count = LayerFiles.save, 0
+    original, count = LayerFiles.save, 0
 
     def stopping(self: LayerFiles, *args: Any) -> None:
         nonlocal count
-        own(self, *args)
+        original(self, *args)
         count += 1
         if count == saves:
             raise KeyboardInterrupt
@@ -221,7 +223,7 @@ def test_a_search_that_is_killed_goes_on(
             tries.append(index)
         if self.folder.name == "allocations":
             allocations.append((about["layers"] - 1, index))
-        own(self, index, tensors, about)
+        original(self, index, tensors, about)
 
     monkeypatch.setattr(LayerFiles, "save", noting)
     again = converted(tmp_path)

@@ -55,8 +55,10 @@ def statistics(source: Path, text: Path, tmp_path: Path) -> Path:
 def layers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the source's layers that conversions read, in order."""
     read: list[int] = []
-    own = planning.read_layer
-    monkeypatch.setattr(planning, "read_layer", lambda source, place: read.append(place.index) or own(source, place))
+    original = planning.read_layer
+    monkeypatch.setattr(
+        planning, "read_layer", lambda source, place: read.append(place.index) or original(source, place)
+    )
     return read
 
 
@@ -78,9 +80,9 @@ def test_a_triangle_is_the_whole_matrix() -> None:
 
 def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics: Path, text: Path) -> None:
     """The moments of every attention's inputs, from the whole model run on all of the tokens."""
-    known = open_statistics(statistics, open_checkpoint(source))
+    calibrator = open_statistics(statistics, open_checkpoint(source))
     about = json.loads((statistics / "statistics.json").read_text())
-    assert about["tokens"] == known.tokens == 512
+    assert about["tokens"] == calibrator.tokens == 512
     windows = calibration_windows(load_tokenizer(source), [text], tokens=512, window=about["window"])
     model = headwise.load(source)
     seen: list[list[torch.Tensor]] = [[], []]
@@ -90,7 +92,7 @@ def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics
         model(windows)
     for index, (own,) in enumerate(seen):
         inputs = torch.cat((own, torch.ones(512, 1, dtype=torch.float64)), dim=1)
-        found = known.evidence(Place(index)).statistics.inputs  # type: ignore[union-attr]
+        found = calibrator.evidence(Place(index)).statistics.inputs  # type: ignore[union-attr]
         assert torch.allclose(found, inputs.mT @ inputs / 512, rtol=1e-4, atol=1e-5 * float(found.abs().max()))
 
 
@@ -115,8 +117,8 @@ def test_it_is_the_conversion_on_the_text_with_every_stage_left_out(
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "method": method}
     convert(source, tmp_path / "on-text", calibrate=text, calibration_tokens=512, without=without, **options)
     # Calibrated on no more than those windows, in their order.
-    own = calibrate.open_windows
-    monkeypatch.setattr(calibrate, "open_windows", lambda *args: (own(*args)[0][: -own(*args)[1]], 0))
+    original = calibrate.open_windows
+    monkeypatch.setattr(calibrate, "open_windows", lambda *args: (original(*args)[0][: -original(*args)[1]], 0))
     headwise.calibrate(source, tmp_path / "fewer", calibrate=text, calibration_tokens=512)
     convert(source, tmp_path / "out", statistics=tmp_path / "fewer", **options)
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("on-text", "out"))
@@ -170,10 +172,10 @@ def flip(file: Path) -> None:
 
 def poison(file: Path) -> None:
     results = LayerFiles(file.parent)
-    found = results.load(0)
-    assert found is not None
-    found[0]["inputs"][3] = float("nan")
-    results.save(0, *found)
+    loaded = results.load(0)
+    assert loaded is not None
+    loaded[0]["inputs"][3] = float("nan")
+    results.save(0, *loaded)
 
 
 def changed(**tensors: Any) -> Callable[[Path], None]:
@@ -181,17 +183,17 @@ def changed(**tensors: Any) -> Callable[[Path], None]:
 
     def spoil(file: Path) -> None:
         results = LayerFiles(file.parent)
-        found = results.load(0)
-        assert found is not None
-        own, about = found
+        loaded = results.load(0)
+        assert loaded is not None
+        own, about = loaded
         for name, change in tensors.items():
             made = change(own[name]) if callable(change) else change
             own = {key: value for key, value in own.items() if key != name}
             own |= {} if made is None else {name: made}
         results.save(0, own, about)
-        said = json.loads((file.parent / "statistics.json").read_text())
-        said["layers"][0] = results.checksum(0)
-        (file.parent / "statistics.json").write_text(json.dumps(said))
+        report = json.loads((file.parent / "statistics.json").read_text())
+        report["layers"][0] = results.checksum(0)
+        (file.parent / "statistics.json").write_text(json.dumps(report))
 
     return spoil
 
@@ -325,9 +327,9 @@ def test_what_they_would_take(source: Path, statistics: Path, tmp_path: Path) ->
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        own = SavedCalibrator.evidence
+        original = SavedCalibrator.evidence
         patch.setattr(
-            SavedCalibrator, "evidence", lambda self, place, *a: read.append(place.index) or own(self, place)
+            SavedCalibrator, "evidence", lambda self, place, *a: read.append(place.index) or original(self, place)
         )
         dry = convert(source, tmp_path / "out", **options, dry_run=True)
     assert read == [0, 1, 0]  # both are checked, and one is solved

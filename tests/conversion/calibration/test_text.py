@@ -89,8 +89,8 @@ def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
     metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
     sums.add(layer, inputs, metric, rotation=rotation, window=0)
     heads = layer.heads(inputs, torch.arange(T), rotation)
-    seen = torch.cat((inputs, torch.ones(T, 1)), dim=1).double()
-    assert torch.allclose(sums.inputs, seen.mT @ seen)
+    extended = torch.cat((inputs, torch.ones(T, 1)), dim=1).double()
+    assert torch.allclose(sums.inputs, extended.mT @ extended)
     assert int(sums.queries) == T
     weight = torch.zeros(spec.num_heads, T, dtype=torch.float64)
     keys = torch.zeros_like(sums.keys)
@@ -105,7 +105,7 @@ def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
                 # One P of the squared derivative's P² counts: the other says how often the score is attended to.
                 cost = float(change @ sensitivity @ change) / float(share[s])
                 weight[head, t - s] += cost
-                keys += cost * torch.outer(seen[s], seen[s])
+                keys += cost * torch.outer(extended[s], extended[s])
     assert torch.allclose(sums.distances, weight, rtol=1e-4, atol=1e-6)
     assert torch.allclose(sums.head_weight, weight.sum(-1), rtol=1e-4)
     assert torch.allclose(sums.keys, keys, rtol=1e-4, atol=1e-4 * float(keys.abs().max()))
@@ -178,12 +178,12 @@ def test_a_refit_is_the_least_squares_solution() -> None:
         refit = OutputRefit(weight, start_bias)
         refit.add(mixed[:80], wanted[:80], Cost(torch.eye(4)))
         refit.add(mixed[80:], wanted[80:], Cost(torch.eye(4)))
-        found = refit.solve(0.0)
+        solution = refit.solve(0.0)
         seen = mixed if start_bias is None else torch.cat((mixed, torch.ones(200, 1)), 1)
         best = torch.linalg.lstsq(seen.double(), wanted.double()).solution.mT
-        own = found["o_proj.weight"]
+        own = solution["o_proj.weight"]
         if start_bias is not None:
-            own = torch.cat((own, found["o_proj.bias"][:, None]), 1)
+            own = torch.cat((own, solution["o_proj.bias"][:, None]), 1)
         assert torch.allclose(own, best, atol=1e-6)  # a window's products are float32
         held = refit.solve(1e9)["o_proj.weight"]
         assert torch.allclose(held, weight.double(), atol=1e-6)

@@ -89,9 +89,9 @@ def paired(kind: type[Any], values: dict[str, Any]) -> Any:
 
 
 def metadata(card: str) -> dict[str, Any]:
-    found = re.match(r"---\n(.*?\n)---\n\n# ", card, re.DOTALL)
-    assert found
-    loaded = yaml.safe_load(found[1])
+    match = re.match(r"---\n(.*?\n)---\n\n# ", card, re.DOTALL)
+    assert match
+    loaded = yaml.safe_load(match[1])
     assert isinstance(loaded, dict)
     return loaded
 

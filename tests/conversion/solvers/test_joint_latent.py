@@ -38,12 +38,12 @@ def error(some: list[Part], down: torch.Tensor, ups: list[torch.Tensor]) -> floa
 @given(st.integers(1, 10), st.integers(0, 10**6))
 def test_the_error_is_what_the_dropped_singular_values_hold(rank: int, seed: int) -> None:
     some = parts(seed, shared=True)
-    found = error(some, *joint_latent(some, rank))
+    loss = error(some, *joint_latent(some, rank))
     root = torch.linalg.cholesky(some[0].moments)
     weighted = torch.cat([torch.linalg.cholesky(part.metric).mT @ part.rows @ root for part in some])
     best = float(torch.linalg.svdvals(weighted)[rank:].square().sum())
     # A floor of 1e-6 keeps moments and metrics away from singular.
-    assert best * (1 - 1e-9) - 1e-9 <= found <= best * (1 + 1e-4) + 1e-6
+    assert best * (1 - 1e-9) - 1e-9 <= loss <= best * (1 + 1e-4) + 1e-6
 
 
 @given(st.integers(1, 10), st.integers(0, 10**6))

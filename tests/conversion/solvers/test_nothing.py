@@ -108,14 +108,16 @@ def test_so_do_families_with_biases_and_norms_of_keys(tmp_path: Path, part: str,
 
 def test_a_layer_without_keys_has_no_say_in_the_channels_that_all_keep(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(without(tmp_path / "source", NOTHING["keys"]))
-    asked = make_plan(checkpoint, parse_target("mla", kv_budget=0.5))
-    target = asked.after.layers[0]
+    plan = make_plan(checkpoint, parse_target("mla", kv_budget=0.5))
+    target = plan.after.layers[0]
     assert isinstance(target, LatentSpec)
     source = read_layer(checkpoint, Place(0))
-    known = Statistics.nothing(source.spec.hidden_size, source.spec.num_heads, asked.layer_target(Place(0)).longest)
-    energy, lost = rotary_losses(source.state, source.spec, target, known)  # type: ignore[arg-type]
+    statistics = Statistics.nothing(
+        source.spec.hidden_size, source.spec.num_heads, plan.layer_target(Place(0)).longest
+    )
+    energy, lost = rotary_losses(source.state, source.spec, target, statistics)  # type: ignore[arg-type]
     alone = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
-    assert torch.equal(choose_shared_channels(asked, NOTHING_KNOWN, silent), alone)
+    assert torch.equal(choose_shared_channels(plan, NOTHING_KNOWN, silent), alone)
 
 
 def test_where_every_channel_rotates_keys_leave_nothing_for_the_latent(tmp_path: Path) -> None:
@@ -150,9 +152,9 @@ def test_a_refit_of_nothing_changes_nothing() -> None:
     assert torch.equal(refit.solve()["o_proj.weight"], weight.double())
     refit = OutputRefit(weight, bias)  # there is an error for the bias to correct
     refit.add(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5)))
-    found = refit.solve()
-    assert torch.equal(found["o_proj.weight"], weight.double())
-    assert not torch.equal(found["o_proj.bias"], bias.double())
+    solution = refit.solve()
+    assert torch.equal(solution["o_proj.weight"], weight.double())
+    assert not torch.equal(solution["o_proj.bias"], bias.double())
 
 
 def test_nan_is_said_to_be_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
