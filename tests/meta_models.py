@@ -54,8 +54,10 @@ def stored_parts(model: Any) -> Counter[str]:
     }
     counts: Counter[str] = Counter()
     for name, tensor in stored.items():
-        found = owners.get(id(tensor)) or next((part for part, rule in _PARTS.items() if re.search(rule, name)), name)
-        counts[found] += tensor.numel()
+        part_name = owners.get(id(tensor)) or next(
+            (part for part, rule in _PARTS.items() if re.search(rule, name)), name
+        )
+        counts[part_name] += tensor.numel()
     if "experts" not in counts and "shared_experts" in counts:  # Granite 4 without experts keeps the name
         counts["feed_forward"] += counts.pop("shared_experts")
     return counts

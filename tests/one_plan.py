@@ -28,8 +28,8 @@ def convert_with_one_plan(source: Path, output: Path, *, kv_lora_rank: int, qk_r
         state = before.family.read_attention(before.read, index, old)
         chosen = spread(old.head_dim // 2, old.num_kv_heads, qk_rope_head_dim // 2)
         options = LatentOptions(longest=128, kept=chosen)
-        made, own = convert_to_latent(state, old, new, statistics=None, options=options)
-        channels.append(own)
+        made, channels_of_layer = convert_to_latent(state, old, new, statistics=None, options=options)
+        channels.append(channels_of_layer)
         prefix = before.family.attention.format(layer=index)
         for name, tensor in made.items():
             tensors[f"{prefix}.{name}"] = tensor.to(after.dtype).contiguous()

@@ -51,11 +51,11 @@ EXEMPT = {
 
 def modules() -> dict[str, Path]:
     """Every module of the package by its name without ``headwise.``; the package itself is ``""``."""
-    found = {}
+    by_name = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        by_name[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return by_name
 
 
 MODULES = modules()

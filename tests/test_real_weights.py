@@ -156,16 +156,16 @@ torch.save({{
 """
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert fresh.returncode == 0, fresh.stderr
-    said = torch.load(tmp_path / "said.pt", weights_only=True)
-    assert said["kind"] == "DeepseekV3ForCausalLM"
-    assert float((said["logits"] - logits(folder, ids)).abs().max()) < 1e-3
+    answers = torch.load(tmp_path / "said.pt", weights_only=True)
+    assert answers["kind"] == "DeepseekV3ForCausalLM"
+    assert float((answers["logits"] - logits(folder, ids)).abs().max()) < 1e-3
     optimized = headwise.optimize(headwise.load(tmp_path / "stock"))
     with torch.inference_mode():
-        assert float((said["logits"] - optimized(ids).logits).abs().max()) < 1e-3
-        assert said["made"].shape[1] == said["prompt"].shape[1] + 64
+        assert float((answers["logits"] - optimized(ids).logits).abs().max()) < 1e-3
+        assert answers["made"].shape[1] == answers["prompt"].shape[1] + 64
         for model in (headwise.load(folder), optimized):
-            tokens = model.generate(said["prompt"], max_new_tokens=64, do_sample=False, eos_token_id=None)
-            differ = (tokens != said["made"])[0].nonzero()
+            tokens = model.generate(answers["prompt"], max_new_tokens=64, do_sample=False, eos_token_id=None)
+            differ = (tokens != answers["made"])[0].nonzero()
             if len(differ):  # two tokens as good as each other, then
                 before = tokens[:, : int(differ[0])]
                 first, second = model(before).logits[0, -1].topk(2).values.tolist()
@@ -200,11 +200,11 @@ torch.save([type(model).__name__, model(torch.tensor({ids.tolist()})).logits.det
 """
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert fresh.returncode == 0, fresh.stderr
-    name, said = torch.load(tmp_path / "said", weights_only=True)
+    name, logits = torch.load(tmp_path / "said", weights_only=True)
     assert name == "DeepseekV3ForCausalLM"
     optimized = headwise.optimize(headwise.load(tmp_path / "stock"))
     with torch.inference_mode():
-        assert float((said - optimized(ids).logits).abs().max()) < 1e-3
+        assert float((logits - optimized(ids).logits).abs().max()) < 1e-3
     evaluation = headwise.evaluate(tmp_path / "stock", against=smollm2, text=text, window=512, windows=1, context=64)
     assert evaluation.perplexity_ratio is not None
     assert 1 < evaluation.perplexity_ratio < 2

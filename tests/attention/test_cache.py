@@ -200,14 +200,14 @@ def test_a_window_has_room_for_its_tokens_only(window: int, max_length: int, roo
 
 def test_an_update_returns_the_window_before_each_new_token() -> None:
     cache, parts = windowed(), [tokens(count, seed) for seed, count in enumerate((2, 1, 1, 4, 1))]
-    held = 0
+    length = 0
     for index, part in enumerate(parts):
         states = cache.update(*part)
-        held += part[0].shape[2]
+        length += part[0].shape[2]
         so_far, new = joined(*parts[: index + 1]), part[0].shape[2]
-        assert_same(states, so_far, last=min(held, 2 + new))
-        assert_same(cache.views(), so_far, last=min(held, 3))
-        assert (cache.length, cache.held) == (held, min(held, 3))
+        assert_same(states, so_far, last=min(length, 2 + new))
+        assert_same(cache.views(), so_far, last=min(length, 3))
+        assert (cache.length, cache.held) == (length, min(length, 3))
     with pytest.raises(ArgumentError, match="cache length = 10: is over max_length = 9"):
         cache.update(*tokens(1, 9))
 

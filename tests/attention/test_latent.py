@@ -75,8 +75,8 @@ def by_hand(
     up = project(layer.kv_b_proj, normed(layer.kv_a_layernorm, down[..., :R]))
     query, key, value = [], [], []
     for h in range(spec.num_heads):
-        own, decoded = queries[..., h * (N + P) : (h + 1) * (N + P)], up[..., h * (N + V) : (h + 1) * (N + V)]
-        query.append(torch.cat((own[..., :N], turned(own[..., N:], x_at)), dim=-1))
+        head_query, decoded = queries[..., h * (N + P) : (h + 1) * (N + P)], up[..., h * (N + V) : (h + 1) * (N + V)]
+        query.append(torch.cat((head_query[..., :N], turned(head_query[..., N:], x_at)), dim=-1))
         key.append(torch.cat((decoded[..., :N], shared), dim=-1))
         value.append(decoded[..., N:])
     mixed = attend_by_rows(

@@ -26,7 +26,7 @@ from headwise.bench.engines import _CTranslate2, widen
 from headwise.bench.report import OURS, UnableError, run_case
 from headwise.kernels import attend
 from headwise.measurement.limits import Limits, Probes
-from tests.cli.conftest import Said, cli, one_thread
+from tests.cli.conftest import Result, cli, one_thread
 from tests.cli.test_costs import fits_80_columns
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
@@ -198,8 +198,8 @@ def an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     (tmp_path / "an_engine.py").write_text(ENGINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made: Callable[..., Any] = importlib.import_module("an_engine").make
-    return made
+    make: Callable[..., Any] = importlib.import_module("an_engine").make
+    return make
 
 
 def test_an_engine_apart_answers_and_fails_by_name(an_engine: Callable[..., Any]) -> None:
@@ -345,7 +345,9 @@ def test_a_way_that_fails_is_left_out_and_a_slow_one_is_not_repeated(monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_the_command_prints_json_writes_a_page_and_fits(cli: Callable[..., Said], tmp_path: Path, kind: str) -> None:
+def test_the_command_prints_json_writes_a_page_and_fits(
+    cli: Callable[..., Result], tmp_path: Path, kind: str
+) -> None:
     options = ("--shape", "4/2/16", "--length", "64", "--quick")
     fits_80_columns(cli("bench", kind, *options))
     result = cli("bench", kind, *options, "--json", "--html", tmp_path / "page.html")
@@ -357,7 +359,7 @@ def test_the_command_prints_json_writes_a_page_and_fits(cli: Callable[..., Said]
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 
-def test_modules_and_models_fit_a_terminal(cli: Callable[..., Said], tmp_path: Path) -> None:
+def test_modules_and_models_fit_a_terminal(cli: Callable[..., Result], tmp_path: Path) -> None:
     sizes = ("--hidden-size", 64, "--heads", 4, "--kv-heads", 2, "--length", 16, "--dtype", "float32", "--quick")
     fits_80_columns(cli("bench", "module", *sizes))
     save_tiny(tmp_path / "model", "llama")
@@ -379,7 +381,7 @@ def test_modules_and_models_fit_a_terminal(cli: Callable[..., Said], tmp_path: P
         (("generate", "nowhere"), "nowhere"),
     ],
 )
-def test_bad_input_is_one_line(cli: Callable[..., Said], arguments: tuple[str, ...], rule: str) -> None:
+def test_bad_input_is_one_line(cli: Callable[..., Result], arguments: tuple[str, ...], rule: str) -> None:
     result = cli("bench", *arguments)
     assert result.status == 2
     assert result.out == ""
@@ -388,13 +390,13 @@ def test_bad_input_is_one_line(cli: Callable[..., Said], arguments: tuple[str, .
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_gpu_that_is_not_there_is_refused(cli: Callable[..., Said]) -> None:
+def test_a_gpu_that_is_not_there_is_refused(cli: Callable[..., Result]) -> None:
     result = cli("bench", "decode", "--device", "cuda", "--quick")
     assert (result.status, result.out) == (2, "")
     assert "device = 'cuda': must be a device that torch has here" in result.err
 
 
-def test_the_doctor_says_what_there_is(cli: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_says_what_there_is(cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     result = cli("doctor")
     assert result.status == 0
     assert "reading" in result.out

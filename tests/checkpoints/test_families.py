@@ -78,8 +78,8 @@ def test_norms_stored_as_offsets_come_back_to_the_bit(dtype: torch.dtype) -> Non
         for name, shape in canonical_shapes(spec).items()
     }
     state = family.read_attention(stored.__getitem__, 0, spec)
-    own = stored["model.layers.0.self_attn.k_norm.weight"]
-    assert torch.equal(state["k_norm.weight"], 1 + own.double())
+    stored_norm = stored["model.layers.0.self_attn.k_norm.weight"]
+    assert torch.equal(state["k_norm.weight"], 1 + stored_norm.double())
     for name, tensor in family.write_attention(state, 0, spec).items():
         assert torch.equal(tensor.to(dtype), stored[name])
 

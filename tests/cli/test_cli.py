@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import headwise
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 from tests.tiny_families import save_family
 
 COMMANDS = ("inspect", "compare", "complexity", "count", "convert", "evaluate", "generate", "demo")
@@ -114,28 +114,28 @@ def test_help_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(cli: Callable[..., Said], command: str) -> None:
+def test_help_has_an_example(cli: Callable[..., Result], command: str) -> None:
     result = cli(command, "--help")
     assert result.status == 0
     assert f"Example: headwise {command} " in result.out
 
 
-def test_version_and_catalog(cli: Callable[..., Said]) -> None:
-    assert cli("--version") == Said(0, f"headwise {headwise.__version__}\n", "")
+def test_version_and_catalog(cli: Callable[..., Result]) -> None:
+    assert cli("--version") == Result(0, f"headwise {headwise.__version__}\n", "")
     assert "llama-3-8b" in cli("inspect", "--list").out
     assert "llama-3-8b" in json.loads(cli("inspect", "--list", "--json").out)["catalog"]
 
 
-def document(said: Said) -> Any:
-    assert (said.status, said.err) == (0, "")
+def document(result: Result) -> Any:
+    assert (result.status, result.err) == (0, "")
 
     def no_such_thing(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
-    return json.loads(said.out, parse_constant=no_such_thing)
+    return json.loads(result.out, parse_constant=no_such_thing)
 
 
-def test_every_command_speaks_json(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
+def test_every_command_speaks_json(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
     inspected = document(cli("inspect", "tiny", "--json"))
     assert inspected.keys() >= INSPECT
     assert (inspected["model_type"], inspected["num_layers"], inspected["mechanism"]) == ("llama", 2, "gqa")
@@ -171,7 +171,7 @@ def test_every_command_speaks_json(cli: Callable[..., Said], here: Path, tiny_ll
     assert isinstance(continuation["text"], str)
 
 
-def test_a_conversion_prints_its_proof(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
+def test_a_conversion_prints_its_proof(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
     result = cli("convert", "tiny", "out", *MLA, "--evaluate", "text.txt", "--evaluation-windows", "3")
     assert (result.status, result.err) == (0, "")
     lines = result.out.splitlines()
@@ -279,7 +279,7 @@ main()
 
 @pytest.mark.parametrize("more", [(), ("--format", "deepseek")], ids=["headwise", "deepseek"])
 def test_stopping_it_says_that_finished_work_is_kept(
-    here: Path, tiny_llama: Path, cli: Callable[..., Said], more: tuple[str, ...]
+    here: Path, tiny_llama: Path, cli: Callable[..., Result], more: tuple[str, ...]
 ) -> None:
     command = ("convert", "tiny", "out", *MLA, "--calibrate", "text.txt", "--no-evaluate", *more)
     process = subprocess.Popen(
@@ -300,7 +300,7 @@ def test_stopping_it_says_that_finished_work_is_kept(
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_it_leaves_nothing(
-    here: Path, tiny_llama: Path, cli: Callable[..., Said], stop: signal.Signals
+    here: Path, tiny_llama: Path, cli: Callable[..., Result], stop: signal.Signals
 ) -> None:
     """Ctrl-C, and what `timeout` and job schedulers send."""
     process = subprocess.Popen(
@@ -319,7 +319,7 @@ def test_stopping_it_leaves_nothing(
     assert cli("convert", "tiny", "out", *MLA).status == 0
 
 
-def test_what_a_kill_leaves_the_next_run_clears(here: Path, tiny_llama: Path, cli: Callable[..., Said]) -> None:
+def test_what_a_kill_leaves_the_next_run_clears(here: Path, tiny_llama: Path, cli: Callable[..., Result]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLOWLY, "convert", "tiny", "out", *MLA], stdout=subprocess.PIPE, text=True
     )
@@ -367,7 +367,7 @@ def test_too_little_room_is_known_before_it_is_filled(
 
 
 def test_progress_is_silent_until_it_takes_long(
-    monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Said], here: Path, tiny_llama: Path
+    monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Result], here: Path, tiny_llama: Path
 ) -> None:
     assert cli("convert", "tiny", "out", *MLA).err == ""
     monkeypatch.setattr("headwise.cli.app._PATIENCE", 0.0)
@@ -397,7 +397,7 @@ def _processor_seconds(folder: Path) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_an_encoder_is_converted_and_caches_nothing(cli: Callable[..., Said], here: Path) -> None:
+def test_an_encoder_is_converted_and_caches_nothing(cli: Callable[..., Result], here: Path) -> None:
     save_family(here / "encoder", "bert")
     result = cli("convert", "encoder", "out", "--to", "gqa:2")
     assert result.status == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 from tests.evaluation.test_retrieval import save_bert
 
 SMALL = ("--window", "16", "--windows", "2", "--context", "8")
@@ -25,12 +25,12 @@ def tasks(here: Path, tiny_llama: Path) -> Path:
     return here
 
 
-def document(said: Said) -> Any:
-    assert said.status == 0, said.err
-    return json.loads(said.out)
+def document(result: Result) -> Any:
+    assert result.status == 0, result.err
+    return json.loads(result.out)
 
 
-def test_everything_of_a_decoder_in_one_run(cli: Callable[..., Said], tasks: Path) -> None:
+def test_everything_of_a_decoder_in_one_run(cli: Callable[..., Result], tasks: Path) -> None:
     arguments = ("evaluate", "tiny", "--against", "tiny", "--text", "text.txt", "--text", "second.txt", *SMALL)
     arguments = (*arguments, "--choices", "choices.jsonl", "--limit", "3", "--planted", "128", "--by-position")
     report = document(cli(*arguments, "--json"))
@@ -48,7 +48,7 @@ def test_everything_of_a_decoder_in_one_run(cli: Callable[..., Said], tasks: Pat
         assert said in shown.out
 
 
-def test_choices_alone(cli: Callable[..., Said], tasks: Path) -> None:
+def test_choices_alone(cli: Callable[..., Result], tasks: Path) -> None:
     report = document(cli("evaluate", "tiny", "--choices", "choices.jsonl", "--json"))
     assert report.keys() == {"model", "against", "choices"}
     assert report["choices"]["accuracy"]["reference_rate"] is None
@@ -57,7 +57,7 @@ def test_choices_alone(cli: Callable[..., Said], tasks: Path) -> None:
     )
 
 
-def test_an_encoder(cli: Callable[..., Said], tasks: Path) -> None:
+def test_an_encoder(cli: Callable[..., Result], tasks: Path) -> None:
     save_bert(tasks / "bert")
     arguments = ("evaluate", "bert", "--against", "bert", "--retrieval", "passages.jsonl")
     report = document(cli(*arguments, "--json"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 
 SMALL = ("--calibration-tokens", "256", "--window", "32", "--windows", "2", "--no-plot")
 FRONTIER = ("frontier", "tiny", "--calibrate", "text.txt", "--output", "out", *SMALL)
@@ -20,7 +20,7 @@ def model(here: Path, tiny_llama: Path) -> Path:
     return tiny_llama
 
 
-def test_a_ladder(cli: Callable[..., Said], model: Path, here: Path) -> None:
+def test_a_ladder(cli: Callable[..., Result], model: Path, here: Path) -> None:
     arguments = (*FRONTIER, "--evaluate", "exam.txt", "--target", "mla:0.5", "--target", "mqa")
     result = cli(*arguments)
     assert result.status == 0, result.err
@@ -34,7 +34,7 @@ def test_a_ladder(cli: Callable[..., Said], model: Path, here: Path) -> None:
     assert sorted(path.name for path in (here / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
 
 
-def test_methods(cli: Callable[..., Said], model: Path, here: Path) -> None:
+def test_methods(cli: Callable[..., Result], model: Path, here: Path) -> None:
     result = cli(*FRONTIER, "--methods", "--target", "mqa")
     assert result.status == 0, result.err
     for shown in ("ways to convert to mqa", "headwise", "without refit", "without any stage", "mean of heads"):
@@ -42,7 +42,7 @@ def test_methods(cli: Callable[..., Said], model: Path, here: Path) -> None:
     assert "out: methods.json, methods.md\n" in result.out
 
 
-def test_a_page(cli: Callable[..., Said], model: Path, here: Path) -> None:
+def test_a_page(cli: Callable[..., Result], model: Path, here: Path) -> None:
     pytest.importorskip("plotly")
     arguments = [argument for argument in FRONTIER if argument != "--no-plot"]
     result = cli(*arguments, "--target", "mqa")

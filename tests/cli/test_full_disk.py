@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.test_resume import full_disk
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 from tests.real_models import save_tiny
 
 KEPT = "what is done is kept in .out.headwise-partial, and the same command continues from there"
@@ -23,7 +23,7 @@ def content(folder: Path) -> dict[str, bytes]:
 # Of 512 tokens, 48 wide: a stream is 98 kB, a Gram matrix 9 kB, a layer's result 80 kB, the output 360 kB.
 @pytest.mark.parametrize("size", [3_000, 50_000, 200_000])
 @pytest.mark.parametrize("command", ["convert", "calibrate"])
-def test_a_full_disk(cli: Callable[..., Said], here: Path, command: str, size: int) -> None:
+def test_a_full_disk(cli: Callable[..., Result], here: Path, command: str, size: int) -> None:
     save_tiny(here / "source")
     (here / "text.txt").write_text("the quick brown fox jumps over the lazy dog, and then it does so again. " * 40)
     options = ["--calibrate", "text.txt", "--calibration-tokens", 512]

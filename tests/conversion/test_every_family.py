@@ -264,12 +264,12 @@ def test_attention_weights_are_the_sources(name: str, tmp_path: Path, ids: torch
     source = save_family(tmp_path / "source", name)
     convert(source, tmp_path / "out", "mla", 1.0)
     auto = getattr(transformers, family_of(name).autos[0])
-    found, expected = (
+    actual, expected = (
         attentions(auto.from_pretrained(folder, attn_implementation="eager"), ids)
         for folder in (tmp_path / "out", source)
     )
-    assert len(found) == len(expected) == (4 if name == "whisper" else 2)
-    for own, other in zip(found, expected, strict=True):
+    assert len(actual) == len(expected) == (4 if name == "whisper" else 2)
+    for own, other in zip(actual, expected, strict=True):
         assert_close(own, other, 1e-6)
 
 

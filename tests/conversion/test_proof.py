@@ -259,25 +259,25 @@ def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path)
     (source / "README.md").write_text("---\nlicense: apache-2.0\ntags: [theirs]\n---\n# Theirs\n")
     done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY)
     assert done.evaluation is not None
-    told = card(tmp_path / "out")
+    readme = card(tmp_path / "out")
     assert metadata_load(tmp_path / "out/README.md") == {
         "library_name": "transformers",
         "license": "apache-2.0",
         "tags": ["headwise", "mla", "kv-cache"],
     }
-    assert "Theirs" not in told
-    assert str(tmp_path) not in told
+    assert "Theirs" not in readme
+    assert str(tmp_path) not in readme
     score = done.evaluation
     assert score.reference is not None
-    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference.perplexity:.3f}" in told
-    assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in told
+    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference.perplexity:.3f}" in readme
+    assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in readme
     assert (
         "- steps: sensitivity, spread, channels, sequence, refit\n"
-        "- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in told
+        "- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in readme
     )
-    assert f"- took {done.seconds:,.0f} s\n- versions: headwise {headwise.__version__}, torch " in told
-    assert f"- parameters: {done.parameters_before:,} → {done.parameters_after:,}\n" in told
-    assert "import headwise.hf" in told
+    assert f"- took {done.seconds:,.0f} s\n- versions: headwise {headwise.__version__}, torch " in readme
+    assert f"- parameters: {done.parameters_before:,} → {done.parameters_after:,}\n" in readme
+    assert "import headwise.hf" in readme
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,13 @@ def symbols_of(spec: AnySpec) -> dict[str, int]:
         "X": "num_experts",
         "w": "sliding_window",
     }
-    found = {symbol: getattr(spec, name, None) for symbol, name in names.items()}
-    found["R"] = getattr(spec, "latent_dim", None) or getattr(spec, "kv_lora_rank", None)
+    sizes = {symbol: getattr(spec, name, None) for symbol, name in names.items()}
+    sizes["R"] = getattr(spec, "latent_dim", None) or getattr(spec, "kv_lora_rank", None)
     if isinstance(spec, ExpertLatentSpec):
-        found["K"] = spec.latent_kv_heads
-    if found["P"] is None and spec.rope is not None:
-        found["P"] = spec.rope.dim
-    return {symbol: value for symbol, value in found.items() if value is not None}
+        sizes["K"] = spec.latent_kv_heads
+    if sizes["P"] is None and spec.rope is not None:
+        sizes["P"] = spec.rope.dim
+    return {symbol: value for symbol, value in sizes.items() if value is not None}
 
 
 sizes = st.integers(1, 30)

@@ -36,10 +36,12 @@ def test_every_number_by_hand(root: Path) -> None:
     ids = token_windows(load_tokenizer(root / "source"), TEXT, window=200, windows=3)
     nll, other_nll, kl, agree = 0.0, 0.0, 0.0, 0
     with torch.inference_mode():
-        own, other = (headwise.load(root / name)(ids).logits.double().log_softmax(-1) for name in ("half", "source"))
+        model, other = (
+            headwise.load(root / name)(ids).logits.double().log_softmax(-1) for name in ("half", "source")
+        )
     for row in range(3):
         for position in range(199):
-            p, q = other[row, position], own[row, position]
+            p, q = other[row, position], model[row, position]
             nll -= float(q[ids[row, position + 1]])
             other_nll -= float(p[ids[row, position + 1]])
             kl += float((p.exp() * (p - q)).sum())

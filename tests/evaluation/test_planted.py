@@ -81,9 +81,9 @@ class _Parrot:
         cache.length = start + ids.shape[1]
         logits = torch.zeros(1, ids.shape[1], self.vocab)
         for place in range(ids.shape[1]):
-            said = start + place + 1 - self.prompt
-            if 0 <= said < len(self.answer):
-                logits[0, place, self.answer[said]] = 20.0
+            position = start + place + 1 - self.prompt
+            if 0 <= position < len(self.answer):
+                logits[0, place, self.answer[position]] = 20.0
         return type("Out", (), {"past_key_values": cache, "logits": logits})()
 
 

@@ -48,8 +48,8 @@ def test_embeddings_in_batches_are_those_of_each_text_by_itself(
         ids = torch.tensor([loaded.tokenizer(text)["input_ids"][:40]])
         with torch.inference_mode():
             states = loaded.model(ids).last_hidden_state[0]
-        own = {"mean": states.mean(0), "cls": states[0], "max": states.amax(0)}[mode]
-        torch.testing.assert_close(row, (own / own.norm()).float(), atol=1e-6, rtol=1e-5)
+        expected = {"mean": states.mean(0), "cls": states[0], "max": states.amax(0)}[mode]
+        torch.testing.assert_close(row, (expected / expected.norm()).float(), atol=1e-6, rtol=1e-5)
 
 
 def test_padding_is_not_pooled() -> None:
@@ -116,8 +116,8 @@ MODULES = [
 
 def test_pooling_files(tmp_path: Path) -> None:
     assert read_pooling(tmp_path) == Pooling(mode="mean", normalize=True, max_length=None)
-    said = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 384}
-    files(tmp_path, modules=MODULES[:2], **{"1_Pooling__config": said})
+    config = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 384}
+    files(tmp_path, modules=MODULES[:2], **{"1_Pooling__config": config})
     assert read_pooling(tmp_path) == Pooling(mode="cls", normalize=False)
     files(tmp_path, modules=MODULES, sentence_bert_config={"max_seq_length": 12})
     assert read_pooling(tmp_path) == Pooling(mode="cls", normalize=True, max_length=12)

@@ -110,13 +110,13 @@ def test_advice_is_the_smallest_cache_within_each_loss() -> None:
 
 def test_of_the_folds_the_best_on_held_out_text_alone_is_shown_and_all_are_kept() -> None:
     ways = [Candidate("mla:0.5"), Candidate("mla:0.5", without=("refit",)), Candidate("mla:0.5", "mha2mla")]
-    own = [(candidate, result((500.0, ratio))) for candidate, ratio in zip(ways, (1.1, 1.2, 3.0), strict=True)]
+    results = [(candidate, result((500.0, ratio))) for candidate, ratio in zip(ways, (1.1, 1.2, 3.0), strict=True)]
     # The exam would have another: a choice by it would be part of what it measures.
     folds = [
         (Candidate("mla:0.5", f"transmla:{fold}"), {**result((500.0, ratio)), "held_out_loss": loss})
         for fold, ratio, loss in ((1, 2.6, 3.2), (2, 2.4, 3.0), (4, 2.2, 3.1))
     ]
-    all_ways = found(own + folds, methods=True)
+    all_ways = found(results + folds, methods=True)
     (table,) = tables(all_ways)
     assert [row[0] for row in table] == [
         "mla:0.5",

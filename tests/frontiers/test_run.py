@@ -73,8 +73,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 
 
 def _own(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = NAMES[name]
-    return found
+    function: Callable[..., Any] = NAMES[name]
+    return function
 
 
 def stop(monkeypatch: pytest.MonkeyPatch, name: str, call: int, *, after: bool) -> None:
@@ -263,9 +263,9 @@ def test_methods(place: Path, tmp_path: Path) -> None:
     assert {(target, "headwise without any stage") for target in TARGETS} <= ways
     assert {("mla:0.5", "mha2mla"), ("mla:0.5", "transmla:4"), ("mqa", "mean"), ("mqa", "first_head")} <= ways
     for target in TARGETS:
-        own = [point for point in frontier.points if point.target == target]
-        assert len({point.cache_bytes_per_token for point in own}) == 1
-        ratios = {point.way: point.perplexity_ratio for point in own if not point.way.startswith("transmla")}
+        points = [point for point in frontier.points if point.target == target]
+        assert len({point.cache_bytes_per_token for point in points}) == 1
+        ratios = {point.way: point.perplexity_ratio for point in points if not point.way.startswith("transmla")}
         assert len(ratios) == len(stages[target]) + 2 + (1 if target == "mla:0.5" else 2)
         assert ratios.pop("headwise without sequence") == ratios["headwise"]  # of layers there is one
         assert len({*ratios.values()}) == len(ratios), ratios  # they are different conversions
@@ -274,10 +274,10 @@ def test_methods(place: Path, tmp_path: Path) -> None:
     fold = next(point for point in frontier.points if point.way == "transmla:4")
     options: dict[str, Any] = {"calibrate": place / "study.txt", "calibration_tokens": 256, "evaluate": False}
     headwise.convert(place / "source", tmp_path / "fold", to="mla", kv_budget=0.5, method="transmla:4", **options)
-    windows, held = open_windows(open_checkpoint(place / "source"), CalibrationTexts((place / "study.txt",), 256))
+    windows, held_out = open_windows(open_checkpoint(place / "source"), CalibrationTexts((place / "study.txt",), 256))
     with torch.inference_mode():
-        logits = headwise.load(tmp_path / "fold")(windows[-held:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[-held:, 1:].flatten())
+        logits = headwise.load(tmp_path / "fold")(windows[-held_out:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[-held_out:, 1:].flatten())
     assert fold.held_out_loss == pytest.approx(float(loss), rel=1e-4)
     (tmp_path / "pooled").mkdir()
     headwise.convert(place / "source", tmp_path / "pooled", to="mqa", method="mean", evaluate=False)

@@ -246,10 +246,10 @@ def test_int8_takes_a_quarter_and_differs_little() -> None:
     model = headwise.optimize(tiny_family("llama", head_dim=64).float())
     ids = torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(0))
     exact, codes = HeadwiseCache(model, max_length=64), HeadwiseCache(model, max_length=64, quantize="int8")
-    expected, made = (attended(model, ids, cache) for cache in (exact, codes))
+    expected, actual = (attended(model, ids, cache) for cache in (exact, codes))
     assert codes.nbytes * 64 * 4 == exact.nbytes * (64 + 4)
-    assert torch.equal(made[0], expected[0])  # a prompt attends to itself as it is
-    error = (made[1:] - expected[1:]).norm() / expected[1:].norm()
+    assert torch.equal(actual[0], expected[0])  # a prompt attends to itself as it is
+    error = (actual[1:] - expected[1:]).norm() / expected[1:].norm()
     assert 1e-6 < error < 0.02
     prompt = {"max_new_tokens": 5, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     for how in ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}):

@@ -82,11 +82,11 @@ def test_padded_batches_decode_as_stock(family: str, ids: Tensor) -> None:
         model(ids, attention_mask=mask, past_key_values=cache)
     for count in range(1, 4):
         longer = torch.cat((mask, torch.ones(3, count, dtype=mask.dtype)), 1)
-        expected, made = (
+        expected, actual = (
             model(step, attention_mask=longer, past_key_values=cache).logits
             for model, cache in zip((stock, ours), caches, strict=True)
         )
-        assert_close(made, expected, 5e-5)
+        assert_close(actual, expected, 5e-5)
 
 
 @pytest.mark.parametrize("family", [*GENERATING, *MORE])
@@ -108,11 +108,11 @@ def test_generation_is_stocks(family: str, how: dict[str, Any], ids: Tensor) -> 
     mask[1, :4] = 0
     if "prompt_lookup_num_tokens" in how:
         ids, mask = ids[:1].repeat(1, 2), mask[:1].repeat(1, 2)
-    made = []
+    outputs = []
     for model in (stock, ours):
         torch.manual_seed(5)
-        made.append(model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0, **how))
-    assert torch.equal(*made)
+        outputs.append(model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0, **how))
+    assert torch.equal(*outputs)
 
 
 def test_generate_remembers_in_our_cache_unless_told_otherwise(ids: Tensor) -> None:
@@ -146,10 +146,10 @@ def test_an_encoders_decoder_remembers_in_our_cache(ids: Tensor, monkeypatch: py
     ours = headwise.optimize(copy.deepcopy(stock))
     options = {"input_features": noise(2), "decoder_input_ids": ids[:2, :3], "max_new_tokens": 6}
     for how in ({}, {"num_beams": 2}):
-        expected, made = (
+        expected, actual = (
             model.generate(**options, **how, force_unique_generate_call=True) for model in (stock, ours)
         )
-        assert torch.equal(made, expected)
+        assert torch.equal(actual, expected)
         assert caches.pop().length >= 8
 
 
@@ -160,11 +160,11 @@ def test_a_static_cache_has_slots_that_nobody_sees(ids: Tensor) -> None:
     for mask in (None, torch.ones(3, 12).index_fill(1, torch.arange(4), 0)):
         caches = [StaticCache(config=stock.config, max_cache_len=20) for _ in range(2)]
         for tokens, seen in ((ids, mask), (ids[:, :1], None if mask is None else torch.cat((mask, mask[:, -1:]), 1))):
-            expected, made = (
+            expected, actual = (
                 model(tokens, attention_mask=seen, past_key_values=cache).logits
                 for model, cache in zip((stock, ours), caches, strict=True)
             )
-            assert_close(made, expected, 2e-5)
+            assert_close(actual, expected, 2e-5)
 
 
 @torch.inference_mode()

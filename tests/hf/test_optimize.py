@@ -94,8 +94,8 @@ def test_logits_are_stocks(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
     assert_close(model(ids).logits, stock(ids).logits, 1e-10)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    found, expected = (m(ids, attention_mask=mask).logits for m in (model, stock))
-    assert_close(found[mask.bool()], expected[mask.bool()], 1e-10)
+    actual, expected = (m(ids, attention_mask=mask).logits for m in (model, stock))
+    assert_close(actual[mask.bool()], expected[mask.bool()], 1e-10)
 
 
 @torch.inference_mode()
@@ -223,10 +223,10 @@ torch.save([type(model.model.layers[0].self_attn).__name__, model(ids).logits.de
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    name, found = torch.load(tmp_path / "said", weights_only=True)
+    name, logits = torch.load(tmp_path / "said", weights_only=True)
     assert name == "OptimizedDeepseekV3Attention"
     with torch.inference_mode():
-        assert_close(found, model(ids).logits, 1e-5)  # its norms are stock again, in float32
+        assert_close(logits, model(ids).logits, 1e-5)  # its norms are stock again, in float32
 
 
 @torch.inference_mode()

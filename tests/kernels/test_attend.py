@@ -211,9 +211,9 @@ def test_weights_sum_to_one_and_give_the_output(backend: Backend, problem: Probl
     assert (weights >= 0).all()
     torch.testing.assert_close(weights.sum(-1), kept.any(-1).double(), rtol=0, atol=1e-14)
     group = problem.query.shape[1] // problem.key.shape[1]
-    seen = torch.stack([problem.value[:, h // group] for h in range(problem.query.shape[1])], dim=1)
-    assert_close(out, weights @ seen, 1e-12, largest_of=seen)
-    assert_close(out, problem.by_hand(), 1e-12, largest_of=seen)
+    values = torch.stack([problem.value[:, h // group] for h in range(problem.query.shape[1])], dim=1)
+    assert_close(out, weights @ values, 1e-12, largest_of=values)
+    assert_close(out, problem.by_hand(), 1e-12, largest_of=values)
 
 
 @pytest.mark.parametrize("backend", EXACT)

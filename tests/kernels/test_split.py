@@ -52,8 +52,8 @@ def test_it_is_the_definition(part: int) -> None:
         window = case.window if case.window is not None and case.window < T else None
         scale = D**-0.5 if case.scale is None else case.scale
         parts = random.Random(seed).choice([1, 2, 3, 7])
-        query, key, value, seen = on_device(case.query, case.key, case.value, mask)
-        out = attend_split(query, key, value, seen, case.is_causal, window, scale, parts=parts).cpu()
+        query, key, value, mask_on_device = on_device(case.query, case.key, case.value, mask)
+        out = attend_split(query, key, value, mask_on_device, case.is_causal, window, scale, parts=parts).cpu()
         expected = case.expected()
         largest = max(expected.abs().max().item(), case.value.nan_to_num(0).abs().max().item() * 0.05)
         assert out.dtype == case.query.dtype

@@ -42,8 +42,8 @@ def text(tmp_path: Path) -> Path:
 
 
 def shown(folder: Path, text: Path, tokens: int, window: int | None = None) -> torch.Tensor:
-    windows, held = open_windows(open_checkpoint(folder), CalibrationTexts((text,), tokens, window))
-    assert 0 < held < len(windows)
+    windows, held_out = open_windows(open_checkpoint(folder), CalibrationTexts((text,), tokens, window))
+    assert 0 < held_out < len(windows)
     return windows
 
 

@@ -24,12 +24,12 @@ def by_hand(exam: Sequence[Tensor], study: Sequence[Tensor], run: int) -> list[l
     def rows(windows: Sequence[Tensor]) -> list[list[int]]:
         return [row.tolist() for batch in windows for row in (batch if batch.dim() == 2 else batch[None])]
 
-    known = {tuple(row[at : at + run]) for row in rows(study) for at in range(len(row) - run + 1)}
+    runs = {tuple(row[at : at + run]) for row in rows(study) for at in range(len(row) - run + 1)}
     marks = []
     for row in rows(exam):
         mark = [False] * len(row)
         for at in range(len(row) - run + 1):
-            if tuple(row[at : at + run]) in known:
+            if tuple(row[at : at + run]) in runs:
                 mark[at : at + run] = [True] * run
         marks.append(mark)
     return marks

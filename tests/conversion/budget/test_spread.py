@@ -51,20 +51,20 @@ def studied(model: LayerwiseModel) -> tuple[Layer, Statistics]:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 def test_a_narrowed_layer_is_the_one_solved_at_that_rank(model_type: str, tmp_path: Path) -> None:
-    layer, known = studied(opened(tmp_path, model_type))
+    layer, statistics = studied(opened(tmp_path, model_type))
     spec = layer.spec
     assert isinstance(spec, GroupedSpec)
     wide, narrow = as_latent(spec, 20, 8), as_latent(spec, 11, 8)
-    made, channels = convert_to_latent(layer.state, spec, wide, statistics=known)
-    cut = narrowed(Layer(wide, made, channels), narrow, known)
-    direct, same_channels = convert_to_latent(layer.state, spec, narrow, statistics=known)
+    state, channels = convert_to_latent(layer.state, spec, wide, statistics=statistics)
+    cut = narrowed(Layer(wide, state, channels), narrow, statistics)
+    direct, same_channels = convert_to_latent(layer.state, spec, narrow, statistics=statistics)
     assert (cut.spec, cut.channels) == (narrow, same_channels)
     assert {name: x.shape for name, x in cut.state.items()} == {name: x.shape for name, x in direct.items()}
     inputs, rotation = torch.randn(16, spec.hidden_size), rotation_tables(spec, 16)
-    own, other = (x.float().output(inputs, rotation) for x in (cut, Layer(narrow, direct, channels)))
-    assert torch.allclose(own, other, atol=1e-3 * float(other.abs().max()))
-    uncut = Layer(wide, made, channels).float().output(inputs, rotation)
-    assert not torch.allclose(own, uncut, atol=1e-2 * float(other.abs().max()))
+    output, other = (x.float().output(inputs, rotation) for x in (cut, Layer(narrow, direct, channels)))
+    assert torch.allclose(output, other, atol=1e-3 * float(other.abs().max()))
+    uncut = Layer(wide, state, channels).float().output(inputs, rotation)
+    assert not torch.allclose(output, uncut, atol=1e-2 * float(other.abs().max()))
 
 
 def test_sizes_are_the_even_one_first_and_within_what_a_layer_has() -> None:
@@ -277,8 +277,8 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
     assert done.spread.key_weights == wanted == tuple(given)
     assert not done.spread.is_even
     assert done.spread.predicted[1] < done.spread.predicted[0]
-    said = "before any refit KL 0.400 nats on held-out text, and 0.500 with one size for all"
-    assert any(said in note for note in done.notes)
+    note_start = "before any refit KL 0.400 nats on held-out text, and 0.500 with one size for all"
+    assert any(note_start in note for note in done.notes)
     given.clear()
     monkeypatch.setattr(LayerTrials, "divergences", lambda *_: [0.4, 0.5])
     assert converted(tmp_path, "even").spread == replace(

@@ -92,8 +92,8 @@ def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics
         model(windows)
     for index, (own,) in enumerate(seen):
         inputs = torch.cat((own, torch.ones(512, 1, dtype=torch.float64)), dim=1)
-        found = calibrator.evidence(Place(index)).statistics.inputs  # type: ignore[union-attr]
-        assert torch.allclose(found, inputs.mT @ inputs / 512, rtol=1e-4, atol=1e-5 * float(found.abs().max()))
+        moments = calibrator.evidence(Place(index)).statistics.inputs  # type: ignore[union-attr]
+        assert torch.allclose(moments, inputs.mT @ inputs / 512, rtol=1e-4, atol=1e-5 * float(moments.abs().max()))
 
 
 @pytest.mark.parametrize("target", [{"to": "mla", "kv_budget": 0.5}, {"to": "mqa"}], ids=["mla", "mqa"])
@@ -121,9 +121,9 @@ def test_it_is_the_conversion_on_the_text_with_every_stage_left_out(
     monkeypatch.setattr(calibrate, "open_windows", lambda *args: (original(*args)[0][: -original(*args)[1]], 0))
     headwise.calibrate(source, tmp_path / "fewer", calibrate=text, calibration_tokens=512)
     convert(source, tmp_path / "out", statistics=tmp_path / "fewer", **options)
-    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("on-text", "out"))
+    expected, actual = (load_file(tmp_path / name / "model.safetensors") for name in ("on-text", "out"))
     for name, tensor in expected.items():
-        assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-5 * float(tensor.abs().max())), name
+        assert torch.allclose(actual[name], tensor, rtol=1e-4, atol=1e-5 * float(tensor.abs().max())), name
 
 
 def test_layers_that_are_done_are_neither_read_nor_solved_again(
@@ -187,9 +187,9 @@ def changed(**tensors: Any) -> Callable[[Path], None]:
         assert loaded is not None
         own, about = loaded
         for name, change in tensors.items():
-            made = change(own[name]) if callable(change) else change
+            changed_tensor = change(own[name]) if callable(change) else change
             own = {key: value for key, value in own.items() if key != name}
-            own |= {} if made is None else {name: made}
+            own |= {} if changed_tensor is None else {name: changed_tensor}
         results.save(0, own, about)
         report = json.loads((file.parent / "statistics.json").read_text())
         report["layers"][0] = results.checksum(0)

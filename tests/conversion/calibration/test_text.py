@@ -71,8 +71,8 @@ def test_sampled_rows_are_spread_and_move_on() -> None:
     assert sample_rows(16, 4).tolist() == [3, 7, 11, 15]
     assert sample_rows(16, 4, 1).tolist() == [2, 6, 10, 14]
     assert sample_rows(5, 100).tolist() == [0, 1, 2, 3, 4]
-    seen = {row for window in range(4) for row in sample_rows(16, 4, window).tolist()}
-    assert seen == set(range(16))
+    rows = {row for window in range(4) for row in sample_rows(16, 4, window).tolist()}
+    assert rows == set(range(16))
 
 
 def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ def test_sensitivities_are_the_models_own_derivatives(
     for index, gram in enumerate(grams):
         kept = results.load(index)
         assert kept is not None
-        own = kept[0]["sensitivity"].double()
-        assert torch.allclose(gram, own, rtol=1e-3, atol=(0.05 if quick else 1e-4) * float(gram.abs().max()))
+        sensitivity = kept[0]["sensitivity"].double()
+        assert torch.allclose(gram, sensitivity, rtol=1e-3, atol=(0.05 if quick else 1e-4) * float(gram.abs().max()))
 
 
 def test_an_error_costs_its_nats_up_to_a_limit() -> None:
@@ -179,14 +179,14 @@ def test_a_refit_is_the_least_squares_solution() -> None:
         refit.add(mixed[:80], wanted[:80], Cost(torch.eye(4)))
         refit.add(mixed[80:], wanted[80:], Cost(torch.eye(4)))
         solution = refit.solve(0.0)
-        seen = mixed if start_bias is None else torch.cat((mixed, torch.ones(200, 1)), 1)
-        best = torch.linalg.lstsq(seen.double(), wanted.double()).solution.mT
+        extended = mixed if start_bias is None else torch.cat((mixed, torch.ones(200, 1)), 1)
+        best = torch.linalg.lstsq(extended.double(), wanted.double()).solution.mT
         own = solution["o_proj.weight"]
         if start_bias is not None:
             own = torch.cat((own, solution["o_proj.bias"][:, None]), 1)
         assert torch.allclose(own, best, atol=1e-6)  # a window's products are float32
-        held = refit.solve(1e9)["o_proj.weight"]
-        assert torch.allclose(held, weight.double(), atol=1e-6)
+        penalised = refit.solve(1e9)["o_proj.weight"]
+        assert torch.allclose(penalised, weight.double(), atol=1e-6)
 
 
 def test_an_outlier_is_not_what_a_refit_serves() -> None:
@@ -195,14 +195,14 @@ def test_an_outlier_is_not_what_a_refit_serves() -> None:
     start = weight + 0.1 * torch.randn(4, 6, generator=generator)
     wanted = mixed @ weight.mT
     wanted[7] += 1e4
-    found = {}
+    results = {}
     for limited in (False, True):
         cost = Cost(torch.eye(4))
         refit = OutputRefit(start, None)
         refit.add(mixed, wanted, cost.limited(cost.plain(wanted - mixed @ start.mT)) if limited else cost)
-        found[limited] = float((refit.solve(0.0)["o_proj.weight"] - weight).abs().max())
-    assert found[True] < 0.02
-    assert found[False] > 1
+        results[limited] = float((refit.solve(0.0)["o_proj.weight"] - weight).abs().max())
+    assert results[True] < 0.02
+    assert results[False] > 1
 
 
 def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:

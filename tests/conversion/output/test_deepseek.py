@@ -82,12 +82,12 @@ torch.save([type(model).__name__, prompt["input_ids"], made], {str(tmp_path / "m
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    name, given, made = torch.load(tmp_path / "made.pt", weights_only=True)
+    name, given, tokens = torch.load(tmp_path / "made.pt", weights_only=True)
     assert name == "DeepseekV3ForCausalLM"
     assert given.shape[1] == len(prompt)
     with torch.inference_mode():
         expected = headwise.load(folder).generate(given, max_new_tokens=24, do_sample=False)
-    assert torch.equal(made, expected)
+    assert torch.equal(tokens, expected)
 
 
 def test_what_comes_along_and_what_it_says_of_itself(tmp_path: Path) -> None:

@@ -66,11 +66,11 @@ def test_it_loads_where_headwise_cannot_be_imported(
     model_type: str, calibrated: bool, text: Path, tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save_tiny(tmp_path / "source", model_type)
-    own: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     add = deepseek.add_deepseek
 
     def looking(writer: FolderWriter, checkpoint: Any, *args: Any) -> None:
-        own.append(logits(checkpoint.path, ids))  # the folder in headwise's own format, which is removed
+        outputs.append(logits(checkpoint.path, ids))  # the folder in headwise's own format, which is removed
         add(writer, checkpoint, *args)
 
     monkeypatch.setattr(formats, "add_deepseek", looking)
@@ -91,10 +91,10 @@ torch.save([type(model).__name__, model(ids).logits.detach(), made], {str(tmp_pa
 """
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert fresh.returncode == 0, fresh.stderr
-    name, said, made = torch.load(tmp_path / "said.pt", weights_only=True)
+    name, said, tokens = torch.load(tmp_path / "said.pt", weights_only=True)
     assert name == "DeepseekV3ForCausalLM"
-    assert made.shape == (2, 56)
-    assert float((said - own[0]).abs().max()) < 1e-3
+    assert tokens.shape == (2, 56)
+    assert float((said - outputs[0]).abs().max()) < 1e-3
     assert float((said - logits(source, ids)).abs().max()) > 0.1  # and the conversion is lossy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "said.pt", "source", "text.txt"]
 

@@ -184,13 +184,15 @@ def key_error(
         sign = (1, -1)
         for a in range(2):
             for b in range(2):
-                asked = (pairs[a].conj() @ inputs.to(pairs[a].dtype) * pairs[b]).sum(-1)
-                held = (pairs[2 + a] @ keyed.to(pairs[a].dtype) * pairs[2 + b].conj()).sum(-1)
-                total += float(known.head_weight[head] * scale * sign[a] * sign[b] * (asked * held).real.sum() / 2)
+                query_part = (pairs[a].conj() @ inputs.to(pairs[a].dtype) * pairs[b]).sum(-1)
+                key_part = (pairs[2 + a] @ keyed.to(pairs[a].dtype) * pairs[2 + b].conj()).sum(-1)
+                total += float(
+                    known.head_weight[head] * scale * sign[a] * sign[b] * (query_part * key_part).real.sum() / 2
+                )
         maps = [q[head, turned:].mT @ k[head, turned:] for q, k in zip(queries, keys, strict=True)]
         difference = maps[0] - maps[1]
-        seen = difference @ (keyed - mean @ mean.mT) @ difference.mT
-        total += float(known.head_weight[head] * scale * (inputs * seen).sum())
+        spread = difference @ (keyed - mean @ mean.mT) @ difference.mT
+        total += float(known.head_weight[head] * scale * (inputs * spread).sum())
     return total
 
 
@@ -256,8 +258,8 @@ def test_groups_are_found_wherever_their_heads_are() -> None:
     for count, groups in SHUFFLED.items():
         state = mix_heads(random_state(spec), spec, groups)
         statistics = random_statistics(spec)
-        found, lost = chosen_groups(state, spec, as_grouped(spec, count), statistics)
-        assert found == list(groups)
+        chosen, lost = chosen_groups(state, spec, as_grouped(spec, count), statistics)
+        assert chosen == list(groups)
         different = random_state(spec)
         assert lost < 1e-10 * chosen_groups(different, spec, as_grouped(spec, count), statistics)[1]
 
@@ -328,7 +330,7 @@ def test_what_merging_normed_heads_loses_is_what_it_says() -> None:
     for seed in range(5):
         heads = normed_heads(seed)
         group = (0, 2, 3)
-        made, signs = heads.merge(group)
+        merged, signs = heads.merge(group)
         assert (signs.abs() == 1).all()
         assert torch.equal(signs, signs[:, [2, 3, 0, 1, 4, 5]])
 
@@ -343,9 +345,9 @@ def test_what_merging_normed_heads_loses_is_what_it_says() -> None:
             energies = torch.einsum("kde,ef,kdf->kd", lost, heads.moments, lost)
             return float((heads.query_energy[list(group)] * energies).sum())
 
-        assert heads.loss(group) == pytest.approx(error(made, signs), rel=1e-9)
-        assert error(made, signs) < error(heads.rows[list(group)].mean(0), torch.ones_like(signs))
-        assert error(made, signs) < error(heads.rows[0], torch.ones_like(signs))
+        assert heads.loss(group) == pytest.approx(error(merged, signs), rel=1e-9)
+        assert error(merged, signs) < error(heads.rows[list(group)].mean(0), torch.ones_like(signs))
+        assert error(merged, signs) < error(heads.rows[0], torch.ones_like(signs))
         assert heads.total >= heads.loss((0,)) >= -1e-9
 
 
@@ -371,8 +373,8 @@ def test_queries_of_normed_heads_ask_for_a_pair_together() -> None:
 
 def test_the_same_twice_to_the_last_bit() -> None:
     spec = SPECS["partial rope, biases"]
-    made = [convert_to_grouped(random_state(spec), spec, as_grouped(spec, 2)) for _ in range(2)]
-    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+    results = [convert_to_grouped(random_state(spec), spec, as_grouped(spec, 2)) for _ in range(2)]
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
 def test_a_head_that_is_nothing_stays_finite() -> None:

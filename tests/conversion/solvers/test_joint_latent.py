@@ -90,5 +90,5 @@ def test_a_rank_of_all_rows_gives_them_back_as_they_are() -> None:
 def test_latents_are_of_one_size_and_uncorrelated() -> None:
     some = parts(3, shared=True)
     down, _ = joint_latent(some, 4)
-    seen = down @ some[0].moments @ down.mT
-    assert torch.allclose(seen / seen.diagonal().mean(), torch.eye(4, dtype=torch.float64), atol=1e-5)
+    moments = down @ some[0].moments @ down.mT
+    assert torch.allclose(moments / moments.diagonal().mean(), torch.eye(4, dtype=torch.float64), atol=1e-5)

@@ -63,12 +63,12 @@ def without(folder: Path, part: str, model_type: str = "llama") -> Path:
 def attention_outputs(folder: Path) -> list[torch.Tensor]:
     """The output of each layer's attention for random tokens."""
     model = headwise.load(folder)
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(lambda *call: found.append(call[-1][0]))
+        layer.self_attn.register_forward_hook(lambda *call: outputs.append(call[-1][0]))
     with torch.inference_mode():
         model(torch.randint(3, 97, (2, 40)))
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -133,13 +133,13 @@ def test_a_part_that_is_nothing_costs_the_other_nothing(size: float) -> None:
     generator = torch.Generator().manual_seed(torch.seed() % 2**32)
     rows, x = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((7, 11), (44, 11)))
     moments = x.mT @ x / len(x)
-    own, none = torch.eye(7, dtype=torch.float64) * size, torch.zeros(11, 11, dtype=torch.float64)
+    identity, none = torch.eye(7, dtype=torch.float64) * size, torch.zeros(11, 11, dtype=torch.float64)
     singular = torch.linalg.svdvals(rows @ torch.linalg.cholesky(moments))
     for other in (
-        Part(torch.zeros(6, 11, dtype=torch.float64), own[:6, :6], moments / 2),
+        Part(torch.zeros(6, 11, dtype=torch.float64), identity[:6, :6], moments / 2),
         Part(torch.randn(6, 11, dtype=torch.float64, generator=generator), none[:6, :6], none),
     ):
-        down, (_, up) = joint_latent([other, Part(rows, own, moments)], 4)
+        down, (_, up) = joint_latent([other, Part(rows, identity, moments)], 4)
         wrong = rows - up @ down
         lost = float((wrong @ moments * wrong).sum())
         assert lost == pytest.approx(float(singular[4:].square().sum()), rel=1e-3)
@@ -159,10 +159,10 @@ def test_a_refit_of_nothing_changes_nothing() -> None:
 
 def test_nan_is_said_to_be_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wider dtype is advised: it would hold the value no better."""
-    source, own = save_tiny(tmp_path / "source"), own_method.convert_to_latent
+    source, original = save_tiny(tmp_path / "source"), own_method.convert_to_latent
 
     def broken(*args: Any, **kwargs: Any) -> Any:
-        state, channels = own(*args, **kwargs)
+        state, channels = original(*args, **kwargs)
         return {**state, "kv_b_proj.weight": state["kv_b_proj.weight"] * torch.nan}, channels
 
     monkeypatch.setattr(own_method, "convert_to_latent", broken)

@@ -282,9 +282,9 @@ def test_channels_are_orthogonal_and_uncorrelated_and_stay_in_their_fold(
     for g in range(F // fold):
         outside = [other for other in range(F // fold) if other != g]
         assert not folds[g][:, :, outside].any()
-        own = covariance[g * K * fold : (g + 1) * K * fold, g * K * fold : (g + 1) * K * fold]
-        assert torch.allclose(own, own.diag().diag(), atol=1e-9 * float(own.max()))
-        assert (own.diag().diff() <= 1e-9).all()
+        block = covariance[g * K * fold : (g + 1) * K * fold, g * K * fold : (g + 1) * K * fold]
+        assert torch.allclose(block, block.diag().diag(), atol=1e-9 * float(block.max()))
+        assert (block.diag().diff() <= 1e-9).all()
         assert all(f // fold == g for f in mix.frequency.view(F // fold, -1)[g].tolist())
 
 
@@ -294,14 +294,14 @@ def test_a_wider_fold_rotates_at_least_as_much_of_the_keys(K: int, each: int, se
     assume(each <= K)
     keys, gram = random_keys(K, 4, 9, seed), random_gram(9, seed + 1)
     total = torch.einsum("kfe,ed,kfd->", keys, gram.to(keys.dtype), keys.conj()).real
-    held = []
+    rotated = []
     for fold in (1, 2, 4):
         mix = rotate_rope(keys, gram, 4 * each, freqfold=fold)
         channels = torch.einsum("ckf,kfe->ce", mix.matrix[mix.kept].to(keys.dtype), keys)
-        held.append(float(torch.einsum("ce,ed,cd->", channels, gram.to(keys.dtype), channels.conj()).real / total))
-    assert held[0] <= held[1] + 1e-9
-    assert held[1] <= held[2] + 1e-9
-    assert held[2] <= 1 + 1e-9
+        rotated.append(float(torch.einsum("ce,ed,cd->", channels, gram.to(keys.dtype), channels.conj()).real / total))
+    assert rotated[0] <= rotated[1] + 1e-9
+    assert rotated[1] <= rotated[2] + 1e-9
+    assert rotated[2] <= 1 + 1e-9
 
 
 def test_the_pairs_of_a_fold_turn_at_an_even_grid_of_its_frequencies() -> None:

@@ -49,8 +49,8 @@ def test_energy_is_the_channels_own_and_the_queries_is_one(K: int, group: int, F
     gram = random_gram(E, seed + 2)
     energies = random_asked(K * group, F, seed + 5)
     channels = concentrate(queries, keys, energies, gram)
-    own = ((channels.keys @ gram.to(keys.dtype)) * channels.keys.conj()).sum(-1).real
-    assert torch.allclose(own, channels.energy, rtol=1e-8, atol=1e-10)
+    key_energy = ((channels.keys @ gram.to(keys.dtype)) * channels.keys.conj()).sum(-1).real
+    assert torch.allclose(key_energy, channels.energy, rtol=1e-8, atol=1e-10)
     assert (channels.energy.diff(dim=1) <= 1e-12).all()
     by_key = energies.view(K, group, F).sum(1)
     through = (channels.back.abs().square() * by_key.mT[:, :, None]).sum(1)
