@@ -317,7 +317,7 @@ def test_a_later_token_changes_no_earlier_output(impl: str, backend: Backend, to
 
 
 @torch.no_grad()
-def test_given_cos_and_sin_take_the_place_of_its_own() -> None:
+def test_cos_and_sin_can_be_passed() -> None:
     layer, x = make(seed=18), hidden(2, 5)
     tables = layer.rope(torch.arange(5)[None], torch.float64, 5)
     assert torch.equal(layer(x, position_embeddings=tables), layer(x))
@@ -386,7 +386,7 @@ def test_build_makes_the_layer_a_spec_describes(is_causal: bool) -> None:
             assert norm is None or norm.eps == 0.25
 
 
-def test_its_rope_is_deepseeks_unless_told() -> None:
+def test_rope_defaults_to_deepseeks() -> None:
     assert make().spec.rope == RopeSpec(dim=4, interleaved=True)
     rope = RotaryEmbedding(RopeSpec(dim=4), [0.5, 0.5])
     assert make(rope=rope).rope is rope
@@ -444,7 +444,7 @@ def test_position_embeddings_of_a_wrong_shape_are_refused(size: tuple[int, ...])
         layer(torch.zeros(1, 4, layer.spec.hidden_size).double(), position_embeddings=(torch.zeros(size),) * 2)
 
 
-def test_a_layer_built_without_rope_turns_nothing() -> None:
+def test_a_layer_built_without_rope_does_not_rotate() -> None:
     spec = replace(make().spec, rope=None)
     layer = build(spec).double()
     assert (layer.spec, layer.rope) == (spec, None)

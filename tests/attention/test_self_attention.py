@@ -84,7 +84,7 @@ def test_without_an_output_projection_the_values_are_the_output() -> None:
     assert make("projected")(x).shape == (2, 4, 16)
 
 
-def test_its_widths_are_the_hidden_size_unless_told() -> None:
+def test_widths_default_to_the_hidden_size() -> None:
     spec = SelfAttention(16).spec
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim) == (1, 1, 16, 16)
     spec = SelfAttention(16, 5).spec

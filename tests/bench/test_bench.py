@@ -44,7 +44,7 @@ def test_shapes_are_read(text: str, numbers: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "9", "9/2/64", "9/3/x", "0/1/64", "16/512", "16/512-64", "8/4/64/2", "8/-4/64"])
-def test_shapes_that_are_none_are_refused(text: str) -> None:
+def test_malformed_shapes_are_refused(text: str) -> None:
     with pytest.raises(headwise.ArgumentError, match=re.escape(f"shape = '{text}': must be HEADS/KV_HEADS/HEAD_DIM")):
         Shape.parse(text)
 
@@ -251,7 +251,7 @@ class Generating:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
-def test_ctranslate2_makes_a_token_when_asked_and_its_end_is_told(error: Exception | None) -> None:
+def test_ctranslate2_generates_a_token_on_request_and_reports_its_end(error: Exception | None) -> None:
     engine = object.__new__(_CTranslate2)
     engine._generator, engine._tokens, engine._room = Generating(error), list, 5
     engine._go, engine._done, engine._ended = threading.Semaphore(0), threading.Semaphore(0), None

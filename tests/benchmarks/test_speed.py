@@ -52,7 +52,7 @@ def test_rows_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytes
     assert all("machine" in row["run"] for row in rows.values())
 
 
-def test_unequal_rows_are_what_is_asked_for() -> None:
+def test_unequal_rows_have_the_requested_lengths() -> None:
     row = speed.unequal(64, 8, 3)
     assert row.pop("lengths") == [64, 8, 8]
     assert set(row) == {"unequal, ms", "one row of as many tokens, ms", "all as long as the longest, ms"}

@@ -54,7 +54,7 @@ describers = pytest.mark.parametrize(
         (b"{}", "model_type = None"),
     ],
 )
-def test_a_config_that_is_none(
+def test_a_config_of_another_form_is_refused(
     refused: Refused, tiny_llama: Path, command: tuple[str, ...], content: bytes | None, rule: str
 ) -> None:
     config = tiny_llama / "config.json"

@@ -113,12 +113,12 @@ def test_a_frontiers_options(arguments: tuple[str, ...], fields: dict[str, Any])
         (("--calibration-tokens", "1"), "calibration_tokens = 1: must be at least 2"),
     ],
 )
-def test_rules_are_the_classs_own(arguments: tuple[str, ...], line: str) -> None:
+def test_rules_of_the_class_are_kept(arguments: tuple[str, ...], line: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{line}$"):
         called(ConvertLike, "--to", "mqa", *arguments)
 
 
-def test_what_has_to_be_given_is_asked_for() -> None:
+def test_missing_required_options_are_refused() -> None:
     for kind, name in ((ConvertLike, "--to"), (FrontierLike, "--calibrate")):
         got = called(kind)
         assert got["status"] == 2

@@ -73,7 +73,7 @@ def test_dtype_is_the_outputs(source: Path, tmp_path: Path) -> None:
     assert headwise.load(tmp_path / "out", dtype="float32").dtype == torch.float32
 
 
-def test_a_dry_run_writes_nothing_and_says_the_same(source: Path, text: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_reports_the_same(source: Path, text: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     options = {"to": "mla", "kv_budget": 0.5, "calibrate": text, "without": ("spread",)}
     dry = headwise.convert(source, tmp_path / "out", dry_run=True, **options)

@@ -91,7 +91,7 @@ def test_every_window_is_one_processs(monkeypatch: pytest.MonkeyPatch, world: in
     assert taken == list(range(count))
 
 
-def test_alone_nothing_is_shared() -> None:
+def test_a_single_process_shares_nothing() -> None:
     tensor = torch.randn(3)
     assert torch.equal(processes.all_sum(tensor.clone()), tensor)
     assert processes.my_windows(4) == range(4)

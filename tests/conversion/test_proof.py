@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused_before_any_work(
         ("whisper", "model_type = 'whisper': decodes what its encoder heard"),
     ],
 )
-def test_what_text_does_not_measure_is_said(name: str, rule: str, text: Path, tmp_path: Path) -> None:
+def test_models_that_text_cannot_evaluate_are_noted(name: str, rule: str, text: Path, tmp_path: Path) -> None:
     source = save_family(tmp_path / "source", name)
     done = headwise.convert(source, tmp_path / "out", to="gqa:2")
     assert done.evaluation is None

@@ -123,7 +123,7 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
     ],
     ids=str,
 )
-def test_without_a_text_they_are_not_even_read_again(
+def test_without_a_text_finished_layers_are_not_read_again(
     model: str, options: dict[str, Any], shard_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shard_bytes is not None:
@@ -188,7 +188,7 @@ def rows_of(*_: object, data_files: list[str], **__: object) -> list[dict[str, s
     return [{"text": Path(file).read_text()} for file in data_files]
 
 
-def test_work_that_is_discarded_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discarded_work_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the report and not in the card: the folder does not depend on files that were there before."""
     source = save_tiny(tmp_path / "source")
     for name, kv_budget, notes in (("out", 0.25, 1), ("other", 0.5, 0)):

@@ -109,14 +109,14 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
         {"goal": "g", "sol1": "a", "sol2": "b", "label": -1},
     ],
 )
-def test_items_that_are_none(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_items_of_another_form_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
     good = {"question": "q", "choices": ["x", "y"], "answer": 0}
     with pytest.raises(headwise.ArgumentError, match=r"choices = .*, item 2'"):
         read_choices(write(tmp_path / "bad.jsonl", [good, row]))
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "[1]\n", "{not json}\n", "[" * 5000])
-def test_files_that_are_none(tmp_path: Path, content: str) -> None:
+def test_files_of_another_form_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "bad.jsonl").write_text(content)
     with pytest.raises(headwise.ArgumentError, match=r"choices = .* JSON object"):
         read_choices(tmp_path / "bad.jsonl")

@@ -210,7 +210,7 @@ def test_an_open_pair_is_measured_as_the_same_two_by_name(root: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["nowhere", "cuda:99", "meta", ""])
-def test_devices_that_are_none(root: Path, device: str) -> None:
+def test_unknown_devices_are_refused(root: Path, device: str) -> None:
     with pytest.raises(headwise.ArgumentError, match="device = "):
         headwise.evaluate(root / "source", text=root / "text.txt", device=device)
 

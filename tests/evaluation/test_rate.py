@@ -59,6 +59,6 @@ def test_a_paired_rate_is_a_bootstrap_of_items() -> None:
     assert summary == rate(right, reference, seed=5)
 
 
-def test_equal_answers_differ_by_nothing() -> None:
+def test_equal_answers_have_no_difference() -> None:
     summary = rate([True, False] * 5, [True, False] * 5)
     assert (summary.difference, summary.difference_low, summary.difference_high, summary.p_value) == (0, 0, 0, 1)

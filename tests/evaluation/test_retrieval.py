@@ -141,7 +141,7 @@ def test_pooling_that_is_not_known(tmp_path: Path, contents: dict[str, Any], rul
 @pytest.mark.parametrize(
     "row", [{"question": "q"}, {"question": "", "passage": "p"}, {"question": 1, "passage": "p"}]
 )
-def test_rows_that_are_none(root: Path, tmp_path: Path, row: dict[str, Any]) -> None:
+def test_rows_of_another_form_are_refused(root: Path, tmp_path: Path, row: dict[str, Any]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     with pytest.raises(headwise.ArgumentError, match=r"retrieval = .*item 1': must have the texts"):
@@ -156,7 +156,7 @@ def test_what_cannot_be_loaded(root: Path, tmp_path: Path) -> None:
         load_encoder(tmp_path)
 
 
-def test_passages_count_once_and_questions_know_theirs(tmp_path: Path) -> None:
+def test_equal_passages_count_once_and_each_question_has_one(tmp_path: Path) -> None:
     rows = [("a", "x"), ("b", "y"), ("c", "x"), ("d", "z")]
     file = tmp_path / "exam.jsonl"
     file.write_text("".join(json.dumps({"question": q, "passage": p}) + "\n" for q, p in rows))

@@ -91,7 +91,7 @@ def test_the_ladder(heads: int, grouped: list[str], tmp_path: Path) -> None:
     assert notes == []
 
 
-def test_what_a_family_cannot_become_is_left_out_and_said(tmp_path: Path) -> None:
+def test_targets_that_a_family_cannot_have_are_left_out_and_noted(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_family(tmp_path / "source", "qwen3"))
     candidates, notes = list_candidates(checkpoint)
     assert [candidate.target for candidate in candidates] == ["mqa"]

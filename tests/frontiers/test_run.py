@@ -289,7 +289,7 @@ def test_methods(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["convert", "evaluate_windows"])
-def test_a_conversion_that_cannot_be_measured_is_left_out_and_said(
+def test_a_conversion_that_cannot_be_measured_is_left_out_and_noted(
     name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, calls = _own(name), 0

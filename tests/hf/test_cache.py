@@ -54,7 +54,7 @@ def assert_alike(ours: Any, stock: Any) -> None:
 
 @pytest.mark.parametrize("changes", [{}, SLIDING, {"sliding_window": 200}], ids=["full", "window of 5", "of 200"])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_history_is_stocks(changes: dict[str, Any], seed: int) -> None:
+def test_any_history_equals_that_of_stock_caches(changes: dict[str, Any], seed: int) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
     ours, stock = pair(**changes)
@@ -167,7 +167,7 @@ def test_an_emptied_cache_takes_another_batch(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("max_length", [0, -1, 2.5, True, "8"])
-def test_a_limit_that_is_none_is_refused(max_length: Any) -> None:
+def test_a_limit_that_is_no_number_is_refused(max_length: Any) -> None:
     with pytest.raises(headwise.ArgumentError, match="max_length"):
         HeadwiseCache(config(), max_length=max_length)
     with pytest.raises(headwise.ArgumentError, match="must be a transformers model or config"):

@@ -61,7 +61,7 @@ def named(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])
-def test_logits_are_stocks(family: str, ids: Tensor) -> None:
+def test_logits_equal_those_of_stock(family: str, ids: Tensor) -> None:
     stock = any_model(family)
     expected = answer(stock, ids)
     assert_close(answer(named(stock), ids), expected, 2e-5)
@@ -101,7 +101,7 @@ def test_padded_batches_decode_as_stock(family: str, ids: Tensor) -> None:
     ],
     ids=["greedy", "beams", "best beams", "sampled", "looked up"],
 )
-def test_generation_is_stocks(family: str, how: dict[str, Any], ids: Tensor) -> None:
+def test_generation_equals_that_of_stock(family: str, how: dict[str, Any], ids: Tensor) -> None:
     stock = any_model(family).double()
     ours = headwise.optimize(copy.deepcopy(stock))
     mask = torch.ones_like(ids)
@@ -115,7 +115,7 @@ def test_generation_is_stocks(family: str, how: dict[str, Any], ids: Tensor) -> 
     assert torch.equal(*outputs)
 
 
-def test_generate_remembers_in_our_cache_unless_told_otherwise(ids: Tensor) -> None:
+def test_generate_uses_headwises_cache_by_default(ids: Tensor) -> None:
     model = headwise.optimize(tiny_family("llama"))
     kept = {"max_new_tokens": 3, "return_dict_in_generate": True}
     cache = model.generate(ids, **kept).past_key_values
@@ -191,7 +191,7 @@ def test_weights_are_returned_where_they_are_asked_for() -> None:
     assert_close(plain, out, 1e-6)
 
 
-def test_training_is_stocks(ids: Tensor) -> None:
+def test_training_equals_that_of_stock(ids: Tensor) -> None:
     stock = tiny_family("qwen3")
     ours = headwise.optimize(copy.deepcopy(stock))
     for model in (stock, ours):

@@ -89,7 +89,7 @@ def test_each_module_is_what_it_was(variant: str, impl: str) -> None:
 
 
 @torch.inference_mode()
-def test_logits_are_stocks(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
+def test_logits_equal_those_of_stock(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
     stock, model = pair
     assert_close(model(ids).logits, stock(ids).logits, 1e-10)
     mask = torch.ones_like(ids)
@@ -106,7 +106,7 @@ def test_experts_stand_beside_it_as_far_as_they_are_chosen_in_float32(ids: torch
 
 
 @torch.inference_mode()
-def test_cached_steps_and_the_cache_are_stocks(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
+def test_cached_steps_and_the_cache_equal_those_of_stock(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
     stock, model = pair
     whole = stock(ids).logits
     for module in attentions(model):
@@ -123,7 +123,7 @@ def test_cached_steps_and_the_cache_are_stocks(pair: tuple[Any, Any], ids: torch
 
 
 @torch.inference_mode()
-def test_generation_is_stocks(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
+def test_generation_equals_that_of_stock(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
     stock, model = pair
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -177,7 +177,7 @@ def test_hooks_go_on_and_attention_weights_are_returned(ids: torch.Tensor) -> No
     assert len(calls) == 2
 
 
-def test_gradients_are_stocks(ids: torch.Tensor) -> None:
+def test_gradients_equal_those_of_stock(ids: torch.Tensor) -> None:
     stock = deepseek(attention_bias=True)
     model = headwise.optimize(copy.deepcopy(stock)).train()
     for m in (stock, model):
@@ -201,7 +201,7 @@ def test_v2_is_too_as_far_as_it_rotates_in_float32(ids: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-def test_a_folder_of_ours_with_its_constant_decodes_absorbed(tmp_path: Path, ids: torch.Tensor) -> None:
+def test_an_exported_folder_decodes_absorbed(tmp_path: Path, ids: torch.Tensor) -> None:
     save_tiny(tmp_path / "source", "qwen2")
     folder = convert_with_one_plan(tmp_path / "source", tmp_path / "own", kv_lora_rank=12, qk_rope_head_dim=8)
     export_deepseek(folder, tmp_path / "stock")

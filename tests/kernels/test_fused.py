@@ -172,7 +172,7 @@ def test_scores_far_apart_and_infinite_values() -> None:
     assert attend(-query, key, value, scale=1.0, backend="fused").isnan().all()
 
 
-def test_nothing_to_attend_to_and_nobody_to() -> None:
+def test_no_keys_and_no_queries() -> None:
     query, none = torch.randn(2, 4, 1, 64), torch.empty(2, 2, 0, 64)
     assert torch.equal(attend(query, none, none, backend="fused"), torch.zeros_like(query))
     assert attend(torch.empty(0, 4, 1, 64), *2 * [torch.empty(0, 2, 5, 64)], backend="fused").shape == (0, 4, 1, 64)
@@ -257,7 +257,7 @@ def test_a_library_that_was_cut_is_made_again(afresh: Path) -> None:
         ('for last; do :; done; echo "void f() {}" | c++ -x c++ -shared -fPIC - -o "$last"', "headwise_attention"),
     ],
 )
-def test_a_compiler_that_makes_something_else_is_told_of(
+def test_a_compiler_that_writes_something_else_is_reported(
     afresh: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
 ) -> None:
     compiler = afresh / "odd"
@@ -276,7 +276,7 @@ def test_without_a_compiler_it_says_so(afresh: Path, monkeypatch: pytest.MonkeyP
     assert build.built() == build.Build(None, None, "no C++ compiler: neither $CXX nor c++, g++, clang++")
 
 
-def test_a_compiler_that_is_not_there_is_told_of(afresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(afresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/none/such -O1")
     library = build.built()
     assert library.library is not None

@@ -77,7 +77,7 @@ def test_a_latent_is_read_once_and_gives_the_same(dtype: torch.dtype) -> None:
 
 
 @with_triton
-def test_nothing_to_attend_to_gives_zeros_and_nobody_is_nothing() -> None:
+def test_no_keys_give_zeros_and_no_queries_an_empty_output() -> None:
     x = torch.randn(2, 2, 3, 16, device=DEVICE)
     allowed = torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
     assert (attend(x, x, x, allowed, backend="split") == 0).all()

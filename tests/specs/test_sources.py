@@ -80,7 +80,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "./no/such", "/no/such", "a/b/c"])
-def test_a_name_that_is_nothing(name: str) -> None:
+def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match=rf"^source = '{name}': is no file, folder or catalog name \([^)]*\)$"):
         locate(name)
 

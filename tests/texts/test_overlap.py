@@ -93,7 +93,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_tokenizer(folder)
 
 
-def test_passages_that_share_nothing_are_left(tokenizer: Any) -> None:
+def test_passages_without_shared_runs_stay(tokenizer: Any) -> None:
     study = "the quick brown fox jumps over the lazy dog"
     passages = ["a fox that jumps over the lazy cat", "over the lazy dog, twice", "short", "pack my box with jugs"]
     assert passages_apart(tokenizer, passages, study) == passages[1:]

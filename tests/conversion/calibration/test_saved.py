@@ -78,7 +78,7 @@ def test_a_triangle_is_the_whole_matrix() -> None:
         _whole(_triangle(gram), 8)
 
 
-def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics: Path, text: Path) -> None:
+def test_statistics_are_of_the_inputs_of_the_sources_layers(source: Path, statistics: Path, text: Path) -> None:
     """The moments of every attention's inputs, from the whole model run on all of the tokens."""
     calibrator = open_statistics(statistics, open_checkpoint(source))
     about = json.loads((statistics / "statistics.json").read_text())
@@ -292,7 +292,7 @@ def test_another_format_is_refused(source: Path, statistics: Path, tmp_path: Pat
         ({"method": "mean"}, "statistics = .*goes with mla and aligned heads, not with mean"),
     ],
 )
-def test_what_does_not_go_with_them(
+def test_options_that_exclude_statistics(
     source: Path, statistics: Path, text: Path, tmp_path: Path, options: dict[str, Any], rule: str
 ) -> None:
     if "calibrate" in options:
@@ -315,7 +315,7 @@ def test_they_end_as_deepseek_too(
     assert error_of(source, tmp_path / "out") < error_of(source, tmp_path / "blind")
 
 
-def test_the_card_and_the_proof_know_of_them(source: Path, statistics: Path, tmp_path: Path) -> None:
+def test_the_card_and_the_proof_of_a_conversion_by_statistics(source: Path, statistics: Path, tmp_path: Path) -> None:
     done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5, statistics=statistics)
     assert done.evaluation is not None
     assert done.evaluation.text == REFERENCE  # no calibration text has a rest to evaluate on
@@ -323,7 +323,7 @@ def test_the_card_and_the_proof_know_of_them(source: Path, statistics: Path, tmp
     assert "- steps: sensitivity, channels\n- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in card
 
 
-def test_what_they_would_take(source: Path, statistics: Path, tmp_path: Path) -> None:
+def test_a_dry_run_with_statistics_solves_one_layer(source: Path, statistics: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

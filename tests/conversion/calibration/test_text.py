@@ -75,7 +75,7 @@ def test_sampled_rows_are_spread_and_move_on() -> None:
     assert rows == set(range(16))
 
 
-def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
+def test_statistics_are_the_documented_sums(tmp_path: Path) -> None:
     """Written out: the output's derivative by a score, squared in the metric of the loss."""
     model = opened(tmp_path, "llama")
     layer, T = read_layer(model.checkpoint, Place(0)).float(), 11

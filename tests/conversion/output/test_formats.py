@@ -133,7 +133,7 @@ def test_the_difference_of_logits_is_the_models_own(tmp_path: Path, ids: torch.T
     assert difference == pytest.approx(float((one - other).abs().max()), rel=1e-4)
 
 
-def test_the_channels_of_one_layer_are_its_own(text: Path, tmp_path: Path) -> None:
+def test_sharing_channels_does_not_change_a_single_layer(text: Path, tmp_path: Path) -> None:
     """So sharing channels costs nothing."""
     source = save_tiny(tmp_path / "source", num_hidden_layers=1)
     done = headwise.convert(source, tmp_path / "out", **STOCK, calibrate=text, calibration_tokens=512)

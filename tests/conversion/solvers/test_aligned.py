@@ -377,7 +377,7 @@ def test_the_same_twice_to_the_last_bit() -> None:
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_a_head_that_is_nothing_stays_finite() -> None:
+def test_a_head_of_zeros_stays_finite() -> None:
     for spec in SPECS.values():
         state = random_state(spec)
         for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):

@@ -128,7 +128,7 @@ def test_where_every_channel_rotates_keys_leave_nothing_for_the_latent(tmp_path:
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-8])
-def test_a_part_that_is_nothing_costs_the_other_nothing(size: float) -> None:
+def test_a_part_of_zeros_does_not_change_the_latent_of_the_other(size: float) -> None:
     """Beside a part of zeros the latent is the truncated SVD of the other part, however little its errors cost."""
     generator = torch.Generator().manual_seed(torch.seed() % 2**32)
     rows, x = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((7, 11), (44, 11)))
@@ -145,7 +145,7 @@ def test_a_part_that_is_nothing_costs_the_other_nothing(size: float) -> None:
         assert lost == pytest.approx(float(singular[4:].square().sum()), rel=1e-3)
 
 
-def test_a_refit_of_nothing_changes_nothing() -> None:
+def test_a_refit_of_zeros_changes_nothing() -> None:
     weight, bias = torch.randn(5, 8), torch.randn(5)
     refit = OutputRefit(weight, None)
     refit.add(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5)))
@@ -157,7 +157,7 @@ def test_a_refit_of_nothing_changes_nothing() -> None:
     assert not torch.equal(solution["o_proj.bias"], bias.double())
 
 
-def test_nan_is_said_to_be_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_reported_as_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wider dtype is advised: it would hold the value no better."""
     source, original = save_tiny(tmp_path / "source"), own_method.convert_to_latent
 

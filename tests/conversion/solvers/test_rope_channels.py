@@ -111,7 +111,7 @@ def test_the_mean_rotation_is_over_each_heads_distances() -> None:
     assert (rotation[:, 2] - 1).abs().max() < 1e-4
 
 
-def test_without_rotation_scores_lose_what_is_said() -> None:
+def test_the_predicted_loss_without_rotation_is_the_loss_of_scores() -> None:
     """The loss of random queries and keys, summed over the probabilities of the distances."""
     K, group, F, E, T = 2, 2, 3, 6, 9
     queries, keys = random_pairs(K * group, F, E, seed=0), random_pairs(K, F, E, seed=1)
