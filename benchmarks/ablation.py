@@ -1,8 +1,8 @@
-"""Measure what each stage of the solver is worth: SmolLM2 with half its cache, every stage left out in turn.
+"""Ablate the stages of the solver: SmolLM2 with half its cache, without each stage in turn.
 
-    python -m benchmarks.ablation          # kept in benchmarks/results/ablation.json
+    python -m benchmarks.ablation          # writes benchmarks/results/ablation.json
 
-It runs ``headwise frontier --methods`` on the texts of the other benchmarks; a run that was killed goes on.
+It runs ``headwise frontier --methods`` on the texts of the other benchmarks; a killed run can be continued.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def say_step(what: str, done: int, total: int) -> None:
-    """Print how many conversions are done."""
+    """Print the number of finished conversions."""
     if what == "frontier":
         say(f"{done} of {total} conversions")
 

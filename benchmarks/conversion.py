@@ -1,13 +1,13 @@
-"""Convert SmolLM2 by every method at the same bytes of cache, and measure each conversion on texts it never saw.
+"""Convert SmolLM2 by every method to the same cache sizes, and evaluate each on texts that it is not calibrated on.
 
-    python -m benchmarks.conversion                          # every row; kept in benchmarks/results/conversion.json
+    python -m benchmarks.conversion                          # every row; writes benchmarks/results/conversion.json
     python -m benchmarks.conversion --rows 'mla-192/*' --tokens 16384 --split valid --json build/tuning.json
 
 A row is ``mla-VALUES/METHOD`` or ``mqa/METHOD``; ``mla-192/headwise-mixture`` is calibrated on several texts, and
-``mla-192/headwise-stock`` is a ``deepseek_v3`` folder, with one plan for all layers. A row is kept as soon as it is
-measured, and a conversion that was killed goes on, so the same command finishes what is left. Nothing is trained.
-The settings of the published methods (how many frequencies TransMLA folds; how many dims stay rotated) are chosen for
-each row by perplexity on WikiText-2 valid, as their authors do.
+``mla-192/headwise-stock`` is a ``deepseek_v3`` folder, with one size and one list of rotary channels for all layers.
+Each row is saved as soon as it is measured, and a killed conversion is continued, so that the same command finishes
+an interrupted run. Nothing is trained. The settings of the published methods (the number of frequencies that TransMLA
+folds, the rotated dims) are chosen for each row by perplexity on WikiText-2 valid, as their authors do.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ROTATED = (32, 48, 64)
 FOLDS = (1, 2, 4, 8, 16)
 TUNING_WINDOWS = 2
 PUBLISHED = ("transmla", "mha2mla")
-"""Published methods, which get statistics of windows as long as those that are measured on."""
+"""Published methods, which use statistics of windows as long as the evaluation's."""
 
 TEXTS: dict[str, Callable[[Path], Path]] = {
     "wikitext": lambda cache: data.wikitext("train", cache),
@@ -65,7 +65,7 @@ class Row:
         method: ``headwise``, ``transmla``, ``mha2mla``, ``mean`` or ``first_head``.
         kv_lora_rank: the latent's width, for MLA.
         qk_rope_head_dim: the rotary key's width, for MLA.
-        texts: names of `TEXTS` to calibrate on.
+        texts: names in `TEXTS` to calibrate on.
         stock: whether it is written as ``deepseek_v3``.
     """
 
@@ -93,8 +93,8 @@ def plan(layer: AttentionSpec, sizes: Iterable[str], wanted: Sequence[str] = ("*
     """List the rows to measure.
 
     Args:
-        layer: one of the source's.
-        sizes: MLA's values a token, split as `headwise.convert` would, or ``R+P``.
+        layer: a layer of the source.
+        sizes: MLA's cached values a token, split as by `headwise.convert`, or ``R+P``.
         wanted: patterns of row names.
     """
     rows = []
@@ -113,18 +113,18 @@ def plan(layer: AttentionSpec, sizes: Iterable[str], wanted: Sequence[str] = ("*
 
 
 def variants(row: Row) -> Iterator[dict[str, Any]]:
-    """Yield the settings to try of a published method: each split of the bytes with each setting of the method."""
+    """Yield the settings to try for a published method: each split of the bytes with each value of its parameter."""
     assert row.kv_lora_rank is not None
     assert row.qk_rope_head_dim is not None
-    values = row.kv_lora_rank + row.qk_rope_head_dim
-    splits = sorted({row.qk_rope_head_dim, *(P for P in ROTATED if values - P >= P)})
-    name, ways = ("freqfold", FOLDS) if row.method == "transmla" else ("norms_on_text", (True, False))
-    for P, way in product(splits, ways):
-        yield {"qk_rope_head_dim": P, name: way}
+    cached = row.kv_lora_rank + row.qk_rope_head_dim
+    splits = sorted({row.qk_rope_head_dim, *(P for P in ROTATED if cached - P >= P)})
+    name, values = ("freqfold", FOLDS) if row.method == "transmla" else ("norms_on_text", (True, False))
+    for P, value in product(splits, values):
+        yield {"qk_rope_head_dim": P, name: value}
 
 
 class Bench:
-    """The benchmark's source, settings and kept results, which all rows share."""
+    """The benchmark's source, settings and results, which all rows share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.source, self.cache, self.work = options.source, options.cache, options.work
@@ -158,14 +158,14 @@ class Bench:
         start = time.perf_counter()
         pair = open_pair(folder, against=self.source, dtype="float32")
         result = evaluate(pair, text=self._exams(), window=self.window, windows=self.windows)
-        # Read off the cache's tensors, so of what is stored.
+        # From the size of the cache's tensors, so that padding of a format counts.
         values = result.cache_bytes_per_token / 4 / self.checkpoint.spec.num_layers
-        measured: dict[str, Any] = {"values": round(values), "evaluate": result.to_dict()}
-        measured["shared"] = self._shared(row)
+        measurements: dict[str, Any] = {"values": round(values), "evaluate": result.to_dict()}
+        measurements["shared"] = self._shared(row)
         if row.method == "headwise" and self.split == "test" and self.items:
-            measured["choices"] = evaluate_choices(pair, file=data.piqa(self.cache), limit=self.items).to_dict()
-        measured["evaluation_seconds"] = round(time.perf_counter() - start, 1)
-        self.kept.add(row.name, {**asdict(row), **conversion, **measured})
+            measurements["choices"] = evaluate_choices(pair, file=data.piqa(self.cache), limit=self.items).to_dict()
+        measurements["evaluation_seconds"] = round(time.perf_counter() - start, 1)
+        self.kept.add(row.name, {**asdict(row), **conversion, **measurements})
         for text in result.texts:
             say(f"{row.name:26} {text.text:32} {text.perplexity:12.3f}  ratio {text.perplexity_ratio:.4f}")
         if not keep:
@@ -199,7 +199,7 @@ class Bench:
         return {"conversion": report.to_dict()}
 
     def _convert_published(self, row: Row, folder: Path) -> dict[str, Any]:
-        """Convert with the settings that are best on the tuning text; each perplexity is kept as it is measured."""
+        """Convert with the settings that are best on the tuning text; each perplexity is saved at once."""
         tried: dict[str, tuple[float, dict[str, Any]]] = {}
         for setting in variants(row):
             name = f"{row.name}?" + "&".join(f"{key}={value}" for key, value in setting.items())
@@ -208,7 +208,7 @@ class Bench:
                 self.kept.add(name, {**setting, "valid_perplexity": self._tuned(folder)})
             tried[name] = self.kept.rows[name]["valid_perplexity"], setting
             say(f"  {name:64} {tried[name][0]:12.3f} on valid")
-        best, setting = min(tried.values(), key=lambda one: one[0])
+        best, setting = min(tried.values(), key=lambda trial: trial[0])
         self._write_published(row, setting, folder)
         return {"setting": setting, "valid_perplexity": best}
 
@@ -240,7 +240,7 @@ class Bench:
         return float(nll.mean().exp())
 
     def _statistics(self, row: Row) -> Path:
-        """The source's statistics for the published methods, of windows as long as those that are measured on."""
+        """The source's statistics for the published methods, on windows as long as the evaluation's."""
         folder = self.work / f"statistics-{Path(self.source).name}-{'-'.join(row.texts)}-{self.tokens}"
         if not folder.exists():
             texts = [TEXTS[name](self.cache) for name in row.texts]

@@ -1,11 +1,10 @@
-"""Compare FLOP counters on the seven mechanisms: what each says a call costs, and how wrong that is.
+"""Compare FLOP counters on the seven mechanisms: the FLOPs that each reports for a call, and its error.
 
     python benchmarks/counters.py --json benchmarks/results/counters.json
 
 Every mechanism is one layer of hidden size 512 in float32 with random weights. Prefill is 1024 tokens under the
-causal flag; decode is one token after 1023 in the cache. The truth is the sum of the matrix products of the same
-layer run by the eager reference on the meta device, counted by torch at 2 FLOPs a multiply-add, every pair of tokens
-included.
+causal flag; decode is one token after 1023 in the cache. The true FLOPs are those of the layer's matrix products when
+the eager reference runs it on the meta device, counted by torch at 2 FLOPs a multiply-add for every pair of tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def layers() -> dict[str, AttentionLayer]:
 
 
 def call_of(layer: AttentionLayer, phase: str, device: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The arguments of a call: the new tokens' states, and keywords."""
+    """The arguments of a layer's call: the hidden states of the new tokens, and keywords."""
     if phase == "prefill":
         return torch.randn(1, TOKENS, E, device=device), {"is_causal": True}
     cache = filled_cache(layer.to(device), 1, TOKENS - 1, TOKENS)
@@ -64,7 +63,7 @@ def call_of(layer: AttentionLayer, phase: str, device: str) -> tuple[torch.Tenso
 
 
 def true_flops(layer: AttentionLayer, phase: str) -> int:
-    """FLOPs of all matrix products of the eager reference."""
+    """The FLOPs of all matrix products of the eager reference."""
     layer = layer.to("meta")
     states, kwargs = call_of(layer, phase, "meta")
     backend, layer.backend = layer.backend, "reference"

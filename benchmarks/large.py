@@ -1,13 +1,13 @@
 """Convert a 7B-shaped llama of random weights, one layer in memory at a time: peak memory, and seconds a layer.
 
-    python -m benchmarks.large --folder FOLDER                   # kept in benchmarks/results/large.json
+    python -m benchmarks.large --folder FOLDER                   # writes benchmarks/results/large.json
     python -m benchmarks.large --folder FOLDER --layers 2 --json build/large.json      # a first look
 
-It makes the checkpoint (13 GB of bf16 shards at 32 layers), then converts it to MLA at half the cache, each time in
-a process of its own: with statistics given; calibrated on 8 windows of 512 tokens, without spread; and with it, which
-a layer takes several times as long for, so it is done to a model of 4 layers. Each is kept as soon as it is measured,
-and not measured again; a conversion that was killed goes on, and what it took until then is counted. FOLDER needs
-room for about three such models and is emptied of what was made there.
+It makes the checkpoint (13 GB of bf16 shards at 32 layers), then converts it three times to MLA at half the cache,
+each time in a separate process: from given statistics; calibrated on 8 windows of 512 tokens, without the stage
+spread; and with that stage, for which a layer takes several times as long, so that the model has only 4 layers. Each
+row is saved as soon as it is measured, and not measured again. A killed conversion is continued, and the time before
+the kill counts. FOLDER needs room for about three such models; the models are removed at the end.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def make_checkpoint(folder: Path, values: dict[str, Any]) -> None:
 
 
 def make_statistics(source: Path, folder: Path) -> None:
-    """Write random statistics like a text's: moments of full rank, other ones of keys; all layers share one file."""
+    """Write random statistics that resemble a text's, with moments of full rank; all layers share one file."""
     checkpoint = open_checkpoint(source)
     spec = checkpoint.spec.layers[0]
     E, H = spec.hidden_size, spec.num_heads
@@ -111,8 +111,8 @@ def make_statistics(source: Path, folder: Path) -> None:
 def convert(source: Path, out: Path, *options: object) -> dict[str, Any]:
     """Convert by the command line, in a separate process, and return a row of results.
 
-    ``spent.json`` beside the output has the seconds and the peak memory of earlier runs that were killed. The split
-    of seconds is the last run's, over the layers that it converted.
+    ``spent.json`` beside the output has the seconds and the peak memory of earlier runs that were killed. The seconds
+    of reading, solving and writing are those of the last run, over the layers that it converted.
     """
     checkpoint = open_checkpoint(source)
     values = checkpoint.spec.hidden_size  # half of the keys and values of an MHA
@@ -148,7 +148,7 @@ def convert(source: Path, out: Path, *options: object) -> dict[str, Any]:
 
 
 def peak_rss_gb(process: int) -> float:
-    """The peak resident memory of another process so far; 0 where the system does not say."""
+    """The peak resident memory of another process so far; 0 if the system does not report it."""
     try:
         match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
     except OSError:  # the process has just ended, or the system has no such file
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments_of_row: tuple[object, ...]
         if row == "statistics":
             arguments_of_row = "--statistics", place / "statistics"
-            if not (place / "spent.json").exists():  # else an earlier run has made them
+            if not (place / "spent.json").exists():  # otherwise an earlier run has made them
                 shutil.rmtree(place, ignore_errors=True)
                 place.mkdir()
                 make_statistics(source, place / "statistics")

@@ -1,10 +1,10 @@
-"""Measure what a conversion loses in long contexts: calibrated on 2048 tokens, measured at 8192, beside the original.
+"""Evaluate a conversion in long contexts: calibrated on windows of 2048 tokens, evaluated at 8192 tokens.
 
-    python -m benchmarks.long      # kept in benchmarks/results/long.json
+    python -m benchmarks.long      # writes benchmarks/results/long.json
 
-SmolLM2 with half its cache: perplexity by position in the window, on texts the conversion never saw; and a fact
-planted at several depths, which the model is asked for at the end. The conversion, each text and each depth are kept
-as soon as they are measured, and the command goes on with what is left.
+SmolLM2 with half its cache: perplexity by position in the window, on texts that are not calibrated on; and a fact
+planted at several depths, which the model is asked for at the end. The conversion, each text and each depth are saved
+as soon as they are measured, so that the same command finishes an interrupted run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SOURCE = "smollm2-135m"
 
 
 def convert(folder: Path, text: Path, kept: Kept) -> None:
-    """Make the conversion that is measured, unless it is there."""
+    """Convert the model, unless an earlier run has."""
     settings = kept.settings
     if "conversion" in kept.rows and (folder / "config.json").exists():
         return
-    done = headwise.convert(
+    conversion = headwise.convert(
         settings["source"],
         folder,
         to="mla",
@@ -41,17 +41,17 @@ def convert(folder: Path, text: Path, kept: Kept) -> None:
         evaluate=False,
         overwrite=folder.exists(),
     )
-    kept.add("conversion", done.to_dict())
+    kept.add("conversion", conversion.to_dict())
 
 
 def measure(pair: Pair, texts: dict[str, Path], study: Path, kept: Kept) -> None:
-    """Measure the texts and the depths that are not kept yet.
+    """Measure the texts and the depths that have no row yet.
 
     Args:
         pair: the conversion and its original.
         texts: files by the names of their rows; facts are planted in the first.
-        study: the text that was calibrated on.
-        kept: its settings say how much is measured.
+        study: the calibration text.
+        kept: the results, whose settings say how much is measured.
     """
     settings = kept.settings
     source = pair.checkpoints["against"]
@@ -75,7 +75,7 @@ def measure(pair: Pair, texts: dict[str, Path], study: Path, kept: Kept) -> None
                 say(f"{name:10} {score.start:5}–{score.stop - 1:5}  {score.nll:.4f}  {score.reference.nll:.4f}")
     for depth in DEPTHS:
         if f"planted/{depth}" not in kept.rows:
-            # One seed for all depths, so that they differ in nothing else.
+            # One seed for all depths, so that they use the same codes.
             planted = evaluate_planted(
                 pair,
                 text=next(iter(texts.values())),
@@ -126,9 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     if kept.rows.keys() >= {*(f"text/{name}" for name in texts), *(f"planted/{depth}" for depth in DEPTHS)}:
         return
-    # Each conversion has a folder of its own, so that no row is measured on another one.
-    decides = ("kv_budget", "calibration_tokens", "calibration_window")
-    folder = options.work / "-".join([Path(options.source).name, *(str(settings[name]) for name in decides)])
+    # Each conversion has its own folder, so that no row is measured on another conversion.
+    names = ("kv_budget", "calibration_tokens", "calibration_window")
+    folder = options.work / "-".join([Path(options.source).name, *(str(settings[name]) for name in names)])
     study = data.wikitext("train", options.cache)
     convert(folder, study, kept)
     measure(open_pair(folder, against=options.source, dtype="float32"), texts, study, kept)

@@ -1,4 +1,4 @@
-"""The README's picture, drawn from the kept results: perplexity against cache, of each method.
+"""Draw the README's picture from the results: perplexity against cache for each method.
 
 python -m benchmarks.picture --write docs/frontier.svg
 """
@@ -22,23 +22,27 @@ TEXT = "wikitext-2.test"
 
 
 def points(document: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """The share of the source's cache and the perplexity ratio of each method's conversions, by share."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in COLOURS}
+    """The points of each method: the share of the source's cache and the perplexity ratio, sorted by share."""
+    by_method: dict[str, list[tuple[float, float]]] = {name: [] for name in COLOURS}
     for row in document["rows"].values():
         is_plain = "evaluate" in row and len(row["texts"]) == 1 and not row.get("stock") and row["kv_lora_rank"]
-        if not is_plain or row["method"] not in found:
+        if not is_plain or row["method"] not in by_method:
             continue
-        measured = row["evaluate"]
-        share = measured["cache_bytes_per_token"] / measured["reference_cache_bytes_per_token"]
-        for score in measured["texts"]:
+        evaluation = row["evaluate"]
+        share = evaluation["cache_bytes_per_token"] / evaluation["reference_cache_bytes_per_token"]
+        for score in evaluation["texts"]:
             if Path(score["text"]).stem == TEXT:
-                found[row["method"]].append((share, score["perplexity_ratio"]))
-    return {name: sorted(set(own)) for name, own in found.items()}
+                by_method[row["method"]].append((share, score["perplexity_ratio"]))
+    return {name: sorted(set(line)) for name, line in by_method.items()}
 
 
-def svg(found: dict[str, list[tuple[float, float]]]) -> str:
-    """The picture; its colours serve light and dark pages."""
-    most = math.log(max(ratio for own in found.values() for _, ratio in own)) * 1.05
+def svg(by_method: dict[str, list[tuple[float, float]]]) -> str:
+    """The picture as SVG, with colours that suit light and dark pages.
+
+    Args:
+        by_method: of `points`.
+    """
+    most = math.log(max(ratio for line in by_method.values() for _, ratio in line)) * 1.05
 
     def x(share: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * share / 0.65
@@ -64,13 +68,13 @@ def svg(found: dict[str, list[tuple[float, float]]]) -> str:
         "cached values kept (SmolLM2-135M, WikiText-2 test, no training)</text>"
         f'<text x="{LEFT}" y="18">perplexity, × the original’s (log scale)</text>'
     )
-    for name, own in found.items():
-        line = " ".join(f"{x(share):.1f},{y(ratio):.1f}" for share, ratio in own)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
+    for name, line in by_method.items():
+        corners = " ".join(f"{x(share):.1f},{y(ratio):.1f}" for share, ratio in line)
+        parts.append(f'<polyline points="{corners}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
         parts += [
-            f'<circle cx="{x(share):.1f}" cy="{y(ratio):.1f}" r="4" fill="{COLOURS[name]}"/>' for share, ratio in own
+            f'<circle cx="{x(share):.1f}" cy="{y(ratio):.1f}" r="4" fill="{COLOURS[name]}"/>' for share, ratio in line
         ]
-        share, ratio = own[-1]
+        share, ratio = line[-1]
         parts.append(
             f'<text x="{x(share) + 8:.1f}" y="{y(ratio) - 8:.1f}" fill="{COLOURS[name]}" font-weight="600">'
             f"{METHODS[name]}</text>"

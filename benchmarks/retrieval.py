@@ -1,10 +1,10 @@
-"""Convert MiniLM, a sentence encoder of 12 heads, to fewer key–value heads, and measure what its retrieval loses.
+"""Convert MiniLM, a sentence encoder of 12 heads, to fewer key–value heads, and measure the loss of retrieval.
 
-    python -m benchmarks.retrieval           # every row; kept in benchmarks/results/retrieval.json
+    python -m benchmarks.retrieval           # every row; writes benchmarks/results/retrieval.json
 
-A row is ``gqa:K/METHOD``, and for ``aligned`` the text and tokens it was calibrated on. Each of BoolQ's 3270 dev
-questions looks for its own passage among all of them. The calibration text ``boolq`` is BoolQ's test split without
-the articles that dev has: text of the same kind, of which none is evaluated on.
+A row is ``gqa:K/METHOD``, and for ``aligned`` also the calibration text and its tokens. For each of BoolQ's 3270 dev
+questions, its passage is ranked among all passages. The calibration text ``boolq`` is BoolQ's test split without
+the articles of the dev split: text of the same kind that is not evaluated on.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Row:
     """One conversion.
 
     Attributes:
-        heads: key–value heads that are left.
+        heads: key–value heads after the conversion.
         method: how heads are merged.
-        text: name of the text to calibrate on; empty for none.
-        tokens: how many of its tokens.
+        text: name of the calibration text; empty for none.
+        tokens: the number of calibration tokens.
     """
 
     heads: int
@@ -58,7 +58,7 @@ class Row:
 
 
 def plan(wanted: Sequence[str] = ("*",), tokens: Sequence[int] = TOKENS) -> list[Row]:
-    """List the rows to measure: those whose names fit one of the patterns."""
+    """List the rows to measure, whose names match one of the patterns."""
     rows = []
     for heads in HEADS:
         rows += [Row(heads, method) for method in ("mean", "first_head", "aligned")]
@@ -107,24 +107,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rates = {name: scores[name].to_dict() for name in ("recall_at_1", "recall_at_10")}
         mrr = {"mrr": scores["mrr"], "reference_mrr": rated(original)["mrr"]}
         kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **shared, **rates, **mrr})
-        near = {key: 100 * value for key, value in rates["recall_at_1"].items()}
+        recall = {key: 100 * value for key, value in rates["recall_at_1"].items()}
         say(
-            f"{row.name:30} R@1 {near['reference_rate']:.2f} → {near['rate']:.2f}: {near['difference']:+.2f}"
-            f" [{near['difference_low']:+.2f}, {near['difference_high']:+.2f}]"
+            f"{row.name:30} R@1 {recall['reference_rate']:.2f} → {recall['rate']:.2f}: {recall['difference']:+.2f}"
+            f" [{recall['difference_low']:+.2f}, {recall['difference_high']:+.2f}]"
         )
         if not options.keep:
             shutil.rmtree(folder)
 
 
 def shared_passages(source: Path, passages: Sequence[str], calibrate: CalibrationTexts) -> dict[str, float]:
-    """A row's ``shared``: the fraction of the passages' tokens that was calibrated on; none without calibration."""
+    """A row's ``shared``: the fraction of the passages' tokens that are calibrated on; empty without calibration."""
     tokenizer = load_tokenizer(source)
     ids = [torch.tensor(token_ids(tokenizer, passage), dtype=torch.long) for passage in passages]
     return shared_fractions(open_checkpoint(source), {"shared": ids}, calibrate)
 
 
 def study(text: str, cache: Path, work: Path) -> Path:
-    """The text file to calibrate on; BoolQ's has a question in each line and its passage in the next."""
+    """The calibration text as a file; BoolQ's has a question on each line and its passage on the next."""
     if text == "wikitext":
         return data.wikitext("train", cache)
     path = work / "boolq-study.txt"

@@ -1,4 +1,4 @@
-"""How much of an exam was calibrated on: kept beside each result, so that its table can say so."""
+"""Measure how much of an evaluation text is in the calibration text, for the notes in tables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from headwise.texts.overlap import TOLERATED
 def shared_fractions(
     checkpoint: Checkpoint, texts: Mapping[str, Sequence[Tensor]], calibrate: CalibrationTexts
 ) -> dict[str, float]:
-    """The fraction of each text's tokens that lie in passages of the calibration; empty without a calibration.
+    """The fraction of each text's tokens that lie in passages of the calibration text; empty without calibration.
 
     Args:
         checkpoint: the source.
         texts: windows of tokens, by name.
-        calibrate: what the conversion was calibrated on.
+        calibrate: the calibration texts of the conversion.
     """
     if not calibrate:
         return {}
@@ -32,7 +32,7 @@ def shared_fractions(
 def exam_windows(
     checkpoint: Checkpoint, texts: Mapping[str, Path], *, window: int, windows: int
 ) -> dict[str, list[Tensor]]:
-    """The windows of each text that `headwise.evaluate` scores, by the same names."""
+    """The windows of each text that `headwise.evaluate` scores, by the names of the texts."""
     tokenizer = load_tokenizer(checkpoint.path)
     return {
         name: [token_windows(tokenizer, read_text(path), window=window, windows=windows)]
@@ -41,5 +41,5 @@ def exam_windows(
 
 
 def shared_mark(fraction: float | None) -> str:
-    """The words of a table's cell about a text that was calibrated on in part; none up to 1 %."""
+    """A note for a table's cell about a text that is calibrated on in part; empty up to `TOLERATED`."""
     return f", {fraction:.0%} shared" if fraction is not None and fraction > TOLERATED else ""

@@ -1,11 +1,12 @@
 """Measurements that ``headwise bench`` does not make.
 
-Layers of large models; the parts of a small model's token; the memory of a prompt; whether an optimised model makes
-the same tokens; the quality of an int8 cache; the cost of ``auto``'s choices; a batch of unequal lengths.
+Layers of large models; the parts of a token's time in a small model; the memory of a prompt; whether an optimised
+model generates the same tokens; the quality of an int8 cache; the backends that ``auto`` chooses; a batch of unequal
+lengths.
 
     python -m benchmarks.speed --json benchmarks/results/speed.json
 
-Each row is kept as soon as it is measured.
+Each row is saved as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MODELS = {
 
 @torch.inference_mode()
 def layers(name: str, context: int, rounds: int) -> dict[str, Any]:
-    """Time a token in four layers of a large model's shape in bfloat16, and its attention and linear layers apart."""
+    """Time a token in four layers of a large model's shape in bfloat16, and in their attention and linear layers."""
     config = LlamaConfig(
         **MODELS[name], num_attention_heads=32, num_hidden_layers=LAYERS, vocab_size=64, max_position_embeddings=32768
     )
@@ -61,7 +62,7 @@ def layers(name: str, context: int, rounds: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def small(context: int, rounds: int) -> dict[str, Any]:
-    """Time a token of the bundled model in float32; besides attention and linear layers it is mostly Python."""
+    """Time a token of the bundled model in float32, which takes mostly Python besides attention and linear layers."""
     model = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
     cache = HeadwiseCache(model, max_length=context + 8)
     model(torch.randint(5, 40000, (1, context)), past_key_values=cache, logits_to_keep=1)
@@ -103,15 +104,15 @@ def parts(model: Any, cache: HeadwiseCache, rounds: int) -> dict[str, Any]:
     median = {call: statistics.median(values[3:]) for call, values in times.items()}
     bandwidth = probes.limits(median["read"], median["product"]).bytes_per_second
     weights = sum(module.weight.nbytes for module in linears)
-    held = sum(key.nbytes + value.nbytes for key, value in cached)
+    cache_bytes = sum(key.nbytes + value.nbytes for key, value in cached)
     return {
         "context": context,
         "read_bytes_per_second": bandwidth,
         "weights_bytes": weights,
-        "cache_bytes": held,
+        "cache_bytes": cache_bytes,
         **{f"{call}_ms": median[call] * 1e3 for call in ("token", "attention", "linear")},
-        "token_of_limit": median["token"] * bandwidth / (weights + held),
-        "attention_of_limit": median["attention"] * bandwidth / held,
+        "token_of_limit": median["token"] * bandwidth / (weights + cache_bytes),
+        "attention_of_limit": median["attention"] * bandwidth / cache_bytes,
         "linear_of_limit": median["linear"] * bandwidth / weights,
     }
 
@@ -136,16 +137,16 @@ def _memory(way: str, tokens: int, kv_heads: int, dtype: str) -> dict[str, Any]:
     }
     few = slice(0, 64)
     attend(query[:, :, few], key[:, :, few], value[:, :, few], is_causal=True)  # compiles the kernel
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     with torch.inference_mode():
-        taken = seconds(calls[way])
+        duration = seconds(calls[way])
     extra = _status("VmHWM") - before
     return {
         "tokens": tokens,
         "kv_heads": kv_heads,
         "dtype": dtype,
-        "seconds": taken,
+        "seconds": duration,
         "peak_bytes_beyond_inputs": extra,
         "peak_bytes_beyond_inputs_and_output": extra - query.nbytes,
     }
@@ -162,10 +163,10 @@ def greedy(context: int, new: int) -> dict[str, Any]:
     from headwise.checkpoints import load_tokenizer, model_path, tokenize
 
     stock = headwise.load("smollm2-135m", dtype="float32").eval()
-    ours = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
+    optimized = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
     text = Path(torch.__file__).with_name("functional.py").read_text(encoding="utf-8")
     ids = tokenize(load_tokenizer(model_path("smollm2-135m")), text, return_tensors="pt")["input_ids"][:, :context]
-    runs = [(stock, DynamicCache(config=stock.config)), (ours, HeadwiseCache(ours))]
+    runs = [(stock, DynamicCache(config=stock.config)), (optimized, HeadwiseCache(optimized))]
     logits = [model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1] for model, cache in runs]
     for index in range(new):
         first, second = (int(row.argmax()) for row in logits)
@@ -186,7 +187,7 @@ def int8(windows: int, prompt: int, length: int, step: int) -> dict[str, Any]:
     text = wikitext("test").read_text(encoding="utf-8")[: 8 * windows * length]
     ids = tokenize(load_tokenizer(model_path("smollm2-135m")), text, return_tensors="pt")["input_ids"]
     loss = {"float32": 0.0, "int8": 0.0}
-    divergence, agreed, count = 0.0, 0, 0
+    divergence, agreements, count = 0.0, 0, 0
     for window in range(windows):
         tokens = ids[:, window * length : (window + 1) * length]
         caches = {"float32": HeadwiseCache(model), "int8": HeadwiseCache(model, quantize="int8")}
@@ -199,7 +200,7 @@ def int8(windows: int, prompt: int, length: int, step: int) -> dict[str, Any]:
                 logs[name] = model(piece, past_key_values=cache).logits[0, : len(targets)].double().log_softmax(-1)
                 loss[name] -= float(logs[name].gather(-1, targets[:, None]).sum())
             divergence += float((logs["float32"].exp() * (logs["float32"] - logs["int8"])).sum())
-            agreed += int((logs["float32"].argmax(-1) == logs["int8"].argmax(-1)).sum())
+            agreements += int((logs["float32"].argmax(-1) == logs["int8"].argmax(-1)).sum())
             count += len(targets)
     perplexity = {name: math.exp(total / count) for name, total in loss.items()}
     return {
@@ -208,7 +209,7 @@ def int8(windows: int, prompt: int, length: int, step: int) -> dict[str, Any]:
         "perplexity": perplexity,
         "ratio": perplexity["int8"] / perplexity["float32"],
         "kl_nats": divergence / count,
-        "top1_agreement": agreed / count,
+        "top1_agreement": agreements / count,
     }
 
 
@@ -249,7 +250,7 @@ def dispatch() -> dict[str, Any]:
 
 @torch.inference_mode()
 def unequal(longest: int, shortest: int, batch: int) -> dict[str, Any]:
-    """Time a batch of one long row and short ones, as many tokens in one row, and a batch of long rows."""
+    """Time a batch of one long row and short ones, one row of as many tokens, and a batch of long rows."""
     query, key, value = (torch.randn(batch, heads, n, 128) for heads, n in ((32, 1), (8, longest), (8, longest)))
     lengths = torch.tensor([longest, *[shortest] * (batch - 1)])
     padding = torch.arange(longest) >= longest - lengths[:, None]
@@ -267,7 +268,7 @@ def unequal(longest: int, shortest: int, batch: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the rows that are not kept yet."""
+    """Measure the rows that have no result yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=15)

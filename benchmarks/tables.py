@@ -1,9 +1,10 @@
-"""Make tables of the results, and put them in the documents that show them.
+"""Make tables from the results, and insert them in the documents that show them.
 
     python -m benchmarks.tables                                        # print them
-    python -m benchmarks.tables --write README.md docs/*.md            # put them in their places there
+    python -m benchmarks.tables --write README.md docs/*.md            # insert them in these documents
 
-A place is a line ``<!-- table: NAME -->`` and a line ``<!-- end of table -->``; what is between them is replaced.
+A document marks the place of a table by a line ``<!-- table: NAME -->`` and a line ``<!-- end of table -->``; the
+lines between them are replaced.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def retrieval(document: Document) -> str:
 
 
 def positions(document: Document) -> str:
-    """The table of costs by position in a long window, original and converted."""
+    """The table of losses by position in a long window, original and converted."""
     rows = []
     for name, row in document["rows"].items():
         if name.startswith("text/"):
@@ -164,8 +165,8 @@ def kills(document: Document) -> str:
 
 
 def decode(document: Document) -> str:
-    """The table of decoding at 8192 tokens: headwise's time, and the other ways' times over it."""
-    ways = {
+    """The table of decoding at 8192 tokens: headwise's time, and the other implementations' times over it."""
+    others = {
         "SDPA": "SDPA",
         "Flex": "FlexAttention",
         "packed": "packed, plain torch",
@@ -174,18 +175,18 @@ def decode(document: Document) -> str:
     rows = []
     for case in document["cases"]:
         if (case["values"]["length"], case["values"]["batch"]) == (8192, 1):
-            ours = case["ways"]["headwise"]
-            others = [_times(case["ways"].get(way, {}).get("ms"), ours["ms"]) for way in ways]
-            limit = f"{ours['ms'] / case['limit_ms']:.2f}"
-            rows.append([case["values"]["shape"], case["values"]["dtype"], f"{ours['ms']:.2f}", limit, *others])
-    return table(["heads", "dtype", "headwise ms", "× limit", *ways.values()], rows, left=2)
+            ms = case["ways"]["headwise"]["ms"]
+            ratios = [_times(case["ways"].get(way, {}).get("ms"), ms) for way in others]
+            limit = f"{ms / case['limit_ms']:.2f}"
+            rows.append([case["values"]["shape"], case["values"]["dtype"], f"{ms:.2f}", limit, *ratios])
+    return table(["heads", "dtype", "headwise ms", "× limit", *others.values()], rows, left=2)
 
 
 def limits(document: Document) -> str:
-    """The table of caches larger than the processor's own: time over the limit, by shape and dtype."""
+    """The table of decoding with more cached bytes than the processor's caches hold: time over the limit."""
     rows = []
     for case in document["cases"]:
-        ours, values = case["ways"]["headwise"], case["values"]
+        timing, values = case["ways"]["headwise"], case["values"]
         reading = case["nbytes"] / case["read_bytes_per_second"] * 1e3
         bound = "memory" if reading >= 0.999 * case["limit_ms"] else "products"
         rows.append(
@@ -193,12 +194,12 @@ def limits(document: Document) -> str:
                 values["shape"],
                 str(values["batch"]),
                 values["dtype"],
-                f"{ours['ms']:.2f}",
-                f"{ours['gb_per_s']:.0f}",
-                f"{ours['gflop_per_s']:.0f}",
+                f"{timing['ms']:.2f}",
+                f"{timing['gb_per_s']:.0f}",
+                f"{timing['gflop_per_s']:.0f}",
                 f"{case['read_bytes_per_second'] / 1e9:.0f}",
                 bound,
-                f"{ours['ms'] / case['limit_ms']:.2f}",
+                f"{timing['ms'] / case['limit_ms']:.2f}",
             ]
         )
     head = ["heads", "batch", "dtype", "ms", "GB/s", "GFLOP/s", "reading GB/s", "bound by", "× limit"]
@@ -244,17 +245,17 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "limits": ("decode-96mib.json", limits),
     "generate": ("generate.json", generate),
 }
-"""By the name of a place: the results file, and the function that makes the table."""
+"""The results file of each table and the function that makes it, by the table's name."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A Markdown table; the first columns are words, the others numbers."""
+    """A Markdown table, whose first ``left`` columns are left-aligned words and the others right-aligned numbers."""
     rule = ["---" if at < left else "---:" for at in range(len(head))]
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
 def fill(text: str, tables: dict[str, str]) -> str:
-    """Put tables in their places in a document; a place without a table stays as it is."""
+    """Insert tables in their places in a document; a place whose table is missing is not changed."""
 
     def put(place: re.Match[str]) -> str:
         content = tables.get(place[2])
@@ -263,18 +264,18 @@ def fill(text: str, tables: dict[str, str]) -> str:
     return re.sub(r"(<!-- table: ([a-z-]+) -->)\n.*?(<!-- end of table -->)", put, text, flags=re.DOTALL)
 
 
-def _times(theirs: float | None, own: float) -> str:
-    return "" if theirs is None else f"{theirs / own:.1f}"
+def _times(ms: float | None, headwise_ms: float) -> str:
+    return "" if ms is None else f"{ms / headwise_ms:.1f}"
 
 
 def _conversions(document: Document) -> list[dict[str, Any]]:
-    """The rows that were evaluated, the largest first, without those that were only tried for their settings."""
+    """The evaluated rows, the largest cache first; rows that only tried settings are left out."""
     rows = [row for row in document["rows"].values() if "evaluate" in row]
     order = list(METHODS)
     return sorted(
         rows,
         key=lambda row: (
-            -_asked(row),
+            -_requested_values(row),
             row["name"].startswith("mqa"),
             order.index(row["method"]),
             len(row["texts"]),
@@ -299,8 +300,8 @@ def _text_name(path: str) -> str:
     return names.get(stem, stem.capitalize())
 
 
-def _asked(row: dict[str, Any]) -> int:
-    """Values a token as asked for, without those that a format adds."""
+def _requested_values(row: dict[str, Any]) -> int:
+    """The cached values a token that the target names, without the padding of a format."""
     rank = row["kv_lora_rank"]
     return int(row["values"] if rank is None else rank + row["qk_rope_head_dim"])
 
@@ -348,7 +349,7 @@ def _number(value: float) -> str:
 
 
 def _text_ratio(row: dict[str, Any], score: dict[str, Any]) -> str:
-    """A text's ratio of perplexities, and how much of the text was calibrated on where that is not nothing."""
+    """The ratio of perplexities on a text, with the fraction of the text that is calibrated on, if any."""
     return _ratio(score["perplexity_ratio"]) + shared_mark(row.get("shared", {}).get(score["text"]))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 def may_attend(
     mask: Tensor | None, is_causal: bool, shape: tuple[int, int, int, int], window: int | None = None
 ) -> Tensor:
-    """Which of the pairs ``[B, H, S, T]`` a mask, bottom-right causality and a window leave, pair by pair."""
+    """The pairs ``[B, H, S, T]`` that a mask, bottom-right causality and a window allow, computed pair by pair."""
     B, H, S, T = shape
     values = None if mask is None else mask.tolist()
 
@@ -52,13 +52,13 @@ def attend_by_rows(query: Tensor, key: Tensor, value: Tensor, kept: Tensor, scal
     for b in range(B):
         for h in range(H):
             for s in range(S):
-                seen = kept[b, h, s].nonzero()[:, 0]
-                if len(seen) == 0:
+                keys = kept[b, h, s].nonzero()[:, 0]
+                if len(keys) == 0:
                     rows.append(value.new_zeros(value.shape[-1]))
                     continue
-                scores = scale * (key[b, h // group, seen] @ query[b, h, s])
+                scores = scale * (key[b, h // group, keys] @ query[b, h, s])
                 powers = (scores - scores.max()).exp()
-                rows.append((powers / powers.sum()) @ value[b, h // group, seen])
+                rows.append((powers / powers.sum()) @ value[b, h // group, keys])
     return torch.stack(rows).view(B, H, S, value.shape[-1])
 
 

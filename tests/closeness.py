@@ -1,4 +1,4 @@
-"""How near two tensors must be: within a fraction of the largest value expected."""
+"""Compare tensors up to a fraction of the largest expected value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole transformers models on the meta device, and what they hold, by the parts of `headwise.cost.model`."""
+"""Whole transformers models on the meta device, and the sizes of their parts as in `headwise.cost.model`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def meta_model(config: dict[str, Any]) -> Any:
 
 
 def stored_parts(model: Any) -> Counter[str]:
-    """How many numbers of each part the model stores; a tensor that is tied counts once, where it is first."""
+    """The number of stored values in each part of the model; a tied tensor counts once, where it is first."""
     owners: dict[int, str] = {}
     for module in model.modules():
         for part, rule in _OWNERS.items():
@@ -54,8 +54,10 @@ def stored_parts(model: Any) -> Counter[str]:
     }
     counts: Counter[str] = Counter()
     for name, tensor in stored.items():
-        found = owners.get(id(tensor)) or next((part for part, rule in _PARTS.items() if re.search(rule, name)), name)
-        counts[found] += tensor.numel()
+        part_name = owners.get(id(tensor)) or next(
+            (part for part, rule in _PARTS.items() if re.search(rule, name)), name
+        )
+        counts[part_name] += tensor.numel()
     if "experts" not in counts and "shared_experts" in counts:  # Granite 4 without experts keeps the name
         counts["feed_forward"] += counts.pop("shared_experts")
     return counts

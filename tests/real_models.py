@@ -62,10 +62,10 @@ def save_character_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def glassllm_weights() -> dict[str, np.ndarray]:
     """The arrays of the glassllm package's English model."""
-    found = importlib.util.find_spec("glassllm")
-    assert found is not None
-    assert found.submodule_search_locations is not None
-    with np.load(Path(found.submodule_search_locations[0]) / "weights/en.npz") as arrays:
+    package = importlib.util.find_spec("glassllm")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    with np.load(Path(package.submodule_search_locations[0]) / "weights/en.npz") as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 

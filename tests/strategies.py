@@ -68,7 +68,7 @@ def maybe_rope(draw: st.DrawFn, width: int, *, tiny: bool) -> RopeSpec | None:
 
 @st.composite
 def grouped_specs(draw: st.DrawFn, *, mechanism: str | None = None, tiny: bool = False) -> GroupedSpec:
-    """``tiny`` are small, and of what the layers do."""
+    """Specs of grouped attention; with ``tiny`` small ones, of layers that headwise can run."""
     kv_heads, group = draw(st.integers(1, 4 if tiny else 6)), draw(st.integers(1, 4 if tiny else 6))
     if mechanism in ("mqa", "single_head"):
         kv_heads = 1
@@ -193,7 +193,7 @@ def specs_of(mechanism: str, *, tiny: bool = False) -> st.SearchStrategy[AnySpec
 
 
 def causal(spec: AttentionSpec, **changes: Any) -> Any:
-    """The spec as a decoder's: causal, its gates a token's where it has gates."""
+    """The spec of a decoder: causal, with gates by token if it has gates."""
     if isinstance(spec, ExpertLatentSpec):
         changes = {"conditioning": "token", **changes}
     return replace(spec, is_causal=True, **changes)

@@ -32,7 +32,7 @@ ROOMS = (
     ("frontiers",),
     ("cli", "__main__"),
 )
-"""Each imports from those above it alone; several on one line do not import each other in a circle."""
+"""Each room imports only from those above it; those on one line do not import each other in a circle."""
 
 CONVERSION = ("solvers", "methods", "planning", "storage", "calibration", "budget", "output")
 """The sub-rooms of ``conversion/`` in order; the files that lie in it directly come last."""
@@ -52,11 +52,11 @@ EXEMPT = {
 
 def modules() -> dict[str, Path]:
     """Every module of the package by its name without ``headwise.``; the package itself is ``""``."""
-    found = {}
+    by_name = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        by_name[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return by_name
 
 
 MODULES = modules()

@@ -1,4 +1,4 @@
-"""The chain on real weights: SmolLM2-135M (dequantised from Q4_1) and glassllm."""
+"""From conversion to evaluation on real weights: SmolLM2-135M (dequantised from Q4_1) and glassllm."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_lossless_mla(smollm2: Path, text: Path, ids: torch.Tensor, expected: to
     out = smollm2.parent / "lossless"
     headwise.convert(smollm2, out, to="mla", kv_budget=1.0, evaluate=False)
     assert float((logits(out, ids) - expected).abs().max()) < 1e-3
-    found = headwise.evaluate(out, against=smollm2, text=text, window=512, windows=1, context=64)
-    assert found.perplexity_ratio == pytest.approx(1, abs=1e-4)
-    assert found.kl == pytest.approx(0, abs=1e-5)
-    assert found.top1_agreement == pytest.approx(1, abs=0.005)
-    assert found.reference is not None
-    assert found.cache_bytes_per_token == found.reference.cache_bytes_per_token == 30 * 384 * 4
+    evaluation = headwise.evaluate(out, against=smollm2, text=text, window=512, windows=1, context=64)
+    assert evaluation.perplexity_ratio == pytest.approx(1, abs=1e-4)
+    assert evaluation.kl == pytest.approx(0, abs=1e-5)
+    assert evaluation.top1_agreement == pytest.approx(1, abs=0.005)
+    assert evaluation.reference is not None
+    assert evaluation.cache_bytes_per_token == evaluation.reference.cache_bytes_per_token == 30 * 384 * 4
 
 
 def test_half_the_cache_in_a_fresh_process(smollm2: Path, text: Path) -> None:
@@ -119,25 +119,25 @@ json.dump({{
 """
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert fresh.returncode == 0, fresh.stderr
-    said = json.loads(fresh.stdout)
-    assert said["text"].strip()
-    assert said["bytes"] / said["tokens"] == 30 * 192 * 4
+    report = json.loads(fresh.stdout)
+    assert report["text"].strip()
+    assert report["bytes"] / report["tokens"] == 30 * 192 * 4
     # Half the cache on little calibration hurts; nonsense would be thousands of times the perplexity.
-    found = headwise.evaluate(out, against=smollm2, text=text, window=512, windows=1, context=64)
-    assert found.perplexity_ratio is not None
-    assert 1 < found.perplexity_ratio < 3
+    evaluation = headwise.evaluate(out, against=smollm2, text=text, window=512, windows=1, context=64)
+    assert evaluation.perplexity_ratio is not None
+    assert 1 < evaluation.perplexity_ratio < 3
 
 
 @pytest.mark.parametrize("plan", ["lossless", "lossy"])
 def test_as_deepseek_v3_where_headwise_cannot_be_imported(
     plan: str, smollm2: Path, tmp_path: Path, ids: torch.Tensor
 ) -> None:
-    own = tmp_path / "own"
+    folder = tmp_path / "own"
     if plan == "lossless":
-        headwise.convert(smollm2, own, to="mla", kv_budget=1.0, evaluate=False)
+        headwise.convert(smollm2, folder, to="mla", kv_budget=1.0, evaluate=False)
     else:
-        convert_with_one_plan(smollm2, own, kv_lora_rank=200, qk_rope_head_dim=128)
-    export_deepseek(own, tmp_path / "stock")
+        convert_with_one_plan(smollm2, folder, kv_lora_rank=200, qk_rope_head_dim=128)
+    export_deepseek(folder, tmp_path / "stock")
     code = f"""
 import sys
 sys.modules["headwise"] = None
@@ -156,18 +156,18 @@ torch.save({{
 """
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert fresh.returncode == 0, fresh.stderr
-    said = torch.load(tmp_path / "said.pt", weights_only=True)
-    assert said["kind"] == "DeepseekV3ForCausalLM"
-    assert float((said["logits"] - logits(own, ids)).abs().max()) < 1e-3
+    answers = torch.load(tmp_path / "said.pt", weights_only=True)
+    assert answers["kind"] == "DeepseekV3ForCausalLM"
+    assert float((answers["logits"] - logits(folder, ids)).abs().max()) < 1e-3
     optimized = headwise.optimize(headwise.load(tmp_path / "stock"))
     with torch.inference_mode():
-        assert float((said["logits"] - optimized(ids).logits).abs().max()) < 1e-3
-        assert said["made"].shape[1] == said["prompt"].shape[1] + 64
-        for model in (headwise.load(own), optimized):
-            made = model.generate(said["prompt"], max_new_tokens=64, do_sample=False, eos_token_id=None)
-            differ = (made != said["made"])[0].nonzero()
+        assert float((answers["logits"] - optimized(ids).logits).abs().max()) < 1e-3
+        assert answers["made"].shape[1] == answers["prompt"].shape[1] + 64
+        for model in (headwise.load(folder), optimized):
+            tokens = model.generate(answers["prompt"], max_new_tokens=64, do_sample=False, eos_token_id=None)
+            differ = (tokens != answers["made"])[0].nonzero()
             if len(differ):  # two tokens as good as each other, then
-                before = made[:, : int(differ[0])]
+                before = tokens[:, : int(differ[0])]
                 first, second = model(before).logits[0, -1].topk(2).values.tolist()
                 assert first - second < 1e-3
 
@@ -200,14 +200,14 @@ torch.save([type(model).__name__, model(torch.tensor({ids.tolist()})).logits.det
 """
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert fresh.returncode == 0, fresh.stderr
-    name, said = torch.load(tmp_path / "said", weights_only=True)
+    name, logits = torch.load(tmp_path / "said", weights_only=True)
     assert name == "DeepseekV3ForCausalLM"
     optimized = headwise.optimize(headwise.load(tmp_path / "stock"))
     with torch.inference_mode():
-        assert float((said - optimized(ids).logits).abs().max()) < 1e-3
-    found = headwise.evaluate(tmp_path / "stock", against=smollm2, text=text, window=512, windows=1, context=64)
-    assert found.perplexity_ratio is not None
-    assert 1 < found.perplexity_ratio < 2
+        assert float((logits - optimized(ids).logits).abs().max()) < 1e-3
+    evaluation = headwise.evaluate(tmp_path / "stock", against=smollm2, text=text, window=512, windows=1, context=64)
+    assert evaluation.perplexity_ratio is not None
+    assert 1 < evaluation.perplexity_ratio < 2
 
 
 def test_stock_cache_of_the_original_is_twice_as_large(smollm2: Path, ids: torch.Tensor) -> None:
@@ -234,10 +234,10 @@ def test_the_glassllm_folder_is_the_packages_model(tmp_path: Path) -> None:
 
     from glassllm.model import GlassLM
 
-    found = importlib.util.find_spec("glassllm")
-    assert found is not None
-    assert found.origin is not None
-    own = GlassLM.load(Path(found.origin).parent / "weights/en.npz")
+    package = importlib.util.find_spec("glassllm")
+    assert package is not None
+    assert package.origin is not None
+    oracle = GlassLM.load(Path(package.origin).parent / "weights/en.npz")
     ids = torch.randint(0, 1024, (1, 60), generator=torch.Generator().manual_seed(2))
-    expected = torch.from_numpy(own.forward(ids.numpy()).data)
+    expected = torch.from_numpy(oracle.forward(ids.numpy()).data)
     assert_close(logits(save_glassllm(tmp_path / "glass"), ids), expected, 1e-4)

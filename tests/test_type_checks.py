@@ -1,4 +1,4 @@
-"""Arguments of a wrong type are refused in a line, before anything is done."""
+"""Arguments of a wrong type are refused with one line, before any work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny random model of every family that is converted, in float64, and what it answers."""
+"""A tiny random model of every family that can be converted, in float64, and its outputs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def save_family(folder: Path, name: str, **overrides: Any) -> Path:
 
 @torch.inference_mode()
 def answer(model: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Logits (an encoder's last states) for token ids; a speech model hears the same noise every time."""
+    """Logits (or an encoder's last states) for token ids; a speech model always gets the same noise."""
     if model.config.is_encoder_decoder:
         kwargs = {"input_features": noise(len(ids)).to(model.dtype), "decoder_input_ids": ids, **kwargs}
         return model(**kwargs).logits
@@ -101,7 +101,7 @@ def answer(model: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 
 
 def noise(batch: int) -> torch.Tensor:
-    """What a tiny speech model hears: ``[batch, 8, 20]``."""
+    """Random features for a tiny speech model, ``[batch, 8, 20]``."""
     return torch.randn(batch, 8, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 

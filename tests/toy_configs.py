@@ -1,4 +1,4 @@
-"""A toy ``config.json`` of every family transformers can build, with no more said than a reader needs."""
+"""A toy ``config.json`` of every family transformers can build, with only the fields that a reader needs."""
 
 from __future__ import annotations
 
@@ -163,4 +163,4 @@ TOYS: dict[str, dict[str, Any]] = {
     name: {**({} if own is _GPT2 else _SIZES), **own, "model_type": name} for name, own in _OWN.items()
 }
 UNBUILT = {"bert", "roberta", "distilbert", "RefinedWeb", "RefinedWebModel", "nemotron-nas", "openelm", "whisper"}
-"""Readers of models that transformers has no class for, or no decoder."""
+"""Model types that have a reader, but no class, or no decoder, in transformers."""

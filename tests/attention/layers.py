@@ -26,7 +26,7 @@ EXPERTS: dict[str, Any] = {"head_dim": 6, "latent_kv_heads": 2, "kv_dim": 5, "nu
 
 
 def randomized(layer: Layer, seed: int = 0) -> Layer:
-    """In float64 and eval mode, every parameter random: weights of about 1/sqrt(16), vectors about 1."""
+    """Make every parameter random, weights of about 1/sqrt(16) and vectors of about 1, in float64 and eval mode."""
     layer.double().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -73,7 +73,7 @@ LAYERS: dict[str, Callable[..., AttentionLayer]] = {
 
 
 def output_bias(layer: AttentionLayer) -> Tensor:
-    """What a token that attends to nothing gives."""
+    """The output of a token that attends to nothing."""
     spec: Any = layer.spec
     projection: Any = getattr(layer, "o_proj", None)
     if projection is None:
@@ -84,12 +84,12 @@ def output_bias(layer: AttentionLayer) -> Tensor:
 
 
 def gradients_are_right(layer: AttentionLayer, x: Tensor, **call: Any) -> bool:
-    """By finite differences, of the input and every parameter."""
+    """Compare gradients of the input and every parameter with finite differences."""
     names, values = zip(*layer.named_parameters(), strict=True)
 
     def run(x: Tensor, *parameters: Tensor) -> Tensor:
-        given = dict(zip(names, parameters, strict=True))
-        out = torch.func.functional_call(layer, given, (x,), call)
+        by_name = dict(zip(names, parameters, strict=True))
+        out = torch.func.functional_call(layer, by_name, (x,), call)
         assert isinstance(out, Tensor)
         return out
 

@@ -125,13 +125,13 @@ def hidden(batch: int, tokens: int, seed: int) -> Tensor:
 
 
 def from_config(theirs: Theirs, **kwargs: Any) -> AttentionLayer:
-    """Our layer from their config.json alone; DeepSeek's latent norms do not read ``rms_norm_eps``."""
+    """headwise's layer from transformers' config.json alone; DeepSeek's latent norms do not read ``rms_norm_eps``."""
     eps = 1e-6 if theirs.config.model_type == "deepseek_v3" else getattr(theirs.config, "rms_norm_eps", 1e-6)
     return build(read_config(theirs.config.to_dict()).layers[0], norm_eps=eps, **kwargs).eval()
 
 
 def assert_same(ours: AttentionLayer, theirs: Theirs) -> None:
-    """A causal prefill, a decode step and a chunk, each through both caches."""
+    """Compare a causal prefill, a decode step and a chunk, each with both caches."""
     ours.load_state_dict(theirs.attention.state_dict(), strict=True)
     cache, past = ours.new_cache(2, 40), 0
     for tokens in (33, 1, 4):
@@ -187,7 +187,7 @@ def test_plain_constructors(name: str) -> None:
 
 @torch.no_grad()
 def test_gradients_of_a_prefill() -> None:
-    """The layers learn the same: every parameter's gradient."""
+    """The gradient of every parameter is the same."""
     for name in ("qwen3", "deepseek, biased"):
         theirs = Theirs(name, seed=4)
         ours = from_config(theirs)

@@ -200,14 +200,14 @@ def test_a_window_has_room_for_its_tokens_only(window: int, max_length: int, roo
 
 def test_an_update_returns_the_window_before_each_new_token() -> None:
     cache, parts = windowed(), [tokens(count, seed) for seed, count in enumerate((2, 1, 1, 4, 1))]
-    held = 0
+    length = 0
     for index, part in enumerate(parts):
-        seen = cache.update(*part)
-        held += part[0].shape[2]
+        states = cache.update(*part)
+        length += part[0].shape[2]
         so_far, new = joined(*parts[: index + 1]), part[0].shape[2]
-        assert_same(seen, so_far, last=min(held, 2 + new))
-        assert_same(cache.views(), so_far, last=min(held, 3))
-        assert (cache.length, cache.held) == (held, min(held, 3))
+        assert_same(states, so_far, last=min(length, 2 + new))
+        assert_same(cache.views(), so_far, last=min(length, 3))
+        assert (cache.length, cache.held) == (length, min(length, 3))
     with pytest.raises(ArgumentError, match="cache length = 10: is over max_length = 9"):
         cache.update(*tokens(1, 9))
 
@@ -222,10 +222,10 @@ def test_a_window_not_yet_full_gives_views() -> None:
 def test_what_was_returned_stays_when_the_window_moves_on() -> None:
     cache = windowed()
     cache.update(*tokens(3, 1))
-    seen = cache.update(*tokens(2, 2))
-    before = tuple(part.clone() for part in seen)
+    states = cache.update(*tokens(2, 2))
+    before = tuple(part.clone() for part in states)
     cache.update(*tokens(2, 3))
-    assert_same(seen, before)
+    assert_same(states, before)
 
 
 def test_crop_is_refused_once_something_is_forgotten() -> None:

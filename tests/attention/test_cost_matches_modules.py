@@ -1,4 +1,4 @@
-"""The closed forms of headwise.cost, held to real layers: what is allocated, counted and kept while they run."""
+"""The formulas of headwise.cost equal what real layers allocate, compute and keep while they run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BACKENDS: dict[str, Backend] = {"padded": "sdpa", "unfused": "reference"}
 
 
 def layer_of(spec: AnySpec, impl: str, *, kernel: str = "unfused", dtype: str = "float32") -> AttentionLayer:
-    """On the meta device."""
+    """The layer of a spec on the meta device."""
     with torch.device("meta"):
         layer = build(spec) if impl == "direct" else build(spec, impl=impl)
     layer.backend = BACKENDS[kernel]
@@ -81,7 +81,7 @@ def assert_a_training_step_costs(case: Case) -> None:
     layer = layer_of(spec, case.impl, kernel=case.kernel, dtype=case.dtype)
     assert layer.spec == spec
     assert cost.parameters(spec) == sum(parameter.numel() for parameter in layer.parameters())
-    asked: dict[str, Any] = {"batch": B, "impl": case.impl}
+    options: dict[str, Any] = {"batch": B, "impl": case.impl}
     for device, kernel in (("meta", "unfused"), ("cpu", case.kernel)):
         if device == "cpu":
             layer = layer.to_empty(device="cpu")
@@ -89,12 +89,12 @@ def assert_a_training_step_costs(case: Case) -> None:
                 torch.nn.init.normal_(parameter)
         x, kwargs = call_of(case, layer, device)
         counted = count(layer, x, backward=True, **kwargs)
-        asked |= {"kernel": kernel}
-        assert counted.forward_flops == cost.forward_flops(spec, S, T, causal=False, cross=T is not None, **asked)
+        options |= {"kernel": kernel}
+        assert counted.forward_flops == cost.forward_flops(spec, S, T, causal=False, cross=T is not None, **options)
         assert counted.backward_flops == cost.backward_flops(
-            spec, S, T, causal=False, input_gradient=case.input_gradient, **asked
+            spec, S, T, causal=False, input_gradient=case.input_gradient, **options
         )
-    kept = cost.activation_bytes(spec, S, T, causal=case.is_causal, dtype=case.dtype, **asked)
+    kept = cost.activation_bytes(spec, S, T, causal=case.is_causal, dtype=case.dtype, **options)
     # A latent one wide, or a single token, lies in memory every way at once, and torch saves itself some copies.
     single = S == 1 and not (isinstance(spec, GroupedSpec) and case.kernel == "unfused")
     assert kept == counted.saved_bytes or single or getattr(spec, "kv_dim", 2) == 1
@@ -144,9 +144,9 @@ def test_torchs_own_counter_agrees(mechanism: str, data: st.DataObject) -> None:
         out = layer(x, **kwargs)
         forward = counter.get_total_flops()
         out.backward(torch.empty_like(out))
-    asked: dict[str, Any] = {"batch": case.batch, "causal": False, "impl": case.impl}
-    assert forward == cost.forward_flops(spec, S, T, cross=T is not None, **asked)
-    backward = cost.backward_flops(spec, S, T, kernel="unfused", input_gradient=case.input_gradient, **asked)
+    options: dict[str, Any] = {"batch": case.batch, "causal": False, "impl": case.impl}
+    assert forward == cost.forward_flops(spec, S, T, cross=T is not None, **options)
+    backward = cost.backward_flops(spec, S, T, kernel="unfused", input_gradient=case.input_gradient, **options)
     assert counter.get_total_flops() == forward + backward
 
 
@@ -222,12 +222,12 @@ def test_auto_is_what_auto_costs(
         if past:
             layer(states(layer, batch, past), is_causal=True, cache=cache)
         flops[impl] = count(layer, states(layer, batch, new), is_causal=is_causal, cache=cache).forward_flops
-    asked = {
+    options = {
         impl: cost.forward_flops(spec, new, past + new, batch=batch, causal=is_causal, impl=impl) for impl in flops
     }
-    assert asked["auto"] == min(asked.values())
-    chosen = "expanded" if asked["expanded"] < asked["absorbed"] else "absorbed"
-    if asked["expanded"] != asked["absorbed"]:
+    assert options["auto"] == min(options.values())
+    chosen = "expanded" if options["expanded"] < options["absorbed"] else "absorbed"
+    if options["expanded"] != options["absorbed"]:
         assert flops["auto"] == flops[chosen]
     assert flops["auto"] in (flops["expanded"], flops["absorbed"])
 

@@ -1,4 +1,4 @@
-"""What every mechanism keeps to: caches, masks, padding, weights, dropout, gradients."""
+"""Properties of every mechanism: caches, masks, padding, weights, dropout, gradients."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ def test_a_masked_token_might_as_well_not_be_there(name: str, cross: bool) -> No
 def test_masks_of_every_shape_weigh_only_what_they_leave(name: str, mask: str, is_causal: bool) -> None:
     layer, x, given = make(name, 5), hidden(2, 6), MASKS[mask]
     out, weights = layer(x, attention_mask=given, is_causal=is_causal, return_weights=True)
-    seen = (given[:, None, None] if given.dim() == 2 else given).bool().expand(2, 1, 6, 6)
+    allowed = (given[:, None, None] if given.dim() == 2 else given).bool().expand(2, 1, 6, 6)
     if is_causal:
-        seen = seen & torch.ones(6, 6).tril().bool()
-    assert (weights != 0).eq(seen).all()
-    sums = seen.any(-1).double().expand(weights.shape[:3])
+        allowed = allowed & torch.ones(6, 6).tril().bool()
+    assert (weights != 0).eq(allowed).all()
+    sums = allowed.any(-1).double().expand(weights.shape[:3])
     assert_close(weights.sum(-1), sums, 1e-12)
     assert torch.allclose(layer(x, attention_mask=given, is_causal=is_causal), out, rtol=0, atol=1e-12)
-    empty = ~seen.any(-1)[:, 0]
+    empty = ~allowed.any(-1)[:, 0]
     assert torch.allclose(out[empty], output_bias(layer).expand_as(out[empty]), rtol=0, atol=1e-12)
 
 

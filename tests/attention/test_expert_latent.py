@@ -1,4 +1,4 @@
-"""Expert-decoded latent attention, against its definition: a decoder of every query token's own."""
+"""Expert-decoded latent attention, against its definition: each query token has its own decoder."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def test_it_is_its_definition(impl: Any, rope: str, top_k: int) -> None:
     layer, x = make(1, impl=impl, rope=ROPES[rope], top_k=top_k, bias=top_k == 2), hidden(2, 5)
     padding = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
     for is_causal, mask in ((False, None), (True, None), (True, padding)):
-        kept = may_attend(mask, is_causal, (2, 4, 5, 5))
+        allowed = may_attend(mask, is_causal, (2, 4, 5, 5))
         out = layer(x, attention_mask=mask, is_causal=is_causal)
-        assert_close(out, by_hand(layer, x, x, kept), 1e-12)
+        assert_close(out, by_hand(layer, x, x, allowed), 1e-12)
 
 
 @pytest.mark.parametrize("impl", [*IMPLS, "auto"])
@@ -114,8 +114,8 @@ def test_gates_of_a_sequence_are_its_mean_querys(impl: Any, rope: str) -> None:
     assert_close(layer(x), by_hand(layer, x, x, everything), 1e-12)
     real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 1, 0]])
     for mask in (real, real[:, None, None], real.bool()):
-        kept = may_attend(mask, False, (2, 4, 5, 5))
-        assert_close(layer(x, attention_mask=mask), by_hand(layer, x, x, kept, real=real), 1e-12)
+        allowed = may_attend(mask, False, (2, 4, 5, 5))
+        assert_close(layer(x, attention_mask=mask), by_hand(layer, x, x, allowed, real=real), 1e-12)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -138,9 +138,9 @@ def test_padding_has_no_say_in_a_sequences_gates(impl: Any) -> None:
 def test_cross_attention_is_its_definition(impl: Any, rope: str, conditioning: str) -> None:
     layer = make(4, impl=impl, rope=ROPES[rope], conditioning=conditioning)
     x, source, mask = hidden(2, 3), hidden(2, 5, seed=5), torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
-    kept = may_attend(mask, False, (2, 4, 3, 5))
+    allowed = may_attend(mask, False, (2, 4, 3, 5))
     out = layer(x, key_value_states=source, attention_mask=mask)
-    assert_close(out, by_hand(layer, x, source, kept), 1e-12)
+    assert_close(out, by_hand(layer, x, source, allowed), 1e-12)
     moved = layer(x, key_value_states=source, position_ids=torch.arange(3) + 7)
     everything = may_attend(None, False, (2, 4, 3, 5))
     assert_close(moved, by_hand(layer, x, source, everything, x_at=torch.arange(3) + 7), 1e-12)
@@ -290,12 +290,12 @@ def test_a_rotation_refuses_positions_with_gaps() -> None:
     for ids in (torch.tensor([0, 1, 3, 4]), torch.tensor([[0, 1, 2, 3], [0, 0, 1, 2]])):
         with pytest.raises(ArgumentError, match=r"position_ids = .*: must have no gaps: keys are rotated"):
             layer(x, position_ids=ids, cache=cache)
-    own = RotaryEmbedding(ROPE)(torch.arange(4)[None], torch.float64, 4)
+    tables = RotaryEmbedding(ROPE)(torch.arange(4)[None], torch.float64, 4)
     with pytest.raises(
         ArgumentError,
         match=r"position_embeddings = 'given': must be None: the layer computes its own; positions must have no gaps",
     ):
-        layer(x, position_embeddings=own, cache=cache)
+        layer(x, position_embeddings=tables, cache=cache)
     assert cache.length == 0
     without = experts().double()
     assert torch.equal(without(x, position_ids=torch.tensor([0, 9, 3, 4])), without(x))

@@ -44,7 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def make(num_kv_heads: int = 2, *, seed: int = 0, **kwargs: Any) -> GroupedQueryAttention:
-    """16 wide, 4 heads, float64, in eval mode, every parameter random, norms and biases too."""
+    """A layer 16 wide with 4 heads, in float64 and eval mode; every parameter is random, norms and biases too."""
     return randomize(GroupedQueryAttention(16, 4, num_kv_heads, **kwargs), seed)
 
 
@@ -99,9 +99,9 @@ def test_it_is_its_equations(num_kv_heads: int, backend: Backend, sizes: str) ->
     layer, x = make(num_kv_heads, seed=2, backend=backend, **SIZES[sizes]), hidden(2, 6)
     mask = torch.tensor([[True] * 6, [False, False, True, True, True, False]])
     for is_causal, padding in itertools.product([False, True], [None, mask]):
-        kept, at = may_attend(padding, is_causal, (2, 4, 6, 6)), torch.arange(6)
+        allowed, at = may_attend(padding, is_causal, (2, 4, 6, 6)), torch.arange(6)
         out = layer(x, attention_mask=padding, is_causal=is_causal)
-        assert_close(out, by_hand(layer, x, x, kept, at, at), 1e-12)
+        assert_close(out, by_hand(layer, x, x, allowed, at, at), 1e-12)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -110,8 +110,8 @@ def test_cross_attention_is_its_equations(sizes: str) -> None:
     layer, x, source = make(seed=3, **SIZES[sizes]), hidden(2, 3), hidden(2, 5, seed=4)
     mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
     out = layer(x, key_value_states=source, attention_mask=mask)
-    kept = may_attend(mask, False, (2, 4, 3, 5))
-    assert_close(out, by_hand(layer, x, source, kept, torch.arange(3), torch.arange(5)), 1e-12)
+    allowed = may_attend(mask, False, (2, 4, 3, 5))
+    assert_close(out, by_hand(layer, x, source, allowed, torch.arange(3), torch.arange(5)), 1e-12)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -283,9 +283,9 @@ def test_gradients(sizes: str, num_kv_heads: int) -> None:
     names, values = zip(*layer.named_parameters(), strict=True)
 
     def run(x: Tensor, *parameters: Tensor) -> Tensor:
-        given = dict(zip(names, parameters, strict=True))
+        by_name = dict(zip(names, parameters, strict=True))
         call = {"attention_mask": mask, "is_causal": True}
-        out = torch.func.functional_call(layer, given, (x,), call)
+        out = torch.func.functional_call(layer, by_name, (x,), call)
         assert isinstance(out, Tensor)
         return out
 

@@ -33,7 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def make(*, seed: int = 0, **kwargs: Any) -> MultiHeadLatentAttention:
-    """16 wide, 3 heads, float64, in eval mode, every parameter random, norms and biases too."""
+    """A layer 16 wide with 3 heads, in float64 and eval mode; every parameter is random, norms and biases too."""
     layer = MultiHeadLatentAttention(16, 3, **{**SMALL, **kwargs}).double().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -75,8 +75,8 @@ def by_hand(
     up = project(layer.kv_b_proj, normed(layer.kv_a_layernorm, down[..., :R]))
     query, key, value = [], [], []
     for h in range(spec.num_heads):
-        own, decoded = queries[..., h * (N + P) : (h + 1) * (N + P)], up[..., h * (N + V) : (h + 1) * (N + V)]
-        query.append(torch.cat((own[..., :N], turned(own[..., N:], x_at)), dim=-1))
+        head_query, decoded = queries[..., h * (N + P) : (h + 1) * (N + P)], up[..., h * (N + V) : (h + 1) * (N + V)]
+        query.append(torch.cat((head_query[..., :N], turned(head_query[..., N:], x_at)), dim=-1))
         key.append(torch.cat((decoded[..., :N], shared), dim=-1))
         value.append(decoded[..., N:])
     mixed = attend_by_rows(
@@ -93,9 +93,9 @@ def test_it_is_its_equations(impl: str, backend: Backend, sizes: str) -> None:
     layer, x = make(seed=2, impl=impl, backend=backend, **SIZES[sizes]), hidden(2, 6)
     mask = torch.tensor([[True] * 6, [False, False, True, True, True, False]])
     for is_causal, padding in itertools.product([False, True], [None, mask]):
-        kept, at = may_attend(padding, is_causal, (2, 3, 6, 6)), torch.arange(6)
+        allowed, at = may_attend(padding, is_causal, (2, 3, 6, 6)), torch.arange(6)
         out = layer(x, attention_mask=padding, is_causal=is_causal)
-        assert_close(out, by_hand(layer, x, x, kept, at, at), 1e-12)
+        assert_close(out, by_hand(layer, x, x, allowed, at, at), 1e-12)
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 7])
@@ -195,8 +195,8 @@ def test_cross_attention_is_its_equations(impl: str, sizes: str) -> None:
     layer, x, source = make(seed=8, impl=impl, **SIZES[sizes]), hidden(2, 3), hidden(2, 5, seed=9)
     mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
     out = layer(x, key_value_states=source, attention_mask=mask)
-    kept = may_attend(mask, False, (2, 3, 3, 5))
-    assert_close(out, by_hand(layer, x, source, kept, torch.arange(3), torch.arange(5)), 1e-12)
+    allowed = may_attend(mask, False, (2, 3, 3, 5))
+    assert_close(out, by_hand(layer, x, source, allowed, torch.arange(3), torch.arange(5)), 1e-12)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -317,10 +317,10 @@ def test_a_later_token_changes_no_earlier_output(impl: str, backend: Backend, to
 
 
 @torch.no_grad()
-def test_given_cos_and_sin_take_the_place_of_its_own() -> None:
+def test_cos_and_sin_can_be_passed() -> None:
     layer, x = make(seed=18), hidden(2, 5)
-    own = layer.rope(torch.arange(5)[None], torch.float64, 5)
-    assert torch.equal(layer(x, position_embeddings=own), layer(x))
+    tables = layer.rope(torch.arange(5)[None], torch.float64, 5)
+    assert torch.equal(layer(x, position_embeddings=tables), layer(x))
     moved = layer.rope(3 * torch.arange(5)[None], torch.float64, 13)
     out = layer(x, position_embeddings=moved)
     assert_close(out, layer(x, position_ids=3 * torch.arange(5)), 1e-12)
@@ -335,9 +335,9 @@ def test_gradients(impl: str, sizes: str) -> None:
     names, values = zip(*layer.named_parameters(), strict=True)
 
     def run(x: Tensor, *parameters: Tensor) -> Tensor:
-        given = dict(zip(names, parameters, strict=True))
+        by_name = dict(zip(names, parameters, strict=True))
         call = {"attention_mask": mask, "is_causal": True}
-        out = torch.func.functional_call(layer, given, (x,), call)
+        out = torch.func.functional_call(layer, by_name, (x,), call)
         assert isinstance(out, Tensor)
         return out
 
@@ -386,7 +386,7 @@ def test_build_makes_the_layer_a_spec_describes(is_causal: bool) -> None:
             assert norm is None or norm.eps == 0.25
 
 
-def test_its_rope_is_deepseeks_unless_told() -> None:
+def test_rope_defaults_to_deepseeks() -> None:
     assert make().spec.rope == RopeSpec(dim=4, interleaved=True)
     rope = RotaryEmbedding(RopeSpec(dim=4), [0.5, 0.5])
     assert make(rope=rope).rope is rope
@@ -444,7 +444,7 @@ def test_position_embeddings_of_a_wrong_shape_are_refused(size: tuple[int, ...])
         layer(torch.zeros(1, 4, layer.spec.hidden_size).double(), position_embeddings=(torch.zeros(size),) * 2)
 
 
-def test_a_layer_built_without_rope_turns_nothing() -> None:
+def test_a_layer_built_without_rope_does_not_rotate() -> None:
     spec = replace(make().spec, rope=None)
     layer = build(spec).double()
     assert (layer.spec, layer.rope) == (spec, None)

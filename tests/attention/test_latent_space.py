@@ -62,9 +62,9 @@ def test_it_is_its_equations(backend: Backend, sizes: str) -> None:
     layer, x = make(sizes, 1, backend=backend), hidden(2, 6)
     padding = torch.tensor([[True] * 6, [False, False, True, True, True, False]])
     for is_causal, mask in itertools.product([False, True], [None, padding]):
-        kept = may_attend(mask, is_causal, (2, 4, 6, 6))
+        allowed = may_attend(mask, is_causal, (2, 4, 6, 6))
         out = layer(x, attention_mask=mask, is_causal=is_causal)
-        assert_close(out, by_hand(layer, x, x, kept), 1e-12)
+        assert_close(out, by_hand(layer, x, x, allowed), 1e-12)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -72,8 +72,8 @@ def test_it_is_its_equations(backend: Backend, sizes: str) -> None:
 def test_cross_attention_is_its_equations(sizes: str) -> None:
     layer, x, source = make(sizes, 2), hidden(2, 3), hidden(2, 5, seed=3)
     mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
-    kept = may_attend(mask, False, (2, 4, 3, 5))
-    assert_close(layer(x, key_value_states=source, attention_mask=mask), by_hand(layer, x, source, kept), 1e-12)
+    allowed = may_attend(mask, False, (2, 4, 3, 5))
+    assert_close(layer(x, key_value_states=source, attention_mask=mask), by_hand(layer, x, source, allowed), 1e-12)
 
 
 @torch.no_grad()

@@ -60,9 +60,9 @@ def test_it_is_its_equations(backend: Backend, sizes: str) -> None:
     layer, x = make(sizes, 1, backend=backend), hidden(2, 6)
     padding = torch.tensor([[True] * 6, [False, False, True, True, True, False]])
     for is_causal, mask in itertools.product([False, True], [None, padding]):
-        kept = may_attend(mask, is_causal, (2, 1, 6, 6))
+        allowed = may_attend(mask, is_causal, (2, 1, 6, 6))
         out = layer(x, attention_mask=mask, is_causal=is_causal)
-        assert_close(out, by_hand(layer, x, x, kept), 1e-12)
+        assert_close(out, by_hand(layer, x, x, allowed), 1e-12)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -70,8 +70,8 @@ def test_it_is_its_equations(backend: Backend, sizes: str) -> None:
 def test_cross_attention_is_its_equations(sizes: str) -> None:
     layer, x, source = make(sizes, 2), hidden(2, 3), hidden(2, 5, seed=3)
     mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
-    kept = may_attend(mask, False, (2, 1, 3, 5))
-    assert_close(layer(x, key_value_states=source, attention_mask=mask), by_hand(layer, x, source, kept), 1e-12)
+    allowed = may_attend(mask, False, (2, 1, 3, 5))
+    assert_close(layer(x, key_value_states=source, attention_mask=mask), by_hand(layer, x, source, allowed), 1e-12)
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def test_without_an_output_projection_the_values_are_the_output() -> None:
     assert make("projected")(x).shape == (2, 4, 16)
 
 
-def test_its_widths_are_the_hidden_size_unless_told() -> None:
+def test_widths_default_to_the_hidden_size() -> None:
     spec = SelfAttention(16).spec
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim) == (1, 1, 16, 16)
     spec = SelfAttention(16, 5).spec

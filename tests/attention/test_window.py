@@ -94,8 +94,8 @@ def test_masks_over_all_tokens_lose_the_forgotten_ones(shape: tuple[int, ...]) -
     caches = layer.new_cache(2, 9), full.new_cache(2, 9)
     layer(x[:, :7], is_causal=True, cache=caches[0])
     full(x[:, :7], is_causal=True, cache=caches[1])
-    seen = (mask[:, None, None] if mask.dim() == 2 else mask) & band(9, 4)[:, :, 7:]
-    expected = full(x[:, 7:], attention_mask=seen, cache=caches[1])
+    allowed = (mask[:, None, None] if mask.dim() == 2 else mask) & band(9, 4)[:, :, 7:]
+    expected = full(x[:, 7:], attention_mask=allowed, cache=caches[1])
     assert_close(layer(x[:, 7:], attention_mask=mask, is_causal=True, cache=caches[0]), expected, 1e-12)
 
 

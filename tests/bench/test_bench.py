@@ -26,7 +26,7 @@ from headwise.bench.engines import _CTranslate2, widen
 from headwise.bench.report import OURS, UnableError, run_case
 from headwise.kernels import attend
 from headwise.measurement.machine_limits import Limits, Probes
-from tests.cli.conftest import Said, cli, one_thread
+from tests.cli.conftest import Result, cli, one_thread
 from tests.cli.test_costs import fits_80_columns
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
@@ -44,7 +44,7 @@ def test_shapes_are_read(text: str, numbers: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "9", "9/2/64", "9/3/x", "0/1/64", "16/512", "16/512-64", "8/4/64/2", "8/-4/64"])
-def test_shapes_that_are_none_are_refused(text: str) -> None:
+def test_malformed_shapes_are_refused(text: str) -> None:
     with pytest.raises(headwise.ArgumentError, match=re.escape(f"shape = '{text}': must be HEADS/KV_HEADS/HEAD_DIM")):
         Shape.parse(text)
 
@@ -198,8 +198,8 @@ def an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     (tmp_path / "an_engine.py").write_text(ENGINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made: Callable[..., Any] = importlib.import_module("an_engine").make
-    return made
+    make: Callable[..., Any] = importlib.import_module("an_engine").make
+    return make
 
 
 def test_an_engine_apart_answers_and_fails_by_name(an_engine: Callable[..., Any]) -> None:
@@ -237,7 +237,7 @@ def test_generate_goes_on_without_an_engine_that_fails(
 
 
 class Generating:
-    """As CTranslate2 calls back."""
+    """A CTranslate2 generator that calls back after each token."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error, self.made = error, 0
@@ -251,7 +251,7 @@ class Generating:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
-def test_ctranslate2_makes_a_token_when_asked_and_its_end_is_told(error: Exception | None) -> None:
+def test_ctranslate2_generates_a_token_on_request_and_reports_its_end(error: Exception | None) -> None:
     engine = object.__new__(_CTranslate2)
     engine._generator, engine._tokens, engine._room = Generating(error), list, 5
     engine._go, engine._done, engine._ended = threading.Semaphore(0), threading.Semaphore(0), None
@@ -278,8 +278,8 @@ def test_caches_are_read_in_turn_by_all_ways_together() -> None:
 
 def test_what_is_named_twice_is_measured_once() -> None:
     shapes = [Shape.parse("2/1/8"), Shape.parse("2/1/8")]
-    found = bench_decode(shapes=shapes, lengths=[4, 4], batches=[1, 1], dtypes=["float32", "float32"], quick=True)
-    assert len(found.cases) == 1
+    report = bench_decode(shapes=shapes, lengths=[4, 4], batches=[1, 1], dtypes=["float32", "float32"], quick=True)
+    assert len(report.cases) == 1
 
 
 def test_latents_need_no_rotation_to_be_latents() -> None:
@@ -303,10 +303,10 @@ def test_a_gguf_is_widened_whole(tmp_path: Path, alignment: int) -> None:
     writer.write_tensors_to_file()
     writer.close()
     widen(tmp_path / "a.gguf", tmp_path / "b.gguf")
-    made = gguf.GGUFReader(tmp_path / "b.gguf")
-    assert made.fields["llama.context_length"].contents() == 77
-    assert made.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
-    (tensor,) = made.tensors
+    reader = gguf.GGUFReader(tmp_path / "b.gguf")
+    assert reader.fields["llama.context_length"].contents() == 77
+    assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    (tensor,) = reader.tensors
     assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
     exact = gguf.quants.dequantize(quantised, gguf.GGMLQuantizationType.Q8_0)
     assert np.array_equal(np.asarray(tensor.data).reshape(4, 64), exact)
@@ -338,26 +338,28 @@ def test_a_way_that_fails_is_left_out_and_a_slow_one_is_not_repeated(monkeypatch
     assert case.ways["slow"].note == "one call: too slow to repeat"
     assert len(calls) == 1
     assert list(case.ways) == list(ways)
-    told = page(Bench("decode", [case]), "headwise bench <decode>")
-    assert told.count("<tr>") == 2
-    assert 'title="has no time"' in told
-    assert "&lt;decode&gt;" in told
+    text = page(Bench("decode", [case]), "headwise bench <decode>")
+    assert text.count("<tr>") == 2
+    assert 'title="has no time"' in text
+    assert "&lt;decode&gt;" in text
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_the_command_prints_json_writes_a_page_and_fits(cli: Callable[..., Said], tmp_path: Path, kind: str) -> None:
+def test_the_command_prints_json_writes_a_page_and_fits(
+    cli: Callable[..., Result], tmp_path: Path, kind: str
+) -> None:
     options = ("--shape", "4/2/16", "--length", "64", "--quick")
     fits_80_columns(cli("bench", kind, *options))
-    said = cli("bench", kind, *options, "--json", "--html", tmp_path / "page.html")
-    assert said.status == 0
-    told = json.loads(said.out)
-    assert told["kind"] == kind
-    assert told["machine"]["threads"] >= 1
-    assert [case["values"]["dtype"] for case in told["cases"]] == ["float32", "bfloat16"]
+    result = cli("bench", kind, *options, "--json", "--html", tmp_path / "page.html")
+    assert result.status == 0
+    report = json.loads(result.out)
+    assert report["kind"] == kind
+    assert report["machine"]["threads"] >= 1
+    assert [case["values"]["dtype"] for case in report["cases"]] == ["float32", "bfloat16"]
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 
-def test_modules_and_models_fit_a_terminal(cli: Callable[..., Said], tmp_path: Path) -> None:
+def test_modules_and_models_fit_a_terminal(cli: Callable[..., Result], tmp_path: Path) -> None:
     sizes = ("--hidden-size", 64, "--heads", 4, "--kv-heads", 2, "--length", 16, "--dtype", "float32", "--quick")
     fits_80_columns(cli("bench", "module", *sizes))
     save_tiny(tmp_path / "model", "llama")
@@ -379,29 +381,29 @@ def test_modules_and_models_fit_a_terminal(cli: Callable[..., Said], tmp_path: P
         (("generate", "nowhere"), "nowhere"),
     ],
 )
-def test_bad_input_is_one_line(cli: Callable[..., Said], arguments: tuple[str, ...], rule: str) -> None:
-    said = cli("bench", *arguments)
-    assert said.status == 2
-    assert said.out == ""
-    assert rule in said.err
-    assert said.err.count("\n") == 1
+def test_bad_input_is_one_line(cli: Callable[..., Result], arguments: tuple[str, ...], rule: str) -> None:
+    result = cli("bench", *arguments)
+    assert result.status == 2
+    assert result.out == ""
+    assert rule in result.err
+    assert result.err.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_gpu_that_is_not_there_is_refused(cli: Callable[..., Said]) -> None:
-    said = cli("bench", "decode", "--device", "cuda", "--quick")
-    assert (said.status, said.out) == (2, "")
-    assert "device = 'cuda': must be a device that torch has here" in said.err
+def test_a_gpu_that_is_not_there_is_refused(cli: Callable[..., Result]) -> None:
+    result = cli("bench", "decode", "--device", "cuda", "--quick")
+    assert (result.status, result.out) == (2, "")
+    assert "device = 'cuda': must be a device that torch has here" in result.err
 
 
-def test_the_doctor_says_what_there_is(cli: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
-    said = cli("doctor")
-    assert said.status == 0
-    assert "reading" in said.out
-    told = json.loads(cli("doctor", "--json").out)
-    assert told["read_bytes_per_second"] > 0
-    assert set(told["matmul_flops_per_second"]) == {"float32", "bfloat16"}
-    assert told["versions"]["torch"] == torch.__version__
+def test_the_doctor_says_what_there_is(cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    result = cli("doctor")
+    assert result.status == 0
+    assert "reading" in result.out
+    report = json.loads(cli("doctor", "--json").out)
+    assert report["read_bytes_per_second"] > 0
+    assert set(report["matmul_flops_per_second"]) == {"float32", "bfloat16"}
+    assert report["versions"]["torch"] == torch.__version__
     from headwise.kernels.native import Build
 
     monkeypatch.setattr("headwise.measurement.machine.built", lambda: Build(None, None, "no C++ compiler"))

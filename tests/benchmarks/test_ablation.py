@@ -13,24 +13,24 @@ TEXT = "Whatever is worth measuring is worth measuring twice, side by side; and 
 
 
 def test_every_stage_is_left_out_in_turn(tmp_path: Path) -> None:
-    cache, kept = tmp_path / "cache", tmp_path / "ablation.json"
+    cache, results = tmp_path / "cache", tmp_path / "ablation.json"
     cache.mkdir()
     for place, name in enumerate(("wikitext-2.train", "wikitext-2.test", "brown")):
         (cache / f"{name}.txt").write_text((TEXT[place:] + TEXT[:place]) * 40)
-    given = [
+    options = [
         "--source",
         save_tiny(tmp_path / "source"),
         "--cache",
         cache,
         "--json",
-        kept,
+        results,
         "--work",
         tmp_path / "work",
     ]
-    ablation.main([*map(str, given), "--tokens", "512", "--window", "64", "--windows", "2"])
-    found = json.loads(kept.read_text())
-    ways = {point["way"] for point in found["points"]}
+    ablation.main([*map(str, options), "--tokens", "512", "--window", "64", "--windows", "2"])
+    report = json.loads(results.read_text())
+    ways = {point["way"] for point in report["points"]}
     assert {"headwise", "headwise without any stage", "mha2mla"} < ways
     assert all(any(f"without {stage}" in way for way in ways) for stage in STAGES)
-    assert found["run"]["command"]
-    assert tables.ablation(found).splitlines()[0].startswith("|  | wikitext-2.test | brown | KL")
+    assert report["run"]["command"]
+    assert tables.ablation(report).splitlines()[0].startswith("|  | wikitext-2.test | brown | KL")

@@ -1,4 +1,4 @@
-"""The conversion benchmark on a toy: published methods as folders, the choice of their settings, going on."""
+"""The conversion benchmark on a toy: published methods as folders, the choice of their settings, continued runs."""
 
 from __future__ import annotations
 
@@ -89,20 +89,20 @@ def test_statistics_are_of_windows_as_long_as_those_that_are_measured_on(
     folder = bench._statistics(Row("r", "transmla", 14, 10, ("wikitext",)))
     monkeypatch.setattr(conversion, "collect_statistics", None)
     assert bench._statistics(Row("s", "mha2mla", 12, 12, ("wikitext",))) == folder
-    known = open_statistics(folder, bench.checkpoint)
+    calibrator = open_statistics(folder, bench.checkpoint)
     windows = calibration_windows(
         load_tokenizer(root / "source"), [root / "cache/wikitext-2.train.txt"], tokens=512, window=64
     )
-    model, seen = headwise.load(root / "source", dtype=torch.float32), list[torch.Tensor]()
+    model, calls = headwise.load(root / "source", dtype=torch.float32), list[torch.Tensor]()
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
+            lambda _, args, kwargs: calls.append(kwargs["hidden_states"]), with_kwargs=True
         )
     with torch.inference_mode():
         model(windows)
-    for index, inputs in enumerate(seen):
+    for index, inputs in enumerate(calls):
         flat = torch.cat((inputs.flatten(0, 1), torch.ones(512, 1)), dim=1).double()
-        assert_close(known.evidence(Place(index)).statistics.inputs, flat.mT @ flat / 512, 1e-5)
+        assert_close(calibrator.evidence(Place(index)).statistics.inputs, flat.mT @ flat / 512, 1e-5)
 
 
 # --- the whole of it ---

@@ -1,4 +1,4 @@
-"""How the benchmarks' texts are made, on small pieces of the forms they come in."""
+"""The benchmarks' texts are made from small samples of their packages' formats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_tagged_words_become_prose(tagged: str, text: str) -> None:
 
 
 def r_database(*vectors: list[str], named: bool = False) -> bytes:
-    found = b""
+    database = b""
     for vector in vectors:
         flags = 16 | named << 9
         data = (
@@ -39,8 +39,8 @@ def r_database(*vectors: list[str], named: bool = False) -> bytes:
             data += struct.pack(">ii", 0x40009, len(text.encode())) + text.encode()
         if named:
             data += struct.pack(">iiii", 0x402, 1, 0x40009, 5) + b"names"
-        found += struct.pack(">I", len(data)) + zlib.compress(data)
-    return found
+        database += struct.pack(">I", len(data)) + zlib.compress(data)
+    return database
 
 
 def test_character_vectors_of_an_r_database() -> None:

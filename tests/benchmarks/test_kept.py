@@ -1,4 +1,4 @@
-"""Rows of a results file are there at once, come back, and are never of two settings."""
+"""Rows of a results file are written at once and read again, and all have the same settings."""
 
 from __future__ import annotations
 

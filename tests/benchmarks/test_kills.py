@@ -11,14 +11,14 @@ from tests.real_models import save_tiny
 
 
 def test_every_output_is_the_undisturbed_one(tmp_path: Path) -> None:
-    kept, text = tmp_path / "kills.json", tmp_path / "text.txt"
+    results, text = tmp_path / "kills.json", tmp_path / "text.txt"
     text.write_text("".join(f"{index} bottles stand on the wall, and {index * 7} more. " for index in range(60)))
-    given = ["--source", save_tiny(tmp_path / "source"), "--calibrate", text, "--tokens", "512", "--kills", "2"]
-    main([*map(str, given), "--folder", str(tmp_path), "--json", str(kept)])
-    found = json.loads(kept.read_text())
-    assert len(found["kills"]) == sum(found["phases"].values()) == 2
-    assert found["identical"]
-    assert found["run"].keys() == {"commit", "command", "machine", "versions"}
+    options = ["--source", save_tiny(tmp_path / "source"), "--calibrate", text, "--tokens", "512", "--kills", "2"]
+    main([*map(str, options), "--folder", str(tmp_path), "--json", str(results)])
+    report = json.loads(results.read_text())
+    assert len(report["kills"]) == sum(report["phases"].values()) == 2
+    assert report["identical"]
+    assert report["run"].keys() == {"commit", "command", "machine", "versions"}
     assert not (tmp_path / "headwise-kills").exists()
 
 

@@ -18,24 +18,24 @@ from benchmarks import large
 
 def test_all_conversions_are_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large, "SPREAD", 1)
-    kept = tmp_path / "large.json"
-    given = ["--folder", str(tmp_path), "--layers", "2", "--hidden-size", "256", "--json", str(kept)]
-    main([*given, "--rows", "statistics"])
-    main(given)
-    assert list(tmp_path.iterdir()) == [kept]
-    found = json.loads(kept.read_text())
-    assert list(found["rows"]) == ["statistics", "text", "spread"]
-    for row in found["rows"].values():
+    results = tmp_path / "large.json"
+    options = ["--folder", str(tmp_path), "--layers", "2", "--hidden-size", "256", "--json", str(results)]
+    main([*options, "--rows", "statistics"])
+    main(options)
+    assert list(tmp_path.iterdir()) == [results]
+    report = json.loads(results.read_text())
+    assert list(report["rows"]) == ["statistics", "text", "spread"]
+    for row in report["rows"].values():
         assert row["calibration_tokens"] == WINDOWS * WINDOW
         assert row["peak_rss_gb"] > 0
         assert all(seconds > 0 for seconds in row["seconds_a_layer"].values())
-    assert found["settings"]["source"]["num_hidden_layers"] == 2
-    assert [row["layers"] for row in found["rows"].values()] == [2, 2, 1]
+    assert report["settings"]["source"]["num_hidden_layers"] == 2
+    assert [row["layers"] for row in report["rows"].values()] == [2, 2, 1]
 
 
 def test_a_killed_conversion_goes_on_and_what_it_took_is_counted(tmp_path: Path) -> None:
-    kept = tmp_path / "large.json"
-    sizes = ["--layers", "6", "--hidden-size", "256", "--rows", "text", "--json", str(kept)]
+    results = tmp_path / "large.json"
+    sizes = ["--layers", "6", "--hidden-size", "256", "--rows", "text", "--json", str(results)]
     command = [sys.executable, "-m", "benchmarks.large", "--folder", str(tmp_path), *sizes]
     place = tmp_path / "headwise-large" / "text"
     layers = place / ".out.headwise-partial" / "work" / "layers"
@@ -47,8 +47,8 @@ def test_a_killed_conversion_goes_on_and_what_it_took_is_counted(tmp_path: Path)
         os.killpg(running.pid, signal.SIGKILL)
     spent = json.loads((place / "spent.json").read_text())
     main(["--folder", str(tmp_path), *sizes])
-    row = json.loads(kept.read_text())["rows"]["text"]
+    row = json.loads(results.read_text())["rows"]["text"]
     assert (spent["runs"], row["runs"]) == (1, 2)
     assert row["seconds"] > spent["seconds"] > 0
     assert row["peak_rss_gb"] >= spent["peak_rss_gb"] > 0
-    assert list(tmp_path.iterdir()) == [kept]
+    assert list(tmp_path.iterdir()) == [results]

@@ -1,4 +1,4 @@
-"""The README's picture is of the kept results."""
+"""The README's picture shows the results in the repository."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_it_is_what_the_results_give() -> None:
-    found = points(json.loads((RESULTS / "conversion.json").read_text()))
-    assert all(len(own) >= 3 for own in found.values())
-    drawn = svg(found)
+    by_method = points(json.loads((RESULTS / "conversion.json").read_text()))
+    assert all(len(own) >= 3 for own in by_method.values())
+    drawn = svg(by_method)
     assert drawn == (DOCS / "frontier.svg").read_text()
     circles = ElementTree.fromstring(drawn).findall("{http://www.w3.org/2000/svg}circle")
-    assert len(circles) == sum(map(len, found.values()))
+    assert len(circles) == sum(map(len, by_method.values()))
     assert {circle.get("fill") for circle in circles} == {*COLOURS.values()}
 
 

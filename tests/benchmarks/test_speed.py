@@ -35,24 +35,24 @@ def test_a_prompts_memory_is_counted_beyond_its_inputs() -> None:
 
 
 def test_rows_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
     monkeypatch.setattr(speed, "MODELS", {"tiny": TINY})
-    monkeypatch.setattr(speed, "memory", lambda *row: asked.append(row) or {"seconds": 1.0})
-    monkeypatch.setattr(speed, "small", lambda *row: asked.append(row) or {"token_ms": 1.0})
-    monkeypatch.setattr(speed, "greedy", lambda *row: asked.append(row) or {"same_tokens": 256})
+    monkeypatch.setattr(speed, "memory", lambda *row: calls.append(row) or {"seconds": 1.0})
+    monkeypatch.setattr(speed, "small", lambda *row: calls.append(row) or {"token_ms": 1.0})
+    monkeypatch.setattr(speed, "greedy", lambda *row: calls.append(row) or {"same_tokens": 256})
     for name in ("int8", "dispatch", "unequal"):
-        monkeypatch.setattr(speed, name, lambda *row: asked.append(row) or {"ms": 1.0})
+        monkeypatch.setattr(speed, name, lambda *row: calls.append(row) or {"ms": 1.0})
     path = tmp_path / "speed.json"
     monkeypatch.setattr("sys.argv", ["speed", "--json", str(path), "--context", "20", "--rounds", "1"])
     speed.main()
     speed.main()
-    assert len(asked) == 2 + 12 + 2 + 3
+    assert len(calls) == 2 + 12 + 2 + 3
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 1 + 2 + 12 + 2 + 3
     assert all("machine" in row["run"] for row in rows.values())
 
 
-def test_unequal_rows_are_what_is_asked_for() -> None:
+def test_unequal_rows_have_the_requested_lengths() -> None:
     row = speed.unequal(64, 8, 3)
     assert row.pop("lengths") == [64, 8, 8]
     assert set(row) == {"unequal, ms", "one row of as many tokens, ms", "all as long as the longest, ms"}

@@ -169,9 +169,9 @@ def test_tables_go_into_their_places_and_nowhere_else() -> None:
     text = (
         "a\n<!-- table: one -->\nold\nold\n<!-- end of table -->\nb\n<!-- table: two -->\n<!-- end of table -->\nc\n"
     )
-    made = fill(text, {"one": "| new |"})
-    assert made == text.replace("old\nold", "| new |")
-    assert fill(made, {"one": "| new |"}) == made
+    filled = fill(text, {"one": "| new |"})
+    assert filled == text.replace("old\nold", "| new |")
+    assert fill(filled, {"one": "| new |"}) == filled
 
 
 def timed(length: int, batch: int, limit_ms: float) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def timed(length: int, batch: int, limit_ms: float) -> dict[str, Any]:
     return {"name": f"{length} tokens", "values": values, "limit_ms": limit_ms, "ways": ways, **rates}
 
 
-def test_speeds_are_multiples_of_ours_and_of_the_limit() -> None:
+def test_speeds_are_multiples_of_headwises_time_and_of_the_limit() -> None:
     document = {"cases": [timed(512, 1, 1.6), timed(8192, 1, 1.6), timed(8192, 4, 1.6)]}
     assert decode(document).splitlines()[2:] == ["| 32/8/128 | float32 | 2.00 | 1.25 | 4.5 |  |  |  |"]
     lines = limits({"cases": [timed(8192, 1, 1.6), timed(8192, 4, 4.0)]}).splitlines()[2:]

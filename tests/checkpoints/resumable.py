@@ -1,4 +1,4 @@
-"""A conversion of nothing, killed again and again: for `test_resume`, which runs it in a process of its own.
+"""A conversion without a model, which `test_resume` runs in separate processes and kills again and again.
 
 Each layer's weights follow from the activations that the layers before it made, so that work left out, done twice
 or taken from a half-written file shows in the output's bytes.
@@ -64,7 +64,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def attempt(out: Path, prepare: Callable[[], None], delay: float | None = None) -> int:
-    """Convert in a process of its own, which dies by itself or is killed after a while; its status."""
+    """Convert in a separate process, which dies by itself or is killed after a while, and return its status."""
     child = os.fork()
     if child == 0:
         prepare()
@@ -77,7 +77,7 @@ def attempt(out: Path, prepare: Callable[[], None], delay: float | None = None) 
 
 
 def dying_at(moment: int) -> Callable[[], None]:
-    """Die at the so many-th file that is opened, renamed, removed or listed."""
+    """Die at the n-th opening, renaming, removal or listing of a file."""
 
     def prepare() -> None:
         left = moment

@@ -1,4 +1,4 @@
-"""A folder has one owner at a time, however often it is made, removed and fought over."""
+"""A folder is locked by one process at a time, however often several make and remove it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_what_is_no_file_is_refused_before_any_work(tmp_path: Path) -> None:
 
 def test_what_the_disk_refuses_is_an_error_of_its_own_kind(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    said = f"file = '{missing}': could not be read: No such file"
-    with pytest.raises(StorageError, match=said), clearly("file", missing, "read"):
+    message = f"file = '{missing}': could not be read: No such file"
+    with pytest.raises(StorageError, match=message), clearly("file", missing, "read"):
         missing.read_bytes()
     assert issubclass(StorageError, CheckpointError)  # as those who wrote `except CheckpointError` expect

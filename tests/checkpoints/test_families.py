@@ -30,9 +30,9 @@ def test_a_file_is_all_a_family_needs() -> None:
 
 @pytest.mark.parametrize("name", ["falcon", "base", "", "../llama", "headwise_", "headwise_headwise_llama", "None"])
 def test_names_without_a_file(name: str) -> None:
-    known = re.escape(", ".join(family_names()))
+    names = re.escape(", ".join(family_names()))
     with pytest.raises(
-        SpecError, match=rf"^model_type = '.*': cannot be converted, or read from GGUF, yet; can: {known}$"
+        SpecError, match=rf"^model_type = '.*': cannot be converted, or read from GGUF, yet; can: {names}$"
     ):
         family_of(name)
 
@@ -78,8 +78,8 @@ def test_norms_stored_as_offsets_come_back_to_the_bit(dtype: torch.dtype) -> Non
         for name, shape in canonical_shapes(spec).items()
     }
     state = family.read_attention(stored.__getitem__, 0, spec)
-    own = stored["model.layers.0.self_attn.k_norm.weight"]
-    assert torch.equal(state["k_norm.weight"], 1 + own.double())
+    stored_norm = stored["model.layers.0.self_attn.k_norm.weight"]
+    assert torch.equal(state["k_norm.weight"], 1 + stored_norm.double())
     for name, tensor in family.write_attention(state, 0, spec).items():
         assert torch.equal(tensor.to(dtype), stored[name])
 
@@ -107,19 +107,19 @@ def test_what_is_read_is_what_transformers_computes_with(kind: str, tmp_path: Pa
         softmax_scale=spec.softmax_scale,
     ).double()
     layer.load_state_dict({name: t for name, t in state.items() if "norm" not in name})
-    seen: dict[str, torch.Tensor] = {}
+    calls: dict[str, torch.Tensor] = {}
     root = model if checkpoint.family.layer.startswith(family_of(kind).base) else model.base_model
     module = root.get_submodule(checkpoint.family.place(0, hosted=True))
     module.register_forward_hook(
-        lambda _, args, kwargs, out: seen.update(input=args[0] if args else kwargs["hidden_states"], output=out[0]),
+        lambda _, args, kwargs, out: calls.update(input=args[0] if args else kwargs["hidden_states"], output=out[0]),
         with_kwargs=True,
     )
     # One token attends to itself: neither position nor score matters, only values and the output projection.
     answer(model, torch.tensor([[5]]))
-    out = layer(seen["input"])
+    out = layer(calls["input"])
     if kind == "bert":  # whose module ends before the output projection
-        seen["output"] = torch.nn.functional.linear(seen["output"], state["o_proj.weight"], state["o_proj.bias"])
-    assert_close(out, seen["output"], 1e-12)
+        calls["output"] = torch.nn.functional.linear(calls["output"], state["o_proj.weight"], state["o_proj.bias"])
+    assert_close(out, calls["output"], 1e-12)
 
 
 @pytest.mark.parametrize("kind", WITH_GGUF)

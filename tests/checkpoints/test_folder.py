@@ -79,7 +79,7 @@ def test_the_dtype_most_values_have(tiny_llama: Path, edit_weights: Callable[...
         (None, "weight_map = None: must name each tensor's file"),
     ],
 )
-def test_an_index_that_is_none(sharded: Path, weight_map: Any, line: str) -> None:
+def test_an_index_of_another_form_is_refused(sharded: Path, weight_map: Any, line: str) -> None:
     (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError) as error:
         FolderCheckpoint(sharded)
@@ -182,13 +182,13 @@ def test_a_sentence_encoders_pooling_comes_along(tiny_llama: Path, tmp_path: Pat
     out = tmp_path / "out"
     out.mkdir()
     open_checkpoint(tiny_llama).copy_companions(out)
-    found = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.parent != out)
-    assert found == ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.parent != out)
+    assert files == ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
     assert not (out / "config.json").exists()
 
 
 @pytest.mark.parametrize("content", ["", "[", "{}", "[[]]", '[{"path": 3}]'])
-def test_a_modules_file_that_says_nothing(tiny_llama: Path, tmp_path: Path, content: str) -> None:
+def test_an_unusable_modules_file_is_copied(tiny_llama: Path, tmp_path: Path, content: str) -> None:
     (tiny_llama / "modules.json").write_text(content)
     open_checkpoint(tiny_llama).copy_companions(tmp_path)
     assert (tmp_path / "modules.json").read_text() == content

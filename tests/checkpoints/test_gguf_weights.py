@@ -18,7 +18,7 @@ from tests.conftest import TINY
 
 
 def theirs(path: Path) -> dict[str, torch.Tensor]:
-    """What transformers' own reader makes of the file."""
+    """The file as read by transformers."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     return dict(model.state_dict())

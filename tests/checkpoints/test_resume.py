@@ -1,4 +1,4 @@
-"""A run that ends early, however it does, is gone on from; what comes of it is what one run would have written."""
+"""A run that ends early in any way is continued, and writes the bytes of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def writer(out: Path, run: str | None = "run", **options: object) -> FolderWrite
 
 
 def finish(out: Path, **options: object) -> tuple[list[str], tuple[str, ...]]:
-    """A run to its end: what it had to add, and its notes."""
+    """Run to the end; return the tensors that were added, and the notes."""
     with writer(out, **options) as going:
         added = going.missing
         for name in added:
@@ -153,15 +153,15 @@ def test_work_alone_is_gone_on_from(out: Path, expected: dict[str, bytes]) -> No
     def stopped() -> None:
         with writer(out) as going:
             statistics = going.work / "statistics"
-            found.append(statistics.exists() and statistics.read_text())
+            notes.append(statistics.exists() and statistics.read_text())
             statistics.write_text("of an hour")
             raise KeyboardInterrupt
 
-    found: list[str | bool] = []
+    notes: list[str | bool] = []
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             stopped()
-    assert found == [False, "of an hour"]
+    assert notes == [False, "of an hour"]
     finish(out)
     assert left(out) == ["out"]
     assert resumable.content(out) == expected
@@ -328,8 +328,8 @@ def test_the_bytes_are_those_of_safetensors(tmp_path: Path) -> None:
     ) as going:
         for name in reversed(tensors):
             going.add(name, tensors[name])
-    own = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(own, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
 
 
@@ -386,16 +386,16 @@ def test_the_identity_of_a_run_changes_with_all_that_decides_it(
 
     first = identity()
     assert first == identity() == identity(rank=8)
-    seen = {first, identity(rank=9), identity(more=None)}
+    identities = {first, identity(rank=9), identity(more=None)}
     weights = tiny_llama / "model.safetensors"
     stat = weights.stat()
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    seen.add(identity())
+    identities.add(identity())
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert identity() == first
     monkeypatch.setattr("headwise.checkpoints.identity.version", lambda _: "0")
-    seen.add(identity())
+    identities.add(identity())
     monkeypatch.undo()
     (tiny_llama / "more.json").write_text("{}")
-    seen.add(identity())
-    assert len(seen) == 6
+    identities.add(identity())
+    assert len(identities) == 6

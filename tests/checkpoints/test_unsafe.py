@@ -1,4 +1,4 @@
-"""What in a model folder would run code, or be read unchecked, is refused before transformers sees it."""
+"""Everything in a model folder that would run code, or be read unchecked, is refused before transformers sees it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that transformers asked the hub for, on a machine that has its ``kernels`` package."""
     from transformers.integrations import hub_kernels
 
-    asked: list[str] = []
+    requests: list[str] = []
 
     def fetch(name: str, *_: Any, **__: Any) -> None:
-        asked.append(name)
+        requests.append(name)
         raise ValueError("no hub here")
 
     monkeypatch.setattr(hub_kernels, "get_kernel", fetch)
     for module in (hub_kernels, transformers.modeling_utils):
         monkeypatch.setattr(module, "is_kernels_available", lambda *_, **__: True)
-    return asked
+    return requests
 
 
 KERNELS = [
@@ -90,9 +90,9 @@ def test_a_kernel_that_comes_into_a_config_by_another_way(
     """Such as a field that a later transformers understands."""
 
     def from_dict(values: dict[str, Any]) -> Any:
-        made = LlamaConfig(**values)
-        made._attn_implementation_internal = KERNEL
-        return made
+        config = LlamaConfig(**values)
+        config._attn_implementation_internal = KERNEL
+        return config
 
     monkeypatch.setattr(LlamaConfig, "from_dict", from_dict)
     with pytest.raises(CheckpointError, match=f"^_attn_implementation = '{KERNEL}': must be a plain name"):
@@ -208,16 +208,16 @@ def test_nobody_is_asked_whether_to_run_the_code_beside_a_gguf(
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    given = []
+    answers = []
 
     def from_pretrained(*_: Any, **options: Any) -> None:
-        given.append(options["trust_remote_code"])
+        answers.append(options["trust_remote_code"])
         raise ValueError("enough")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
     with pytest.raises(CheckpointError, match="enough"):
         load_tokenizer(path)
-    assert given == [False]
+    assert answers == [False]
 
 
 def test_a_config_has_some_kilobytes(tiny_llama: Path, edit_config: Edit) -> None:
@@ -230,7 +230,7 @@ def test_a_config_has_some_kilobytes(tiny_llama: Path, edit_config: Edit) -> Non
 
 @pytest.mark.parametrize("depth", [100, 500, 900])
 def test_deep_configs(tiny_llama: Path, depth: int) -> None:
-    """What walks a config does not go deeper with it."""
+    """The search of a config for kernels does not recurse."""
     deep: Any = KERNEL
     for _ in range(depth):
         deep = [deep]

@@ -285,7 +285,7 @@ def test_files_of_the_hub_cache_are_copied(tiny_llama_folder: Path, tmp_path: Pa
     assert checkpoint.left_out == ("above.json", "other.json")
 
 
-def test_what_is_announced_takes_the_place_of_what_was_told_before(tmp_path: Path) -> None:
+def test_an_announced_plan_replaces_the_earlier_one(tmp_path: Path) -> None:
     """Names, shapes and their order; only the announced tensors are missing, and only they are in the folder."""
     real = {name: TensorInfo((2, 3), torch.bfloat16) for name in ("c", "a", "new")}
     with FolderWriter(tmp_path / "out", INFO, provisional=True) as writer:

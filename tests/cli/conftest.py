@@ -13,24 +13,24 @@ __all__ = ["one_thread"]
 
 
 @dataclass(frozen=True)
-class Said:
+class Result:
     status: int
     out: str
     err: str
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Run the command line in this process, without a progress bar: a busy machine is slow, not wrong."""
     monkeypatch.setattr("headwise.cli.app._PATIENCE", 600.0)
 
-    def run(*arguments: object) -> Said:
+    def run(*arguments: object) -> Result:
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         assert isinstance(stopped.value.code, int)
-        return Said(stopped.value.code, captured.out, captured.err)
+        return Result(stopped.value.code, captured.out, captured.err)
 
     return run
 
@@ -44,18 +44,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def refused(cli: Callable[..., Said], here: Path) -> Callable[..., str]:
+def refused(cli: Callable[..., Result], here: Path) -> Callable[..., str]:
     """Run what must be refused, hold it to the rule, and return the one line."""
 
     def run(*arguments: object, status: int = 2) -> str:
         before = _everything(here)
-        said = cli(*arguments)
-        assert (said.status, said.out) == (status, ""), said
-        assert said.err.startswith("headwise: ")
-        assert said.err.count("\n") == 1
-        assert said.err.endswith("\n")
+        result = cli(*arguments)
+        assert (result.status, result.out) == (status, ""), result
+        assert result.err.startswith("headwise: ")
+        assert result.err.count("\n") == 1
+        assert result.err.endswith("\n")
         assert _everything(here) == before, "something was left behind, or taken away"
-        return said.err
+        return result.err
 
     return run
 

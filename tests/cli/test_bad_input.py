@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 from tests.conftest import TINY
 
 Refused = Callable[..., str]
@@ -54,7 +54,7 @@ describers = pytest.mark.parametrize(
         (b"{}", "model_type = None"),
     ],
 )
-def test_a_config_that_is_none(
+def test_a_config_of_another_form_is_refused(
     refused: Refused, tiny_llama: Path, command: tuple[str, ...], content: bytes | None, rule: str
 ) -> None:
     config = tiny_llama / "config.json"
@@ -176,7 +176,7 @@ def test_a_kernel_of_the_hub_is_never_fetched(
         edit_config(**{field: ...})
 
 
-def test_code_of_a_tokenizer_is_never_run(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
+def test_code_of_a_tokenizer_is_never_run(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
     path = tiny_llama / "tokenizer_config.json"
     asks = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
     path.write_text(json.dumps(json.loads(path.read_text()) | asks))
@@ -255,10 +255,10 @@ def test_a_tensor_of_another_shape(refused: Refused, edit_weights: Edit, command
         shapes = {}
 
         def edit(tensors: dict[str, Any], change: Any = change, shapes: dict[str, Any] = shapes) -> dict[str, Any]:
-            shapes["old"], found = tuple(tensors[name].shape), change(tensors[name])
-            shapes["new"] = tuple(found.shape)
+            shapes["old"], changed = tuple(tensors[name].shape), change(tensors[name])
+            shapes["new"] = tuple(changed.shape)
             shapes["tensor"] = tensors[name].clone()
-            return tensors | {name: found}
+            return tensors | {name: changed}
 
         edit_weights(edit)
         assert f"{name} shape = {shapes['new']}: must be {shapes['old']} by the config" in refused(*command)
@@ -299,7 +299,7 @@ def test_a_model_that_computes_no_numbers(refused: Refused, edit_weights: Edit) 
 
 
 def test_a_model_whose_numbers_leave_their_range(refused: Refused, edit_weights: Edit) -> None:
-    """Of weights that are finite themselves."""
+    """The weights themselves are finite."""
     calibrated = (*READERS["convert"], "--calibrate", "text.txt", "--calibration-tokens", "256")
     edit_weights(lambda tensors: {k: t.sign() * 1e38 if k == "lm_head.weight" else t for k, t in tensors.items()})
     assert "tokens': make the model compute NaN or infinite values before layer 2" in refused(*calibrated)
@@ -484,12 +484,12 @@ def test_an_output_that_is_taken(refused: Refused, here: Path, tiny_llama: Path)
         for extra in ((), ("--overwrite",)):
             assert f"output = '{taken}': is a file or a link" in refused("convert", "tiny", taken, *MLA, *extra)
     for within in ("text.txt/out", "text.txt/a/b"):
-        said = refused("convert", "tiny", within, *MLA)
-        assert f"output = '{within}': cannot be made: {here / 'text.txt'} is a file" in said
+        line = refused("convert", "tiny", within, *MLA)
+        assert f"output = '{within}': cannot be made: {here / 'text.txt'} is a file" in line
 
 
 def test_statistics_take_the_place_of_statistics(
-    cli: Callable[..., Said], refused: Refused, here: Path, tiny_llama: Path
+    cli: Callable[..., Result], refused: Refused, here: Path, tiny_llama: Path
 ) -> None:
     study = ("calibrate", "tiny", "st", "--calibrate", "text.txt", "--calibration-tokens", "64")
     assert cli(*study).status == 0
@@ -526,7 +526,7 @@ def test_an_output_that_cannot_be_made(refused: Refused, tiny_llama: Path) -> No
 
 
 def test_a_failure_leaves_what_was_to_be_overwritten(
-    refused: Refused, cli: Callable[..., Said], here: Path, tiny_llama: Path, edit_weights: Edit
+    refused: Refused, cli: Callable[..., Result], here: Path, tiny_llama: Path, edit_weights: Edit
 ) -> None:
     shutil.copytree(tiny_llama, here / "out")
     (here / "out" / "notes").write_text("mine")
@@ -664,7 +664,7 @@ def test_tokenizers(refused: Refused, tiny_llama: Path, content: bytes | None) -
 
 
 @pytest.mark.parametrize("twice", ["number", "name", "special"])
-def test_a_vocabulary_entry_twice(cli: Callable[..., Said], here: Path, tiny_llama: Path, twice: str) -> None:
+def test_a_vocabulary_entry_twice(cli: Callable[..., Result], here: Path, tiny_llama: Path, twice: str) -> None:
     path = tiny_llama / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     if twice == "number":
@@ -678,18 +678,18 @@ def test_a_vocabulary_entry_twice(cli: Callable[..., Said], here: Path, tiny_lla
         assert sorted({path.name for path in here.iterdir()} - {"out"}) == ["text.txt", "tiny"]
 
 
-def test_a_tokenizer_that_gives_no_mask(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
+def test_a_tokenizer_that_gives_no_mask(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
     plain = cli(*READERS["generate"]).out
     path = tiny_llama / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": ["input_ids"]}))
-    said = cli(*READERS["generate"])
-    assert (said.status, said.out) == (0, plain), said
+    result = cli(*READERS["generate"])
+    assert (result.status, result.out) == (0, plain), result
 
 
 def test_a_tokenizer_that_panics_as_it_writes(
     refused: Refused, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its Rust half raises then is no Exception."""
+    """The tokenizer's Rust code raises a BaseException that is no Exception."""
 
     class PanicException(BaseException):
         pass
@@ -722,7 +722,7 @@ def test_a_reference_of_another_vocabulary(
     )
 
 
-def test_settings_for_generation(cli: Callable[..., Said], refused: Refused, tiny_llama: Path) -> None:
+def test_settings_for_generation(cli: Callable[..., Result], refused: Refused, tiny_llama: Path) -> None:
     plain = cli(*READERS["generate"]).out
     path = tiny_llama / "generation_config.json"
     # Greedy is greedy: neither beams nor penalties, good or bad, matter.
@@ -739,15 +739,15 @@ def test_settings_for_generation(cli: Callable[..., Said], refused: Refused, tin
     assert "is refused by transformers" in refused(*READERS["generate"])
 
 
-def test_settings_of_what_a_call_returns(cli: Callable[..., Said], here: Path, edit_config: Edit) -> None:
-    """They are the caller's."""
+def test_settings_of_what_a_call_returns(cli: Callable[..., Result], here: Path, edit_config: Edit) -> None:
+    """Such fields are ignored, because the caller decides."""
     plain = {name: cli(*READERS[name]).out.splitlines()[0] for name in ("evaluate", "generate")}
     for field in ("return_dict", "output_hidden_states", "output_attentions"):
         for value in (False, True, 0.5, ["x"]):
             edit_config(**{field: value})
             for name, first in plain.items():
-                said = cli(*READERS[name])
-                assert (said.status, said.out.splitlines()[0]) == (0, first), (field, value, said)
+                result = cli(*READERS[name])
+                assert (result.status, result.out.splitlines()[0]) == (0, first), (field, value, result)
             assert cli(*READERS["convert"], "--overwrite", "--calibrate", "text.txt", "--no-evaluate").status == 0
         edit_config(**{field: ...})
 
@@ -799,12 +799,12 @@ def test_families_that_are_not_converted(
         assert line in refused("convert", "other", "out", *to)
 
 
-def test_a_converted_model_is_no_source(refused: Refused, cli: Callable[..., Said], tiny_llama: Path) -> None:
+def test_a_converted_model_is_no_source(refused: Refused, cli: Callable[..., Result], tiny_llama: Path) -> None:
     assert cli("convert", "tiny", "mla", *MLA).status == 0
     assert "converting from MLA is not supported" in refused("convert", "mla", "out", "--to", "mqa")
 
 
-def test_encoders(refused: Refused, cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
+def test_encoders(refused: Refused, cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
     _save("bert", here / "bert")
     shutil.copy(tiny_llama / "tokenizer.json", here / "bert")
     assert "model_type = 'bert': is an encoder" in refused("compare", "bert")
@@ -821,7 +821,7 @@ def test_encoders(refused: Refused, cli: Callable[..., Said], here: Path, tiny_l
     ],
 )
 def test_models_that_are_run_and_not_converted(
-    cli: Callable[..., Said], here: Path, tiny_llama: Path, kind: str, config: dict[str, Any]
+    cli: Callable[..., Result], here: Path, tiny_llama: Path, kind: str, config: dict[str, Any]
 ) -> None:
     """A window shorter than the context, and weights that transformers fuses as it loads."""
     torch.manual_seed(0)
@@ -829,8 +829,8 @@ def test_models_that_are_run_and_not_converted(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_llama / name, here / "other")
     command = READERS["evaluate"]
-    said = cli(command[0], "other", *command[2:])
-    assert (said.status, said.err) == (0, "")
+    result = cli(command[0], "other", *command[2:])
+    assert (result.status, result.err) == (0, "")
 
 
 def test_a_number_that_only_an_initialisation_reads(refused: Refused, here: Path, tiny_llama: Path) -> None:
@@ -860,7 +860,12 @@ def test_a_number_that_only_an_initialisation_reads(refused: Refused, here: Path
     ids=str,
 )
 def test_configs_of_converted_folders(
-    refused: Refused, cli: Callable[..., Said], here: Path, tiny_llama: Path, changes: dict[str, Any], line: str
+    refused: Refused,
+    cli: Callable[..., Result],
+    here: Path,
+    tiny_llama: Path,
+    changes: dict[str, Any],
+    line: str,
 ) -> None:
     assert cli("convert", "tiny", "mla", *MLA, "--no-evaluate").status == 0
     path = here / "mla" / "config.json"
@@ -914,8 +919,8 @@ def test_demo_is_refused_before_it_begins(refused: Refused, here: Path, options:
 
 @pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", ""])
 def test_a_device_that_is_not_there_is_named(refused: Refused, tiny_llama: Path, device: str) -> None:
-    said = refused(*READERS["generate"], "--device", device)
-    assert f"device = {device!r}: must be a device that torch has here" in said
+    line = refused(*READERS["generate"], "--device", device)
+    assert f"device = {device!r}: must be a device that torch has here" in line
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What libraries print by themselves does not stand around a refusal, nor in a document."""
+"""The output of libraries is kept away from error lines and from JSON documents."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_a_refusal_is_all_there_is() -> None:
 @pytest.mark.parametrize("arguments", [(), ("KeyError",)])
 def test_otherwise_it_follows(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
-    ours, _, held = done.stderr.partition("\n")
+    ours, _, rest = done.stderr.partition("\n")
     assert ours == "a note of ours"
     for line in ("UserWarning: a warning", "a log", "a line of Python", r"native \x1b[31m", "native, on stdout"):
-        assert line in held
-    assert "\x1b" not in held
+        assert line in rest
+    assert "\x1b" not in rest
     assert done.stdout == "a line of ours\n" + ("" if arguments else "after\n")
-    assert ("KeyError: 'a bug'" in held) == bool(arguments)
+    assert ("KeyError: 'a bug'" in rest) == bool(arguments)
 
 
 def headwise(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,7 +62,7 @@ def headwise(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_tokenizer_that_panics(here: Path, tiny_llama: Path) -> None:
-    """Its Rust half prints that by itself, and raises what is no Exception."""
+    """The tokenizer's Rust code prints the panic itself, and raises a BaseException that is no Exception."""
     path = tiny_llama / "tokenizer.json"
     damaged = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | damaged))

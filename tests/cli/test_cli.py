@@ -1,4 +1,4 @@
-"""The command line's manners: JSON, help, interruption, a full disk."""
+"""The command line: JSON, help, interruption, a full disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import headwise
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 from tests.tiny_families import save_family
 
 COMMANDS = ("inspect", "compare", "complexity", "count", "convert", "evaluate", "generate", "demo")
@@ -101,41 +101,41 @@ except SystemExit as stopped:
 
 def test_a_question_about_a_config_imports_no_torch(tiny_llama: Path) -> None:
     for arguments in (["inspect", str(tiny_llama / "config.json"), "--json"], ["compare", str(tiny_llama)]):
-        said = run(*arguments, code=NO_TORCH)
-        assert (said.returncode, said.stderr) == (0, "")
-    said = run("inspect", "nowhere", code=NO_TORCH)
-    assert (said.returncode, said.stdout, said.stderr.count("\n")) == (2, "", 1)
+        result = run(*arguments, code=NO_TORCH)
+        assert (result.returncode, result.stderr) == (0, "")
+    result = run("inspect", "nowhere", code=NO_TORCH)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
 
 
 def test_help_imports_no_torch() -> None:
     for command in ((), *((name,) for name in COMMANDS)):
-        said = run(*command, "--help", code=NO_TORCH)
-        assert (said.returncode, said.stderr) == (0, "")
+        result = run(*command, "--help", code=NO_TORCH)
+        assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(cli: Callable[..., Said], command: str) -> None:
-    said = cli(command, "--help")
-    assert said.status == 0
-    assert f"Example: headwise {command} " in said.out
+def test_help_has_an_example(cli: Callable[..., Result], command: str) -> None:
+    result = cli(command, "--help")
+    assert result.status == 0
+    assert f"Example: headwise {command} " in result.out
 
 
-def test_version_and_catalog(cli: Callable[..., Said]) -> None:
-    assert cli("--version") == Said(0, f"headwise {headwise.__version__}\n", "")
+def test_version_and_catalog(cli: Callable[..., Result]) -> None:
+    assert cli("--version") == Result(0, f"headwise {headwise.__version__}\n", "")
     assert "llama-3-8b" in cli("inspect", "--list").out
     assert "llama-3-8b" in json.loads(cli("inspect", "--list", "--json").out)["catalog"]
 
 
-def document(said: Said) -> Any:
-    assert (said.status, said.err) == (0, "")
+def document(result: Result) -> Any:
+    assert (result.status, result.err) == (0, "")
 
     def no_such_thing(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
-    return json.loads(said.out, parse_constant=no_such_thing)
+    return json.loads(result.out, parse_constant=no_such_thing)
 
 
-def test_every_command_speaks_json(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
+def test_every_command_speaks_json(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
     inspected = document(cli("inspect", "tiny", "--json"))
     assert inspected.keys() >= INSPECT
     assert (inspected["model_type"], inspected["num_layers"], inspected["mechanism"]) == ("llama", 2, "gqa")
@@ -166,23 +166,23 @@ def test_every_command_speaks_json(cli: Callable[..., Said], here: Path, tiny_ll
     assert alone.keys() >= EVALUATE
     assert alone["kl"] is None
 
-    said = document(cli("generate", "out", "--prompt", "the quick", "--max-new-tokens", "3", "--json"))
-    assert said["prompt"] == "the quick"
-    assert isinstance(said["text"], str)
+    continuation = document(cli("generate", "out", "--prompt", "the quick", "--max-new-tokens", "3", "--json"))
+    assert continuation["prompt"] == "the quick"
+    assert isinstance(continuation["text"], str)
 
 
-def test_a_conversion_prints_its_proof(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
-    said = cli("convert", "tiny", "out", *MLA, "--evaluate", "text.txt", "--evaluation-windows", "3")
-    assert (said.status, said.err) == (0, "")
-    lines = said.out.splitlines()
+def test_a_conversion_prints_its_proof(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
+    result = cli("convert", "tiny", "out", *MLA, "--evaluate", "text.txt", "--evaluation-windows", "3")
+    assert (result.status, result.err) == (0, "")
+    lines = result.out.splitlines()
     (about,) = [at for at, line in enumerate(lines) if line.startswith("381 tokens of text.txt, windows of 128;")]
     assert lines[about + 1].split() == ["converted", "original"]
     assert [line.split()[0] for line in lines[about + 3 :]] == ["perplexity", "cache", "decode", "perplexity"]
     assert "top-1 agreement" in lines[-1]
     assert "tokens of" not in cli("convert", "tiny", "out", *MLA, "--overwrite", "--no-evaluate").out
-    said = cli("convert", "tiny", "out", *MLA, "--overwrite", "--format", "deepseek", "--no-evaluate")
-    assert "transformers loads it as deepseek_v3" in said.out
-    assert "note: float32 logits differ by at most" in said.out
+    result = cli("convert", "tiny", "out", *MLA, "--overwrite", "--format", "deepseek", "--no-evaluate")
+    assert "transformers loads it as deepseek_v3" in result.out
+    assert "note: float32 logits differ by at most" in result.out
     assert document(cli("inspect", "out", "--json"))["model_type"] == "deepseek_v3"
 
 
@@ -195,23 +195,24 @@ def test_a_number_json_has_no_word_for(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_terminal_without_unicode(here: Path, tiny_llama: Path) -> None:
     plain = {"PYTHONIOENCODING": "ascii"}
-    said = run("compare", "tiny", "--json", env=plain)
-    assert (said.returncode, said.stderr) == (0, "")
-    assert "×" in json.loads(said.stdout)["rows"][0]["label"]
+    result = run("compare", "tiny", "--json", env=plain)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "×" in json.loads(result.stdout)["rows"][0]["label"]
     assert run("compare", "tiny", env=plain).returncode == 0
     tiny_llama.rename(os.fsdecode(bytes(here) + b"/\xff"))
-    said = run("inspect", os.fsdecode(b"\xff"), "--json")
-    assert json.loads(said.stdout)["source"] == "\udcff"
+    result = run("inspect", os.fsdecode(b"\xff"), "--json")
+    assert json.loads(result.stdout)["source"] == "\udcff"
 
 
 def test_the_console_script_and_a_real_exit(here: Path, tiny_llama: Path) -> None:
     script = Path(sys.executable).with_name("headwise")
-    said = subprocess.run(
+    result = subprocess.run(
         [script, "convert", "tiny", "out", "--to", "nonsense"], capture_output=True, text=True, check=False
     )
-    assert (said.returncode, said.stdout) == (2, "")
+    assert (result.returncode, result.stdout) == (2, "")
     assert (
-        said.stderr == "headwise: to = 'nonsense': must be mha, gqa:K, mqa or mla, K the number of key–value heads\n"
+        result.stderr
+        == "headwise: to = 'nonsense': must be mha, gqa:K, mqa or mla, K the number of key–value heads\n"
     )
 
 
@@ -224,7 +225,7 @@ def left(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_ctrl_c_in_the_middle_leaves_nothing(here: Path, tiny_llama: Path, overwrite: bool) -> None:
-    """Where nothing is solved; a solved layer is worth keeping."""
+    """No layer is solved in this conversion; a solved layer would be kept."""
     if overwrite:
         headwise.convert(tiny_llama, here / "out", to="mqa")
         config = (here / "out" / "config.json").read_bytes()
@@ -278,7 +279,7 @@ main()
 
 @pytest.mark.parametrize("more", [(), ("--format", "deepseek")], ids=["headwise", "deepseek"])
 def test_stopping_it_says_that_finished_work_is_kept(
-    here: Path, tiny_llama: Path, cli: Callable[..., Said], more: tuple[str, ...]
+    here: Path, tiny_llama: Path, cli: Callable[..., Result], more: tuple[str, ...]
 ) -> None:
     command = ("convert", "tiny", "out", *MLA, "--calibrate", "text.txt", "--no-evaluate", *more)
     process = subprocess.Popen(
@@ -292,14 +293,14 @@ def test_stopping_it_says_that_finished_work_is_kept(
     line = f"headwise: interrupted; {kept}\n"
     assert (process.returncode, stderr) == (130, line)
     assert left(here) == [".out.headwise-partial", "text.txt", "tiny"]
-    said = cli(*command)
-    assert (said.status, said.err) == (0, "")
+    result = cli(*command)
+    assert (result.status, result.err) == (0, "")
     assert left(here) == ["out", "text.txt", "tiny"]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_it_leaves_nothing(
-    here: Path, tiny_llama: Path, cli: Callable[..., Said], stop: signal.Signals
+    here: Path, tiny_llama: Path, cli: Callable[..., Result], stop: signal.Signals
 ) -> None:
     """Ctrl-C, and what `timeout` and job schedulers send."""
     process = subprocess.Popen(
@@ -318,7 +319,7 @@ def test_stopping_it_leaves_nothing(
     assert cli("convert", "tiny", "out", *MLA).status == 0
 
 
-def test_what_a_kill_leaves_the_next_run_clears(here: Path, tiny_llama: Path, cli: Callable[..., Said]) -> None:
+def test_what_a_kill_leaves_the_next_run_clears(here: Path, tiny_llama: Path, cli: Callable[..., Result]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLOWLY, "convert", "tiny", "out", *MLA], stdout=subprocess.PIPE, text=True
     )
@@ -347,10 +348,10 @@ main()
 @pytest.mark.parametrize("size", [100, 10_000])
 def test_a_full_disk(here: Path, tiny_llama: Path, size: int) -> None:
     """At a companion file, and in the middle of a shard."""
-    said = run(str(size), "convert", "tiny", "new/out", *MLA, code=FULL)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert said.stderr.startswith("headwise: output = 'new/out': could not be written: ")
-    assert said.stderr.count("\n") == 1
+    result = run(str(size), "convert", "tiny", "new/out", *MLA, code=FULL)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("headwise: output = 'new/out': could not be written: ")
+    assert result.stderr.count("\n") == 1
     assert left(here) == ["text.txt", "tiny"]
 
 
@@ -366,13 +367,13 @@ def test_too_little_room_is_known_before_it_is_filled(
 
 
 def test_progress_is_silent_until_it_takes_long(
-    monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Said], here: Path, tiny_llama: Path
+    monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Result], here: Path, tiny_llama: Path
 ) -> None:
     assert cli("convert", "tiny", "out", *MLA).err == ""
     monkeypatch.setattr("headwise.cli.app._PATIENCE", 0.0)
-    said = cli("convert", "tiny", "out", *MLA, "--overwrite", "--json")
-    assert "converting" in said.err
-    json.loads(said.out)
+    result = cli("convert", "tiny", "out", *MLA, "--overwrite", "--json")
+    assert "converting" in result.err
+    json.loads(result.out)
 
 
 def test_an_error_after_a_long_time_is_still_one_line(
@@ -396,12 +397,12 @@ def _processor_seconds(folder: Path) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_an_encoder_is_converted_and_caches_nothing(cli: Callable[..., Said], here: Path) -> None:
+def test_an_encoder_is_converted_and_caches_nothing(cli: Callable[..., Result], here: Path) -> None:
     save_family(here / "encoder", "bert")
-    said = cli("convert", "encoder", "out", "--to", "gqa:2")
-    assert said.status == 0
-    assert "cache a token" not in said.out
-    assert "run it with headwise.load, or in transformers after import headwise.hf" in said.out
-    assert "note: not evaluated: model_type = 'bert': is an encoder" in said.out
+    result = cli("convert", "encoder", "out", "--to", "gqa:2")
+    assert result.status == 0
+    assert "cache a token" not in result.out
+    assert "run it with headwise.load, or in transformers after import headwise.hf" in result.out
+    assert "note: not evaluated: model_type = 'bert': is an encoder" in result.out
     assert "every token sees every other" in cli("inspect", "out").out
     assert "model_type = 'headwise_bert': is an encoder" in cli("generate", "out", "--prompt", "a").err

@@ -16,12 +16,14 @@ def test_the_demos_texts_share_no_passage_and_are_always_the_same(tmp_path: Path
     study, exam = write_texts(tmp_path)
     assert (study.name, exam.name) == ("study.txt", "exam.txt")
     tokenizer = load_tokenizer(bundled_gguf())
-    seen, asked = (torch.tensor(token_ids(tokenizer, path.read_text(encoding="utf-8"))) for path in (study, exam))
-    assert shared_fraction([asked], [seen]) == 0
-    assert len(asked) > 4 * 2048  # windows for an evaluation are left
+    study_ids, exam_ids = (
+        torch.tensor(token_ids(tokenizer, path.read_text(encoding="utf-8"))) for path in (study, exam)
+    )
+    assert shared_fraction([exam_ids], [study_ids]) == 0
+    assert len(exam_ids) > 4 * 2048  # windows for an evaluation are left
     halves = [torch.tensor(token_ids(tokenizer, language_reference(slice(first, None, 2)))) for first in (0, 1)]
-    assert torch.equal(seen, halves[0])
-    assert shared_fraction([halves[1]], [seen]) > 0.2  # of topics as they are a good part is shared
+    assert torch.equal(study_ids, halves[0])
+    assert shared_fraction([halves[1]], [study_ids]) > 0.2  # of topics as they are a good part is shared
     before = study.read_bytes(), exam.read_bytes()
     write_texts(tmp_path)
     assert (study.read_bytes(), exam.read_bytes()) == before

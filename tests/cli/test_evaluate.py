@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 from tests.evaluation.test_retrieval import save_bert
 
 SMALL = ("--window", "16", "--windows", "2", "--context", "8")
@@ -25,44 +25,44 @@ def tasks(here: Path, tiny_llama: Path) -> Path:
     return here
 
 
-def document(said: Said) -> Any:
-    assert said.status == 0, said.err
-    return json.loads(said.out)
+def document(result: Result) -> Any:
+    assert result.status == 0, result.err
+    return json.loads(result.out)
 
 
-def test_everything_of_a_decoder_in_one_run(cli: Callable[..., Said], tasks: Path) -> None:
+def test_everything_of_a_decoder_in_one_run(cli: Callable[..., Result], tasks: Path) -> None:
     arguments = ("evaluate", "tiny", "--against", "tiny", "--text", "text.txt", "--text", "second.txt", *SMALL)
     arguments = (*arguments, "--choices", "choices.jsonl", "--limit", "3", "--planted", "128", "--by-position")
-    found = document(cli(*arguments, "--json"))
-    assert found["model"] == found["against"] == "tiny"
-    assert [text["text"] for text in found["texts"]] == ["text.txt", "second.txt"]
-    assert found["texts"][0]["by_position"][0].keys() == {"start", "stop", "nll", "reference_nll"}
-    assert found["choices"]["items"] == 3
-    assert found["choices"]["accuracy"]["difference"] == 0
-    assert found["planted"]["context"] == 128
-    assert len(found["planted"]["depths"]) == 5
-    assert "retrieval" not in found
+    report = document(cli(*arguments, "--json"))
+    assert report["model"] == report["against"] == "tiny"
+    assert [text["text"] for text in report["texts"]] == ["text.txt", "second.txt"]
+    assert report["texts"][0]["by_position"][0].keys() == {"start", "stop", "nll", "reference_nll"}
+    assert report["choices"]["items"] == 3
+    assert report["choices"]["accuracy"]["difference"] == 0
+    assert report["planted"]["context"] == 128
+    assert len(report["planted"]["depths"]) == 5
+    assert "retrieval" not in report
     shown = cli(*arguments)
     assert shown.status == 0
     for said in ("perplexity of second.txt", "1–15", "accuracy by length", "at depth 50%", "likeliest of the codes"):
         assert said in shown.out
 
 
-def test_choices_alone(cli: Callable[..., Said], tasks: Path) -> None:
-    found = document(cli("evaluate", "tiny", "--choices", "choices.jsonl", "--json"))
-    assert found.keys() == {"model", "against", "choices"}
-    assert found["choices"]["accuracy"]["reference_rate"] is None
+def test_choices_alone(cli: Callable[..., Result], tasks: Path) -> None:
+    report = document(cli("evaluate", "tiny", "--choices", "choices.jsonl", "--json"))
+    assert report.keys() == {"model", "against", "choices"}
+    assert report["choices"]["accuracy"]["reference_rate"] is None
     assert cli("evaluate", "tiny", "--choices", "choices.jsonl", "--device", "cpu").out.startswith(
         "4 items of choices"
     )
 
 
-def test_an_encoder(cli: Callable[..., Said], tasks: Path) -> None:
+def test_an_encoder(cli: Callable[..., Result], tasks: Path) -> None:
     save_bert(tasks / "bert")
     arguments = ("evaluate", "bert", "--against", "bert", "--retrieval", "passages.jsonl")
-    found = document(cli(*arguments, "--json"))
-    assert found["retrieval"]["passages"] == 3
-    assert found["retrieval"]["recall_at_1"]["p_value"] == 1
+    report = document(cli(*arguments, "--json"))
+    assert report["retrieval"]["passages"] == 3
+    assert report["retrieval"]["recall_at_1"]["p_value"] == 1
     shown = cli(*arguments)
     assert "R@10" in shown.out
     assert "MRR" in shown.out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 
 SMALL = ("--calibration-tokens", "256", "--window", "32", "--windows", "2", "--no-plot")
 FRONTIER = ("frontier", "tiny", "--calibrate", "text.txt", "--output", "out", *SMALL)
@@ -20,33 +20,33 @@ def model(here: Path, tiny_llama: Path) -> Path:
     return tiny_llama
 
 
-def test_a_ladder(cli: Callable[..., Said], model: Path, here: Path) -> None:
+def test_a_ladder(cli: Callable[..., Result], model: Path, here: Path) -> None:
     arguments = (*FRONTIER, "--evaluate", "exam.txt", "--target", "mla:0.5", "--target", "mqa")
-    said = cli(*arguments)
-    assert said.status == 0, said.err
+    result = cli(*arguments)
+    assert result.status == 0, result.err
     for shown in ("tiny: quality against cache", "original", "mla:0.5", "mqa", "× exam.txt", "up by at most 5%"):
-        assert shown in said.out
-    assert max(map(len, said.out.splitlines())) <= 80
-    assert "out: frontier.json, frontier.md\n" in said.out
+        assert shown in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert "out: frontier.json, frontier.md\n" in result.out
     document = json.loads((here / "out/frontier.json").read_text())
     assert json.loads(cli(*arguments, "--json").out) == document
     assert [point["target"] for point in document["points"]] == ["mla:0.5", "mqa"]
     assert sorted(path.name for path in (here / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
 
 
-def test_methods(cli: Callable[..., Said], model: Path, here: Path) -> None:
-    said = cli(*FRONTIER, "--methods", "--target", "mqa")
-    assert said.status == 0, said.err
+def test_methods(cli: Callable[..., Result], model: Path, here: Path) -> None:
+    result = cli(*FRONTIER, "--methods", "--target", "mqa")
+    assert result.status == 0, result.err
     for shown in ("ways to convert to mqa", "headwise", "without refit", "without any stage", "mean pooling"):
-        assert shown in said.out
-    assert "out: methods.json, methods.md\n" in said.out
+        assert shown in result.out
+    assert "out: methods.json, methods.md\n" in result.out
 
 
-def test_a_page(cli: Callable[..., Said], model: Path, here: Path) -> None:
+def test_a_page(cli: Callable[..., Result], model: Path, here: Path) -> None:
     pytest.importorskip("plotly")
     arguments = [argument for argument in FRONTIER if argument != "--no-plot"]
-    said = cli(*arguments, "--target", "mqa")
-    assert said.status == 0, said.err
+    result = cli(*arguments, "--target", "mqa")
+    assert result.status == 0, result.err
     assert "<h2>What to convert to</h2>" in (here / "out/frontier.html").read_text()
 
 

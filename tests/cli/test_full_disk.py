@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.test_resume import full_disk
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 from tests.real_models import save_tiny
 
 KEPT = "what is done is kept in .out.headwise-partial, and the same command continues from there"
@@ -23,22 +23,22 @@ def content(folder: Path) -> dict[str, bytes]:
 # Of 512 tokens, 48 wide: a stream is 98 kB, a Gram matrix 9 kB, a layer's result 80 kB, the output 360 kB.
 @pytest.mark.parametrize("size", [3_000, 50_000, 200_000])
 @pytest.mark.parametrize("command", ["convert", "calibrate"])
-def test_a_full_disk(cli: Callable[..., Said], here: Path, command: str, size: int) -> None:
+def test_a_full_disk(cli: Callable[..., Result], here: Path, command: str, size: int) -> None:
     save_tiny(here / "source")
     (here / "text.txt").write_text("the quick brown fox jumps over the lazy dog, and then it does so again. " * 40)
     options = ["--calibrate", "text.txt", "--calibration-tokens", 512]
     options += ["--to", "mla", "--kv-budget", "0.5", "--no-evaluate"] if command == "convert" else []
     assert cli(command, "source", "whole", *options).status == 0
     with full_disk(size):
-        said = cli(command, "source", "out", *options)
+        result = cli(command, "source", "out", *options)
     if command == "calibrate" and size == 200_000:  # it was enough
-        assert said.status == 0
+        assert result.status == 0
         return
-    assert (said.status, said.out) == (2, "")
-    assert said.err.startswith("headwise: ")
-    assert said.err.count("\n") == 1
-    assert "File too large" in said.err
-    assert (KEPT in said.err) == (here / ".out.headwise-partial").exists()
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("headwise: ")
+    assert result.err.count("\n") == 1
+    assert "File too large" in result.err
+    assert (KEPT in result.err) == (here / ".out.headwise-partial").exists()
     assert not (here / "out").exists()
     assert cli(command, "source", "out", *options).status == 0
     assert content(here / "out") == content(here / "whole")

@@ -1,4 +1,4 @@
-"""What ``headwise inspect`` prints."""
+"""The output of ``headwise inspect``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 
 from headwise.cli.commands.inspect import _names_of
 from headwise.specs import catalog
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 from tests.toy_configs import TOYS
 
 
 @pytest.mark.parametrize("name", catalog())
-def test_every_model_of_the_catalog_fits_a_terminal_of_80_columns(cli: Callable[..., Said], name: str) -> None:
-    said = cli("inspect", name)
-    assert (said.status, said.err) == (0, "")
-    for line in said.out.splitlines():
+def test_every_model_of_the_catalog_fits_a_terminal_of_80_columns(cli: Callable[..., Result], name: str) -> None:
+    result = cli("inspect", name)
+    assert (result.status, result.err) == (0, "")
+    for line in result.out.splitlines():
         assert len(line) <= 80
         assert not re.search(r"\S…", line), "cut off"
 
 
-def test_a_hybrid_model(cli: Callable[..., Said]) -> None:
+def test_a_hybrid_model(cli: Callable[..., Result]) -> None:
     assert cli("inspect", "granite-4.0-h-tiny").out.splitlines()[:12] == [
         "granite-4.0-h-tiny: granitemoehybrid, hidden 1536",
         "layers   36 Mamba-2, 4 GQA",
@@ -41,20 +41,20 @@ def test_a_hybrid_model(cli: Callable[..., Said]) -> None:
     ]
 
 
-def test_layers_that_differ_in_their_positions_alone_say_so(cli: Callable[..., Said]) -> None:
+def test_layers_that_differ_in_their_positions_alone_say_so(cli: Callable[..., Result]) -> None:
     out = cli("inspect", "smollm3-3b").out
     assert re.search(r"the other 27 +GQA 16/4 × 128 ", out)
     assert re.search(r"every 4th of 3–35 +GQA 16/4 × 128, no rope ", out)
     assert "no rope" not in cli("inspect", "jamba-v0.1").out
 
 
-def test_a_model_whose_attention_alone_is_known(cli: Callable[..., Said], tmp_path: Path) -> None:
+def test_a_model_whose_attention_alone_is_known(cli: Callable[..., Result], tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TOYS["gemma3n_text"]))
-    said = cli("inspect", path)
-    assert said.status == 0
-    assert "GQA 8/2 × 256 shared" in said.out
-    assert said.out.endswith("the whole model's weights and FLOPs are not known from this config\n")
+    result = cli("inspect", path)
+    assert result.status == 0
+    assert "GQA 8/2 × 256 shared" in result.out
+    assert result.out.endswith("the whole model's weights and FLOPs are not known from this config\n")
     assert json.loads(cli("inspect", path, "--json").out)["weights"] is None
 
 
@@ -77,7 +77,7 @@ def test_layers_by_name(groups: list[list[int]], names: list[str]) -> None:
     assert _names_of([tuple(group) for group in groups]) == names
 
 
-def test_an_encoder_has_no_cache_to_speak_of(cli: Callable[..., Said], tmp_path: Path) -> None:
+def test_an_encoder_has_no_cache_to_speak_of(cli: Callable[..., Result], tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}')
     out = cli("inspect", path).out

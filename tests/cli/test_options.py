@@ -38,7 +38,7 @@ class ConvertLike(Options):
 
 
 class FrontierLike(Options):
-    """What a frontier is made of."""
+    """The targets and texts of a frontier."""
 
     calibrate: _Texts = option("a text to calibrate on", metavar="TEXT", rule=not_empty("must name a text"))
     targets: Sequence[str] = option("mla:F, gqa:K or mqa", default=(), flag="--target")
@@ -47,7 +47,7 @@ class FrontierLike(Options):
 
 
 def called(kind: type[Options], *arguments: str) -> dict[str, Any]:
-    """What the command got."""
+    """The values that the command got, its status and its output."""
     app, got = typer.Typer(), dict[str, Any]()
 
     @app.command()
@@ -60,10 +60,10 @@ def called(kind: type[Options], *arguments: str) -> dict[str, Any]:
     ) -> None:
         got.update(source=source, output=output, options=options, as_json=as_json)
 
-    said = CliRunner().invoke(app, ["source", "out", *arguments])
-    if isinstance(said.exception, ArgumentError):
-        raise said.exception
-    return {**got, "status": said.exit_code, "said": " ".join(said.output.replace("│", " ").split())}
+    result = CliRunner().invoke(app, ["source", "out", *arguments])
+    if isinstance(result.exception, ArgumentError):
+        raise result.exception
+    return {**got, "status": result.exit_code, "said": " ".join(result.output.replace("│", " ").split())}
 
 
 def test_what_is_left_out_has_the_fields_own_default() -> None:
@@ -113,12 +113,12 @@ def test_a_frontiers_options(arguments: tuple[str, ...], fields: dict[str, Any])
         (("--calibration-tokens", "1"), "calibration_tokens = 1: must be at least 2"),
     ],
 )
-def test_rules_are_the_classs_own(arguments: tuple[str, ...], line: str) -> None:
+def test_rules_of_the_class_are_kept(arguments: tuple[str, ...], line: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{line}$"):
         called(ConvertLike, "--to", "mqa", *arguments)
 
 
-def test_what_has_to_be_given_is_asked_for() -> None:
+def test_missing_required_options_are_refused() -> None:
     for kind, name in ((ConvertLike, "--to"), (FrontierLike, "--calibrate")):
         got = called(kind)
         assert got["status"] == 2

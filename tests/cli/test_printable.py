@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from headwise.cli.app import numbers_table, out
 from headwise.cli.printable import printable
-from tests.cli.conftest import Said
+from tests.cli.conftest import Result
 
 Refused = Callable[..., str]
 HOSTILE = "\x1b[31mred\x1b]0;title\x07 \x9b2J \u202eturned\u2066 \x7f\r\x00\x85\u2028"
@@ -33,13 +33,13 @@ def test_strings_tables_and_markup(capsys: pytest.CaptureFixture[str]) -> None:
     out.print(f"[bold]{escape(HOSTILE)}[/bold]")
     out.print(f"note: {HOSTILE}", markup=False)
     out.print(escape("\x1b[red]not a colour"))
-    said = capsys.readouterr().out
-    assert not CONTROLS.search(said)
-    assert r"\x1b[red]not a colour" in said
+    printed = capsys.readouterr().out
+    assert not CONTROLS.search(printed)
+    assert r"\x1b[red]not a colour" in printed
 
 
-def test_generated_text(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
-    """Of which newline and tab are part; as JSON it is what it is."""
+def test_generated_text(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
+    """Newline and tab are not escaped, and in JSON nothing is."""
     path = tiny_llama / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < 3}
@@ -47,13 +47,13 @@ def test_generated_text(cli: Callable[..., Said], here: Path, tiny_llama: Path) 
     vocabulary |= {f"\n\t\x1b[31m\u202e{number}": number for number in range(64) if number not in kept}
     path.write_text(json.dumps(tokenizer | {"model": {**tokenizer["model"], "vocab": vocabulary}}))
     command = ("generate", "tiny", "--prompt", "a", "--max-new-tokens", "4")
-    said = cli(*command)
-    assert said.status == 0
-    assert not CONTROLS.search(said.out)
-    assert "\n\t\\x1b[31m\\u202e" in said.out
-    told = cli(*command, "--json").out
-    assert "\x1b" not in told
-    assert "\x1b[31m" in json.loads(told)["text"]
+    result = cli(*command)
+    assert result.status == 0
+    assert not CONTROLS.search(result.out)
+    assert "\n\t\\x1b[31m\\u202e" in result.out
+    document = cli(*command, "--json").out
+    assert "\x1b" not in document
+    assert "\x1b[31m" in json.loads(document)["text"]
 
 
 def test_names_in_refusals(refused: Refused, here: Path, tiny_llama: Path) -> None:
@@ -74,7 +74,7 @@ def test_names_of_fields_in_refusals(refused: Refused, tiny_llama: Path, edit_co
     assert r"\x1b[31m.auto_map = " in line
 
 
-def test_names_in_tables_and_notes(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
+def test_names_in_tables_and_notes(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
     name = "\x1b[31m\u202e.txt"
     (here / name).write_text((here / "text.txt").read_text())
     (tiny_llama / "\x1b]0;\x07.json").symlink_to("/dev/null")
@@ -82,7 +82,7 @@ def test_names_in_tables_and_notes(cli: Callable[..., Said], here: Path, tiny_ll
         ("evaluate", "tiny", "--text", name, *SMALL),
         ("convert", "tiny", "out", "--to", "mla", "--kv-budget", "0.5", "--no-evaluate"),
     ):
-        said = cli(*command)
-        assert (said.status, said.err) == (0, "")
-        assert not CONTROLS.search(said.out)
-        assert r"\x1b" in said.out
+        result = cli(*command)
+        assert (result.status, result.err) == (0, "")
+        assert not CONTROLS.search(result.out)
+        assert r"\x1b" in result.out

@@ -1,4 +1,4 @@
-"""Two processes behind one command line, as torchrun starts them."""
+"""One command run by two processes that torchrun starts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def run(*arguments: object, launch: tuple[str, ...] = TWO) -> subprocess.Complet
     )
 
 
-def ours(said: str) -> list[str]:
+def messages(stderr: str) -> list[str]:
     """The lines of stderr that headwise wrote; torchrun writes its own."""
-    return [line for line in said.splitlines() if line.startswith("headwise: ")]
+    return [line for line in stderr.splitlines() if line.startswith("headwise: ")]
 
 
 @pytest.fixture
@@ -100,7 +100,9 @@ def test_what_it_would_take(source: Path, tmp_path: Path) -> None:
 
 def test_bad_input_is_one_line(source: Path, tmp_path: Path) -> None:
     done = run("-m", "headwise", "convert", source, tmp_path / "out", "--to", "mqa", "--calibrate", "nowhere.txt")
-    assert ours(done.stderr) == ["headwise: calibrate = 'nowhere.txt': could not be read: No such file or directory"]
+    assert messages(done.stderr) == [
+        "headwise: calibrate = 'nowhere.txt': could not be read: No such file or directory"
+    ]
     assert "exitcode  : 2" in done.stderr
     assert done.stdout == ""
     assert not (tmp_path / "out").exists()
@@ -145,7 +147,7 @@ except SystemExit as ended:
 def test_an_error_of_one_process_ends_all(tmp_path: Path, rank: int, how: str) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     done = run(tmp_path / "failing.py", "fail", rank, how)
-    assert ours(done.stderr) == [f"headwise: argument = {rank}: is wrong"]
+    assert messages(done.stderr) == [f"headwise: argument = {rank}: is wrong"]
     assert "exitcode  : 2" in done.stderr
     assert done.stdout == ""
 
@@ -163,7 +165,7 @@ def test_a_killed_process_ends_all(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     done = run(tmp_path / "failing.py", "fail", 1, "killed")
     assert done.returncode != 0
-    assert ours(done.stderr) == [
+    assert messages(done.stderr) == [
         "headwise: another process of this run was ended; the same command continues from there"
     ]
     assert done.stdout == ""
@@ -188,6 +190,6 @@ def test_a_process_that_a_library_holds_ends_with_the_line(tmp_path: Path) -> No
     (tmp_path / "stuck.py").write_text(STUCK)
     done = run(tmp_path / "stuck.py")
     assert done.returncode == 1
-    assert ours(done.stderr) == [
+    assert messages(done.stderr) == [
         "headwise: another process of this run was ended; the same command continues from there"
     ]

@@ -41,20 +41,20 @@ def card(folder: Path) -> str:
 
 def test_it_ends_on_what_the_calibration_left_of_its_text(source: Path, text: Path, tmp_path: Path) -> None:
     done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY)
-    found = done.evaluation
-    assert found is not None
-    assert (found.text, found.windows, found.window) == (f"{text} after 1,976 tokens", 2, 256)
+    evaluation = done.evaluation
+    assert evaluation is not None
+    assert (evaluation.text, evaluation.windows, evaluation.window) == (f"{text} after 1,976 tokens", 2, 256)
     rest = tmp_path / "rest.txt"
     rest.write_text(TEXT[1976:])  # each character is a token
     again = headwise.evaluate(tmp_path / "out", against=source, text=rest, windows=2)
     for name in ("perplexity", "kl", "top1_agreement", "cache_bytes_per_token", "tokens"):
-        assert getattr(found, name) == getattr(again, name), name
-    assert found.reference is not None
+        assert getattr(evaluation, name) == getattr(again, name), name
+    assert evaluation.reference is not None
     assert again.reference is not None
-    assert found.reference.perplexity == again.reference.perplexity
-    assert (found.model, found.against) == (str(tmp_path / "out"), str(source))
-    assert found.cache_bytes_per_token == done.kv_bytes_per_token_after
-    assert done.to_dict()["evaluation"] == found.to_dict()
+    assert evaluation.reference.perplexity == again.reference.perplexity
+    assert (evaluation.model, evaluation.against) == (str(tmp_path / "out"), str(source))
+    assert evaluation.cache_bytes_per_token == done.kv_bytes_per_token_after
+    assert done.to_dict()["evaluation"] == evaluation.to_dict()
 
 
 def test_of_several_texts_what_is_left_of_each(source: Path, text: Path, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused_before_any_work(
         ("whisper", "model_type = 'whisper': decodes what its encoder heard"),
     ],
 )
-def test_what_text_does_not_measure_is_said(name: str, rule: str, text: Path, tmp_path: Path) -> None:
+def test_models_that_text_cannot_evaluate_are_noted(name: str, rule: str, text: Path, tmp_path: Path) -> None:
     source = save_family(tmp_path / "source", name)
     done = headwise.convert(source, tmp_path / "out", to="gqa:2")
     assert done.evaluation is None
@@ -259,25 +259,25 @@ def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path)
     (source / "README.md").write_text("---\nlicense: apache-2.0\ntags: [theirs]\n---\n# Theirs\n")
     done = headwise.convert(source, tmp_path / "out", calibrate=text, **STUDY)
     assert done.evaluation is not None
-    told = card(tmp_path / "out")
+    readme = card(tmp_path / "out")
     assert metadata_load(tmp_path / "out/README.md") == {
         "library_name": "transformers",
         "license": "apache-2.0",
         "tags": ["headwise", "mla", "kv-cache"],
     }
-    assert "Theirs" not in told
-    assert str(tmp_path) not in told
+    assert "Theirs" not in readme
+    assert str(tmp_path) not in readme
     score = done.evaluation
     assert score.reference is not None
-    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference.perplexity:.3f}" in told
-    assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in told
+    assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference.perplexity:.3f}" in readme
+    assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in readme
     assert (
         "- steps: sensitivity, spread, channels, sequence, refit\n"
-        "- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in told
+        "- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in readme
     )
-    assert f"- took {done.seconds:,.0f} s\n- versions: headwise {headwise.__version__}, torch " in told
-    assert f"- parameters: {done.parameters_before:,} → {done.parameters_after:,}\n" in told
-    assert "import headwise.hf" in told
+    assert f"- took {done.seconds:,.0f} s\n- versions: headwise {headwise.__version__}, torch " in readme
+    assert f"- parameters: {done.parameters_before:,} → {done.parameters_after:,}\n" in readme
+    assert "import headwise.hf" in readme
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,9 @@ def test_the_card_loads_the_model_by_its_own_class(name: str, auto: str, tmp_pat
     source = save_family(tmp_path / "source", name)
     for to in ("mha", "gqa:2"):
         headwise.convert(source, tmp_path / to, to=to, evaluate=False)
-        told = card(tmp_path / to)
-        assert f"model = {auto}.from_pretrained(folder)" in told
-        assert ("import headwise.hf" in told) == (to == "gqa:2")
+        text = card(tmp_path / to)
+        assert f"model = {auto}.from_pretrained(folder)" in text
+        assert ("import headwise.hf" in text) == (to == "gqa:2")
 
 
 def test_unmeasured_folders_are_the_same_to_the_last_file(source: Path, text: Path, tmp_path: Path) -> None:

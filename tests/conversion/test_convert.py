@@ -44,11 +44,11 @@ def test_the_report_is_true_to_the_files(source: Path, tmp_path: Path) -> None:
     assert done.seconds > 0
     assert done.peak_rss_bytes is not None
     assert any("calibrat" in note for note in done.notes)
-    found = headwise.inspect(tmp_path / "out", dtype="float64")
-    assert found.kv_bytes_per_token == done.kv_bytes_per_token_after
-    assert (found.mechanism, found.kv_lora_rank, found.qk_rope_head_dim) == ("mla", 18, 6)
-    assert found.weights is not None
-    assert found.weights["total"] == done.parameters_after
+    inspection = headwise.inspect(tmp_path / "out", dtype="float64")
+    assert inspection.kv_bytes_per_token == done.kv_bytes_per_token_after
+    assert (inspection.mechanism, inspection.kv_lora_rank, inspection.qk_rope_head_dim) == ("mla", 18, 6)
+    assert inspection.weights is not None
+    assert inspection.weights["total"] == done.parameters_after
     json.dumps(done.to_dict())
 
 
@@ -73,7 +73,7 @@ def test_dtype_is_the_outputs(source: Path, tmp_path: Path) -> None:
     assert headwise.load(tmp_path / "out", dtype="float32").dtype == torch.float32
 
 
-def test_a_dry_run_writes_nothing_and_says_the_same(source: Path, text: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_reports_the_same(source: Path, text: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     options = {"to": "mla", "kv_budget": 0.5, "calibrate": text, "without": ("spread",)}
     dry = headwise.convert(source, tmp_path / "out", dry_run=True, **options)
@@ -135,7 +135,7 @@ def test_converting_from_mla_is_refused_by_name(source: Path, tmp_path: Path) ->
 
 
 def test_only_every_channel_and_the_whole_latent_is_lossless(source: Path, tmp_path: Path) -> None:
-    """As many cached bytes as the source's, spent otherwise, lose something."""
+    """A cache of the source's size that is divided in another way loses something."""
     done = headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=36, qk_rope_head_dim=12, evaluate=False)
     assert done.kv_bytes_per_token_after == done.kv_bytes_per_token_before
     assert any("calibrat" in note for note in done.notes)

@@ -34,18 +34,18 @@ def moments(source: Path) -> list[torch.Tensor]:
     """E[x xᵀ] of the inputs of each of the source's attentions, with a constant 1 last."""
     model: Any = headwise.load(source, dtype="float32")
     ids = load_tokenizer(source)(TEXT, add_special_tokens=False)["input_ids"][: TOKENS // 2]
-    seen: list[torch.Tensor] = []
+    calls: list[torch.Tensor] = []
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
         hidden = kwargs["hidden_states"][0].double()
-        seen.append(torch.cat((hidden, torch.ones(len(hidden), 1)), dim=1))
+        calls.append(torch.cat((hidden, torch.ones(len(hidden), 1)), dim=1))
 
     hooks = [layer.self_attn.register_forward_pre_hook(look, with_kwargs=True) for layer in model.model.layers]
     with torch.inference_mode():
         model(torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
-    return [rows.mT @ rows / len(rows) for rows in seen]
+    return [rows.mT @ rows / len(rows) for rows in calls]
 
 
 @pytest.mark.parametrize("method", ["mha2mla", "transmla", "transmla:2", "transmla:6"])

@@ -215,11 +215,11 @@ def test_generate_is_what_repeated_forwards_give(name: str, to: str, tmp_path: P
         expected = torch.cat((expected, answer(model, expected, use_cache=False)[:, -1:].argmax(-1)), dim=1)
     options = {"max_new_tokens": 10, "do_sample": False}
     if name == "whisper":
-        made = model.generate(noise(1).to(model.dtype), decoder_input_ids=prompt, **options)
-        made = torch.cat((prompt, made), dim=1)
+        tokens = model.generate(noise(1).to(model.dtype), decoder_input_ids=prompt, **options)
+        tokens = torch.cat((prompt, tokens), dim=1)
     else:
-        made = model.generate(prompt, **options)
-    assert torch.equal(made, expected)
+        tokens = model.generate(prompt, **options)
+    assert torch.equal(tokens, expected)
 
 
 @pytest.mark.parametrize(("name", "to"), [pair for pair in CONVERTED if pair[0] in DECODERS])
@@ -231,9 +231,9 @@ def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(
     model = headwise.load(tmp_path / "out")
     batch, mask = ids[:, :12].clone(), torch.ones(2, 12, dtype=torch.long)
     batch[0, :5] = mask[0, :5] = 0
-    made = model.generate(batch, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    tokens = model.generate(batch, attention_mask=mask, max_new_tokens=6, do_sample=False)
     alone = model.generate(batch[:1, 5:], max_new_tokens=6, do_sample=False)
-    assert torch.equal(made[0, 12:], alone[0, 7:])
+    assert torch.equal(tokens[0, 12:], alone[0, 7:])
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -264,12 +264,12 @@ def test_attention_weights_are_the_sources(name: str, tmp_path: Path, ids: torch
     source = save_family(tmp_path / "source", name)
     convert(source, tmp_path / "out", "mla", 1.0)
     auto = getattr(transformers, family_of(name).autos[0])
-    found, expected = (
+    actual, expected = (
         attentions(auto.from_pretrained(folder, attn_implementation="eager"), ids)
         for folder in (tmp_path / "out", source)
     )
-    assert len(found) == len(expected) == (4 if name == "whisper" else 2)
-    for own, other in zip(found, expected, strict=True):
+    assert len(actual) == len(expected) == (4 if name == "whisper" else 2)
+    for own, other in zip(actual, expected, strict=True):
         assert_close(own, other, 1e-6)
 
 
@@ -307,17 +307,17 @@ def test_quality_is_measured_on_every_kind(name: str, to: str, tmp_path: Path) -
     source, text = save_family(tmp_path / "source", name), tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, and then it does so again. " * 20)
     convert(source, tmp_path / "out", to, 1.0)
-    found = headwise.evaluate(tmp_path / "out", against=source, text=text, window=32, windows=3, context=16)
+    evaluation = headwise.evaluate(tmp_path / "out", against=source, text=text, window=32, windows=3, context=16)
     spec = headwise.inspect(tmp_path / "out", dtype="float64")
-    assert found.reference is not None
-    assert found.kl is not None
+    assert evaluation.reference is not None
+    assert evaluation.kl is not None
     if to == "mla":
-        assert found.kl < 1e-9
-        assert found.top1_agreement == 1
+        assert evaluation.kl < 1e-9
+        assert evaluation.top1_agreement == 1
     else:
-        assert found.kl > 1e-3
+        assert evaluation.kl > 1e-3
     if name != "mistral":  # whose window is shorter than the context
-        assert found.cache_bytes_per_token == spec.kv_bytes_per_token
+        assert evaluation.cache_bytes_per_token == spec.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -333,13 +333,13 @@ def test_a_layer_with_padding_alone_keeps_its_window(implementation: str, tmp_pa
     states = torch.randn(2, 20, 48, dtype=torch.float64)
     tables = stock.model.rotary_emb(states, torch.arange(20)[None])
     i, j = torch.arange(20)[:, None], torch.arange(20)[None]
-    seen = (j <= i) & (j > i - 7)
-    added = torch.zeros(20, 20, dtype=torch.float64).masked_fill(~seen, -1e300)[None, None]
+    allowed = (j <= i) & (j > i - 7)
+    added = torch.zeros(20, 20, dtype=torch.float64).masked_fill(~allowed, -1e300)[None, None]
     expected = stock.model.layers[0].self_attn(
-        states, tables, added if implementation == "eager" else seen[None, None]
+        states, tables, added if implementation == "eager" else allowed[None, None]
     )[0]
     layer = model.model.layers[0].self_attn
-    for mask in (None, torch.ones(2, 20, dtype=torch.bool), seen[None, None]):
+    for mask in (None, torch.ones(2, 20, dtype=torch.bool), allowed[None, None]):
         assert_close(layer(states, tables, mask)[0], expected, 1e-6)  # stock eager's softmax is in float32
 
 

@@ -49,12 +49,12 @@ def test_a_wide_layer_is_solved_in_the_room_of_a_few_matrices() -> None:
     state = {f"{name}_proj.weight": normal(WIDTH, WIDTH).bfloat16() for name in "qkvo"}
     distances = torch.rand(heads, 64, generator=generator, dtype=torch.float64)
     weight = torch.rand(heads, generator=generator, dtype=torch.float64)
-    known = Statistics(gram(), gram(), weight, distances / distances.sum(-1, keepdim=True), weight[0])
+    statistics = Statistics(gram(), gram(), weight, distances / distances.sum(-1, keepdim=True), weight[0])
     sensitivity = gram()[:WIDTH, :WIDTH].contiguous()
 
     def solve() -> object:
         target = as_latent(source, WIDTH - 8, 8)
-        return convert_to_latent(state, source, target, statistics=known, sensitivity=sensitivity)
+        return convert_to_latent(state, source, target, statistics=statistics, sensitivity=sensitivity)
 
     assert peak_bytes(lambda: torch.zeros(WIDTH, WIDTH, dtype=torch.float64)) == WIDTH**2 * 8
     assert peak_bytes(solve) <= 11.5 * WIDTH**2 * 8

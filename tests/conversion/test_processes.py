@@ -59,7 +59,7 @@ def test_two_processes_sum_to_one(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source", "qwen2")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    found = {}
+    outputs = {}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for name, how in (("one", []), ("two", launch)):
         (tmp_path / name).mkdir()
@@ -71,11 +71,11 @@ def test_two_processes_sum_to_one(tmp_path: Path) -> None:
             check=False,
         )
         assert run.returncode == 0, run.stderr
-        found[name] = load_file(tmp_path / name / "grams.safetensors")
-    assert set(found["one"]) == {"0", "1", "hidden"}
-    for name, expected in found["one"].items():
-        assert_close(found["two"][name], expected, 1e-10)
-    assert torch.equal(found["one"]["hidden"], found["two"]["hidden"])
+        outputs[name] = load_file(tmp_path / name / "grams.safetensors")
+    assert set(outputs["one"]) == {"0", "1", "hidden"}
+    for name, expected in outputs["one"].items():
+        assert_close(outputs["two"][name], expected, 1e-10)
+    assert torch.equal(outputs["one"]["hidden"], outputs["two"]["hidden"])
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
@@ -91,7 +91,7 @@ def test_every_window_is_one_processs(monkeypatch: pytest.MonkeyPatch, world: in
     assert taken == list(range(count))
 
 
-def test_alone_nothing_is_shared() -> None:
+def test_a_single_process_shares_nothing() -> None:
     tensor = torch.randn(3)
     assert torch.equal(processes.all_sum(tensor.clone()), tensor)
     assert processes.my_windows(4) == range(4)

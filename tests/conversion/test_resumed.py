@@ -31,14 +31,14 @@ class StoppedError(Exception):
 def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *, after: bool) -> None:
     """End the run at the n-th call of a method, before the call or after it."""
     count = 0
-    own: Callable[..., Any] = getattr(owner, name)
+    original: Callable[..., Any] = getattr(owner, name)
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
         if count == call and not after:
             raise StoppedError
-        result = own(*args, **kwargs)
+        result = original(*args, **kwargs)
         if count == call:
             raise StoppedError
         return result
@@ -96,11 +96,11 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
         with pytest.raises(StoppedError):
             headwise.convert(source, tmp_path / "out", **options)
     solved: list[int] = []
-    own = TextCalibrator.evidence
+    original = TextCalibrator.evidence
 
     def noting(self: TextCalibrator, place: Place, source: Any) -> Any:
         solved.append(place.index)
-        return own(self, place, source)
+        return original(self, place, source)
 
     monkeypatch.setattr(TextCalibrator, "evidence", noting)
     # `None` fails if sensitivities are measured again.
@@ -123,7 +123,7 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
     ],
     ids=str,
 )
-def test_without_a_text_they_are_not_even_read_again(
+def test_without_a_text_finished_layers_are_not_read_again(
     model: str, options: dict[str, Any], shard_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shard_bytes is not None:
@@ -131,11 +131,11 @@ def test_without_a_text_they_are_not_even_read_again(
     source = save_family(tmp_path / "source", "whisper") if model == "whisper" else save_tiny(tmp_path / "source")
     headwise.convert(source, tmp_path / "whole", **options, evaluate=False)
     read: list[Place] = []
-    own = planning.read_layer
+    original = planning.read_layer
 
     def noting(checkpoint: Checkpoint, place: Place) -> Any:
         read.append(place)
-        return own(checkpoint, place)
+        return original(checkpoint, place)
 
     monkeypatch.setattr(planning, "read_layer", noting)
     with monkeypatch.context() as patch:
@@ -188,7 +188,7 @@ def rows_of(*_: object, data_files: list[str], **__: object) -> list[dict[str, s
     return [{"text": Path(file).read_text()} for file in data_files]
 
 
-def test_work_that_is_discarded_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discarded_work_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the report and not in the card: the folder does not depend on files that were there before."""
     source = save_tiny(tmp_path / "source")
     for name, kv_budget, notes in (("out", 0.25, 1), ("other", 0.5, 0)):

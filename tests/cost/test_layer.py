@@ -236,8 +236,8 @@ def test_the_best_way_is_the_one_with_fewer_flops(
         cost.forward_flops(spec, S, S + past, causal=causal, impl=impl) for impl in ("absorbed", "expanded")
     )
     assert cost.forward_flops(spec, S, S + past, causal=causal) == min(absorbed, expanded)
-    _, seen, total = ways(spec, S, S + past)[causal]
-    best = cost.formulas(spec).best_impl(spec, S, total, seen)
+    _, visible, total = ways(spec, S, S + past)[causal]
+    best = cost.formulas(spec).best_impl(spec, S, total, visible)
     assert absorbed == expanded or best == ("absorbed" if absorbed < expanded else "expanded")
 
 

@@ -63,7 +63,7 @@ HYBRID = [name for name in KNOWN if name not in RUNNABLE]
 
 
 def run(config: dict[str, Any], *, past: int = 0, batch: int = 2, new: int = 11) -> tuple[Any, dict[str, Any]]:
-    """An eager model, and what torch counts of a call, by module and operator.
+    """An eager model, and the FLOPs that torch counts for a call, by module and operator.
 
     Experts run one by one over the tokens that chose them, so each token counts once for each expert it chose,
     whichever those are.
@@ -91,9 +91,9 @@ def test_every_flop_of_a_prefill(name: str) -> None:
     spec = read_config(TOYS[name])
     impl = "expanded" if spec.mechanism == "mla" else "auto"
     flops = cost.model.forward_flops(spec, 11, batch=2, causal=False, impl=impl)
-    found = run(TOYS[name])[1]["Global"]
-    assert flops.total == sum(found.values())
-    assert flops.attention_pairs == found["aten.bmm"]
+    counted = run(TOYS[name])[1]["Global"]
+    assert flops.total == sum(counted.values())
+    assert flops.attention_pairs == counted["aten.bmm"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "falcon"])
@@ -106,15 +106,15 @@ def test_every_flop_of_a_decode(name: str) -> None:
 def test_a_recurrent_layer_counts_its_projections_and_nothing_of_its_scan(name: str) -> None:
     flops = cost.model.forward_flops(read_config(TOYS[name]), 11, batch=2, causal=False)
     model, counts = run(TOYS[name])
-    found = counts["Global"]["aten.mm"] + counts["Global"].get("aten.addmm", 0)
+    counted = counts["Global"]["aten.mm"] + counts["Global"].get("aten.addmm", 0)
     if name == "kimi_linear":  # whose scan multiplies matrices too
         prefix = type(model).__name__
         for module, mixer in model.named_modules():
             if type(mixer).__name__.endswith("DeltaAttention"):
-                found -= counts[f"{prefix}.{module}"]["aten.mm"]
+                counted -= counts[f"{prefix}.{module}"]["aten.mm"]
                 linears = [part for part, kind in mixer.named_modules() if isinstance(kind, torch.nn.Linear)]
-                found += sum(counts[f"{prefix}.{module}.{part}"]["aten.mm"] for part in linears)
-    assert flops.total - flops.attention_pairs == found
+                counted += sum(counts[f"{prefix}.{module}.{part}"]["aten.mm"] for part in linears)
+    assert flops.total - flops.attention_pairs == counted
 
 
 @pytest.mark.parametrize("name", HYBRID)
@@ -124,9 +124,12 @@ def test_the_state_is_what_a_cache_holds_of_it(name: str) -> None:
     with torch.no_grad():
         cache = model(torch.randint(3, 90, (2, 11)), use_cache=True).past_key_values
     for index, layer in enumerate(spec.layers):
-        held = cache.layers[index]
-        state = [*getattr(held, "conv_states", {}).values(), *getattr(held, "recurrent_states", {}).values()]
-        keys = [getattr(held, "keys", None), getattr(held, "values", None)]
+        layer_cache = cache.layers[index]
+        state = [
+            *getattr(layer_cache, "conv_states", {}).values(),
+            *getattr(layer_cache, "recurrent_states", {}).values(),
+        ]
+        keys = [getattr(layer_cache, "keys", None), getattr(layer_cache, "values", None)]
         tensors = [tensor for tensor in (*state, *keys) if tensor is not None]
         values = sum(tensor.numel() for tensor in tensors)
         if isinstance(layer, RecurrentSpec):

@@ -1,4 +1,4 @@
-"""What must hold of every cost of every mechanism: more is more, parts make wholes, one mechanism is another."""
+"""Properties of the costs of every mechanism: monotonic, sums of their parts, equal for equivalent mechanisms."""
 
 from __future__ import annotations
 

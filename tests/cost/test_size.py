@@ -21,7 +21,7 @@ VALUES = {"E": 12, "H": 3, "D": 1, "P": 0, "S": 7}
 
 
 def evaluated(formula: str, symbols: dict[str, int]) -> Fraction:
-    """The formula as arithmetic, exactly."""
+    """The value of a formula, exactly."""
     names: dict[str, Any] = {name: Fraction(value) for name, value in symbols.items()}
     return Fraction(eval(formula.replace("·", "*").replace("−", "-"), {"__builtins__": {}}, names))
 
@@ -31,7 +31,7 @@ leaves = st.sampled_from([Size(value, name) for name, value in VALUES.items()]) 
 
 @st.composite
 def expressions(draw: st.DrawFn, depth: int = 4) -> tuple[Any, int]:
-    """The same expression of sizes and of plain ints."""
+    """Random expressions, each of sizes and of plain ints."""
     if depth == 0 or draw(st.integers(0, 4)) == 0:
         leaf = draw(leaves)
         return leaf, int(leaf)
@@ -93,13 +93,13 @@ def symbols_of(spec: AnySpec) -> dict[str, int]:
         "X": "num_experts",
         "w": "sliding_window",
     }
-    found = {symbol: getattr(spec, name, None) for symbol, name in names.items()}
-    found["R"] = getattr(spec, "latent_dim", None) or getattr(spec, "kv_lora_rank", None)
+    sizes = {symbol: getattr(spec, name, None) for symbol, name in names.items()}
+    sizes["R"] = getattr(spec, "latent_dim", None) or getattr(spec, "kv_lora_rank", None)
     if isinstance(spec, ExpertLatentSpec):
-        found["K"] = spec.latent_kv_heads
-    if found["P"] is None and spec.rope is not None:
-        found["P"] = spec.rope.dim
-    return {symbol: value for symbol, value in found.items() if value is not None}
+        sizes["K"] = spec.latent_kv_heads
+    if sizes["P"] is None and spec.rope is not None:
+        sizes["P"] = spec.rope.dim
+    return {symbol: value for symbol, value in sizes.items() if value is not None}
 
 
 sizes = st.integers(1, 30)

@@ -1,4 +1,4 @@
-"""Other packages' answers, in one unit, and the reason where one has no answer."""
+"""The counts of other packages, in one unit, and the reason if a package has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers taken the long way."""
+"""Evaluation's numbers computed in the simplest way."""
 
 from __future__ import annotations
 

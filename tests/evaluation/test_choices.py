@@ -1,4 +1,4 @@
-"""Choices: likelihoods by hand, both ways to write a file, and files that are none."""
+"""Multiple choice: likelihoods by hand, both forms of a file, and files of another form."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_likelihoods_in_batches_are_those_of_each_token_by_itself() -> None:
     lengths = [(9, 4), (30, 1), (1, 7), (700, 3), (700, 40), (12, 12), (9, 4)]
     sequences = [(torch.randint(3, 97, (p,)).tolist(), torch.randint(3, 97, (e,)).tolist()) for p, e in lengths]
     assert sum(map(sum, lengths)) > _BATCH / 2
-    found = log_likelihoods(model, sequences)
-    for score, (prompt, ending) in zip(found, sequences, strict=True):
+    scores = log_likelihoods(model, sequences)
+    for score, (prompt, ending) in zip(scores, sequences, strict=True):
         assert score == pytest.approx(scores_by_hand(model, prompt, ending), rel=1e-5)
 
 
@@ -67,21 +67,21 @@ def test_accuracy_by_hand(root: Path) -> None:
             plain.append(max(range(len(scores)), key=lambda k: scores[k]) == item.answer)
             by_length.append(max(range(len(scores)), key=lambda k: scores[k] / lengths[k]) == item.answer)
         right[name] = [plain, by_length]
-    found = evaluate_choices(root / "other", against=root / "source", file=root / "items.jsonl")
+    evaluation = evaluate_choices(root / "other", against=root / "source", file=root / "items.jsonl")
     for measured, own, reference in zip(
-        (found.accuracy, found.accuracy_norm), right["other"], right["source"], strict=True
+        (evaluation.accuracy, evaluation.accuracy_norm), right["other"], right["source"], strict=True
     ):
         assert measured.rate == sum(own) / 4
         assert measured.reference is not None
         assert measured.reference.rate == sum(reference) / 4
         assert measured.only_model == sum(a and not b for a, b in zip(own, reference, strict=True))
-    assert found.items == 4
+    assert evaluation.items == 4
     assert evaluate_choices(root / "other", file=root / "items.jsonl", limit=2).items == 2
 
 
 def test_a_model_against_itself(root: Path) -> None:
-    found = evaluate_choices(root / "source", against=root / "source", file=root / "items.jsonl")
-    assert found.accuracy.only_model == found.accuracy.only_reference == found.accuracy.difference == 0
+    evaluation = evaluate_choices(root / "source", against=root / "source", file=root / "items.jsonl")
+    assert evaluation.accuracy.only_model == evaluation.accuracy.only_reference == evaluation.accuracy.difference == 0
 
 
 def test_both_forms_are_read(tmp_path: Path) -> None:
@@ -109,14 +109,14 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
         {"goal": "g", "sol1": "a", "sol2": "b", "label": -1},
     ],
 )
-def test_items_that_are_none(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_items_of_another_form_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
     good = {"question": "q", "choices": ["x", "y"], "answer": 0}
     with pytest.raises(headwise.ArgumentError, match=r"choices = .*, item 2'"):
         read_choices(write(tmp_path / "bad.jsonl", [good, row]))
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "[1]\n", "{not json}\n", "[" * 5000])
-def test_files_that_are_none(tmp_path: Path, content: str) -> None:
+def test_files_of_another_form_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "bad.jsonl").write_text(content)
     with pytest.raises(headwise.ArgumentError, match=r"choices = .* JSON object"):
         read_choices(tmp_path / "bad.jsonl")

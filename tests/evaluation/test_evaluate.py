@@ -1,4 +1,4 @@
-"""Evaluation's numbers, against the same numbers taken the long way."""
+"""Evaluation's numbers equal those computed in the simplest way."""
 
 from __future__ import annotations
 
@@ -30,55 +30,57 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_number_by_hand(root: Path) -> None:
-    found = headwise.evaluate(
+    evaluation = headwise.evaluate(
         root / "half", against=root / "source", text=root / "text.txt", window=200, windows=3, context=20
     )
     ids = token_windows(load_tokenizer(root / "source"), TEXT, window=200, windows=3)
     nll, other_nll, kl, agree = 0.0, 0.0, 0.0, 0
     with torch.inference_mode():
-        own, other = (headwise.load(root / name)(ids).logits.double().log_softmax(-1) for name in ("half", "source"))
+        model, other = (
+            headwise.load(root / name)(ids).logits.double().log_softmax(-1) for name in ("half", "source")
+        )
     for row in range(3):
         for position in range(199):
-            p, q = other[row, position], own[row, position]
+            p, q = other[row, position], model[row, position]
             nll -= float(q[ids[row, position + 1]])
             other_nll -= float(p[ids[row, position + 1]])
             kl += float((p.exp() * (p - q)).sum())
             agree += int(p.argmax() == q.argmax())
     tokens = 3 * 199
-    assert found.tokens == tokens
-    assert found.windows == 3
-    assert found.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-5)
-    assert found.reference is not None
-    assert found.reference.perplexity == pytest.approx(math.exp(other_nll / tokens), rel=1e-5)
-    assert found.perplexity_ratio == pytest.approx(math.exp((nll - other_nll) / tokens), rel=1e-5)
-    assert found.kl == pytest.approx(kl / tokens, rel=1e-4)
-    assert found.top1_agreement == pytest.approx(agree / tokens)
+    assert evaluation.tokens == tokens
+    assert evaluation.windows == 3
+    assert evaluation.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-5)
+    assert evaluation.reference is not None
+    assert evaluation.reference.perplexity == pytest.approx(math.exp(other_nll / tokens), rel=1e-5)
+    assert evaluation.perplexity_ratio == pytest.approx(math.exp((nll - other_nll) / tokens), rel=1e-5)
+    assert evaluation.kl == pytest.approx(kl / tokens, rel=1e-4)
+    assert evaluation.top1_agreement == pytest.approx(agree / tokens)
     # float64: 2 layers of 3 key-value heads, 8 wide, keys and values, 8 bytes; and half of that.
-    assert found.reference.cache_bytes_per_token == 2 * 2 * 3 * 8 * 8
-    assert found.cache_bytes_per_token == 2 * 3 * 8 * 8
-    assert found.context == 20
-    assert found.decode_ms > 0
-    assert found.reference.decode_ms > 0
+    assert evaluation.reference.cache_bytes_per_token == 2 * 2 * 3 * 8 * 8
+    assert evaluation.cache_bytes_per_token == 2 * 3 * 8 * 8
+    assert evaluation.context == 20
+    assert evaluation.decode_ms > 0
+    assert evaluation.reference.decode_ms > 0
 
 
 def test_a_model_against_itself_is_itself(root: Path) -> None:
     source = root / "source"
-    found = headwise.evaluate(source, against=source, text=root / "text.txt", window=100, windows=2, context=10)
-    assert found.perplexity_ratio == 1
-    assert found.kl == pytest.approx(0, abs=1e-9)
-    assert found.top1_agreement == 1
+    evaluation = headwise.evaluate(source, against=source, text=root / "text.txt", window=100, windows=2, context=10)
+    assert evaluation.perplexity_ratio == 1
+    assert evaluation.kl == pytest.approx(0, abs=1e-9)
+    assert evaluation.top1_agreement == 1
 
 
 def test_without_a_reference_there_are_no_comparisons(root: Path) -> None:
-    found = headwise.evaluate(root / "source", text=root / "text.txt", window=100, windows=1, context=10)
-    assert found.perplexity > 1
-    assert found.against is found.perplexity_ratio is found.kl is found.reference is None
+    evaluation = headwise.evaluate(root / "source", text=root / "text.txt", window=100, windows=1, context=10)
+    assert evaluation.perplexity > 1
+    assert evaluation.against is evaluation.perplexity_ratio is evaluation.kl is evaluation.reference is None
 
 
 def test_a_context_longer_than_the_text_is_filled_by_repeating_it(root: Path) -> None:
-    found = headwise.evaluate(root / "source", text=root / "text.txt", window=50, windows=1, context=170)
-    assert found.context == 170
-    assert found.cache_bytes_per_token == 2 * 2 * 3 * 8 * 8
+    evaluation = headwise.evaluate(root / "source", text=root / "text.txt", window=50, windows=1, context=170)
+    assert evaluation.context == 170
+    assert evaluation.cache_bytes_per_token == 2 * 2 * 3 * 8 * 8
 
 
 def test_windows_do_not_overlap_and_the_rest_is_left(root: Path) -> None:
@@ -96,8 +98,8 @@ def test_models_of_different_vocabularies_are_not_compared(root: Path) -> None:
 
 
 def test_a_model_of_few_positions_is_measured_within_them(root: Path) -> None:
-    found = headwise.evaluate(root / "source", text=root / "text.txt", windows=1)
-    assert (found.window, found.context) == (256, 255)
+    evaluation = headwise.evaluate(root / "source", text=root / "text.txt", windows=1)
+    assert (evaluation.window, evaluation.context) == (256, 255)
     for options, rule in (({"window": 257}, "window = 257: .* at most 256"), ({"context": 256}, "at most 255")):
         with pytest.raises(headwise.ArgumentError, match=rule):
             headwise.evaluate(root / "source", text=root / "text.txt", **options)
@@ -106,10 +108,10 @@ def test_a_model_of_few_positions_is_measured_within_them(root: Path) -> None:
 def test_two_dtypes_are_run_in_the_wider_one(root: Path) -> None:
     headwise.convert(root / "source", root / "narrow", to="mla", kv_budget=0.5, dtype="bfloat16", evaluate=False)
     options = {"text": root / "text.txt", "window": 50, "windows": 1, "context": 10}
-    found = headwise.evaluate(root / "narrow", against=root / "source", **options)
-    assert found.dtype == "float64"
-    assert found.reference is not None
-    assert found.cache_bytes_per_token * 2 == found.reference.cache_bytes_per_token
+    evaluation = headwise.evaluate(root / "narrow", against=root / "source", **options)
+    assert evaluation.dtype == "float64"
+    assert evaluation.reference is not None
+    assert evaluation.cache_bytes_per_token * 2 == evaluation.reference.cache_bytes_per_token
     assert headwise.evaluate(root / "narrow", **options).dtype == "bfloat16"
 
 
@@ -117,29 +119,29 @@ def test_several_texts_are_scored_each_and_together(root: Path) -> None:
     (root / "second.txt").write_text("Brevity. " * 60)
     texts = [root / "text.txt", root / "second.txt"]
     options = {"against": root / "source", "window": 100, "windows": 3, "context": 10}
-    found = headwise.evaluate(root / "half", text=texts, **options)
+    evaluation = headwise.evaluate(root / "half", text=texts, **options)
     alone = [headwise.evaluate(root / "half", text=text, **options) for text in texts]
-    assert [score.text for score in found.texts] == [str(text) for text in texts]
-    for score, one in zip(found.texts, alone, strict=True):
+    assert [score.text for score in evaluation.texts] == [str(text) for text in texts]
+    for score, one in zip(evaluation.texts, alone, strict=True):
         assert one.texts == (score,)
         for name in ("windows", "tokens", "perplexity", "kl", "top1_agreement"):
             assert getattr(one, name) == getattr(score, name)
         assert one.reference is not None
         assert score.reference is not None
         assert one.reference.perplexity == score.reference.perplexity
-    assert (found.windows, found.tokens) == (6, 6 * 99)
-    together = math.exp(sum(math.log(score.perplexity) for score in found.texts) / 2)  # as many tokens in each
-    assert found.perplexity == pytest.approx(together)
+    assert (evaluation.windows, evaluation.tokens) == (6, 6 * 99)
+    together = math.exp(sum(math.log(score.perplexity) for score in evaluation.texts) / 2)  # as many tokens in each
+    assert evaluation.perplexity == pytest.approx(together)
     with pytest.raises(headwise.ArgumentError, match=r"text = .*must be at least one file"):
         headwise.evaluate(root / "half", text=[])
 
 
 def test_cost_by_position_adds_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["headwise.evaluation.evaluate"], "_FIRST_BUCKET", 16)
-    found = headwise.evaluate(
+    evaluation = headwise.evaluate(
         root / "half", against=root / "source", text=root / "text.txt", window=100, windows=3, context=10
     )
-    (score,) = found.texts
+    (score,) = evaluation.texts
     assert [(bucket.start, bucket.stop) for bucket in score.by_position] == [(1, 16), (16, 32), (32, 64), (64, 100)]
     ids = token_windows(load_tokenizer(root / "source"), TEXT, window=100, windows=3)
     with torch.inference_mode():
@@ -185,8 +187,8 @@ def test_a_config_without_positions_caps_nothing(root: Path) -> None:
     path.write_text(json.dumps(config))
     (root / "long.txt").write_text(TEXT * 2)
     options = {"text": root / "long.txt", "windows": 1}
-    found = headwise.evaluate(root / "free", window=2100, context=2060, **options)
-    assert (found.window, found.context) == (2100, 2060)
+    evaluation = headwise.evaluate(root / "free", window=2100, context=2060, **options)
+    assert (evaluation.window, evaluation.context) == (2100, 2060)
     assert headwise.evaluate(root / "free", **options).window == 2048
     with pytest.raises(headwise.ArgumentError) as refused:
         headwise.evaluate(root / "free", window=1, **options)
@@ -198,9 +200,9 @@ def test_a_config_without_positions_caps_nothing(root: Path) -> None:
 def test_an_open_pair_is_measured_as_the_same_two_by_name(root: Path) -> None:
     pair = open_pair(root / "half", against=root / "source")
     options = {"text": root / "text.txt", "window": 50, "windows": 1, "context": 10}
-    found, named = evaluate(pair, **options), evaluate(root / "half", against=root / "source", **options)
-    assert (found.model, found.against, found.device) == (named.model, named.against, "cpu")
-    assert (found.texts, found.dtype) == (named.texts, named.dtype)
+    evaluation, named = evaluate(pair, **options), evaluate(root / "half", against=root / "source", **options)
+    assert (evaluation.model, evaluation.against, evaluation.device) == (named.model, named.against, "cpu")
+    assert (evaluation.texts, evaluation.dtype) == (named.texts, named.dtype)
     with pytest.raises(
         headwise.ArgumentError, match="dtype = 'float32': must be left out: the open pair has its own"
     ):
@@ -208,7 +210,7 @@ def test_an_open_pair_is_measured_as_the_same_two_by_name(root: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["nowhere", "cuda:99", "meta", ""])
-def test_devices_that_are_none(root: Path, device: str) -> None:
+def test_unknown_devices_are_refused(root: Path, device: str) -> None:
     with pytest.raises(headwise.ArgumentError, match="device = "):
         headwise.evaluate(root / "source", text=root / "text.txt", device=device)
 
@@ -218,11 +220,11 @@ def test_decoding_is_timed_behind_the_text(root: Path, context: int, monkeypatch
     """The cache is filled with the text's first tokens, over again where the windows have fewer."""
     prompts: list[torch.Tensor] = []
     module = sys.modules["headwise.evaluation.evaluate"]
-    own = module.decode_times
+    original = module.decode_times
 
     def noting(models: Any, prompt: torch.Tensor, **options: Any) -> Any:
         prompts.append(prompt)
-        return own(models, prompt[:, :20], **options)
+        return original(models, prompt[:, :20], **options)
 
     monkeypatch.setattr(module, "decode_times", noting)
     pair = open_pair(root / "source")

@@ -1,4 +1,4 @@
-"""A planted fact: where it stands, what is asked, and how answers are counted."""
+"""Planted facts: their position, the question, and how answers are counted."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_context_is_as_long_as_asked_and_holds_the_fact_at_its_depth(root: Path, depth: float) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:220]
-    made = _context(tokenizer, stretch, depth, CODES)
-    ids = made.ids[0].tolist()
+    context = _context(tokenizer, stretch, depth, CODES)
+    ids = context.ids[0].tolist()
     fact = tokenizer(FACT.format(code=CODES[0]), add_special_tokens=False)["input_ids"]
     question = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
     assert len(ids) + len(" 48213") == 220  # a token a character
@@ -43,7 +43,7 @@ def test_a_context_is_as_long_as_asked_and_holds_the_fact_at_its_depth(root: Pat
     assert ids[:at] == stretch[:at]
     assert ids[at : at + len(fact)] == fact
     assert ids[at + len(fact) : -len(question)] == stretch[at:room]
-    assert [tokenizer.decode(candidate).replace(" ", "") for candidate in made.candidates] == CODES
+    assert [tokenizer.decode(candidate).replace(" ", "") for candidate in context.candidates] == CODES
 
 
 @pytest.mark.parametrize("name", ["source", "half"])
@@ -51,18 +51,18 @@ def test_an_answer_by_hand(root: Path, name: str) -> None:
     tokenizer, model = load_tokenizer(root / "source"), headwise.load(root / name)
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
     for codes in (CODES, CODES[::-1]):
-        made = _context(tokenizer, stretch, 0.5, codes)
+        context = _context(tokenizer, stretch, 0.5, codes)
         with torch.inference_mode():
-            found = _ask(model, tokenizer, made)
-        prompt = made.ids[0].tolist()
-        scores = torch.tensor([scores_by_hand(model, prompt, candidate) for candidate in made.candidates])
-        assert found.rank == 1 + int((scores[1:] >= scores[0]).sum())
-        assert found.probability == pytest.approx(float(scores.softmax(0)[0]), rel=1e-4)
-        assert found.nll == pytest.approx(-float(scores[0]), rel=1e-4)
+            answer = _ask(model, tokenizer, context)
+        prompt = context.ids[0].tolist()
+        scores = torch.tensor([scores_by_hand(model, prompt, candidate) for candidate in context.candidates])
+        assert answer.rank == 1 + int((scores[1:] >= scores[0]).sum())
+        assert answer.probability == pytest.approx(float(scores.softmax(0)[0]), rel=1e-4)
+        assert answer.nll == pytest.approx(-float(scores[0]), rel=1e-4)
 
 
 class _Parrot:
-    """A model that says one text whatever it is asked, through the same calls."""
+    """A model that generates one text after any prompt."""
 
     device = torch.device("cpu")
 
@@ -81,22 +81,22 @@ class _Parrot:
         cache.length = start + ids.shape[1]
         logits = torch.zeros(1, ids.shape[1], self.vocab)
         for place in range(ids.shape[1]):
-            said = start + place + 1 - self.prompt
-            if 0 <= said < len(self.answer):
-                logits[0, place, self.answer[said]] = 20.0
+            position = start + place + 1 - self.prompt
+            if 0 <= position < len(self.answer):
+                logits[0, place, self.answer[position]] = 20.0
         return type("Out", (), {"past_key_values": cache, "logits": logits})()
 
 
 def test_a_model_that_knows_the_code_is_right_and_one_that_says_another_is_not(root: Path) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
-    made = _context(tokenizer, stretch, 0.5, CODES)
-    knows = _ask(_Parrot(made.candidates[0], made.ids.shape[1], 97), tokenizer, made)
+    context = _context(tokenizer, stretch, 0.5, CODES)
+    knows = _ask(_Parrot(context.candidates[0], context.ids.shape[1], 97), tokenizer, context)
     assert (knows.rank, knows.probability) == (1, pytest.approx(1.0))
-    wrong = _ask(_Parrot(made.candidates[2], made.ids.shape[1], 97), tokenizer, made)
+    wrong = _ask(_Parrot(context.candidates[2], context.ids.shape[1], 97), tokenizer, context)
     assert wrong.rank == 4
     assert not wrong.found
-    silent = _ask(_Parrot([], made.ids.shape[1], 97), tokenizer, made)
+    silent = _ask(_Parrot([], context.ids.shape[1], 97), tokenizer, context)
     assert (silent.rank, silent.probability) == (4, pytest.approx(0.25))  # a tie counts against it
 
 
@@ -108,25 +108,27 @@ def test_the_same_seed_asks_the_same_and_a_model_equals_itself(root: Path) -> No
         "depths": (0.0, 1.0),
         "codes": 4,
     }
-    found = evaluate_planted(root / "source", against=root / "source", **options)
-    assert found.first.items == 4
-    assert found.first.difference == 0
-    assert [row.depth for row in found.depths] == [0.0, 1.0]
-    for row in found.depths:
+    evaluation = evaluate_planted(root / "source", against=root / "source", **options)
+    assert evaluation.first.items == 4
+    assert evaluation.first.difference == 0
+    assert [row.depth for row in evaluation.depths] == [0.0, 1.0]
+    for row in evaluation.depths:
         assert row.reference is not None
         assert row.probability == row.reference.probability
         assert row.rank == row.reference.rank
     again = evaluate_planted(root / "source", **options)
-    assert [row.probability for row in again.depths] == [row.probability for row in found.depths]
+    assert [row.probability for row in again.depths] == [row.probability for row in evaluation.depths]
     assert again.first.difference is again.depths[0].reference is None
     other = evaluate_planted(root / "source", **options, seed=1)
-    assert [row.probability for row in other.depths] != [row.probability for row in found.depths]
+    assert [row.probability for row in other.depths] != [row.probability for row in evaluation.depths]
 
 
 def test_all_positions_that_a_model_has(root: Path, tmp_path: Path) -> None:
     save_tiny(tmp_path / "gpt2", "gpt2")
-    found = evaluate_planted(tmp_path / "gpt2", text=root / "text.txt", context=256, trials=1, depths=(0.5,), codes=4)
-    assert found.first.items == 1
+    evaluation = evaluate_planted(
+        tmp_path / "gpt2", text=root / "text.txt", context=256, trials=1, depths=(0.5,), codes=4
+    )
+    assert evaluation.first.items == 1
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from headwise.evaluation.rate import mcnemar, wilson
 
 
 def test_a_rate_alone() -> None:
-    found = rate([True, False, True, True])
-    assert (found.items, found.rate) == (4, 0.75)
-    assert found.reference is found.difference is found.p_value is None
+    summary = rate([True, False, True, True])
+    assert (summary.items, summary.rate) == (4, 0.75)
+    assert summary.reference is summary.difference is summary.p_value is None
 
 
 @pytest.mark.parametrize(("right", "items"), [(0, 5), (5, 5), (330, 500), (1, 1)])
@@ -45,20 +45,20 @@ def test_a_paired_rate_is_a_bootstrap_of_items() -> None:
     random = np.random.default_rng(1)
     right = (random.random(400) < 0.7).tolist()
     reference = [own if random.random() < 0.8 else not own for own in right]
-    found = rate(right, reference, seed=5)
+    summary = rate(right, reference, seed=5)
     both = np.array(right, float), np.array(reference, float)
-    assert found.difference == pytest.approx(float(both[0].mean() - both[1].mean()))
-    assert found.reference is not None
-    assert found.reference.rate == pytest.approx(float(both[1].mean()))
-    assert found.only_model == int((both[0] > both[1]).sum())
-    assert found.only_reference == int((both[0] < both[1]).sum())
+    assert summary.difference == pytest.approx(float(both[0].mean() - both[1].mean()))
+    assert summary.reference is not None
+    assert summary.reference.rate == pytest.approx(float(both[1].mean()))
+    assert summary.only_model == int((both[0] > both[1]).sum())
+    assert summary.only_reference == int((both[0] < both[1]).sum())
     picked = random.integers(0, 400, (5000, 400))
     low, high = np.percentile((both[0] - both[1])[picked].mean(1), [2.5, 97.5])
-    assert found.difference_low == pytest.approx(low, abs=0.006)
-    assert found.difference_high == pytest.approx(high, abs=0.006)
-    assert found == rate(right, reference, seed=5)
+    assert summary.difference_low == pytest.approx(low, abs=0.006)
+    assert summary.difference_high == pytest.approx(high, abs=0.006)
+    assert summary == rate(right, reference, seed=5)
 
 
-def test_equal_answers_differ_by_nothing() -> None:
-    found = rate([True, False] * 5, [True, False] * 5)
-    assert (found.difference, found.difference_low, found.difference_high, found.p_value) == (0, 0, 0, 1)
+def test_equal_answers_have_no_difference() -> None:
+    summary = rate([True, False] * 5, [True, False] * 5)
+    assert (summary.difference, summary.difference_low, summary.difference_high, summary.p_value) == (0, 0, 0, 1)

@@ -43,13 +43,13 @@ def test_embeddings_in_batches_are_those_of_each_text_by_itself(
     monkeypatch.setattr("headwise.evaluation.retrieval._BATCH", 60)  # the longest alone, the others together
     loaded = load_encoder(root / "source", dtype="float64")
     encoder = Encoder(name="x", model=loaded.model, tokenizer=loaded.tokenizer, pooling=Pooling(mode=mode))
-    found = embed(encoder, TEXTS)
-    for text, row in zip(TEXTS, found, strict=True):
+    embeddings = embed(encoder, TEXTS)
+    for text, row in zip(TEXTS, embeddings, strict=True):
         ids = torch.tensor([loaded.tokenizer(text)["input_ids"][:40]])
         with torch.inference_mode():
             states = loaded.model(ids).last_hidden_state[0]
-        own = {"mean": states.mean(0), "cls": states[0], "max": states.amax(0)}[mode]
-        torch.testing.assert_close(row, (own / own.norm()).float(), atol=1e-6, rtol=1e-5)
+        expected = {"mean": states.mean(0), "cls": states[0], "max": states.amax(0)}[mode]
+        torch.testing.assert_close(row, (expected / expected.norm()).float(), atol=1e-6, rtol=1e-5)
 
 
 def test_padding_is_not_pooled() -> None:
@@ -66,8 +66,8 @@ def test_ranks_and_ties() -> None:
 
 
 def test_every_number_by_hand(root: Path) -> None:
-    found = evaluate_retrieval(root / "other", against=root / "source", file=root / "rows.jsonl")
-    assert (found.questions, found.passages) == (6, 5)
+    evaluation = evaluate_retrieval(root / "other", against=root / "source", file=root / "rows.jsonl")
+    assert (evaluation.questions, evaluation.passages) == (6, 5)
     answers = torch.tensor([0, 1, 2, 3, 4, 0])
     ranks = {}
     for name in ("source", "other"):
@@ -75,20 +75,20 @@ def test_every_number_by_hand(root: Path) -> None:
         questions = embed(encoder, [text[:9] for text in TEXTS] + ["jar"])
         scores = questions @ embed(encoder, TEXTS).T
         ranks[name] = [int((row >= row[place]).sum()) for row, place in zip(scores, answers, strict=True)]
-    assert found.mrr == pytest.approx(sum(1 / rank for rank in ranks["other"]) / 6)
-    assert found.reference is not None
-    assert found.reference.mrr == pytest.approx(sum(1 / rank for rank in ranks["source"]) / 6)
-    assert found.recall_at_1.rate == sum(rank == 1 for rank in ranks["other"]) / 6
-    assert found.recall_at_1.reference is not None
-    assert found.recall_at_1.reference.rate == sum(rank == 1 for rank in ranks["source"]) / 6
-    assert found.recall_at_10.rate == 1
+    assert evaluation.mrr == pytest.approx(sum(1 / rank for rank in ranks["other"]) / 6)
+    assert evaluation.reference is not None
+    assert evaluation.reference.mrr == pytest.approx(sum(1 / rank for rank in ranks["source"]) / 6)
+    assert evaluation.recall_at_1.rate == sum(rank == 1 for rank in ranks["other"]) / 6
+    assert evaluation.recall_at_1.reference is not None
+    assert evaluation.recall_at_1.reference.rate == sum(rank == 1 for rank in ranks["source"]) / 6
+    assert evaluation.recall_at_10.rate == 1
 
 
 def test_loaded_encoders_and_a_limit(root: Path) -> None:
     encoder = load_encoder(root / "source")
-    found = evaluate_retrieval(encoder, against=encoder, file=root / "rows.jsonl", limit=2)
-    assert (found.questions, found.passages) == (2, 2)
-    assert found.recall_at_1.difference == 0
+    evaluation = evaluate_retrieval(encoder, against=encoder, file=root / "rows.jsonl", limit=2)
+    assert (evaluation.questions, evaluation.passages) == (2, 2)
+    assert evaluation.recall_at_1.difference == 0
     assert evaluate_retrieval(encoder, file=root / "rows.jsonl").reference is None
 
 
@@ -116,8 +116,8 @@ MODULES = [
 
 def test_pooling_files(tmp_path: Path) -> None:
     assert read_pooling(tmp_path) == Pooling(mode="mean", normalize=True, max_length=None)
-    said = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 384}
-    files(tmp_path, modules=MODULES[:2], **{"1_Pooling__config": said})
+    config = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 384}
+    files(tmp_path, modules=MODULES[:2], **{"1_Pooling__config": config})
     assert read_pooling(tmp_path) == Pooling(mode="cls", normalize=False)
     files(tmp_path, modules=MODULES, sentence_bert_config={"max_seq_length": 12})
     assert read_pooling(tmp_path) == Pooling(mode="cls", normalize=True, max_length=12)
@@ -141,7 +141,7 @@ def test_pooling_that_is_not_known(tmp_path: Path, contents: dict[str, Any], rul
 @pytest.mark.parametrize(
     "row", [{"question": "q"}, {"question": "", "passage": "p"}, {"question": 1, "passage": "p"}]
 )
-def test_rows_that_are_none(root: Path, tmp_path: Path, row: dict[str, Any]) -> None:
+def test_rows_of_another_form_are_refused(root: Path, tmp_path: Path, row: dict[str, Any]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     with pytest.raises(headwise.ArgumentError, match=r"retrieval = .*item 1': must have the texts"):
@@ -156,7 +156,7 @@ def test_what_cannot_be_loaded(root: Path, tmp_path: Path) -> None:
         load_encoder(tmp_path)
 
 
-def test_passages_count_once_and_questions_know_theirs(tmp_path: Path) -> None:
+def test_equal_passages_count_once_and_each_question_has_one(tmp_path: Path) -> None:
     rows = [("a", "x"), ("b", "y"), ("c", "x"), ("d", "z")]
     file = tmp_path / "exam.jsonl"
     file.write_text("".join(json.dumps({"question": q, "passage": p}) + "\n" for q, p in rows))
@@ -168,10 +168,10 @@ def test_passages_count_once_and_questions_know_theirs(tmp_path: Path) -> None:
 
 
 def test_ranks_side_by_side() -> None:
-    found = rated(torch.tensor([1, 2, 1, 11]), torch.tensor([1, 1, 2, 1]))
-    near, wider = found["recall_at_1"], found["recall_at_10"]
+    scores = rated(torch.tensor([1, 2, 1, 11]), torch.tensor([1, 1, 2, 1]))
+    near, wider = scores["recall_at_1"], scores["recall_at_10"]
     assert (near.rate, near.reference.rate) == (0.5, 0.75)
     assert (near.only_model, near.only_reference) == (1, 2)
     assert near.difference_low <= near.difference == -0.25 <= near.difference_high
     assert (wider.rate, wider.reference.rate) == (0.75, 1.0)
-    assert found["mrr"] == pytest.approx((1 + 1 / 2 + 1 + 1 / 11) / 4)
+    assert scores["mrr"] == pytest.approx((1 + 1 / 2 + 1 + 1 / 11) / 4)

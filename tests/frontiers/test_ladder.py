@@ -1,4 +1,4 @@
-"""What a frontier tries."""
+"""The targets and methods that a frontier tries."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def test_no_two_ways_share_a_file_name(tmp_path: Path) -> None:
 
 def test_each_stage_that_a_target_has_is_left_out_once(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_tiny(tmp_path / "source"))
-    own = {}
+    choices = {}
     for target in ("mla:0.5", "mqa", "mla:1", "mha"):
         candidates, _ = list_candidates(checkpoint, [target], methods=True)
-        own[target] = [candidate.without for candidate in candidates if candidate.method is None]
+        choices[target] = [candidate.without for candidate in candidates if candidate.method is None]
     some = [("sequence",), ("refine",), ("refit",), STAGES]
-    assert own["mla:0.5"] == [(), ("sensitivity", "spread"), ("spread",), ("channels",), *some]
-    assert own["mqa"] == [(), ("sensitivity",), *some]  # whose heads all have one size, and turn as they did
-    assert own["mla:1"] == own["mha"] == [()]  # nothing is lost
+    assert choices["mla:0.5"] == [(), ("sensitivity", "spread"), ("spread",), ("channels",), *some]
+    assert choices["mqa"] == [(), ("sensitivity",), *some]  # whose heads all have one size, and turn as they did
+    assert choices["mla:1"] == choices["mha"] == [()]  # nothing is lost
     assert Candidate("mla:0.5", without=("sensitivity", "spread")).way == "headwise without sensitivity, spread"
 
 
@@ -91,7 +91,7 @@ def test_the_ladder(heads: int, grouped: list[str], tmp_path: Path) -> None:
     assert notes == []
 
 
-def test_what_a_family_cannot_become_is_left_out_and_said(tmp_path: Path) -> None:
+def test_targets_that_a_family_cannot_have_are_left_out_and_noted(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_family(tmp_path / "source", "qwen3"))
     candidates, notes = list_candidates(checkpoint)
     assert [candidate.target for candidate in candidates] == ["mqa"]

@@ -1,4 +1,4 @@
-"""The page stands alone, and shows nothing that a text or a name could have smuggled in."""
+"""The page is self-contained, and escapes names and texts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def a_ladder(*, text: str = "a/one.txt", source: str = "my/model") -> headwise.F
 
 def ways() -> headwise.Frontier:
     candidates = [Candidate("mla:0.5"), Candidate("mla:0.5", without=("refit",)), Candidate("mla:0.5", "transmla:2")]
-    held = {True: {"held_out_loss": 3.0}, False: {}}
+    losses = {True: {"held_out_loss": 3.0}, False: {}}
     return found(
-        [(candidate, {**result((500.0, 1.5)), **held[candidate.is_variant]}) for candidate in candidates],
+        [(candidate, {**result((500.0, 1.5)), **losses[candidate.is_variant]}) for candidate in candidates],
         methods=True,
     )
 

@@ -1,4 +1,4 @@
-"""Which conversions are worth having, and how they are shown."""
+"""Dominated points, recommendations, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_a_ladder_is_shown_from_the_most_cache_to_the_least() -> None:
 
 
 def test_advice_is_the_smallest_cache_within_each_loss() -> None:
-    said = advice(ladder((750.0, 1.04), (500.0, 1.15), (250.0, 1.6), (1000.0, 1.0)))
-    assert said == [
+    lines = advice(ladder((750.0, 1.04), (500.0, 1.15), (250.0, 1.6), (1000.0, 1.0)))
+    assert lines == [
         "perplexity up by at most 5%: mla:0.1, 75% of the cache (× 1.040)",
         "perplexity up by at most 15%: mla:0.2, 50% of the cache (× 1.150)",
         "perplexity up by at most 50%: mla:0.2, 50% of the cache (× 1.150)",
@@ -110,13 +110,13 @@ def test_advice_is_the_smallest_cache_within_each_loss() -> None:
 
 def test_of_the_folds_the_best_on_held_out_text_alone_is_shown_and_all_are_kept() -> None:
     ways = [Candidate("mla:0.5"), Candidate("mla:0.5", without=("refit",)), Candidate("mla:0.5", "mha2mla")]
-    own = [(candidate, result((500.0, ratio))) for candidate, ratio in zip(ways, (1.1, 1.2, 3.0), strict=True)]
+    results = [(candidate, result((500.0, ratio))) for candidate, ratio in zip(ways, (1.1, 1.2, 3.0), strict=True)]
     # The exam would have another: a choice by it would be part of what it measures.
     folds = [
         (Candidate("mla:0.5", f"transmla:{fold}"), {**result((500.0, ratio)), "held_out_loss": loss})
         for fold, ratio, loss in ((1, 2.6, 3.2), (2, 2.4, 3.0), (4, 2.2, 3.1))
     ]
-    all_ways = found(own + folds, methods=True)
+    all_ways = found(results + folds, methods=True)
     (table,) = tables(all_ways)
     assert [row[0] for row in table] == [
         "mla:0.5",

@@ -1,4 +1,4 @@
-"""A frontier is its conversions and evaluations, each done once, whatever ends a run; and nothing else stays."""
+"""A frontier converts and evaluates each candidate once, even if runs are interrupted, and leaves nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def climb(place: Path, output: Path, **options: Any) -> headwise.Frontier:
 
 
 def without_times(value: Any) -> Any:
-    """All that must be the same from run to run."""
+    """The parts of a result that are equal in every run."""
     timed = {"decode_ms", "reference_decode_ms", "peak_rss_bytes"} | {
         f"seconds{kind}" for kind in ("", "_reading", "_writing")
     }
@@ -60,33 +60,33 @@ def document(output: Path, name: str = "frontier") -> Any:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """What a function of the frontier's is called with from now on."""
+    """Record the arguments of a function of the frontier's from now on."""
     calls: list[Any] = []
-    own = _own(name)
+    original = _own(name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     monkeypatch.setitem(NAMES, name, counting)
     return calls
 
 
 def _own(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = NAMES[name]
-    return found
+    function: Callable[..., Any] = NAMES[name]
+    return function
 
 
 def stop(monkeypatch: pytest.MonkeyPatch, name: str, call: int, *, after: bool) -> None:
-    """Let the so-manyeth call of a function of the frontier's be the last thing that happens, done or not done."""
-    own, count = _own(name), 0
+    """End the run at the n-th call of a function of the frontier's, before the call or after it."""
+    original, count = _own(name), 0
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
         if count == call and not after:
             raise StoppedError
-        done = own(*args, **kwargs)
+        done = original(*args, **kwargs)
         if count == call:
             raise StoppedError
         return done
@@ -96,18 +96,18 @@ def stop(monkeypatch: pytest.MonkeyPatch, name: str, call: int, *, after: bool) 
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Path:
-    """What a run that nothing stopped leaves."""
+    """The output of an uninterrupted run."""
     climb(place, place / "whole")
     return place / "whole"
 
 
 def test_it_is_what_convert_and_evaluate_say(place: Path, tmp_path: Path) -> None:
     texts = [place / "exam.txt", place / "second.txt"]
-    found = climb(place, tmp_path / "out", evaluate=texts)
+    frontier = climb(place, tmp_path / "out", evaluate=texts)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
     by_hand = {"mla:0.5": {"to": "mla", "kv_budget": 0.5}, "mqa": {"to": "mqa"}}
-    assert [point.target for point in found.points] == list(by_hand)
-    for point in found.points:
+    assert [point.target for point in frontier.points] == list(by_hand)
+    for point in frontier.points:
         folder = tmp_path / point.mechanism
         options = {**by_hand[point.target], "calibrate": place / "study.txt", "calibration_tokens": 256}
         conversion = headwise.convert(place / "source", folder, **options, evaluate=False)
@@ -118,11 +118,11 @@ def test_it_is_what_convert_and_evaluate_say(place: Path, tmp_path: Path) -> Non
         assert point.ratios == {score.text: score.perplexity_ratio for score in evaluation.texts}
         assert point.cache_bytes_per_token == evaluation.cache_bytes_per_token
         assert evaluation.reference is not None
-        assert found.cache_bytes_per_token == evaluation.reference.cache_bytes_per_token
-        assert point.cache_fraction == point.cache_bytes_per_token / found.cache_bytes_per_token
+        assert frontier.cache_bytes_per_token == evaluation.reference.cache_bytes_per_token
+        assert point.cache_fraction == point.cache_bytes_per_token / frontier.cache_bytes_per_token
         assert point.conversion["parameters_after"] == conversion.parameters_after
-    assert found.perplexities == {score.text: score.perplexity for score in evaluation.reference.texts}
-    assert json.loads(json.dumps(found.to_dict())) == document(tmp_path / "out")
+    assert frontier.perplexities == {score.text: score.perplexity for score in evaluation.reference.texts}
+    assert json.loads(json.dumps(frontier.to_dict())) == document(tmp_path / "out")
     assert document(tmp_path / "out")["versions"]["torch"] == torch.__version__
 
 
@@ -239,8 +239,8 @@ def test_models_are_kept_when_asked_for(place: Path, tmp_path: Path, monkeypatch
 
 
 def test_without_a_text_to_measure_on_it_is_what_calibration_leaves(place: Path, tmp_path: Path) -> None:
-    found = climb(place, tmp_path / "out", targets=["mqa"], evaluate=None)
-    assert found.texts == (f"{place / 'study.txt'} after 1,856 tokens",)
+    frontier = climb(place, tmp_path / "out", targets=["mqa"], evaluate=None)
+    assert frontier.texts == (f"{place / 'study.txt'} after 1,856 tokens",)
     (tmp_path / "rest.txt").write_text(TEXT[1856:])  # a character is a token
     same = headwise.convert(
         place / "source",
@@ -251,61 +251,61 @@ def test_without_a_text_to_measure_on_it_is_what_calibration_leaves(place: Path,
         evaluate=False,
     )
     rest = headwise.evaluate(same.output, against=place / "source", text=tmp_path / "rest.txt", window=48, windows=2)
-    assert found.points[0].perplexity_ratio == rest.perplexity_ratio
+    assert frontier.points[0].perplexity_ratio == rest.perplexity_ratio
 
 
 def test_methods(place: Path, tmp_path: Path) -> None:
-    found = climb(place, tmp_path / "out", methods=True)
-    ways = {(point.target, point.way) for point in found.points}
+    frontier = climb(place, tmp_path / "out", methods=True)
+    ways = {(point.target, point.way) for point in frontier.points}
     every = [stage for stage in headwise.conversion.STAGES if stage != "spread"]  # a single layer has none
     stages = {target: every if target == "mla:0.5" else [s for s in every if s != "channels"] for target in TARGETS}
     assert {(target, f"headwise without {stage}") for target in TARGETS for stage in stages[target]} <= ways
     assert {(target, "headwise without any stage") for target in TARGETS} <= ways
     assert {("mla:0.5", "mha2mla"), ("mla:0.5", "transmla:4"), ("mqa", "mean"), ("mqa", "first_head")} <= ways
     for target in TARGETS:
-        own = [point for point in found.points if point.target == target]
-        assert len({point.cache_bytes_per_token for point in own}) == 1
-        ratios = {point.way: point.perplexity_ratio for point in own if not point.way.startswith("transmla")}
+        points = [point for point in frontier.points if point.target == target]
+        assert len({point.cache_bytes_per_token for point in points}) == 1
+        ratios = {point.way: point.perplexity_ratio for point in points if not point.way.startswith("transmla")}
         assert len(ratios) == len(stages[target]) + 2 + (1 if target == "mla:0.5" else 2)
         assert ratios.pop("headwise without sequence") == ratios["headwise"]  # of layers there is one
         assert len({*ratios.values()}) == len(ratios), ratios  # they are different conversions
     assert document(tmp_path / "out", "methods")["methods"] is True
     assert "TransMLA (fold " in (tmp_path / "out/methods.md").read_text()
-    fold = next(point for point in found.points if point.way == "transmla:4")
+    fold = next(point for point in frontier.points if point.way == "transmla:4")
     options: dict[str, Any] = {"calibrate": place / "study.txt", "calibration_tokens": 256, "evaluate": False}
     headwise.convert(place / "source", tmp_path / "fold", to="mla", kv_budget=0.5, method="transmla:4", **options)
-    windows, held = open_windows(open_checkpoint(place / "source"), CalibrationTexts((place / "study.txt",), 256))
+    windows, held_out = open_windows(open_checkpoint(place / "source"), CalibrationTexts((place / "study.txt",), 256))
     with torch.inference_mode():
-        logits = headwise.load(tmp_path / "fold")(windows[-held:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[-held:, 1:].flatten())
+        logits = headwise.load(tmp_path / "fold")(windows[-held_out:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[-held_out:, 1:].flatten())
     assert fold.held_out_loss == pytest.approx(float(loss), rel=1e-4)
     (tmp_path / "pooled").mkdir()
     headwise.convert(place / "source", tmp_path / "pooled", to="mqa", method="mean", evaluate=False)
     pooled = headwise.evaluate(
         tmp_path / "pooled", against=place / "source", text=place / "exam.txt", window=48, windows=2
     )
-    mean = next(point for point in found.points if point.way == "mean")
+    mean = next(point for point in frontier.points if point.way == "mean")
     assert mean.perplexity_ratio == pooled.perplexity_ratio
 
 
 @pytest.mark.parametrize("name", ["convert", "evaluate_windows"])
-def test_a_conversion_that_cannot_be_measured_is_left_out_and_said(
+def test_a_conversion_that_cannot_be_measured_is_left_out_and_noted(
     name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, calls = _own(name), 0
+    original, calls = _own(name), 0
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 1:
             raise headwise.CheckpointError("model", str(tmp_path), "computes NaN")
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setitem(NAMES, name, failing)
-        found = climb(place, tmp_path / "out")
-    assert [point.target for point in found.points] == ["mqa"]
-    assert found.notes == ("not measured: mla:0.5, headwise (model computes NaN)",)
+        frontier = climb(place, tmp_path / "out")
+    assert [point.target for point in frontier.points] == ["mqa"]
+    assert frontier.notes == ("not measured: mla:0.5, headwise (model computes NaN)",)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
     again = climb(place, tmp_path / "out")  # by then it can be
     assert [point.target for point in again.points] == ["mla:0.5", "mqa"]
@@ -325,7 +325,7 @@ def test_where_none_can_be_measured_the_first_reason_is_given(
 
 
 def test_a_full_disk_ends_it(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many errors it comes by."""
+    """A full disk is reported whatever errors are raised on the way."""
     tried = []
 
     def full(*_: Any, to: str, **__: Any) -> Any:
@@ -366,13 +366,13 @@ def test_an_error_is_not_of_the_disk_for_what_came_before_it(
 
 def test_another_process_is_kept_out(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = []
-    own = _own("evaluate_windows")
+    original = _own("evaluate_windows")
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:
         with pytest.raises(headwise.ArgumentError, match="is being written by process") as error:
             climb(place, tmp_path / "out")
         refused.append(error.value.field)
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     monkeypatch.setitem(NAMES, "evaluate_windows", meanwhile)
     climb(place, tmp_path / "out", targets=["mqa"])

@@ -1,4 +1,4 @@
-"""`HeadwiseCache`: what transformers' own caches answer, without copying what is held for every token."""
+"""`HeadwiseCache` returns what transformers' caches return, without copying the cached tokens at every step."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def pair(**changes: Any) -> tuple[HeadwiseCache, DynamicCache]:
 
 
 def told(caches: tuple[Any, ...], tokens: int, batch: int = 2) -> None:
-    """Tell all caches of the same new tokens, and see that they give the same back."""
+    """Update all caches with the same new tokens, and check that they return the same."""
     for layer in range(2):
         keys, values = torch.randn(2, batch, 2, tokens, 8)
-        given = [cache.update(keys, values, layer) for cache in caches]
-        for ours, stock in zip(given[0], given[-1], strict=True):
+        options = [cache.update(keys, values, layer) for cache in caches]
+        for ours, stock in zip(options[0], options[-1], strict=True):
             assert torch.equal(ours, stock)
 
 
@@ -54,7 +54,7 @@ def assert_alike(ours: Any, stock: Any) -> None:
 
 @pytest.mark.parametrize("changes", [{}, SLIDING, {"sliding_window": 200}], ids=["full", "window of 5", "of 200"])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_history_is_stocks(changes: dict[str, Any], seed: int) -> None:
+def test_any_history_equals_that_of_stock_caches(changes: dict[str, Any], seed: int) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
     ours, stock = pair(**changes)
@@ -167,7 +167,7 @@ def test_an_emptied_cache_takes_another_batch(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("max_length", [0, -1, 2.5, True, "8"])
-def test_a_limit_that_is_none_is_refused(max_length: Any) -> None:
+def test_a_limit_that_is_no_number_is_refused(max_length: Any) -> None:
     with pytest.raises(headwise.ArgumentError, match="max_length"):
         HeadwiseCache(config(), max_length=max_length)
     with pytest.raises(headwise.ArgumentError, match="must be a transformers model or config"):
@@ -246,10 +246,10 @@ def test_int8_takes_a_quarter_and_differs_little() -> None:
     model = headwise.optimize(tiny_family("llama", head_dim=64).float())
     ids = torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(0))
     exact, codes = HeadwiseCache(model, max_length=64), HeadwiseCache(model, max_length=64, quantize="int8")
-    expected, made = (attended(model, ids, cache) for cache in (exact, codes))
+    expected, actual = (attended(model, ids, cache) for cache in (exact, codes))
     assert codes.nbytes * 64 * 4 == exact.nbytes * (64 + 4)
-    assert torch.equal(made[0], expected[0])  # a prompt attends to itself as it is
-    error = (made[1:] - expected[1:]).norm() / expected[1:].norm()
+    assert torch.equal(actual[0], expected[0])  # a prompt attends to itself as it is
+    error = (actual[1:] - expected[1:]).norm() / expected[1:].norm()
     assert 1e-6 < error < 0.02
     prompt = {"max_new_tokens": 5, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     for how in ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}):

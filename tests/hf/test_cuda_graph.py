@@ -1,4 +1,4 @@
-"""Greedy decoding through a static cache, a step at a time: what `generate` says, and never more than asked."""
+"""Greedy decoding through a static cache gives the tokens of `generate`, and never too many."""
 
 from __future__ import annotations
 

@@ -130,9 +130,9 @@ def test_attention_weights_are_the_sources(lossless: Path, ids: torch.Tensor) ->
     source = AutoModelForCausalLM.from_pretrained(lossless.parent / "source", attn_implementation="eager")
     model = AutoModelForCausalLM.from_pretrained(lossless, attn_implementation="eager")
     expected = source(ids, output_attentions=True).attentions
-    found = model(ids, output_attentions=True).attentions
-    assert len(found) == len(expected) == 2
-    for own, other in zip(found, expected, strict=True):
+    attentions = model(ids, output_attentions=True).attentions
+    assert len(attentions) == len(expected) == 2
+    for own, other in zip(attentions, expected, strict=True):
         assert_close(own, other, 1e-6)
 
 
@@ -180,7 +180,7 @@ def test_a_config_that_lost_its_channels_is_refused(folder: Path) -> None:
 
 @torch.inference_mode()
 def test_a_padding_mask_by_itself_is_still_causal(lossless: Path, ids: torch.Tensor) -> None:
-    """What some attention implementations hand over in the place of a whole mask."""
+    """Some attention implementations pass only the padding mask, instead of a whole mask."""
     model, source = headwise.load(lossless), headwise.load(lossless.parent / "source")
     layer = model.model.layers[0].self_attn
     states = torch.randn(3, 20, 48, dtype=torch.float64)

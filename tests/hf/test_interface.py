@@ -29,7 +29,7 @@ MORE = {
     "granite": {},
     "starcoder2": {"num_key_value_heads": 2},
 }
-"""Families that are not converted, and run all the same."""
+"""Families that cannot be converted, but can be run."""
 
 
 def foreign(family: str, **overrides: Any) -> Any:
@@ -54,14 +54,14 @@ def ids() -> Tensor:
 
 
 def named(model: Any) -> Any:
-    """A copy that was told its attention by name."""
+    """A copy of a model with ``attn_implementation`` set to a name."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("headwise")
     return model
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])
-def test_logits_are_stocks(family: str, ids: Tensor) -> None:
+def test_logits_equal_those_of_stock(family: str, ids: Tensor) -> None:
     stock = any_model(family)
     expected = answer(stock, ids)
     assert_close(answer(named(stock), ids), expected, 2e-5)
@@ -82,11 +82,11 @@ def test_padded_batches_decode_as_stock(family: str, ids: Tensor) -> None:
         model(ids, attention_mask=mask, past_key_values=cache)
     for count in range(1, 4):
         longer = torch.cat((mask, torch.ones(3, count, dtype=mask.dtype)), 1)
-        expected, made = (
+        expected, actual = (
             model(step, attention_mask=longer, past_key_values=cache).logits
             for model, cache in zip((stock, ours), caches, strict=True)
         )
-        assert_close(made, expected, 5e-5)
+        assert_close(actual, expected, 5e-5)
 
 
 @pytest.mark.parametrize("family", [*GENERATING, *MORE])
@@ -101,21 +101,21 @@ def test_padded_batches_decode_as_stock(family: str, ids: Tensor) -> None:
     ],
     ids=["greedy", "beams", "best beams", "sampled", "looked up"],
 )
-def test_generation_is_stocks(family: str, how: dict[str, Any], ids: Tensor) -> None:
+def test_generation_equals_that_of_stock(family: str, how: dict[str, Any], ids: Tensor) -> None:
     stock = any_model(family).double()
     ours = headwise.optimize(copy.deepcopy(stock))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     if "prompt_lookup_num_tokens" in how:
         ids, mask = ids[:1].repeat(1, 2), mask[:1].repeat(1, 2)
-    made = []
+    outputs = []
     for model in (stock, ours):
         torch.manual_seed(5)
-        made.append(model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0, **how))
-    assert torch.equal(*made)
+        outputs.append(model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0, **how))
+    assert torch.equal(*outputs)
 
 
-def test_generate_remembers_in_our_cache_unless_told_otherwise(ids: Tensor) -> None:
+def test_generate_uses_headwises_cache_by_default(ids: Tensor) -> None:
     model = headwise.optimize(tiny_family("llama"))
     kept = {"max_new_tokens": 3, "return_dict_in_generate": True}
     cache = model.generate(ids, **kept).past_key_values
@@ -144,10 +144,12 @@ def test_an_encoders_decoder_remembers_in_our_cache(ids: Tensor, monkeypatch: py
     monkeypatch.setattr(sys.modules["headwise.hf.optimize"], "HeadwiseCache", Watched)
     stock = tiny_family("whisper")
     ours = headwise.optimize(copy.deepcopy(stock))
-    given = {"input_features": noise(2), "decoder_input_ids": ids[:2, :3], "max_new_tokens": 6}
+    options = {"input_features": noise(2), "decoder_input_ids": ids[:2, :3], "max_new_tokens": 6}
     for how in ({}, {"num_beams": 2}):
-        expected, made = (model.generate(**given, **how, force_unique_generate_call=True) for model in (stock, ours))
-        assert torch.equal(made, expected)
+        expected, actual = (
+            model.generate(**options, **how, force_unique_generate_call=True) for model in (stock, ours)
+        )
+        assert torch.equal(actual, expected)
         assert caches.pop().length >= 8
 
 
@@ -158,11 +160,11 @@ def test_a_static_cache_has_slots_that_nobody_sees(ids: Tensor) -> None:
     for mask in (None, torch.ones(3, 12).index_fill(1, torch.arange(4), 0)):
         caches = [StaticCache(config=stock.config, max_cache_len=20) for _ in range(2)]
         for tokens, seen in ((ids, mask), (ids[:, :1], None if mask is None else torch.cat((mask, mask[:, -1:]), 1))):
-            expected, made = (
+            expected, actual = (
                 model(tokens, attention_mask=seen, past_key_values=cache).logits
                 for model, cache in zip((stock, ours), caches, strict=True)
             )
-            assert_close(made, expected, 2e-5)
+            assert_close(actual, expected, 2e-5)
 
 
 @torch.inference_mode()
@@ -189,7 +191,7 @@ def test_weights_are_returned_where_they_are_asked_for() -> None:
     assert_close(plain, out, 1e-6)
 
 
-def test_training_is_stocks(ids: Tensor) -> None:
+def test_training_equals_that_of_stock(ids: Tensor) -> None:
     stock = tiny_family("qwen3")
     ours = headwise.optimize(copy.deepcopy(stock))
     for model in (stock, ours):
@@ -263,11 +265,11 @@ def test_biases_of_scores_in_a_part_of_a_model_are_refused() -> None:
 
 def test_a_cache_may_be_asked_for_by_keywords() -> None:
     model = headwise.optimize(foreign("llama"))
-    asked: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     config = model._prepare_generation_config(None)[0]
-    model._prepare_cache_for_generation(config, asked, generation_mode=None, batch_size=1, max_cache_length=300)
-    assert isinstance(asked["past_key_values"], HeadwiseCache)
-    assert asked["past_key_values"].layers[0].expected == 300
+    model._prepare_cache_for_generation(config, options, generation_mode=None, batch_size=1, max_cache_length=300)
+    assert isinstance(options["past_key_values"], HeadwiseCache)
+    assert options["past_key_values"].layers[0].expected == 300
 
 
 def test_what_is_no_model_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Models that are MLA already: read, costed, served and evaluated, and not converted."""
+"""Models that are MLA already are inspected, run and evaluated, and not converted."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_it_is_read_and_costed(folder: Path) -> None:
-    found = headwise.inspect(folder, dtype="float32")
-    assert found.mechanism == "mla"
-    assert (found.kv_lora_rank, found.qk_rope_head_dim) == (16, 4)
-    assert found.kv_bytes_per_token == 3 * (16 + 4) * 4
-    assert found.weights is not None
+    inspection = headwise.inspect(folder, dtype="float32")
+    assert inspection.mechanism == "mla"
+    assert (inspection.kv_lora_rank, inspection.qk_rope_head_dim) == (16, 4)
+    assert inspection.kv_bytes_per_token == 3 * (16 + 4) * 4
+    assert inspection.weights is not None
     parameters = sum(p.numel() for p in headwise.load(folder).parameters())
     balance = 0 if "v2" in json.loads((folder / "config.json").read_text())["model_type"] else 2 * 6
-    assert found.weights["total"] == parameters + balance
+    assert inspection.weights["total"] == parameters + balance
 
 
 def test_it_is_served(folder: Path) -> None:
@@ -47,9 +47,9 @@ def test_it_is_served(folder: Path) -> None:
 def test_it_is_evaluated(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    found = headwise.evaluate(folder, against=folder, text=text, window=64, windows=2, context=16)
-    assert found.perplexity_ratio == 1
-    assert found.cache_bytes_per_token == 3 * (16 + 4) * 4
+    evaluation = headwise.evaluate(folder, against=folder, text=text, window=64, windows=2, context=16)
+    assert evaluation.perplexity_ratio == 1
+    assert evaluation.cache_bytes_per_token == 3 * (16 + 4) * 4
 
 
 @pytest.mark.parametrize("to", ["mha", "mqa", "gqa:2", "mla"])

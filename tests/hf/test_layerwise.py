@@ -190,7 +190,7 @@ def test_a_converted_folder(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_tensors_stored_without_the_models_prefix(tmp_path: Path) -> None:
-    """As the gpt2 of the hub has it."""
+    """The gpt2 folder of the hub is such a folder."""
     whole, model = both(tmp_path, "gpt2", torch.float32)
     stored = load_file(tmp_path / "model.safetensors")
     renamed = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}

@@ -1,4 +1,4 @@
-"""A config may claim any size: what no tensor fills is refused before it is built."""
+"""A config whose layers no tensor fills is refused before the model is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def edit(folder: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model is built."""
+    """Make the test fail if a model is built."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was built")
@@ -79,7 +79,7 @@ def test_a_family_without_a_file(
 
 
 def test_layers_that_nothing_fills(tiny_llama: Path, unbuilt: None) -> None:
-    """Although there are as many tensors as layers."""
+    """There are as many tensors as layers, but not these layers' tensors."""
     path = tiny_llama / "model.safetensors"
     save_file({**load_file(path), **{f"more.{index}": torch.zeros(1) for index in range(5000)}}, path)
     edit(tiny_llama, num_hidden_layers=5000)

@@ -68,7 +68,7 @@ def ids() -> torch.Tensor:
 
 @pytest.fixture(params=[name for name in VARIANTS if name != "experts"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """A stock model and an optimised one of the same numbers."""
+    """A stock model and an optimised one with the same weights."""
     stock = deepseek(**VARIANTS[request.param])
     return stock, headwise.optimize(copy.deepcopy(stock))
 
@@ -89,13 +89,13 @@ def test_each_module_is_what_it_was(variant: str, impl: str) -> None:
 
 
 @torch.inference_mode()
-def test_logits_are_stocks(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
+def test_logits_equal_those_of_stock(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
     stock, model = pair
     assert_close(model(ids).logits, stock(ids).logits, 1e-10)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    found, expected = (m(ids, attention_mask=mask).logits for m in (model, stock))
-    assert_close(found[mask.bool()], expected[mask.bool()], 1e-10)
+    actual, expected = (m(ids, attention_mask=mask).logits for m in (model, stock))
+    assert_close(actual[mask.bool()], expected[mask.bool()], 1e-10)
 
 
 @torch.inference_mode()
@@ -106,7 +106,7 @@ def test_experts_stand_beside_it_as_far_as_they_are_chosen_in_float32(ids: torch
 
 
 @torch.inference_mode()
-def test_cached_steps_and_the_cache_are_stocks(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
+def test_cached_steps_and_the_cache_equal_those_of_stock(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
     stock, model = pair
     whole = stock(ids).logits
     for module in attentions(model):
@@ -123,7 +123,7 @@ def test_cached_steps_and_the_cache_are_stocks(pair: tuple[Any, Any], ids: torch
 
 
 @torch.inference_mode()
-def test_generation_is_stocks(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
+def test_generation_equals_that_of_stock(pair: tuple[Any, Any], ids: torch.Tensor) -> None:
     stock, model = pair
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -164,20 +164,20 @@ def test_parameters_are_the_same_objects_and_twice_is_once(tmp_path: Path) -> No
 def test_hooks_go_on_and_attention_weights_are_returned(ids: torch.Tensor) -> None:
     model = deepseek()
     model.set_attn_implementation("eager")
-    seen: list[Any] = []
-    model.model.layers[0].self_attn.register_forward_hook(lambda *args: seen.append(args[2][0]))
+    calls: list[Any] = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *args: calls.append(args[2][0]))
     expected = model(ids, output_attentions=True).attentions
     fresh = headwise.optimize(deepseek())  # of the same numbers, and never asked for weights before
     fresh.set_attn_implementation("eager")
     for optimised in (headwise.optimize(model), fresh):
-        found = optimised(ids, output_attentions=True).attentions
-        assert len(found) == len(expected) == 3
-        for own, other in zip(found, expected, strict=True):
+        attentions = optimised(ids, output_attentions=True).attentions
+        assert len(attentions) == len(expected) == 3
+        for own, other in zip(attentions, expected, strict=True):
             assert_close(own, other, 1e-6)  # theirs go through a softmax in float32
-    assert len(seen) == 2
+    assert len(calls) == 2
 
 
-def test_gradients_are_stocks(ids: torch.Tensor) -> None:
+def test_gradients_equal_those_of_stock(ids: torch.Tensor) -> None:
     stock = deepseek(attention_bias=True)
     model = headwise.optimize(copy.deepcopy(stock)).train()
     for m in (stock, model):
@@ -201,16 +201,16 @@ def test_v2_is_too_as_far_as_it_rotates_in_float32(ids: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-def test_a_folder_of_ours_with_its_constant_decodes_absorbed(tmp_path: Path, ids: torch.Tensor) -> None:
+def test_an_exported_folder_decodes_absorbed(tmp_path: Path, ids: torch.Tensor) -> None:
     save_tiny(tmp_path / "source", "qwen2")
-    own = convert_with_one_plan(tmp_path / "source", tmp_path / "own", kv_lora_rank=12, qk_rope_head_dim=8)
-    export_deepseek(own, tmp_path / "stock")
+    folder = convert_with_one_plan(tmp_path / "source", tmp_path / "own", kv_lora_rank=12, qk_rope_head_dim=8)
+    export_deepseek(folder, tmp_path / "stock")
     model = headwise.optimize(headwise.load(tmp_path / "stock"))
     for module in attentions(model):
         module.impl = "absorbed"
-    assert_close(model(ids).logits, headwise.load(own)(ids).logits, 2e-6)
+    assert_close(model(ids).logits, headwise.load(folder)(ids).logits, 2e-6)
     options = {"max_new_tokens": 16, "do_sample": False}
-    assert torch.equal(model.generate(ids, **options), headwise.load(own).generate(ids, **options))
+    assert torch.equal(model.generate(ids, **options), headwise.load(folder).generate(ids, **options))
 
 
 def test_a_new_process_can_be_sent_the_model(tmp_path: Path, ids: torch.Tensor) -> None:
@@ -223,10 +223,10 @@ torch.save([type(model.model.layers[0].self_attn).__name__, model(ids).logits.de
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    name, found = torch.load(tmp_path / "said", weights_only=True)
+    name, logits = torch.load(tmp_path / "said", weights_only=True)
     assert name == "OptimizedDeepseekV3Attention"
     with torch.inference_mode():
-        assert_close(found, model(ids).logits, 1e-5)  # its norms are stock again, in float32
+        assert_close(logits, model(ids).logits, 1e-5)  # its norms are stock again, in float32
 
 
 @torch.inference_mode()

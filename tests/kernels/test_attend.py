@@ -83,14 +83,14 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 def gradients(loss: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Those of the loss; zeros where nothing was used, as when every row is empty."""
+    """The gradients of the loss; zeros for inputs that were not used, such as when every row is empty."""
     if not loss.requires_grad:
         return tuple(torch.zeros_like(tensor) for tensor in inputs)
     return torch.autograd.grad(loss, inputs, materialize_grads=True)
 
 
 def random_problem(seed: int, dtype: torch.dtype, *, S: int = 70, T: int = 150, **kwargs: Any) -> Problem:
-    """Large enough that blocked kernels have several blocks."""
+    """A problem large enough that blocked kernels have several blocks."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int) -> Tensor:
@@ -211,9 +211,9 @@ def test_weights_sum_to_one_and_give_the_output(backend: Backend, problem: Probl
     assert (weights >= 0).all()
     torch.testing.assert_close(weights.sum(-1), kept.any(-1).double(), rtol=0, atol=1e-14)
     group = problem.query.shape[1] // problem.key.shape[1]
-    seen = torch.stack([problem.value[:, h // group] for h in range(problem.query.shape[1])], dim=1)
-    assert_close(out, weights @ seen, 1e-12, largest_of=seen)
-    assert_close(out, problem.by_hand(), 1e-12, largest_of=seen)
+    values = torch.stack([problem.value[:, h // group] for h in range(problem.query.shape[1])], dim=1)
+    assert_close(out, weights @ values, 1e-12, largest_of=values)
+    assert_close(out, problem.by_hand(), 1e-12, largest_of=values)
 
 
 @pytest.mark.parametrize("backend", EXACT)
@@ -262,7 +262,7 @@ def test_returned_weights_are_those_after_dropout(backend: Backend) -> None:
         ),
         ((128, 1, 64, 4096, 576), False, PREFILL, "64 new tokens: blocked softmax"),
         ((8, 8, 512, 512, 64), False, PREFILL, "512 new tokens: blocked softmax, no 512 × 512 scores held"),
-        ((8, 8, 512, 512, 64), True, "packed", "the weights are asked for, and no other backend holds them"),
+        ((8, 8, 512, 512, 64), True, "packed", "the weights are requested, and only packed and reference compute"),
     ],
 )
 def test_auto_says_what_it_chose(shape: tuple[int, ...], weights: bool, backend: str, reason: str) -> None:

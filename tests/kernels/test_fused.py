@@ -1,4 +1,4 @@
-"""The compiled kernel against the float64 definition, over shapes, strides, masks and lengths nobody chose."""
+"""The compiled kernel against the float64 definition, with random shapes, strides, masks and lengths."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled ke
 
 NAN = float("nan")
 CLOSE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""Of the largest output, or of the largest value where those nearly cancel."""
+"""Tolerances, as fractions of the largest output, or of the largest value where those nearly cancel."""
 
 
 @dataclass
 class Case:
-    """Tensors as a cache would give them, and what `attend` is told."""
+    """Tensors as a cache returns them, and the other arguments of `attend`."""
 
     query: Tensor
     key: Tensor
@@ -43,13 +43,13 @@ class Case:
         """``[B, H, S, T]``."""
         B, H, S, _ = self.query.shape
         T = self.key.shape[2]
-        seen = torch.ones(B, H, S, T, dtype=torch.bool)
+        allowed = torch.ones(B, H, S, T, dtype=torch.bool)
         if self.mask is not None:
-            seen &= self.mask[:, None, None] if self.mask.dim() == 2 else self.mask
+            allowed &= self.mask[:, None, None] if self.mask.dim() == 2 else self.mask
         behind = torch.arange(T - S, T)[:, None] - torch.arange(T)  # how far a token lies behind a query
         if self.is_causal:
-            seen &= behind >= 0
-        return seen if self.window is None else seen & (behind < self.window)
+            allowed &= behind >= 0
+        return allowed if self.window is None else allowed & (behind < self.window)
 
     def fused(self) -> Tensor:
         return attend(
@@ -64,7 +64,7 @@ class Case:
         )
 
     def expected(self) -> Tensor:
-        """In float64; what nobody sees counts as nothing."""
+        """The output in float64, with zeros for tokens that no query sees."""
         group = self.query.shape[1] // self.key.shape[1]
         key, value = (x.double().nan_to_num(0).repeat_interleave(group, 1) for x in (self.key, self.value))
         scale = self.query.shape[3] ** -0.5 if self.scale is None else self.scale
@@ -73,7 +73,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """Any shape; whatever no query sees, beside, behind and between the tokens, is NaN."""
+    """Draw a case of any shape, with NaN in all memory that no query may read."""
     pick, noise = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -172,7 +172,7 @@ def test_scores_far_apart_and_infinite_values() -> None:
     assert attend(-query, key, value, scale=1.0, backend="fused").isnan().all()
 
 
-def test_nothing_to_attend_to_and_nobody_to() -> None:
+def test_no_keys_and_no_queries() -> None:
     query, none = torch.randn(2, 4, 1, 64), torch.empty(2, 2, 0, 64)
     assert torch.equal(attend(query, none, none, backend="fused"), torch.zeros_like(query))
     assert attend(torch.empty(0, 4, 1, 64), *2 * [torch.empty(0, 2, 5, 64)], backend="fused").shape == (0, 4, 1, 64)
@@ -214,7 +214,7 @@ def test_dropout_and_weights_are_refused() -> None:
 
 @pytest.fixture
 def afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and nothing remembered."""
+    """An empty cache folder, and no library in memory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "built", build.built.__wrapped__)
     return tmp_path
@@ -224,10 +224,10 @@ def test_it_is_compiled_once(afresh: Path) -> None:
     first = build.built()
     assert first.library is not None
     assert first.path is not None
-    made = first.path.stat().st_mtime_ns
+    modified = first.path.stat().st_mtime_ns
     assert [file.name for file in first.path.parent.iterdir()] == [first.path.name]
     assert build.built().path == first.path
-    assert first.path.stat().st_mtime_ns == made
+    assert first.path.stat().st_mtime_ns == modified
 
 
 def test_a_library_that_was_cut_is_made_again(afresh: Path) -> None:
@@ -243,8 +243,8 @@ def test_a_library_that_was_cut_is_made_again(afresh: Path) -> None:
     code = "from headwise.kernels.native import built; print(built())"
     first.path.unlink()
     first.path.write_bytes(whole[:100_000])
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "compiled by" in said.stdout
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "compiled by" in result.stdout
     assert build._is_whole(first.path)
 
 
@@ -257,16 +257,16 @@ def test_a_library_that_was_cut_is_made_again(afresh: Path) -> None:
         ('for last; do :; done; echo "void f() {}" | c++ -x c++ -shared -fPIC - -o "$last"', "headwise_attention"),
     ],
 )
-def test_a_compiler_that_makes_something_else_is_told_of(
+def test_a_compiler_that_writes_something_else_is_reported(
     afresh: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
 ) -> None:
     compiler = afresh / "odd"
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    found = build.built()
-    assert found.library is None
-    assert reason in found.reason
+    library = build.built()
+    assert library.library is None
+    assert reason in library.reason
     assert list((afresh / "headwise" / "kernels").iterdir()) == []
 
 
@@ -276,11 +276,11 @@ def test_without_a_compiler_it_says_so(afresh: Path, monkeypatch: pytest.MonkeyP
     assert build.built() == build.Build(None, None, "no C++ compiler: neither $CXX nor c++, g++, clang++")
 
 
-def test_a_compiler_that_is_not_there_is_told_of(afresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(afresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/none/such -O1")
-    found = build.built()
-    assert found.library is not None
-    assert found.reason.endswith("; $CXX, /none/such, is not there")
+    library = build.built()
+    assert library.library is not None
+    assert library.reason.endswith("; $CXX, /none/such, is not there")
 
 
 def test_a_compiler_that_fails_is_quoted(afresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,9 +288,9 @@ def test_a_compiler_that_fails_is_quoted(afresh: Path, monkeypatch: pytest.Monke
     compiler.write_text("#!/bin/sh\necho 'attention.cpp:1: error: no such language' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    found = build.built()
-    assert found.library is None
-    assert found.reason == f"{compiler} failed: attention.cpp:1: error: no such language"
+    library = build.built()
+    assert library.library is None
+    assert library.reason == f"{compiler} failed: attention.cpp:1: error: no such language"
     assert list((afresh / "headwise" / "kernels").iterdir()) == []
 
 
@@ -345,9 +345,9 @@ def test_without_it_auto_is_packed() -> None:
         "attend(q, q, q); print(choose_backend(q.shape, q.shape))"
     )
     environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path)}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "backend='packed'" in said.stdout
-    assert "not the fused kernel: no C++ compiler" in said.stdout
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "backend='packed'" in result.stdout
+    assert "not the fused kernel: no C++ compiler" in result.stdout
     assert choose_backend((1, 2, 1, 16), (1, 2, 1, 16)).backend == "fused"
 
 
@@ -375,6 +375,6 @@ def test_sanitizers_find_nothing(sanitizer: str, tmp_path: Path) -> None:
     ]
     command = [compiler, *flags, str(Path(__file__).with_name("watched.cpp")), f"-I{SOURCE}", "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True)
-    said = subprocess.run([program], capture_output=True, text=True, check=False)
-    assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout == "no differences\n"
+    result = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "no differences\n"

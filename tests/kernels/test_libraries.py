@@ -1,4 +1,4 @@
-"""Other people's kernels behind `attend`: what they are given, and what is not given to them."""
+"""Kernels of other libraries behind `attend`: the calls that they get, and those that they do not."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from headwise.kernels.native import build, built, linear
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernels: {built().reason}")
 
 CLOSE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Of the largest output."""
+"""Tolerances, as fractions of the largest output."""
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -36,10 +36,10 @@ def test_it_is_the_definition(part: int) -> None:
             x = torch.randn(inputs, rows).to(dtype).T
         x = x.reshape(1, rows, inputs) if chance.random() < 0.5 else x
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        made = linear(x, weight, bias)
-        assert made.dtype == dtype
-        assert made.shape == exact.shape
-        error = (made.double() - exact).abs().max() / max(float(exact.abs().max()), inputs**0.5)
+        out = linear(x, weight, bias)
+        assert out.dtype == dtype
+        assert out.shape == exact.shape
+        error = (out.double() - exact).abs().max() / max(float(exact.abs().max()), inputs**0.5)
         assert error <= CLOSE[dtype], (seed, float(error))
 
 

@@ -1,4 +1,4 @@
-"""int8 keys and values: what they stand for, and attention that reads them as they are."""
+"""int8 keys and values: quantisation, and attention that reads them directly."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def on_device(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Views moved with their strides: what lies beside a cache's tokens comes along."""
+    """Move views with their strides, and with the memory between the tokens."""
     if DEVICE == "cpu":
         return list(tensors)
     return [
@@ -32,7 +32,7 @@ def on_device(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def small(seed: int) -> Case | None:
-    """A problem that an interpreter gets through."""
+    """A problem small enough for an interpreter."""
     case = draw(seed)
     B, H, S, D = case.query.shape
     fits = D <= 576 and B * H * S * case.key.shape[2] <= 6000 and B * H * S <= 400
@@ -52,8 +52,8 @@ def test_it_is_the_definition(part: int) -> None:
         window = case.window if case.window is not None and case.window < T else None
         scale = D**-0.5 if case.scale is None else case.scale
         parts = random.Random(seed).choice([1, 2, 3, 7])
-        query, key, value, seen = on_device(case.query, case.key, case.value, mask)
-        out = attend_split(query, key, value, seen, case.is_causal, window, scale, parts=parts).cpu()
+        query, key, value, mask_on_device = on_device(case.query, case.key, case.value, mask)
+        out = attend_split(query, key, value, mask_on_device, case.is_causal, window, scale, parts=parts).cpu()
         expected = case.expected()
         largest = max(expected.abs().max().item(), case.value.nan_to_num(0).abs().max().item() * 0.05)
         assert out.dtype == case.query.dtype
@@ -77,10 +77,10 @@ def test_a_latent_is_read_once_and_gives_the_same(dtype: torch.dtype) -> None:
 
 
 @with_triton
-def test_nothing_to_attend_to_gives_zeros_and_nobody_is_nothing() -> None:
+def test_no_keys_give_zeros_and_no_queries_an_empty_output() -> None:
     x = torch.randn(2, 2, 3, 16, device=DEVICE)
-    seen = torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
-    assert (attend(x, x, x, seen, backend="split") == 0).all()
+    allowed = torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
+    assert (attend(x, x, x, allowed, backend="split") == 0).all()
     assert attend(x[:, :, :0], x, x, backend="split").shape == (2, 2, 0, 16)
 
 

@@ -51,8 +51,8 @@ def test_every_backend_is_the_rows_by_hand(backend: Backend, window: int, S: int
     padding[1, : T // 2] = False
     for mask in (None, padding):
         out = attend(query, key, value, mask, is_causal=True, window=window, backend=backend)
-        kept = may_attend(mask, True, (2, 4, S, T), window)
-        assert_close(out, attend_by_rows(query, key, value, kept), 1e-12)
+        allowed = may_attend(mask, True, (2, 4, S, T), window)
+        assert_close(out, attend_by_rows(query, key, value, allowed), 1e-12)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "packed"])

@@ -1,4 +1,4 @@
-"""Options classes: types and rules held when they are made, identity, docstrings."""
+"""Options classes: checks of types and rules, identity, docstrings."""
 
 from __future__ import annotations
 

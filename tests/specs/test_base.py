@@ -73,7 +73,7 @@ def test_mla_is_labelled_by_what_a_token_caches(spec: LatentSpec) -> None:
     assert spec.qk_head_dim == spec.qk_nope_head_dim + spec.qk_rope_head_dim
 
 
-def test_a_value_head_is_as_wide_as_a_key_head_unless_said() -> None:
+def test_a_value_head_is_as_wide_as_a_key_head_by_default() -> None:
     assert GroupedSpec(**GROUPED).value_dim == 8
     assert GroupedSpec(**GROUPED, v_head_dim=5).value_dim == 5
     assert GroupedSpec(**GROUPED) == GroupedSpec(**GROUPED, v_head_dim=8)

@@ -1,4 +1,4 @@
-"""Each family's reader: what it leaves to its own class, and layers that are no plain attention."""
+"""The readers of families: defaults of the transformers class, and layers that are no plain attention."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_what_openelm_must_list(fields: Config, message: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["vocab_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok"])
-def test_a_body_that_is_not_all_said_is_left_unread(missing: str) -> None:
+def test_an_incomplete_body_is_not_read(missing: str) -> None:
     config = {key: value for key, value in TOYS["qwen3_moe"].items() if key != missing}
     model = read_config(config)
     assert model.body is None

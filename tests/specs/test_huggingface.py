@@ -71,9 +71,9 @@ def latent(config: Config) -> LatentSpec:
 
 
 def rope(config: Config, layer: int = 0) -> RopeSpec:
-    found = read_config(config).layers[layer].rope
-    assert found is not None
-    return found
+    rope = read_config(config).layers[layer].rope
+    assert rope is not None
+    return rope
 
 
 def windows(config: Config) -> list[int | None]:

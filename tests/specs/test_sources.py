@@ -47,8 +47,8 @@ def test_a_path_wins_over_a_catalog_name(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_the_bundled_model_is_a_gguf_on_disk() -> None:
-    found = locate("SmolLM2-135M")
-    assert (found.kind, found.path) == ("gguf", module.bundled_gguf())
+    path = locate("SmolLM2-135M")
+    assert (path.kind, path.path) == ("gguf", module.bundled_gguf())
     assert module.bundled_gguf().is_file()
 
 
@@ -80,7 +80,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "./no/such", "/no/such", "a/b/c"])
-def test_a_name_that_is_nothing(name: str) -> None:
+def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match=rf"^source = '{name}': is no file, folder or catalog name \([^)]*\)$"):
         locate(name)
 

@@ -1,4 +1,4 @@
-"""Whisper: a decoder's two attentions, each with a cache of its own."""
+"""Whisper: the two attentions of a decoder, each with its own cache."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ TINY: dict[str, Any] = {
 
 def test_the_decoders_attentions_are_read() -> None:
     model = read_config(TINY)
-    own = GroupedSpec(hidden_size=384, num_heads=6, num_kv_heads=6, head_dim=64, bias=("q_proj", "v_proj", "o_proj"))
-    assert model.layers == (own,) * 4
-    assert model.cross_layers == (replace(own, is_causal=False),) * 4
+    attention = GroupedSpec(
+        hidden_size=384, num_heads=6, num_kv_heads=6, head_dim=64, bias=("q_proj", "v_proj", "o_proj")
+    )
+    assert model.layers == (attention,) * 4
+    assert model.cross_layers == (replace(attention, is_causal=False),) * 4
     assert model.max_position_embeddings == 448
     assert model.is_causal
 
 
 def test_the_cache_of_the_source_is_counted_apart() -> None:
-    found = headwise.inspect(read_config(TINY), dtype="float32")
-    assert found.kv_bytes_per_token == found.source_kv_bytes_per_token == 4 * 2 * 384 * 4
-    assert found.attention_parameters_per_layer == 4 * 384 * 384 + 3 * 384
+    inspection = headwise.inspect(read_config(TINY), dtype="float32")
+    assert inspection.kv_bytes_per_token == inspection.source_kv_bytes_per_token == 4 * 2 * 384 * 4
+    assert inspection.attention_parameters_per_layer == 4 * 384 * 384 + 3 * 384
     assert headwise.inspect("llama-3-8b").source_kv_bytes_per_token == 0
 
 
@@ -50,9 +52,9 @@ def test_a_converted_decoder_is_read_back() -> None:
     )
     block = {"attention": hosted_attention(after), "cross_attention": hosted_attention(after, cross=True)}
     config = json.loads(json.dumps({**TINY, "model_type": f"{HOSTED_PREFIX}whisper", "headwise": block}))
-    found = read_config(config)
-    assert (found.layers, found.cross_layers) == (after.layers, after.cross_layers)
-    assert headwise.inspect(found).source_kv_bytes_per_token == 4 * 50 * 2
+    spec = read_config(config)
+    assert (spec.layers, spec.cross_layers) == (after.layers, after.cross_layers)
+    assert headwise.inspect(spec).source_kv_bytes_per_token == 4 * 50 * 2
     del config["headwise"]["cross_attention"]
     with pytest.raises(
         headwise.SpecError, match=r"^headwise = .*: must hold the attention specs that headwise writes$"

@@ -1,4 +1,4 @@
-"""The windows a model is calibrated on: a decoder running text, an encoder sentences as it reads them."""
+"""The calibration windows: running text for a decoder, single texts for an encoder."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def text(tmp_path: Path) -> Path:
 
 
 def shown(folder: Path, text: Path, tokens: int, window: int | None = None) -> torch.Tensor:
-    windows, held = open_windows(open_checkpoint(folder), CalibrationTexts((text,), tokens, window))
-    assert 0 < held < len(windows)
+    windows, held_out = open_windows(open_checkpoint(folder), CalibrationTexts((text,), tokens, window))
+    assert 0 < held_out < len(windows)
     return windows
 
 
@@ -120,10 +120,10 @@ def test_what_windows_cannot_be(text: Path, given: dict[str, Any], line: str) ->
 def test_texts_are_told_apart_by_all_that_decides_their_windows(text: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.txt"
     copy.write_text(TEXT)
-    known = CalibrationTexts((text,), 512)
-    assert known.identity() == CalibrationTexts((copy,), 512, WINDOW).identity()
+    texts = CalibrationTexts((text,), 512)
+    assert texts.identity() == CalibrationTexts((copy,), 512, WINDOW).identity()
     others = [CalibrationTexts((text,), 511), CalibrationTexts((text,), 512, 64), CalibrationTexts((), 512)]
-    assert all(known.identity() != other.identity() for other in others)
+    assert all(texts.identity() != other.identity() for other in others)
     assert not others[-1]
 
 

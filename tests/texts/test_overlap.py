@@ -1,4 +1,4 @@
-"""Shared passages, held to a count by hand."""
+"""Shared passages, compared with a count by hand."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.real_models import save_character_tokenizer
 
 
 def by_hand(exam: Sequence[Tensor], study: Sequence[Tensor], run: int) -> list[list[bool]]:
-    """All windows of the exam as marks, by comparing every run with every other."""
+    """Mark the shared tokens of the evaluation windows by comparing every run of tokens with every other."""
 
     def rows(windows: Sequence[Tensor]) -> list[list[int]]:
         return [row.tolist() for batch in windows for row in (batch if batch.dim() == 2 else batch[None])]
 
-    known = {tuple(row[at : at + run]) for row in rows(study) for at in range(len(row) - run + 1)}
+    runs = {tuple(row[at : at + run]) for row in rows(study) for at in range(len(row) - run + 1)}
     marks = []
     for row in rows(exam):
         mark = [False] * len(row)
         for at in range(len(row) - run + 1):
-            if tuple(row[at : at + run]) in known:
+            if tuple(row[at : at + run]) in runs:
                 mark[at : at + run] = [True] * run
         marks.append(mark)
     return marks
@@ -93,7 +93,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_tokenizer(folder)
 
 
-def test_passages_that_share_nothing_are_left(tokenizer: Any) -> None:
+def test_passages_without_shared_runs_stay(tokenizer: Any) -> None:
     study = "the quick brown fox jumps over the lazy dog"
     passages = ["a fox that jumps over the lazy cat", "over the lazy dog, twice", "short", "pack my box with jugs"]
     assert passages_apart(tokenizer, passages, study) == passages[1:]

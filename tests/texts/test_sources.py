@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> list[Path]:
-    """Of one letter each, and of digits that say where one is."""
+    """Texts of one letter each, and of digits that number the positions."""
     files = []
     for letter in LETTERS:
         files.append(tmp_path / f"{letter}.txt")
@@ -108,15 +108,15 @@ def test_numbers_out_of_range(tokenizer: Any, texts: list[Path], bad: dict[str, 
 @pytest.mark.parametrize("count", [2, 3, 8, 240])
 def test_some_windows_of_each_source_are_set_aside(count: int, every: int, sources: int) -> None:
     windows = torch.arange(count)[:, None].expand(count, 3)
-    rest, held = hold_out(windows, every, sources=sources)
-    assert sorted([*rest[:, 0].tolist(), *held[:, 0].tolist()]) == list(range(count))
+    rest, held_out = hold_out(windows, every, sources=sources)
+    assert sorted([*rest[:, 0].tolist(), *held_out[:, 0].tolist()]) == list(range(count))
     assert len(rest) >= 1
-    assert len(held) >= 1
+    assert len(held_out) >= 1
     if count == 240:
-        shares = Counter(index % sources for index in held[:, 0].tolist())
+        shares = Counter(index % sources for index in held_out[:, 0].tolist())
         assert len(shares) == sources
         assert max(shares.values()) - min(shares.values()) <= 1
-        assert count / (every + 3) - 1 <= len(held) <= count / every + 1
+        assert count / (every + 3) - 1 <= len(held_out) <= count / every + 1
 
 
 def test_a_single_window_cannot_be_split() -> None:

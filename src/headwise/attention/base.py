@@ -32,13 +32,13 @@ class CacheLike(Protocol):
 
     @property
     def length(self) -> int:
-        """How many tokens it holds."""
+        """The number of cached tokens."""
 
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append new tokens to each tensor, and return all tokens held."""
+        """Append new tokens to each tensor, and return all cached tokens."""
 
     def views(self) -> tuple[Tensor, ...]:
-        """All tokens held, for each tensor."""
+        """All cached tokens, for each tensor."""
 
 
 class Call(NamedTuple):
@@ -208,11 +208,11 @@ class AttentionLayer(nn.Module):
                 if cache.length != T:
                     rule = f"must be the {cache.length} tokens the cross-attention cache was filled from"
                     raise ArgumentError("key_value_states tokens", T, rule)
-                held = cache.views()
-                if held[0].shape[0] != states.shape[0]:
-                    rule = f"must be {held[0].shape[0]}, the batch size the cross-attention cache was filled with"
+                cached = cache.views()
+                if cached[0].shape[0] != states.shape[0]:
+                    rule = f"must be {cached[0].shape[0]}, the batch size the cross-attention cache was filled with"
                     raise ArgumentError("batch", states.shape[0], rule)
-                return held
+                return cached
             states = source
             rotation = None if self.rope is None else self.rope(positions(0, source, None), source.dtype, T)
         new = self._states_to_cache(states, rotation)

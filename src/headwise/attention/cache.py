@@ -91,27 +91,27 @@ class AttentionCache:
             if states.shape != (B, heads, S, width) or states.dtype != buffer.dtype:
                 rule = f"must be {(B, heads, S, width)} {buffer.dtype}"
                 raise ArgumentError("cached states", (tuple(states.shape), states.dtype), rule)
-        room, held = self.buffers[0].shape[2], self.held
+        room, stored = self.buffers[0].shape[2], self.held
         if end <= room:
             for buffer, states in zip(self.buffers, new, strict=True):
-                buffer[:, :, held:end] = states
+                buffer[:, :, stored:end] = states
             self.length = end
             return self.views()
-        kept = min(held, room - 1)  # what the first new token still sees
-        seen = tuple(
-            torch.cat((buffer[:, :, held - kept : held], states), dim=2)  # [B, heads, kept + S, width]
+        kept = min(stored, room - 1)  # older tokens that the first new token still sees
+        attended = tuple(
+            torch.cat((buffer[:, :, stored - kept : stored], states), dim=2)  # [B, heads, kept + S, width]
             for buffer, states in zip(self.buffers, new, strict=True)
         )
-        if S == 1:  # the new token sees exactly the tokens that are held from now on
-            self.buffers = [states.detach() for states in seen]
+        if S == 1:  # the new token sees exactly the tokens that stay in the cache
+            self.buffers = [states.detach() for states in attended]
         else:
-            for buffer, states in zip(self.buffers, seen, strict=True):
+            for buffer, states in zip(self.buffers, attended, strict=True):
                 buffer[:] = states[:, :, -room:]
         self.length = end
-        return seen
+        return attended
 
     def views(self) -> tuple[Tensor, ...]:
-        """All tokens held, as views ``[B, heads, held, width]``."""
+        """All cached tokens, as views ``[B, heads, held, width]``."""
         return tuple(buffer[:, :, : self.held] for buffer in self.buffers)
 
     def crop(self, length: int) -> None:

@@ -89,7 +89,7 @@ def bench_generate(
     others = {name: load(other, dtype=dtype).eval() for name, other in zip(names, beside, strict=True)}
     steps = 2 * (repeats + _UNTIMED)
     _check(contexts, steps, [stock, *others.values()])
-    ours, sdpa, eager = optimize(_shared(stock)), _set(stock, "sdpa"), _set(_shared(stock), "eager")
+    optimized, sdpa, eager = optimize(_shared(stock)), _set(stock, "sdpa"), _set(_shared(stock), "eager")
     vocabulary = min(model.get_input_embeddings().weight.shape[0] for model in (stock, *others.values()))
     ids = torch.randint(vocabulary, (max(contexts),)).tolist()
     cases = [_Case(ids[:context]) for context in contexts]
@@ -97,7 +97,7 @@ def bench_generate(
         for case in cases:
             room = len(case.ids) + steps
             case.ways = {
-                OURS: _Model(ours, HeadwiseCache(ours)),
+                OURS: _Model(optimized, HeadwiseCache(optimized)),
                 _STOCK[0]: _Model(sdpa, DynamicCache(config=sdpa.config)),
                 _STOCK[1]: _Model(sdpa, StaticCache(config=sdpa.config, max_cache_len=room)),
                 "transformers, eager": _Model(eager, DynamicCache(config=eager.config)),
@@ -233,7 +233,7 @@ def _check(contexts: Sequence[int], steps: int, models: Sequence[Any]) -> None:
 
 
 def _growth(cases: Sequence[Case]) -> list[str]:
-    """How much each way's time grows from the first context to the last, beside the stock model's."""
+    """Notes on the growth of each model's time from the first context to the last, beside the stock model's."""
     notes = []
     if len(cases) > 1:
         first, last = cases[0].ways, cases[-1].ways

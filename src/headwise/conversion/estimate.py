@@ -90,9 +90,9 @@ def _time_on_text(
 
     Several processes share the windows, so that as many more windows are timed.
     """
-    windows, held = open_windows(plan.checkpoint, texts)
+    windows, held_out = open_windows(plan.checkpoint, texts)
     model = LayerwiseModel(plan.checkpoint, torch.float32)
-    sensitivity_count = sensitivity_windows(plan.before, windows, len(windows) - held)
+    sensitivity_count = sensitivity_windows(plan.before, windows, len(windows) - held_out)
     backward = _time_sensitivity(model, windows[:1]) if "sensitivity" in plan.stages else 0.0
     processes = process_count()
     layout = OutputLayout(plan)
@@ -114,7 +114,7 @@ def _time_on_text(
     by_window = max(more_windows - base, 0.0) / processes
     by_step = max(more_steps - base, 0.0) / (_MORE - _FEW)
     fixed = max(base - 2 * processes * by_window - _FEW * by_step, 0.0)
-    by_layer = fixed + by_window * len(windows) + by_step * descent_steps(windows[: len(windows) - held])
+    by_layer = fixed + by_window * len(windows) + by_step * descent_steps(windows[: len(windows) - held_out])
     if shares_channels:
         by_layer += fixed + by_window * sensitivity_count
     if "spread" in plan.stages:

@@ -183,7 +183,7 @@ def total_bytes(kept: Iterable[Kept], *, batch: Size, new: Size, total: Size, va
 
 
 def kept_values(tensor: Kept, *, batch: Size, new: Size, total: Size) -> Size:
-    """How many values a kept tensor has in a call of B sequences, S new tokens and T tokens attended to."""
+    """The number of values in a kept tensor, in a call of B sequences, S new tokens and T tokens attended to."""
     count: dict[KeptOver, Size] = {
         "new": batch * new,
         "total": batch * total,

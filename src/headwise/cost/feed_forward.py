@@ -19,7 +19,7 @@ class Part:
 
     @property
     def parameters(self) -> int:
-        """How many numbers one network learns."""
+        """The number of learned parameters of one network."""
         return sum(stage.parameters for stage in self.stages)
 
     @property

@@ -86,7 +86,7 @@ def _check_impl(spec: AttentionSpec, impl: str) -> str:
 
 
 def parameters(spec: AttentionSpec) -> int:
-    """How many numbers one layer learns: weights, biases, norms."""
+    """The number of learned parameters of one layer: weights, biases, norms."""
     return int(sum(stage.parameters for stage in stages(spec)))
 
 
@@ -284,7 +284,7 @@ def shard(spec: AttentionSpec, ranks: int) -> AttentionSpec:
 
 
 def cache_values(spec: AttentionSpec) -> int:
-    """How many values one token adds to the cache of one layer."""
+    """The number of values that one token adds to the cache of one layer."""
     return int(formulas(spec).cache_values(spec))
 
 
@@ -302,7 +302,7 @@ def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str 
 
 
 def held_tokens(spec: AttentionSpec, tokens: int) -> int:
-    """How many of ``tokens`` a layer's cache holds: all, or no more than its window."""
+    """The number of ``tokens`` that stay in a layer's cache: all, or at most its window."""
     return tokens if spec.sliding_window is None else min(tokens, spec.sliding_window)
 
 

@@ -14,7 +14,7 @@ from headwise.errors import ArgumentError
 
 Kernel = Literal["unfused", "fused", "padded"]
 KERNELS: tuple[Kernel, ...] = ("unfused", "fused", "padded")
-"""How softmax(QKᵀ)V is computed: ``unfused`` holds the scores; ``fused`` never does, and computes them again in the
+"""Ways to compute softmax(QKᵀ)V: ``unfused`` stores the scores; ``fused`` does not, and computes them again in the
 backward pass; ``padded`` is fused and pads keys and values of a head to one width, as headwise does on the CPU."""
 
 Over = Literal["new", "source", "total", "call"]
@@ -45,7 +45,7 @@ class Call:
     pairs: Size
 
     def count(self, over: Over) -> Size:
-        """How often a stage is done that is done once for each ``over``."""
+        """The number of times that a stage runs in a call, if it runs once for each ``over``."""
         if over == "call":
             return self.batch
         return self.batch * {"new": self.new, "source": self.source, "total": self.total}[over]
@@ -158,7 +158,7 @@ def check_kernel(kernel: str) -> None:
 
 
 def attended_pairs(new_tokens: int, total_tokens: int, *, causal: bool, window: int | None = None) -> int:
-    """How many (query, key) pairs a causal mask and a window leave, for one head of one sequence.
+    """The number of (query, key) pairs that a causal mask and a window allow, for one head of one sequence.
 
     Causal is bottom-right: the last of S queries sees all T keys. A query at position i (counted from 1) sees
     ``min(i, window)`` keys when causal, else T.

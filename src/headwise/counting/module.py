@@ -73,11 +73,11 @@ def count(module: nn.Module, *args: Any, backward: bool = False, **kwargs: Any) 
     saved: int | None = None
     gradients: int | None = None
     with torch.set_grad_enabled(backward):
-        with counter.running(), _saved_bytes(module) as seen:
+        with counter.running(), _saved_bytes(module) as saved_bytes:
             out = module(*args, **kwargs)
         forward, causal, by_operator = counter.total, counter.causal, counter.by_operator
         if backward:
-            saved = seen()
+            saved = saved_bytes()
             outputs = [tensor for tensor in _tensors(out) if tensor.requires_grad]
             leaves = [*module.parameters(), *_tensors([*args, *kwargs.values()])]
             inputs = [tensor for tensor in leaves if tensor.requires_grad]
@@ -130,8 +130,8 @@ class _Counter:
             per_pair = 2 * B * H * (qk_products * D + v_products * V)
             if arguments.get("is_causal"):
                 # torch's flag is top-left: query i sees keys 0 … i.
-                seen = min(S, T)
-                self._skipped += per_pair * (S * T - seen * (seen + 1) // 2 - (S - seen) * T)
+                square = min(S, T)
+                self._skipped += per_pair * (S * T - square * (square + 1) // 2 - (S - square) * T)
             return int(per_pair * S * T)
 
         return flops

@@ -1,4 +1,4 @@
-"""softmax(QKᵀ)V: several backends behind `attend`; `reference` defines what is correct."""
+"""Attention, softmax(QKᵀ)V: `attend` with several backends; `reference` defines the correct result."""
 
 from headwise.kernels.attend import AttendOptions, attend, attend_with_weights
 from headwise.kernels.backend_choice import BACKENDS, WITHOUT_WEIGHTS, Backend, Choice, choose_backend

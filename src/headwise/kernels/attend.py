@@ -1,4 +1,4 @@
-"""`attend`: softmax(QKᵀ)V, one function in front of several backends.
+"""`attend`: softmax(QKᵀ)V with several backends.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
 """
@@ -30,7 +30,7 @@ from headwise.kernels.sdpa import attend_sdpa
 
 
 class AttendOptions(TypedDict, total=False):
-    """The keyword arguments of `attend` that `attend_with_weights` takes too; `attend` describes them."""
+    """The keyword arguments of `attend_with_weights`; `attend` describes them."""
 
     attn_mask: Tensor | None
     dropout_p: float
@@ -55,10 +55,10 @@ def attend(
     backend: Backend = "auto",
     return_weights: bool = False,
 ) -> Tensor:
-    """``softmax(scale · Q Kᵀ) V``, with the arguments of torch's ``scaled_dot_product_attention``.
+    """Compute ``softmax(scale · Q Kᵀ) V``, with the arguments of torch's ``scaled_dot_product_attention``.
 
-    It differs from torch's in three ways: causal is bottom-right when T > S, a mask and ``is_causal`` combine,
-    and a query with nothing to attend to gives zeros.
+    It differs from torch's function in three ways: causal is bottom-right when T > S, a mask and ``is_causal``
+    combine, and a query with nothing to attend to gives zeros.
 
     Args:
         query: ``[B, H, S, D]``.
@@ -68,18 +68,18 @@ def attend(
         dropout_p: probability of dropping an attention weight.
         is_causal: query i of S sees keys 0 … T − S + i.
         scale: multiplies the scores; ``1/sqrt(D)`` when None.
-        enable_gqa: False demands K = H, as torch does.
-        window: with ``is_causal``, how many of the latest keys a query sees; all when None.
-        backend: ``auto`` picks by shape (`choose_backend` tells which); the result is the same beyond rounding.
-        return_weights: return a pair, the output and the weights ``[B, H, S, T]``. The annotation leaves the pair
-            out: typed code calls `attend_with_weights`.
+        enable_gqa: when False, K must equal H, as in torch.
+        window: with ``is_causal``, the number of latest keys that a query sees; all when None.
+        backend: ``auto`` chooses by shape (`choose_backend` says which); results differ only by rounding.
+        return_weights: return a pair, the output and the weights ``[B, H, S, T]``. The annotation does not have the
+            pair; typed code calls `attend_with_weights`.
 
     Returns:
-        ``[B, H, S, V]``, or that and the weights.
+        The output ``[B, H, S, V]``, or the pair.
 
     Raises:
-        ArgumentError: shapes, mask or backend do not fit together, or the weights are asked of a backend that holds
-            none (`WITHOUT_WEIGHTS`).
+        ArgumentError: shapes, mask or backend do not fit together, or weights are requested from a backend that does
+            not compute them all (`WITHOUT_WEIGHTS`).
 
     >>> query, cache = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 100, 64)
     >>> attend(query, cache, cache, is_causal=True).shape
@@ -118,14 +118,14 @@ def attend(
     else:
         out, weights = attend_reference(query, key, value, mask, scale, dropout_p)
     if return_weights:
-        return out, weights  # type: ignore[return-value]  # the pair that the annotation leaves out
+        return out, weights  # type: ignore[return-value]  # the annotation does not have the pair
     return out
 
 
 def attend_with_weights(
     query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttendOptions]
 ) -> tuple[Tensor, Tensor]:
-    """`attend` and the attention weights it mixed the values by.
+    """Compute `attend` and return the attention weights too.
 
     Args:
         query: ``[B, H, S, D]``.
@@ -137,7 +137,7 @@ def attend_with_weights(
         The output ``[B, H, S, V]`` and the weights ``[B, H, S, T]``, after dropout.
 
     Raises:
-        ArgumentError: as `attend`.
+        ArgumentError: as for `attend`.
     """
     out, weights = attend(query, key, value, return_weights=True, **options)
     return out, weights
@@ -151,7 +151,11 @@ def _settle(
     *,
     return_weights: bool,
 ) -> Backend:
-    """The backend that computes a call: the one asked for, if it can, or for ``auto`` the choice by shape."""
+    """Choose the backend of a call for ``auto``, or check that the named one can compute it.
+
+    Raises:
+        ArgumentError: there is no such backend, or it cannot compute the call.
+    """
     query, key, value = tensors
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if backend == "auto":
@@ -178,7 +182,16 @@ def _settle(
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise an `ArgumentError` for tensors whose shapes do not go together."""
+    """Check that the shapes of queries, keys and values fit together.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``.
+        value: ``[B, K, T, V]``.
+
+    Raises:
+        ArgumentError: they do not.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ArgumentError(f"{name} shape", tuple(tensor.shape), "must be [batch, heads, tokens, head_dim]")
@@ -193,6 +206,10 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_window(window: int | None, is_causal: bool) -> None:
-    """Raise an `ArgumentError` for a window below 1, or without ``is_causal``."""
+    """Check a window.
+
+    Raises:
+        ArgumentError: it is below 1, or is used without ``is_causal``.
+    """
     if window is not None and (window < 1 or not is_causal):
         raise ArgumentError("window", window, "must be at least 1, and is_causal true with it")

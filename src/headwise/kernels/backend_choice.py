@@ -1,4 +1,4 @@
-"""Which backend computes a call of `attend`, and which calls a backend refuses."""
+"""Choose the backend for a call of `attend`, and refuse calls that a named backend cannot compute."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Backend = Literal["auto", "reference", "sdpa", "packed", "fused", "split", "flex
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "sdpa", "packed", "fused", "split", "flex", "flash")
 """Every value of ``backend``."""
 WITHOUT_WEIGHTS: tuple[Backend, ...] = ("sdpa", "fused", "split", "flex", "flash")
-"""Backends that never hold all weights, and so cannot return them."""
+"""Backends that never have all weights in memory, and so cannot return them."""
 PARTICULAR: tuple[Backend, ...] = ("fused", "split", "flex", "flash")
-"""Backends limited to some tensors: for others they raise an error when named, and ``auto`` does not choose them."""
+"""Backends that support only some tensors: with others, naming them is an error and ``auto`` does not choose them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Choice:
 
 
 class CallTraits(TypedDict, total=False):
-    """A call of `attend` beside its shapes, as `choose_backend` takes it; `choose_backend` describes the fields."""
+    """The properties of a call of `attend` besides its shapes; `choose_backend` describes them."""
 
     dtype: torch.dtype
     device: torch.device | str
@@ -58,7 +58,7 @@ def choose_backend(query: Shape, key: Shape, *, return_weights: bool = False, **
     'sdpa'
     """
     if return_weights:
-        return Choice("packed", "the weights are asked for, and no other backend holds them")
+        return Choice("packed", "the weights are requested, and only packed and reference compute them all")
     return _choose_without_weights(query, key, **traits)
 
 
@@ -108,7 +108,20 @@ def refuse_backend(
     needs_grad: bool,
     dropout_p: float,
 ) -> None:
-    """Raise an `ArgumentError` where a backend that was asked for by name cannot compute the call."""
+    """Refuse a call that a backend cannot compute.
+
+    Args:
+        backend: named by the user.
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``.
+        value: ``[B, K, T, V]``.
+        mask: the user's, or None.
+        needs_grad: whether gradients are needed.
+        dropout_p: probability of dropping an attention weight.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
     if dropout_p and backend != "flash":
         raise ArgumentError("backend", backend, "has no dropout; use another, or auto")
     reason = None
@@ -126,7 +139,15 @@ def refuse_backend(
 
 
 def fits(backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether a kernel takes these tensors: one dtype, one device, and no subclasses where it is the CPU's."""
+    """Whether a kernel supports these tensors: one dtype, one device, and on the CPU no subclasses.
+
+    Args:
+        backend: one of `PARTICULAR`.
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``.
+        value: ``[B, K, T, V]``.
+        mask: the user's, or None.
+    """
     if not query.dtype == key.dtype == value.dtype:
         return False
     if backend == "fused":

@@ -19,11 +19,11 @@ _FLASH_WIDEST = 256
 def why_not_flash(
     dtype: torch.dtype, device: torch.device, width: int, value_width: int, *, has_mask: bool = False
 ) -> str | None:
-    """Why flash-attn cannot take such tensors, or None where it can.
+    """The reason why flash-attn does not support such tensors, or None if it does.
 
     Args:
         dtype: of queries, keys and values.
-        device: where they are.
+        device: of the tensors.
         width: D, the head dim.
         value_width: V, the value dim.
         has_mask: whether there is a mask besides the causal one.
@@ -35,7 +35,7 @@ def why_not_flash(
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {dtype}"
     if width > _FLASH_WIDEST or width != value_width:
-        return f"heads are {width} and {value_width} wide, and it takes one width to {_FLASH_WIDEST}"
+        return f"heads are {width} and {value_width} wide, and it takes one width up to {_FLASH_WIDEST}"
     return "it takes no masks" if has_mask else None
 
 
@@ -48,16 +48,16 @@ def has_flash() -> bool:
 def attend_flash(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, window: int | None, scale: float, dropout_p: float
 ) -> Tensor:
-    """`headwise.attend` by flash-attn, for tensors to which `why_not_flash` has no objection.
+    """Compute `headwise.attend` by flash-attn, whose causal mask is bottom-right too.
 
-    Its causal mask is bottom-right too.
+    The tensors must be supported: `why_not_flash` returns None for them.
 
     Args:
         query: ``[B, H, S, D]``.
         key: ``[B, K, T, D]``.
         value: ``[B, K, T, D]``.
-        is_causal: bottom-right.
-        window: how many of the latest keys a query sees.
+        is_causal: apply the bottom-right causal mask.
+        window: the number of latest keys that a query sees.
         scale: multiplies the scores.
         dropout_p: probability of dropping an attention weight.
 
@@ -78,15 +78,15 @@ def attend_flash(
 def attend_flex(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, window: int | None, scale: float
 ) -> Tensor:
-    """`headwise.attend` by torch's FlexAttention, which skips blocks that no query sees; compiled on a GPU.
+    """Compute `headwise.attend` by torch's FlexAttention, which skips blocks that no query sees; compiled on a GPU.
 
     Args:
         query: ``[B, H, S, D]``.
         key: ``[B, K, T, D]``.
         value: ``[B, K, T, V]``.
         mask: bool, broadcastable to ``[B, H, S, T]``.
-        is_causal: bottom-right.
-        window: how many of the latest keys a query sees.
+        is_causal: apply the bottom-right causal mask.
+        window: the number of latest keys that a query sees.
         scale: multiplies the scores.
 
     Returns:
@@ -116,7 +116,14 @@ def _compiled() -> Any:
 
 @lru_cache(maxsize=64)
 def causal_block_mask(S: int, T: int, window: int | None, device: torch.device) -> Any:
-    """FlexAttention's block mask for bottom-right causal with a window; kept, because all layers ask for the same."""
+    """FlexAttention's block mask for a bottom-right causal window; cached, because all layers use the same mask.
+
+    Args:
+        S: new tokens.
+        T: all tokens.
+        window: the number of latest keys that a query sees; all when None.
+        device: of the mask.
+    """
     return _block_mask(S, T, True, window, device, None)
 
 
@@ -128,13 +135,13 @@ def _block_mask(
     batch, heads = (None, None) if mask is None else (n if n > 1 else None for n in mask.shape[:2])
     full = None if mask is None else mask.expand(-1, -1, S, T)
 
-    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def attends(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         position = q + (T - S)
-        seen = k <= position if is_causal else k >= 0
+        visible = k <= position if is_causal else k >= 0
         if window is not None:
-            seen = seen & (k > position - window)
+            visible = visible & (k > position - window)
         if full is not None:
-            seen = seen & full[b if batch else 0, h if heads else 0, q, k]
-        return seen
+            visible = visible & full[b if batch else 0, h if heads else 0, q, k]
+        return visible
 
-    return create_block_mask(sees, batch, heads, S, T, device=str(device))
+    return create_block_mask(attends, batch, heads, S, T, device=str(device))

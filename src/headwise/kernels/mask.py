@@ -14,7 +14,11 @@ from headwise.errors import ArgumentError
 def causal_mask(S: int, T: int, device: torch.device | None = None, window: int | None = None) -> Tensor:
     """Bottom-right causal mask ``[S, T]``: query i sees keys 0 … T − S + i (none when that is negative).
 
-    With a window it sees only the last ``window`` of those.
+    Args:
+        S: new tokens.
+        T: all tokens.
+        device: of the mask.
+        window: a query sees only the last ``window`` of these keys.
     """
     mask = torch.ones(S, T, dtype=torch.bool, device=device).tril(T - S)
     return mask if window is None else mask.triu(T - S - window + 1)
@@ -27,14 +31,17 @@ def combine_masks(
     device: torch.device,
     window: int | None = None,
 ) -> Tensor | None:
-    """Combine a user's mask with the causal one: bool, broadcastable to ``[B, H, S, T]``, or None when all is seen.
+    """Combine a user's mask with the causal mask.
 
     Args:
         attn_mask: ``[B, T]`` padding, or 4-D and broadcastable to ``[B, H, S, T]``; bool or 0/1 integers.
         is_causal: also apply the bottom-right causal mask.
         shape: (B, H, S, T).
-        device: where the scores are.
-        window: with ``is_causal``, how many of the latest keys a query sees.
+        device: of the scores.
+        window: with ``is_causal``, the number of latest keys that a query sees.
+
+    Returns:
+        A bool mask that broadcasts to ``[B, H, S, T]``, or None when every query sees every key.
 
     Raises:
         ArgumentError: the mask has another dtype or shape.

@@ -1,8 +1,8 @@
-"""Grouped attention without expanding keys and values: the query heads of a group are folded into more queries.
+"""Grouped attention without repeating keys and values: the query heads of a group become more queries of one head.
 
 The G query heads of a group read the same keys, so ``[B, K·G, S, D]`` queries become ``[B, K, G·S, D]`` queries of K
-heads, and the product reads each key once. It is meant for decoding (S = 1), where most of the time goes into
-reading the cache.
+heads, and the product reads each key once. This is for decoding (S = 1), where reading the cache takes most of the
+time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.kernels.reference import masked_softmax
 
 FEW_TOKENS = 8
-"""New tokens up to which folding is the faster way; measured in benchmarks/results/speed.json."""
+"""The most new tokens for which folding is faster; measured in benchmarks/results/speed.json."""
 
 
 def attend_packed(
@@ -27,7 +27,7 @@ def attend_packed(
     *,
     return_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`headwise.attend` with keys and values read in place; arguments as `attend_reference`'s.
+    """Compute `headwise.attend` without copying keys and values for the heads of a group.
 
     Args:
         query: ``[B, H, S, D]``.
@@ -36,20 +36,24 @@ def attend_packed(
         mask: bool, broadcastable to ``[B, H, S, T]``.
         scale: multiplies the scores.
         dropout_p: probability of dropping a weight.
-        return_weights: whether to return the weights ``[B, H, S, T]``; else None is returned for them.
+        return_weights: whether to return the weights.
+
+    Returns:
+        The output ``[B, H, S, V]``, and the weights ``[B, H, S, T]`` or None.
     """
     B, H, S, D = query.shape
     K, T, V = key.shape[1], key.shape[2], value.shape[3]
     group = H // K
     # SDPA on the CPU is slow in half precision with few queries, and has no blocked path for V ≠ D (`dispatch` in
-    # benchmarks/speed.py). Plain products are faster then, although they hold all scores at once.
+    # benchmarks/speed.py). Plain products are faster then, although they keep all scores in memory.
     if not return_weights and D == V and query.dtype.itemsize >= 4:
         folded = query.reshape(B, K, group * S, D)  # [B, K, G·S, D]
         out = F.scaled_dot_product_attention(folded, key, value, _fold(mask, K, group, S), dropout_p, scale=scale)
         return out.view(B, H, S, V), None
     dtype = query.dtype
     if S > FEW_TOKENS:
-        # All scores would be rounded to the inputs' dtype; with many of them, widening keys and values costs less.
+        # Otherwise all scores would be rounded to the inputs' dtype. With many queries, widening keys and values
+        # costs little beside them.
         query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
     folded = (query * scale).reshape(B, K, group * S, D)  # [B, K, G·S, D]
     scores = (folded @ key.transpose(-1, -2)).view(B, H, S, T)  # [B, K, G·S, T] → [B, H, S, T]

@@ -1,4 +1,4 @@
-"""Keys and values in int8 with a scale for each token and head: a quarter of float32's bytes, half of bfloat16's.
+"""int8 keys and values with a scale for each token and head: a quarter of the bytes of float32, half of bfloat16.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
 """
@@ -17,9 +17,15 @@ _LEVELS = 127
 
 
 def quantize(states: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes ``[B, K, T, D]`` and float32 scales ``[B, K, T]``; a token's largest number becomes ±127.
+    """Quantise keys or values to int8; the largest magnitude of a token and head becomes ±127.
 
-    An infinity or NaN makes the scale of its token and head so, and all its numbers come back as NaN.
+    With an infinity or NaN, the scale of its token and head is not finite, and they are dequantised to NaN.
+
+    Args:
+        states: ``[B, K, T, D]``.
+
+    Returns:
+        int8 codes ``[B, K, T, D]`` and float32 scales ``[B, K, T]``.
     """
     wide = states.float()
     scale = wide.abs().amax(-1) / _LEVELS
@@ -28,12 +34,27 @@ def quantize(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[B, K, T, D]`` numbers from codes and scales, within half a scale of those that were quantised."""
+    """Recover keys or values from codes and scales, within half a scale.
+
+    Args:
+        codes: int8 ``[B, K, T, D]``.
+        scale: float32 ``[B, K, T]``.
+        dtype: of the result.
+
+    Returns:
+        ``[B, K, T, D]``.
+    """
     return (codes.float() * scale[..., None]).to(dtype)
 
 
 def pack(states: Tensor) -> Tensor:
-    """Quantise, with codes and scales side by side, ``[B, K, T, D + 4]`` int8: a cache that moves tokens moves both.
+    """Quantise keys or values to one tensor with codes and scales, so that a cache that moves tokens moves both.
+
+    Args:
+        states: ``[B, K, T, D]``.
+
+    Returns:
+        int8 ``[B, K, T, D + 4]``, each token's codes followed by the bytes of its scale.
 
     Raises:
         ArgumentError: D is not a multiple of 4, so that scales would not be aligned.
@@ -45,7 +66,7 @@ def pack(states: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``[B, K, T, D]`` and scales ``[B, K, T]`` from a result of `pack`, as views."""
+    """Codes ``[B, K, T, D]`` and scales ``[B, K, T]`` as views of a tensor from `pack`."""
     return packed[..., :-4], packed[..., -4:].view(torch.float32)[..., 0]
 
 
@@ -59,16 +80,16 @@ def attend_quantized(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """`headwise.attend` to quantised keys and values, which the fused kernel reads without widening them in memory.
+    """Compute `headwise.attend` with quantised keys and values, which the fused kernel reads without a wider copy.
 
     Args:
         query: ``[B, H, S, D]``.
         key: codes ``[B, K, T, D]`` and scales ``[B, K, T]``.
         value: codes ``[B, K, T, V]`` and scales.
-        attn_mask: as `headwise.attend`.
-        is_causal: bottom-right.
+        attn_mask: as for `headwise.attend`.
+        is_causal: apply the bottom-right causal mask.
         scale: multiplies the scores; ``1/sqrt(D)`` when None.
-        window: with ``is_causal``, how many of the latest keys a query sees.
+        window: with ``is_causal``, the number of latest keys that a query sees.
 
     Returns:
         ``[B, H, S, V]``.
@@ -80,8 +101,8 @@ def attend_quantized(
         if codes.dtype != torch.int8:
             raise ArgumentError(f"{name} codes", codes.dtype, "must be int8")
         if scales.dtype != torch.float32 or scales.shape != codes.shape[:3]:
-            held = f"{scales.dtype} {list(scales.shape)}"
-            raise ArgumentError(f"{name} scales", held, f"must be torch.float32 {list(codes.shape[:3])}")
+            description = f"{scales.dtype} {list(scales.shape)}"
+            raise ArgumentError(f"{name} scales", description, f"must be torch.float32 {list(codes.shape[:3])}")
     check_shapes(query, key[0], value[0])
     check_window(window, is_causal)
     needs_grad = torch.is_grad_enabled() and query.requires_grad

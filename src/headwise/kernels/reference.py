@@ -14,7 +14,9 @@ from torch import Tensor
 def attend_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(scale · Q Kᵀ) V``, where query head i reads key–value head ``i // (H / K)``; in float32 at least.
+    """Compute ``softmax(scale · Q Kᵀ) V``, where query head i reads key–value head ``i // (H / K)``.
+
+    The arithmetic is in float32, or in float64 for float64 inputs.
 
     Args:
         query: ``[B, H, S, D]``.
@@ -37,11 +39,17 @@ def attend_reference(
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax over the last dim, at least in float32; masked entries, and so empty rows, are exactly 0."""
+    """Softmax over the last dim, computed in float32 or float64; masked entries, and so empty rows, are exactly 0.
+
+    Args:
+        scores: ``[..., T]``.
+        mask: bool, broadcastable to the scores, True = attend; None for no mask.
+    """
     dtype = scores.dtype
     scores = scores.to(torch.promote_types(dtype, torch.float32))
     if mask is None:
         return scores.softmax(-1).to(dtype)
-    # Finite, not -inf: an empty row then has a finite softmax and finite gradients before it is zeroed.
+    # A finite minimum instead of -inf, so that an empty row has a finite softmax and finite gradients before it is
+    # set to 0.
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.softmax(-1).masked_fill(~mask, 0.0).to(dtype)

@@ -30,7 +30,7 @@ def cache_nbytes(value: Any) -> int:
     """Bytes of every tensor a cache holds, headwise's or transformers'; 0 for anything else."""
     layers = getattr(value, "layers", None)
     if isinstance(layers, list):
-        held = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
-        return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+        tensors = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
     buffers = getattr(value, "buffers", None)
     return sum(tensor.nbytes for tensor in buffers) if isinstance(buffers, list) else 0

@@ -90,7 +90,7 @@ def spread_interleaved(
 
 
 def _warmed(call: Callable[[], object]) -> int:
-    """How often to repeat a call within a sample; calling it to find that out also warms it up."""
+    """The number of repetitions of a call within a sample; timing the call for this also warms it up."""
     if seconds(call) > _LONG:
         return 1
     return max(1, min(200, round(_ENOUGH / max(seconds(call), 1e-7))))

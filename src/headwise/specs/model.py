@@ -71,7 +71,7 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """How many layers."""
+        """The number of layers."""
         return len(self.layers)
 
     @property

@@ -85,12 +85,12 @@ def refuse_as_latent(source: AttentionSpec) -> None:
 
 
 def rotated_dims(source: GroupedSpec) -> int:
-    """How many dims of a head are rotated."""
+    """The number of rotated dims in a head."""
     return 0 if source.rope is None else source.rope.dim
 
 
 def rotary_width(source: GroupedSpec) -> int:
-    """Rotated dims of all key heads together: the width of a rotary key that keeps them all."""
+    """The width of a rotary key that keeps the rotated dims of all key heads."""
     return source.num_kv_heads * rotated_dims(source)
 
 

@@ -18,11 +18,11 @@ from headwise.texts.sources import read_source
 from headwise.texts.windows import usual_window, wrapping_ids
 
 TOKENS = 16_384
-"""How many tokens are calibrated on unless the user says."""
+"""The default number of calibration tokens."""
 
 WINDOW = 1024
-"""Tokens in a window unless the user says. Shorter windows show more beginnings of text, on which attention rests and
-which a conversion has to have seen; longer ones show more dependencies over a distance."""
+"""The default number of tokens in a window. Shorter windows have more first tokens, which attention uses as sinks, so
+that a conversion has to preserve them; longer ones have more dependencies over a distance."""
 HELD_EVERY = 8
 """One window in so many is held out."""
 
@@ -92,10 +92,10 @@ def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> tuple[Tenso
         windows = windows[:, : 2 * half].reshape(2, half)
     first, last = (torch.tensor(ids, dtype=windows.dtype).expand(len(windows), -1) for ids in (before, after))
     windows = torch.cat((first, windows, last), dim=1)
-    rest, held = hold_out(windows, HELD_EVERY, sources=len(texts.sources))
-    windows = torch.cat((rest, held))
+    rest, held_out = hold_out(windows, HELD_EVERY, sources=len(texts.sources))
+    windows = torch.cat((rest, held_out))
     refuse_unknown_tokens(checkpoint, windows)
-    return windows, len(held)
+    return windows, len(held_out)
 
 
 def check_texts(

@@ -115,17 +115,17 @@ def hold_out(windows: Tensor, every: int, *, sources: int = 1) -> tuple[Tensor, 
         raise ArgumentError("windows", len(windows), "must be at least 2, to hold one out")
     while gcd(every, sources) > 1:
         every += 1
-    held = torch.arange(len(windows)) % every == min(every, len(windows)) // 2
-    return windows[~held], windows[held]
+    is_held_out = torch.arange(len(windows)) % every == min(every, len(windows)) // 2
+    return windows[~is_held_out], windows[is_held_out]
 
 
 def _enough(tokens: int, window: int, sources: int) -> int:
-    """How many characters of each source are read, for calibration and evaluation together."""
+    """The number of characters to read of each source, for calibration and evaluation together."""
     return SPREAD * (-(-tokens // sources) + window)
 
 
 def _span(length: int, count: int, window: int) -> int:
-    """How many of a text's tokens its windows are spread over."""
+    """The number of a text's tokens that its windows are spread over."""
     return max(count * window, length - max(length // _RESERVE, 4 * window))
 
 
@@ -135,9 +135,9 @@ def _beginning(tokenizer: Any, source: str | Path, characters: int, name: str) -
 
 
 def _shares(lengths: Sequence[int], tokens: int, window: int) -> tuple[list[int], int]:
-    """How many windows are asked of each source, and how many tokens each window has.
+    """The number of windows from each source, and the number of tokens in a window.
 
-    The first sources give one more where the windows do not divide evenly.
+    Where windows do not divide evenly, the first sources have one more.
     """
     if len(lengths) == 1:
         tokens = max(min(tokens, lengths[0]), 2)

@@ -26,17 +26,17 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def shared_tokens(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int = RUN) -> list[Tensor]:
-    """Which tokens of an exam lie in a run of tokens that the studied windows have too.
+    """Mark the tokens of an evaluation text that lie in a run of tokens which the calibration text has too.
 
-    Runs are found by a hash and then compared token by token, so the answer is exact.
+    Runs are looked up by a hash and then compared token by token, so the result is exact.
 
     Args:
-        exam: windows of token ids, each ``[W]`` or ``[N, W]``.
-        study: windows of token ids, likewise.
-        run: tokens in a row.
+        exam: the evaluation's windows of token ids, each ``[W]`` or ``[N, W]``.
+        study: the calibration's windows of token ids, each ``[W]`` or ``[N, W]``.
+        run: the number of consecutive tokens that count as a passage.
 
     Returns:
-        For each tensor of the exam one of its shape: True where a token lies in such a run.
+        A mask for each tensor of ``exam``, True where a token lies in a shared run.
     """
     examined, studied = [_rows(windows) for windows in exam], [_rows(windows) for windows in study]
     exam_hashes, study_hashes = [_hashes(rows, run) for rows in examined], [_hashes(rows, run) for rows in studied]
@@ -107,10 +107,10 @@ def _runs(rows: np.ndarray[Any, Any], run: int) -> np.ndarray[Any, Any]:
 
 
 def _among(hashes: Sequence[np.ndarray[Any, Any]], others: Sequence[np.ndarray[Any, Any]]) -> list[Any]:
-    """Which of these hashes are among the others, as masks of their shapes."""
+    """Masks of these hashes, True where a hash is among the others."""
     if not hashes or not others:
         return [np.zeros(hashed.shape, bool) for hashed in hashes]
-    ours, theirs = (np.concatenate([hashed.ravel() for hashed in each]) for each in (hashes, others))
-    mask = np.isin(ours, theirs)
+    values, other_values = (np.concatenate([hashed.ravel() for hashed in each]) for each in (hashes, others))
+    mask = np.isin(values, other_values)
     ends = np.cumsum([hashed.size for hashed in hashes])
     return [part.reshape(hashed.shape) for part, hashed in zip(np.split(mask, ends[:-1]), hashes, strict=True)]

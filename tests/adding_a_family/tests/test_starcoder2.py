@@ -1,4 +1,4 @@
-"""What the package gives a new family: every target, exact where it can be, and folders that load."""
+"""A new family gets every target, exact where exact is possible, and folders that load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the house gives a new mechanism: costs, caches, JSON, inspection and timing, without touching a line."""
+"""A new mechanism gets costs, caches, JSON, inspection and timing without any edit of other files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_travels_as_json_and_is_inspected_compared_and_timed() -> None:
     config = {"model_type": "headwise_llama", "num_hidden_layers": 2, "headwise": {"attention": attention}}
     model = read_config(config)
     assert model == ModelSpec(model_type="headwise_llama", hidden_size=24, layers=(SPEC, SPEC))
-    found = inspect(model, dtype="float32")
-    assert (found.mechanism, found.kv_bytes_per_token) == ("tied", 2 * 30 * 4)
+    inspection = inspect(model, dtype="float32")
+    assert (inspection.mechanism, inspection.kv_bytes_per_token) == ("tied", 2 * 30 * 4)
     assert [row.label for row in compare(model).rows] == ["TIED 3 × 10"]
     assert measure_layers([SPEC], context=16, repeats=1)[0].decode_ms > 0

@@ -1,4 +1,4 @@
-"""What the package gives a new method: the command line, the frontier's comparison and error messages."""
+"""A new method is known to the command line, the frontier's comparison and error messages."""
 
 from __future__ import annotations
 

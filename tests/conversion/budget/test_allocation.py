@@ -56,12 +56,12 @@ def test_what_cannot_be_spent_is_refused() -> None:
 
 def test_a_curve_goes_through_what_was_measured_and_is_exponential_between() -> None:
     nodes = [Node(64, 32, 0.08), Node(96, 32, 0.02), Node(128, 32, 0.01)]
-    made = curve(nodes, 128, 8)
-    assert [choice.steps for choice in made] == list(range(-4, 5))
-    by_rank = {choice.node.rank: choice.node.loss for choice in made}
+    points = curve(nodes, 128, 8)
+    assert [choice.steps for choice in points] == list(range(-4, 5))
+    by_rank = {choice.node.rank: choice.node.loss for choice in points}
     assert [by_rank[rank] for rank in (64, 96, 128)] == pytest.approx([0.08, 0.02, 0.01])
     assert by_rank[80] == pytest.approx(0.04)
-    assert all(choice.node.values == 128 + 8 * choice.steps for choice in made)
+    assert all(choice.node.values == 128 + 8 * choice.steps for choice in points)
 
 
 def test_a_curve_takes_the_better_rotary_width_and_never_rises() -> None:
@@ -85,8 +85,8 @@ def test_between_two_rotary_widths_the_loss_is_their_geometric_mean() -> None:
 
 
 def test_small_layers_go_in_small_steps() -> None:
-    made = curve([Node(8, 4, 1.0), Node(12, 4, 0.5), Node(16, 4, 0.25)], 16, step_of([16, 16]))
-    assert [(choice.steps, choice.node.values) for choice in made] == [(k, 16 + 2 * k) for k in range(-2, 3)]
+    points = curve([Node(8, 4, 1.0), Node(12, 4, 0.5), Node(16, 4, 0.25)], 16, step_of([16, 16]))
+    assert [(choice.steps, choice.node.values) for choice in points] == [(k, 16 + 2 * k) for k in range(-2, 3)]
 
 
 def test_a_total_is_kept_where_some_layers_are_small() -> None:

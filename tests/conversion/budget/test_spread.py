@@ -52,20 +52,20 @@ def studied(model: LayerwiseModel) -> tuple[Layer, Statistics]:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 def test_a_narrowed_layer_is_the_one_solved_at_that_rank(model_type: str, tmp_path: Path) -> None:
-    layer, known = studied(opened(tmp_path, model_type))
+    layer, statistics = studied(opened(tmp_path, model_type))
     spec = layer.spec
     assert isinstance(spec, GroupedSpec)
     wide, narrow = as_latent(spec, 20, 8), as_latent(spec, 11, 8)
-    made, channels = convert_to_latent(layer.state, spec, wide, statistics=known)
-    cut = narrowed(Layer(wide, made, channels), narrow, known)
-    direct, same_channels = convert_to_latent(layer.state, spec, narrow, statistics=known)
+    state, channels = convert_to_latent(layer.state, spec, wide, statistics=statistics)
+    cut = narrowed(Layer(wide, state, channels), narrow, statistics)
+    direct, same_channels = convert_to_latent(layer.state, spec, narrow, statistics=statistics)
     assert (cut.spec, cut.channels) == (narrow, same_channels)
     assert {name: x.shape for name, x in cut.state.items()} == {name: x.shape for name, x in direct.items()}
     inputs, rotation = torch.randn(16, spec.hidden_size), rotation_tables(spec, 16)
-    own, other = (x.float().output(inputs, rotation) for x in (cut, Layer(narrow, direct, channels)))
-    assert torch.allclose(own, other, atol=1e-3 * float(other.abs().max()))
-    uncut = Layer(wide, made, channels).float().output(inputs, rotation)
-    assert not torch.allclose(own, uncut, atol=1e-2 * float(other.abs().max()))
+    output, other = (x.float().output(inputs, rotation) for x in (cut, Layer(narrow, direct, channels)))
+    assert torch.allclose(output, other, atol=1e-3 * float(other.abs().max()))
+    uncut = Layer(wide, state, channels).float().output(inputs, rotation)
+    assert not torch.allclose(output, uncut, atol=1e-2 * float(other.abs().max()))
 
 
 def test_sizes_are_the_even_one_first_and_within_what_a_layer_has() -> None:
@@ -107,8 +107,8 @@ def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
     wanted = whole(pieces, use_cache=False).logits.log_softmax(-1)
     for name, tensor in blurred.items():
         whole.model.layers[0].self_attn.get_parameter(name).copy_(tensor)
-    made = whole(pieces, use_cache=False).logits.log_softmax(-1)
-    kl = float(F.kl_div(made, wanted, log_target=True, reduction="sum")) / pieces.numel()
+    log_probs = whole(pieces, use_cache=False).logits.log_softmax(-1)
+    kl = float(F.kl_div(log_probs, wanted, log_target=True, reduction="sum")) / pieces.numel()
     assert same == pytest.approx(0.0, abs=1e-5)
     assert other == pytest.approx(kl, rel=1e-3)
 
@@ -185,9 +185,11 @@ def test_a_layer_that_does_nothing_gives_its_cache_to_the_others(tmp_path: Path)
     assert done.spread.measured[1] < done.spread.measured[0]
     means = [round(sum(widths) / 3) for widths in zip(*done.spread.sizes, strict=True)]
     assert (done.label, even.label) == (f"MLA {means[0]} + {means[1]} on average", "MLA 18 + 6")
-    found = headwise.inspect(tmp_path / "out")
-    assert found.kv_bytes_per_token == 2 * 3 * 24  # in bfloat16
-    assert [(x.spec["kv_lora_rank"], x.spec["qk_rope_head_dim"]) for x in found.layers] == list(done.spread.sizes)
+    inspection = headwise.inspect(tmp_path / "out")
+    assert inspection.kv_bytes_per_token == 2 * 3 * 24  # in bfloat16
+    assert [(x.spec["kv_lora_rank"], x.spec["qk_rope_head_dim"]) for x in inspection.layers] == list(
+        done.spread.sizes
+    )
     measured = headwise.evaluate(tmp_path / "out", text=str(tmp_path / "text.txt"), windows=1, window=64)
     assert measured.cache_bytes_per_token == even.kv_bytes_per_token_after
     assert any("spread over layers" in note for note in done.notes)
@@ -243,11 +245,11 @@ def test_a_search_that_is_killed_goes_on(
     """No trial is repeated: 3 sensitivities are saved, then two files a layer, then one an allocation."""
     uneven(tmp_path / "source")
     whole = converted(tmp_path, "whole")
-    own, count = LayerFiles.save, 0
+    original, count = LayerFiles.save, 0
 
     def stopping(self: LayerFiles, *args: Any) -> None:
         nonlocal count
-        own(self, *args)
+        original(self, *args)
         count += 1
         if count == saves:
             raise KeyboardInterrupt
@@ -263,7 +265,7 @@ def test_a_search_that_is_killed_goes_on(
             tries.append(index)
         if self.folder.name == "allocations":
             allocations.append((about["layers"] - 1, index))
-        own(self, index, tensors, about)
+        original(self, index, tensors, about)
 
     monkeypatch.setattr(LayerFiles, "save", noting)
     again = converted(tmp_path)
@@ -317,8 +319,8 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
     assert done.spread.key_weights == wanted == tuple(given)
     assert not done.spread.is_even
     assert done.spread.predicted[1] < done.spread.predicted[0]
-    said = "before any refit KL 0.400 nats on held-out text, and 0.500 with one size for all"
-    assert any(said in note for note in done.notes)
+    note_start = "before any refit KL 0.400 nats on held-out text, and 0.500 with one size for all"
+    assert any(note_start in note for note in done.notes)
     given.clear()
     monkeypatch.setattr(LayerTrials, "divergences", lambda *_: [0.4, 0.5])
     assert converted(tmp_path, "even").spread == replace(

@@ -76,11 +76,11 @@ def test_a_triangle_is_the_whole_matrix() -> None:
         _whole(_triangle(gram), 8)
 
 
-def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics: Path, text: Path) -> None:
+def test_statistics_are_of_the_inputs_of_the_sources_layers(source: Path, statistics: Path, text: Path) -> None:
     """The moments of every attention's inputs, from the whole model run on all of the tokens."""
-    known = open_statistics(statistics, open_checkpoint(source))
+    calibrator = open_statistics(statistics, open_checkpoint(source))
     about = json.loads((statistics / "statistics.json").read_text())
-    assert about["tokens"] == known.tokens == 512
+    assert about["tokens"] == calibrator.tokens == 512
     windows = calibration_windows(load_tokenizer(source), [text], tokens=512, window=about["window"])
     model = headwise.load(source)
     seen: list[list[torch.Tensor]] = [[], []]
@@ -90,8 +90,8 @@ def test_they_are_what_the_sources_own_layers_are_given(source: Path, statistics
         model(windows)
     for index, (own,) in enumerate(seen):
         inputs = torch.cat((own, torch.ones(512, 1, dtype=torch.float64)), dim=1)
-        found = read_evidence(LayerFiles(known.folder), index).statistics.inputs  # type: ignore[union-attr]
-        assert torch.allclose(found, inputs.mT @ inputs / 512, rtol=1e-4, atol=1e-5 * float(found.abs().max()))
+        moments = read_evidence(LayerFiles(calibrator.folder), index).statistics.inputs  # type: ignore[union-attr]
+        assert torch.allclose(moments, inputs.mT @ inputs / 512, rtol=1e-4, atol=1e-5 * float(moments.abs().max()))
 
 
 @pytest.mark.parametrize("target", [{"to": "mla", "kv_budget": 0.5}, {"to": "mqa"}], ids=["mla", "mqa"])
@@ -115,13 +115,13 @@ def test_it_is_the_conversion_on_the_text_with_every_stage_left_out(
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "method": method}
     convert(source, tmp_path / "on-text", calibrate=text, calibration_tokens=512, without=without, **options)
     # Calibrated on no more than those windows, in their order.
-    own = calibrate.open_windows
-    monkeypatch.setattr(calibrate, "open_windows", lambda *args: (own(*args)[0][: -own(*args)[1]], 0))
+    original = calibrate.open_windows
+    monkeypatch.setattr(calibrate, "open_windows", lambda *args: (original(*args)[0][: -original(*args)[1]], 0))
     headwise.calibrate(source, tmp_path / "fewer", calibrate=text, calibration_tokens=512)
     convert(source, tmp_path / "out", statistics=tmp_path / "fewer", **options)
-    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("on-text", "out"))
+    expected, actual = (load_file(tmp_path / name / "model.safetensors") for name in ("on-text", "out"))
     for name, tensor in expected.items():
-        assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-5 * float(tensor.abs().max())), name
+        assert torch.allclose(actual[name], tensor, rtol=1e-4, atol=1e-5 * float(tensor.abs().max())), name
 
 
 def test_layers_that_are_done_are_neither_read_nor_solved_again(
@@ -170,10 +170,10 @@ def flip(file: Path) -> None:
 
 def poison(file: Path) -> None:
     results = LayerFiles(file.parent)
-    found = results.load(0)
-    assert found is not None
-    found[0]["inputs"][3] = float("nan")
-    results.save(0, *found)
+    loaded = results.load(0)
+    assert loaded is not None
+    loaded[0]["inputs"][3] = float("nan")
+    results.save(0, *loaded)
 
 
 def changed(**tensors: Any) -> Callable[[Path], None]:
@@ -181,17 +181,17 @@ def changed(**tensors: Any) -> Callable[[Path], None]:
 
     def spoil(file: Path) -> None:
         results = LayerFiles(file.parent)
-        found = results.load(0)
-        assert found is not None
-        own, about = found
+        loaded = results.load(0)
+        assert loaded is not None
+        own, about = loaded
         for name, change in tensors.items():
-            made = change(own[name]) if callable(change) else change
+            changed_tensor = change(own[name]) if callable(change) else change
             own = {key: value for key, value in own.items() if key != name}
-            own |= {} if made is None else {name: made}
+            own |= {} if changed_tensor is None else {name: changed_tensor}
         results.save(0, own, about)
-        said = json.loads((file.parent / "statistics.json").read_text())
-        said["layers"][0] = results.checksum(0)
-        (file.parent / "statistics.json").write_text(json.dumps(said))
+        report = json.loads((file.parent / "statistics.json").read_text())
+        report["layers"][0] = results.checksum(0)
+        (file.parent / "statistics.json").write_text(json.dumps(report))
 
     return spoil
 
@@ -290,7 +290,7 @@ def test_another_format_is_refused(source: Path, statistics: Path, tmp_path: Pat
         ({"method": "mean"}, "statistics = .*goes with mla and aligned heads, not with mean"),
     ],
 )
-def test_what_does_not_go_with_them(
+def test_options_that_exclude_statistics(
     source: Path, statistics: Path, text: Path, tmp_path: Path, options: dict[str, Any], rule: str
 ) -> None:
     if "calibrate" in options:
@@ -313,7 +313,7 @@ def test_they_end_as_deepseek_too(
     assert error_of(source, tmp_path / "out") < error_of(source, tmp_path / "blind")
 
 
-def test_the_card_and_the_proof_know_of_them(source: Path, statistics: Path, tmp_path: Path) -> None:
+def test_the_card_and_the_proof_of_a_conversion_by_statistics(source: Path, statistics: Path, tmp_path: Path) -> None:
     done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5, statistics=statistics)
     assert done.evaluation is not None
     assert done.evaluation.text == REFERENCE  # no calibration text has a rest to evaluate on
@@ -321,7 +321,7 @@ def test_the_card_and_the_proof_know_of_them(source: Path, statistics: Path, tmp
     assert "- steps: sensitivity, channels\n- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in card
 
 
-def test_what_they_would_take(source: Path, statistics: Path, tmp_path: Path) -> None:
+def test_a_dry_run_with_statistics_solves_one_layer(source: Path, statistics: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "statistics": statistics}
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

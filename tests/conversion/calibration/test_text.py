@@ -71,11 +71,11 @@ def test_sampled_rows_are_spread_and_move_on() -> None:
     assert sample_rows(16, 4).tolist() == [3, 7, 11, 15]
     assert sample_rows(16, 4, 1).tolist() == [2, 6, 10, 14]
     assert sample_rows(5, 100).tolist() == [0, 1, 2, 3, 4]
-    seen = {row for window in range(4) for row in sample_rows(16, 4, window).tolist()}
-    assert seen == set(range(16))
+    rows = {row for window in range(4) for row in sample_rows(16, 4, window).tolist()}
+    assert rows == set(range(16))
 
 
-def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
+def test_statistics_are_the_documented_sums(tmp_path: Path) -> None:
     """Written out: the output's derivative by a score, squared in the metric of the loss."""
     model = opened(tmp_path, "llama")
     layer, T = read_layer(model.checkpoint, Place(0)).float(), 11
@@ -89,8 +89,8 @@ def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
     metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
     sums.add(layer, inputs, metric, rotation=rotation, window=0)
     heads = layer.heads(inputs, torch.arange(T), rotation)
-    seen = torch.cat((inputs, torch.ones(T, 1)), dim=1).double()
-    assert torch.allclose(sums.inputs, seen.mT @ seen)
+    extended = torch.cat((inputs, torch.ones(T, 1)), dim=1).double()
+    assert torch.allclose(sums.inputs, extended.mT @ extended)
     assert int(sums.queries) == T
     weight = torch.zeros(spec.num_heads, T, dtype=torch.float64)
     keys = torch.zeros_like(sums.keys)
@@ -105,7 +105,7 @@ def test_statistics_are_the_sums_they_say(tmp_path: Path) -> None:
                 # One P of the squared derivative's P² counts: the other says how often the score is attended to.
                 cost = float(change @ sensitivity @ change) / float(share[s])
                 weight[head, t - s] += cost
-                keys += cost * torch.outer(seen[s], seen[s])
+                keys += cost * torch.outer(extended[s], extended[s])
     assert torch.allclose(sums.distances, weight, rtol=1e-4, atol=1e-6)
     assert torch.allclose(sums.head_weight, weight.sum(-1), rtol=1e-4)
     assert torch.allclose(sums.keys, keys, rtol=1e-4, atol=1e-4 * float(keys.abs().max()))
@@ -150,8 +150,8 @@ def test_sensitivities_are_the_models_own_derivatives(
     for index, gram in enumerate(grams):
         kept = results.load(index)
         assert kept is not None
-        own = kept[0]["sensitivity"].double()
-        assert torch.allclose(gram, own, rtol=1e-3, atol=(0.05 if quick else 1e-4) * float(gram.abs().max()))
+        sensitivity = kept[0]["sensitivity"].double()
+        assert torch.allclose(gram, sensitivity, rtol=1e-3, atol=(0.05 if quick else 1e-4) * float(gram.abs().max()))
 
 
 def test_an_error_costs_its_nats_up_to_a_limit() -> None:
@@ -178,15 +178,15 @@ def test_a_refit_is_the_least_squares_solution() -> None:
         refit = OutputRefit(weight, start_bias)
         refit.add(mixed[:80], wanted[:80], Cost(torch.eye(4)))
         refit.add(mixed[80:], wanted[80:], Cost(torch.eye(4)))
-        found = refit.solve(0.0)
-        seen = mixed if start_bias is None else torch.cat((mixed, torch.ones(200, 1)), 1)
-        best = torch.linalg.lstsq(seen.double(), wanted.double()).solution.mT
-        own = found["o_proj.weight"]
+        solution = refit.solve(0.0)
+        extended = mixed if start_bias is None else torch.cat((mixed, torch.ones(200, 1)), 1)
+        best = torch.linalg.lstsq(extended.double(), wanted.double()).solution.mT
+        own = solution["o_proj.weight"]
         if start_bias is not None:
-            own = torch.cat((own, found["o_proj.bias"][:, None]), 1)
+            own = torch.cat((own, solution["o_proj.bias"][:, None]), 1)
         assert torch.allclose(own, best, atol=1e-6)  # a window's products are float32
-        held = refit.solve(1e9)["o_proj.weight"]
-        assert torch.allclose(held, weight.double(), atol=1e-6)
+        penalised = refit.solve(1e9)["o_proj.weight"]
+        assert torch.allclose(penalised, weight.double(), atol=1e-6)
 
 
 def test_an_outlier_is_not_what_a_refit_serves() -> None:
@@ -195,14 +195,14 @@ def test_an_outlier_is_not_what_a_refit_serves() -> None:
     start = weight + 0.1 * torch.randn(4, 6, generator=generator)
     wanted = mixed @ weight.mT
     wanted[7] += 1e4
-    found = {}
+    results = {}
     for limited in (False, True):
         cost = Cost(torch.eye(4))
         refit = OutputRefit(start, None)
         refit.add(mixed, wanted, cost.limited(cost.plain(wanted - mixed @ start.mT)) if limited else cost)
-        found[limited] = float((refit.solve(0.0)["o_proj.weight"] - weight).abs().max())
-    assert found[True] < 0.02
-    assert found[False] > 1
+        results[limited] = float((refit.solve(0.0)["o_proj.weight"] - weight).abs().max())
+    assert results[True] < 0.02
+    assert results[False] > 1
 
 
 def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:

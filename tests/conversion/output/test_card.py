@@ -82,16 +82,16 @@ def evaluation(*texts: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 def paired(kind: type[Any], values: dict[str, Any]) -> Any:
     """A result from the values of its JSON, the reference's included."""
-    own = {name: value for name, value in values.items() if not name.startswith("reference_")}
-    others = {name.removeprefix("reference_"): value for name, value in values.items() if name not in own}
+    model_values = {name: value for name, value in values.items() if not name.startswith("reference_")}
+    others = {name.removeprefix("reference_"): value for name, value in values.items() if name not in model_values}
     is_alone = all(value is None for value in others.values())
-    return kind(**own, reference=None if is_alone else kind(**{**own, **others}))
+    return kind(**model_values, reference=None if is_alone else kind(**{**model_values, **others}))
 
 
 def metadata(card: str) -> dict[str, Any]:
-    found = re.match(r"---\n(.*?\n)---\n\n# ", card, re.DOTALL)
-    assert found
-    loaded = yaml.safe_load(found[1])
+    match = re.match(r"---\n(.*?\n)---\n\n# ", card, re.DOTALL)
+    assert match
+    loaded = yaml.safe_load(match[1])
     assert isinstance(loaded, dict)
     return loaded
 
@@ -102,13 +102,13 @@ def section(card: str, title: str) -> str:
 
 def test_metadata() -> None:
     assert metadata(model_card(FACTS)) == {"library_name": "transformers", "tags": ["headwise", "mla", "kv-cache"]}
-    known = replace(
+    published = replace(
         FACTS,
         base_model="owner/small",
         license={"license": "other", "license_name": "theirs", "license_link": "LICENSE", "tags": "evil"},
         layout="deepseek",
     )
-    assert metadata(model_card(known)) == {
+    assert metadata(model_card(published)) == {
         "library_name": "transformers",
         "tags": ["headwise", "mla", "kv-cache", "deepseek_v3"],
         "base_model": "owner/small",
@@ -117,7 +117,7 @@ def test_metadata() -> None:
         "license_link": "LICENSE",
     }
     assert "[owner/small](https://huggingface.co/owner/small) with its attention converted from GQA to MLA by" in (
-        model_card(known)
+        model_card(published)
     )
 
 

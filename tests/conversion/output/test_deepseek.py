@@ -57,16 +57,16 @@ def test_a_lossless_conversion_is_the_same_as_deepseek_v3(name: str, tmp_path: P
 @pytest.mark.parametrize("name", ["gqa", "mha", "qwen2", "yarn", "llama3 rope", "untied and wide heads"])
 def test_so_is_a_lossy_one_with_one_plan(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
     model_type, overrides = MODELS[name]
-    own = lossy(tmp_path, model_type, **overrides)
-    export_deepseek(own, tmp_path / "stock")
-    expected = logits(own, ids)
+    folder = lossy(tmp_path, model_type, **overrides)
+    export_deepseek(folder, tmp_path / "stock")
+    expected = logits(folder, ids)
     assert float((expected - logits(tmp_path / "source", ids)).abs().max()) > 0.1  # the conversion is lossy
     assert_close(logits(tmp_path / "stock", ids), expected, FLOAT32_NORM)
 
 
 def test_it_loads_and_generates_where_headwise_cannot_be_imported(tmp_path: Path, ids: torch.Tensor) -> None:
-    own = lossy(tmp_path, "qwen2")
-    export_deepseek(own, tmp_path / "stock")
+    folder = lossy(tmp_path, "qwen2")
+    export_deepseek(folder, tmp_path / "stock")
     prompt = "a quick brown fox"
     code = f"""
 import sys
@@ -82,27 +82,27 @@ torch.save([type(model).__name__, prompt["input_ids"], made], {str(tmp_path / "m
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    name, given, made = torch.load(tmp_path / "made.pt", weights_only=True)
+    name, given, tokens = torch.load(tmp_path / "made.pt", weights_only=True)
     assert name == "DeepseekV3ForCausalLM"
     assert given.shape[1] == len(prompt)
     with torch.inference_mode():
-        expected = headwise.load(own).generate(given, max_new_tokens=24, do_sample=False)
-    assert torch.equal(made, expected)
+        expected = headwise.load(folder).generate(given, max_new_tokens=24, do_sample=False)
+    assert torch.equal(tokens, expected)
 
 
 def test_what_comes_along_and_what_it_says_of_itself(tmp_path: Path) -> None:
-    own = lossy(tmp_path, tie_word_embeddings=True)
-    (own / "generation_config.json").write_text('{"do_sample": false}')
-    (own / "chat_template.jinja").write_text("{{ messages }}")
-    export_deepseek(own, tmp_path / "stock")
+    folder = lossy(tmp_path, tie_word_embeddings=True)
+    (folder / "generation_config.json").write_text('{"do_sample": false}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    export_deepseek(folder, tmp_path / "stock")
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
-        assert (tmp_path / "stock" / name).read_bytes() == (own / name).read_bytes()
-    found = headwise.inspect(tmp_path / "stock", dtype="float64")
+        assert (tmp_path / "stock" / name).read_bytes() == (folder / name).read_bytes()
+    inspection = headwise.inspect(tmp_path / "stock", dtype="float64")
     # The constant is one value more than the layer's 12 + 8.
-    assert found.kv_bytes_per_token == 2 * (12 + 1 + 8) * 8
-    assert found.weights is not None
+    assert inspection.kv_bytes_per_token == 2 * (12 + 1 + 8) * 8
+    assert inspection.weights is not None
     stored = load_file(tmp_path / "stock/model.safetensors")
-    assert found.weights["total"] == sum(tensor.numel() for tensor in stored.values())
+    assert inspection.weights["total"] == sum(tensor.numel() for tensor in stored.values())
     assert "lm_head.weight" not in stored
 
 
@@ -115,28 +115,28 @@ def test_saving_it_again_changes_nothing(tmp_path: Path, ids: torch.Tensor) -> N
 @pytest.mark.parametrize("name", ["gqa", "llama3 rope", "yarn"])
 def test_frequencies_are_the_sources_to_the_last_bit_or_nearly(name: str, tmp_path: Path) -> None:
     model_type, overrides = MODELS[name]
-    own = lossy(tmp_path, model_type, **overrides)
-    export_deepseek(own, tmp_path / "stock")
+    folder = lossy(tmp_path, model_type, **overrides)
+    export_deepseek(folder, tmp_path / "stock")
     model, source = headwise.load(tmp_path / "stock"), headwise.load(tmp_path / "source")
-    channels = json.loads((own / "config.json").read_text())["headwise"]["rope_channels"][0]
+    channels = json.loads((folder / "config.json").read_text())["headwise"]["rope_channels"][0]
     expected = source.model.rotary_emb.inv_freq[channels]
-    found = model.model.rotary_emb.inv_freq
+    frequencies = model.model.rotary_emb.inv_freq
     if name == "gqa":  # themselves reciprocals of float32 numbers
-        assert torch.equal(found, expected)
-    torch.testing.assert_close(found, expected, rtol=1.2e-7, atol=0)
+        assert torch.equal(frequencies, expected)
+    torch.testing.assert_close(frequencies, expected, rtol=1.2e-7, atol=0)
     assert model.model.rotary_emb.attention_scaling == source.model.rotary_emb.attention_scaling
     layer = model.model.layers[0].self_attn
     assert layer.scaling == layer.qk_head_dim**-0.5  # no mscale
     with torch.inference_mode():  # beyond the positions that the source was scaled for, with the same list
         cos, _ = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(250, 300)[None])
-    assert torch.equal(model.model.rotary_emb.inv_freq, found)
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
     assert cos.isfinite().all()
 
 
 def test_layers_of_other_ranks_are_filled_up_with_zeros(tmp_path: Path, ids: torch.Tensor) -> None:
-    own = lossy(tmp_path, "qwen2")
-    config = json.loads((own / "config.json").read_text())
-    tensors = load_file(own / "model.safetensors")
+    folder = lossy(tmp_path, "qwen2")
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
     prefix = "model.layers.1.self_attn"
     keep = [*range(7), *range(12, 20)]  # 7 of the 12 latent channels, and the rotary key
     for name in ("weight", "bias"):
@@ -144,10 +144,10 @@ def test_layers_of_other_ranks_are_filled_up_with_zeros(tmp_path: Path, ids: tor
     tensors[f"{prefix}.kv_b_proj.weight"] = tensors[f"{prefix}.kv_b_proj.weight"][:, :7].contiguous()
     (entry,) = config["headwise"]["attention"]
     config["headwise"]["attention"] = [{**entry, "layers": [0]}, {**entry, "layers": [1], "kv_lora_rank": 7}]
-    save_file(tensors, own / "model.safetensors", metadata={"format": "pt"})
-    (own / "config.json").write_text(json.dumps(config))
-    export_deepseek(own, tmp_path / "stock")
-    assert_close(logits(tmp_path / "stock", ids), logits(own, ids), FLOAT32_NORM)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    export_deepseek(folder, tmp_path / "stock")
+    assert_close(logits(tmp_path / "stock", ids), logits(folder, ids), FLOAT32_NORM)
     down = load_file(tmp_path / "stock/model.safetensors")[f"{prefix}.kv_a_proj_with_mqa.weight"]
     assert down.shape == (12 + 1 + 8, 48)
     assert not down[7:13].any()
@@ -158,9 +158,9 @@ def test_layers_of_other_ranks_are_filled_up_with_zeros(tmp_path: Path, ids: tor
 def test_narrow_dtypes_lose_no_more_than_headwises_own_format(
     dtype: str, model_type: str, tmp_path: Path, ids: torch.Tensor
 ) -> None:
-    own = lossy(tmp_path, model_type)
-    expected = logits(own, ids)
-    narrow = headwise.load(own, dtype=dtype)
+    folder = lossy(tmp_path, model_type)
+    expected = logits(folder, ids)
+    narrow = headwise.load(folder, dtype=dtype)
     narrow.save_pretrained(tmp_path / "narrow")
     export_deepseek(tmp_path / "narrow", tmp_path / "stock")
     with torch.inference_mode():
@@ -184,25 +184,25 @@ def latent_layer(bias: bool | str | tuple[str, ...], **more: Any) -> headwise.Mu
 @pytest.mark.parametrize("impl", ["expanded", "absorbed"])
 def test_one_layer_in_float64(bias: bool | str | tuple[str, ...], impl: str) -> None:
     """The stock layer in headwise's code, whose norms are float64, for the longest inputs that a norm gives."""
-    own = latent_layer(bias, latent_norm=False, softmax_scale=0.37)
+    layer = latent_layer(bias, latent_norm=False, softmax_scale=0.37)
     with torch.no_grad():
-        for parameter in own.parameters():
+        for parameter in layer.parameters():
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     gain = torch.randn(24, dtype=torch.float64)
-    q_lora_rank = 25 if "q_proj" in own.spec.bias else None
+    q_lora_rank = 25 if "q_proj" in layer.spec.bias else None
     config = {"kv_lora_rank": 14, "q_lora_rank": q_lora_rank, "dtype": "float64"}
     stock = latent_layer("hf", kv_lora_rank=14, q_lora_rank=q_lora_rank, impl=impl)
-    made = deepseek_layer(own.state_dict(), own.spec, config, gain)
+    made = deepseek_layer(layer.state_dict(), layer.spec, config, gain)
     # deepseek_v3 has these biases in every layer.
     assert set(made) == set(stock.state_dict())
     stock.load_state_dict(made)
     states = torch.randn(2, 9, 24, dtype=torch.float64)
-    _, _, longest = torch.linalg.svd(own.kv_a_proj_with_mqa.weight[:10].detach() * gain)
+    _, _, longest = torch.linalg.svd(layer.kv_a_proj_with_mqa.weight[:10].detach() * gain)
     states[0, 0] = longest[0]  # no output of the norm has a longer latent
     states = gain * torch.nn.functional.rms_norm(states, (24,))
     with torch.inference_mode():
         # At worst 5e-7 of a latent, and its effect on the scores.
-        assert_close(stock(states, is_causal=True), own(states, is_causal=True), 5e-6)
+        assert_close(stock(states, is_causal=True), layer(states, is_causal=True), 5e-6)
 
 
 def plan(**changes: Any) -> LatentSpec:
@@ -240,8 +240,8 @@ def test_layers_that_differ_are_refused(second: LatentSpec, channels: list[int],
 
 
 def test_what_deepseek_v3_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
-    own = lossy(tmp_path)
-    config = json.loads((own / "config.json").read_text())
+    folder = lossy(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
     source = json.loads((tmp_path / "source/config.json").read_text())
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for changed, rule in (
@@ -255,18 +255,18 @@ def test_what_deepseek_v3_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_conversion_with_a_plan_for_each_layer_is_refused_and_nothing_written(tmp_path: Path) -> None:
-    own = lossy(tmp_path)
-    config = json.loads((own / "config.json").read_text())
+    folder = lossy(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
     config["headwise"]["rope_channels"][1].reverse()
-    (own / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(headwise.ArgumentError, match="rope_channels of layer 1"):
-        export_deepseek(own, tmp_path / "stock")
+        export_deepseek(folder, tmp_path / "stock")
     assert not (tmp_path / "stock").exists()
 
 
 def test_a_taken_output_is_refused_unless_told_to_replace_it(tmp_path: Path, ids: torch.Tensor) -> None:
-    own = lossy(tmp_path)
+    folder = lossy(tmp_path)
     with pytest.raises(headwise.ArgumentError, match="overwrite"):
-        export_deepseek(own, tmp_path / "source")
-    export_deepseek(own, tmp_path / "source", overwrite=True)
-    assert_close(logits(tmp_path / "source", ids), logits(own, ids), FLOAT32_NORM)
+        export_deepseek(folder, tmp_path / "source")
+    export_deepseek(folder, tmp_path / "source", overwrite=True)
+    assert_close(logits(tmp_path / "source", ids), logits(folder, ids), FLOAT32_NORM)

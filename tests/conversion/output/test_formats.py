@@ -66,11 +66,11 @@ def test_it_loads_where_headwise_cannot_be_imported(
     model_type: str, calibrated: bool, text: Path, tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save_tiny(tmp_path / "source", model_type)
-    own: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     add = deepseek.add_deepseek
 
     def looking(writer: FolderWriter, checkpoint: Any, *args: Any) -> None:
-        own.append(logits(checkpoint.path, ids))  # the folder in headwise's own format, which is removed
+        outputs.append(logits(checkpoint.path, ids))  # the folder in headwise's own format, which is removed
         add(writer, checkpoint, *args)
 
     monkeypatch.setattr(formats, "add_deepseek", looking)
@@ -91,10 +91,10 @@ torch.save([type(model).__name__, model(ids).logits.detach(), made], {str(tmp_pa
 """
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert fresh.returncode == 0, fresh.stderr
-    name, said, made = torch.load(tmp_path / "said.pt", weights_only=True)
+    name, said, tokens = torch.load(tmp_path / "said.pt", weights_only=True)
     assert name == "DeepseekV3ForCausalLM"
-    assert made.shape == (2, 56)
-    assert float((said - own[0]).abs().max()) < 1e-3
+    assert tokens.shape == (2, 56)
+    assert float((said - outputs[0]).abs().max()) < 1e-3
     assert float((said - logits(source, ids)).abs().max()) > 0.1  # and the conversion is lossy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "said.pt", "source", "text.txt"]
 
@@ -104,11 +104,11 @@ def test_the_report_is_what_can_be_measured_again(text: Path, tmp_path: Path) ->
     done = headwise.convert(
         source, tmp_path / "out", **{**STOCK, "evaluate": True}, calibrate=text, calibration_tokens=512
     )
-    found, stock = done.evaluation, done.stock
-    assert found is not None
+    evaluation, stock = done.evaluation, done.stock
+    assert evaluation is not None
     assert stock is not None
     found_spec = headwise.inspect(tmp_path / "out", dtype="float64")
-    assert found_spec.kv_bytes_per_token == done.kv_bytes_per_token_after == found.cache_bytes_per_token
+    assert found_spec.kv_bytes_per_token == done.kv_bytes_per_token_after == evaluation.cache_bytes_per_token
     assert found_spec.weights is not None
     assert found_spec.weights["total"] == done.parameters_after
     assert (stock.text, stock.tokens) == (f"{text} after 1,376 tokens", 256)
@@ -129,11 +129,11 @@ def test_the_difference_of_logits_is_the_models_own(tmp_path: Path, ids: torch.T
     for seed, name in enumerate(("one", "other")):
         save_tiny(tmp_path / name, seed=seed)
     one, other = (logits(tmp_path / name, ids) for name in ("one", "other"))
-    found = logits_difference(open_checkpoint(tmp_path / "one"), open_checkpoint(tmp_path / "other"), ids)
-    assert found == pytest.approx(float((one - other).abs().max()), rel=1e-4)
+    difference = logits_difference(open_checkpoint(tmp_path / "one"), open_checkpoint(tmp_path / "other"), ids)
+    assert difference == pytest.approx(float((one - other).abs().max()), rel=1e-4)
 
 
-def test_the_channels_of_one_layer_are_its_own(text: Path, tmp_path: Path) -> None:
+def test_sharing_channels_does_not_change_a_single_layer(text: Path, tmp_path: Path) -> None:
     """So sharing channels costs nothing."""
     source = save_tiny(tmp_path / "source", num_hidden_layers=1)
     done = headwise.convert(source, tmp_path / "out", **STOCK, calibrate=text, calibration_tokens=512)
@@ -145,10 +145,10 @@ def test_the_channels_of_one_layer_are_its_own(text: Path, tmp_path: Path) -> No
     assert isinstance(target, LatentSpec)
     state = read_layer(plan.checkpoint, Place(0)).state
     energy, lost = rotary_losses(state, spec, target, Statistics.nothing(48, 6, 256))
-    own = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
-    assert torch.equal(choose_shared_channels(plan, NOTHING_KNOWN, silent), own)
+    chosen = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
+    assert torch.equal(choose_shared_channels(plan, NOTHING_KNOWN, silent), chosen)
     layer = convert_layer(OutputLayout(plan), NOTHING_KNOWN, LayerStore(None), Place(0))
-    assert layer.channels == own.nonzero()[:, 0].tolist()
+    assert layer.channels == chosen.nonzero()[:, 0].tolist()
 
 
 def test_shared_channels_are_chosen_by_what_all_layers_lose_together(
@@ -170,12 +170,12 @@ def test_shared_channels_are_chosen_by_what_all_layers_lose_together(
 
 def test_every_layer_keeps_the_same(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_tiny(tmp_path / "source", num_hidden_layers=3)
-    seen: list[Any] = []
+    calls: list[Any] = []
     monkeypatch.setattr(
-        formats, "deepseek_config", lambda config: seen.append(config) or deepseek.deepseek_config(config)
+        formats, "deepseek_config", lambda config: calls.append(config) or deepseek.deepseek_config(config)
     )
     headwise.convert(source, tmp_path / "out", **STOCK, calibrate=text, calibration_tokens=512)
-    first, *others = seen[-1]["headwise"]["rope_channels"]
+    first, *others = calls[-1]["headwise"]["rope_channels"]
     assert len(first) == 3
     assert all(other == first for other in others)
     # Chosen layer by layer, the lists differ.

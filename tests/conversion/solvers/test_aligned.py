@@ -59,10 +59,10 @@ def random_statistics(spec: GroupedSpec, seed: int = 0) -> Statistics:
     width = spec.hidden_size
     x = normal(seed, 90, width) @ normal(seed + 1, width, width) + 2 * normal(seed + 2, 1, width)
     x = torch.cat((x, torch.ones(90, 1, dtype=torch.float64)), 1)
-    asked = normal(seed + 3, 90).square()
+    energies = normal(seed + 3, 90).square()
     return Statistics(
         inputs=x.mT @ x / 90,
-        keys=(x.mT * asked) @ x / asked.sum(),
+        keys=(x.mT * energies) @ x / energies.sum(),
         head_weight=normal(seed + 4, spec.num_heads).square(),
         distances=torch.ones(spec.num_heads, 4, dtype=torch.float64) / 4,
         queries=torch.ones((), dtype=torch.float64),
@@ -128,14 +128,14 @@ def mix_heads(
 def test_mixtures_of_one_head_are_merged_without_loss(spec: GroupedSpec, count: int, measured: bool) -> None:
     state = mix_heads(random_state(spec), spec, SHUFFLED[count])
     target = as_grouped(spec, count)
-    known = {"statistics": random_statistics(spec), "sensitivity": random_sensitivity(spec)} if measured else {}
-    made = convert_to_grouped(state, spec, target, **known)
-    assert {name: tensor.shape for name, tensor in made.items()} == {
+    evidence = {"statistics": random_statistics(spec), "sensitivity": random_sensitivity(spec)} if measured else {}
+    merged = convert_to_grouped(state, spec, target, **evidence)
+    assert {name: tensor.shape for name, tensor in merged.items()} == {
         name: tensor.shape for name, tensor in from_spec(target).state_dict().items()
     }
     inputs = normal(7, 2, 9, E)
     expected = output(spec, state, inputs)
-    assert_close(output(target, made, inputs), expected, 1e-9)
+    assert_close(output(target, merged, inputs), expected, 1e-9)
     pooled = output(target, convert_to_grouped(state, spec, target, method="mean"), inputs)
     assert (pooled - expected).abs().max() > 1e-2
 
@@ -159,9 +159,9 @@ def test_every_familys_layers(name: str, count: int, mixed: bool, tmp_path: Path
                     state[own] = heads[:, :1].expand_as(heads).flatten(0, 2)
             target = as_grouped(spec, count)
             inputs = normal(index, 2, 9, spec.hidden_size)
-            made = convert_to_grouped(state, spec, target, statistics=random_statistics(spec))
-            assert set(made) == set(state)
-            assert_close(output(target, made, inputs), output(spec, state, inputs), 1e-9)
+            merged = convert_to_grouped(state, spec, target, statistics=random_statistics(spec))
+            assert set(merged) == set(state)
+            assert_close(output(target, merged, inputs), output(spec, state, inputs), 1e-9)
 
 
 def key_error(
@@ -184,13 +184,15 @@ def key_error(
         sign = (1, -1)
         for a in range(2):
             for b in range(2):
-                asked = (pairs[a].conj() @ inputs.to(pairs[a].dtype) * pairs[b]).sum(-1)
-                held = (pairs[2 + a] @ keyed.to(pairs[a].dtype) * pairs[2 + b].conj()).sum(-1)
-                total += float(known.head_weight[head] * scale * sign[a] * sign[b] * (asked * held).real.sum() / 2)
+                query_part = (pairs[a].conj() @ inputs.to(pairs[a].dtype) * pairs[b]).sum(-1)
+                key_part = (pairs[2 + a] @ keyed.to(pairs[a].dtype) * pairs[2 + b].conj()).sum(-1)
+                total += float(
+                    known.head_weight[head] * scale * sign[a] * sign[b] * (query_part * key_part).real.sum() / 2
+                )
         maps = [q[head, turned:].mT @ k[head, turned:] for q, k in zip(queries, keys, strict=True)]
         difference = maps[0] - maps[1]
-        seen = difference @ (keyed - mean @ mean.mT) @ difference.mT
-        total += float(known.head_weight[head] * scale * (inputs * seen).sum())
+        spread = difference @ (keyed - mean @ mean.mT) @ difference.mT
+        total += float(known.head_weight[head] * scale * (inputs * spread).sum())
     return total
 
 
@@ -234,32 +236,32 @@ def test_its_predicted_error_is_at_most_that_of_the_mean(
         hidden_size=12, num_heads=heads[0] * group, num_kv_heads=heads[0], head_dim=8, v_head_dim=3, rope=rope
     )
     target = as_grouped(spec, heads[1])
-    state, known = random_state(spec, seed), random_statistics(spec, seed)
-    made = convert_to_grouped(state, spec, target, statistics=known)
-    groups, predicted = chosen_groups(state, spec, target, known)
+    state, statistics = random_state(spec, seed), random_statistics(spec, seed)
+    merged = convert_to_grouped(state, spec, target, statistics=statistics)
+    groups, predicted = chosen_groups(state, spec, target, statistics)
     order = [head for one in groups for head in one]
-    ordered, known_in_order = in_order(state, spec, order), head_weights_in_order(known, spec, order)
+    ordered, known_in_order = in_order(state, spec, order), head_weights_in_order(statistics, spec, order)
 
     def error(before: dict[str, Tensor], after: dict[str, Tensor], seen: Statistics) -> float:
         keys, values = (kind(before, after, spec, target, seen) for kind in (key_error, value_error))
         return KEY_WEIGHT * keys + values
 
-    found = error(ordered, made, known_in_order)
-    assert found == pytest.approx(predicted, rel=1e-3)
+    loss = error(ordered, merged, known_in_order)
+    assert loss == pytest.approx(predicted, rel=1e-3)
     for method in ("mean", "first_head"):
         other = convert_to_grouped(state, spec, target, method=method)
-        assert found <= error(state, other, known) * (1 + 1e-5)
+        assert loss <= error(state, other, statistics) * (1 + 1e-5)
 
 
 def test_groups_are_found_wherever_their_heads_are() -> None:
     spec = SPECS["rope"]
     for count, groups in SHUFFLED.items():
         state = mix_heads(random_state(spec), spec, groups)
-        known = random_statistics(spec)
-        found, lost = chosen_groups(state, spec, as_grouped(spec, count), known)
-        assert found == list(groups)
+        statistics = random_statistics(spec)
+        chosen, lost = chosen_groups(state, spec, as_grouped(spec, count), statistics)
+        assert chosen == list(groups)
         different = random_state(spec)
-        assert lost < 1e-10 * chosen_groups(different, spec, as_grouped(spec, count), known)[1]
+        assert lost < 1e-10 * chosen_groups(different, spec, as_grouped(spec, count), statistics)[1]
 
 
 def test_a_small_difference_between_normed_heads_stays_small() -> None:
@@ -271,8 +273,8 @@ def test_a_small_difference_between_normed_heads_stays_small() -> None:
     state["k_proj.weight"] = ((heads + noise) * torch.arange(1.0, 7.0)[:, None, None]).flatten(0, 1)
     target, inputs = as_grouped(spec, 3), normal(7, 2, 9, E)
     expected = output(spec, state, inputs)
-    made = convert_to_grouped(state, spec, target, statistics=random_statistics(spec))
-    assert_close(output(target, made, inputs), expected, 2e-2)
+    merged = convert_to_grouped(state, spec, target, statistics=random_statistics(spec))
+    assert_close(output(target, merged, inputs), expected, 2e-2)
 
 
 def test_normed_heads_are_averaged_better_than_the_mean_or_the_first() -> None:
@@ -286,8 +288,8 @@ def test_normed_heads_are_averaged_better_than_the_mean_or_the_first() -> None:
         inputs = normal(seed + 90, 4, 16, 12)
         expected = output(spec, state, inputs)
         for method in errors:
-            made = convert_to_grouped(state, spec, target, method=method)
-            errors[method] += float((output(target, made, inputs) - expected).square().sum())
+            merged = convert_to_grouped(state, spec, target, method=method)
+            errors[method] += float((output(target, merged, inputs) - expected).square().sum())
     assert errors["aligned"] < 0.8 * min(errors["mean"], errors["first_head"])
 
 
@@ -295,40 +297,40 @@ def test_what_all_tokens_share_of_the_values_is_in_the_outputs_bias() -> None:
     """Where every token equals the mean, the output is unchanged, whatever the values lost."""
     for name in ("no rope, no key bias", "partial rope, biases"):
         spec = SPECS[name]
-        target, state, known = as_grouped(spec, 2), random_state(spec), random_statistics(spec)
-        made = convert_to_grouped(state, spec, target, statistics=known)
-        average = known.inputs[:-1, -1].expand(1, 5, E)
-        assert_close(output(target, made, average), output(spec, state, average), 1e-9)
+        target, state, statistics = as_grouped(spec, 2), random_state(spec), random_statistics(spec)
+        merged = convert_to_grouped(state, spec, target, statistics=statistics)
+        average = statistics.inputs[:-1, -1].expand(1, 5, E)
+        assert_close(output(target, merged, average), output(spec, state, average), 1e-9)
         other = normal(3, 1, 5, E)
-        assert (output(target, made, other) - output(spec, state, other)).abs().max() > 1e-2
+        assert (output(target, merged, other) - output(spec, state, other)).abs().max() > 1e-2
 
 
 def test_the_outputs_bias_leaves_the_values_room_for_the_rest() -> None:
     spec = SPECS["no rope, no key bias"]
-    state, known = random_state(spec), random_statistics(spec)
+    state, statistics = random_state(spec), random_statistics(spec)
     without = replace(spec, bias=("q_proj", "v_proj"))
     bare = {name: tensor for name, tensor in state.items() if name != "o_proj.bias"}
     sizes = []
     for own, tensors in ((spec, state), (without, bare)):
-        made = convert_to_grouped(tensors, own, as_grouped(own, 1), statistics=known)
-        rest = replace(known, inputs=centred(known.inputs))
-        sizes.append(value_error(tensors, made, own, as_grouped(own, 1), rest))
+        merged = convert_to_grouped(tensors, own, as_grouped(own, 1), statistics=statistics)
+        rest = replace(statistics, inputs=centred(statistics.inputs))
+        sizes.append(value_error(tensors, merged, own, as_grouped(own, 1), rest))
     assert sizes[0] < 0.999 * sizes[1]
 
 
 def normed_heads(seed: int) -> NormedHeads:
-    asked = normal(seed, 4, 6).square()
-    asked = (asked + asked[:, [2, 3, 0, 1, 4, 5]]) / 2
+    energies = normal(seed, 4, 6).square()
+    energies = (energies + energies[:, [2, 3, 0, 1, 4, 5]]) / 2
     x = normal(seed + 1, 40, 9)
     units = torch.tensor([0, 1, 0, 1, 4, 5])
-    return NormedHeads(normal(seed + 2, 4, 6, 9), normal(seed + 3, 6), asked, units, x.mT @ x / 40)
+    return NormedHeads(normal(seed + 2, 4, 6, 9), normal(seed + 3, 6), energies, units, x.mT @ x / 40)
 
 
 def test_what_merging_normed_heads_loses_is_what_it_says() -> None:
     for seed in range(5):
         heads = normed_heads(seed)
         group = (0, 2, 3)
-        made, signs = heads.merge(group)
+        merged, signs = heads.merge(group)
         assert (signs.abs() == 1).all()
         assert torch.equal(signs, signs[:, [2, 3, 0, 1, 4, 5]])
 
@@ -343,26 +345,26 @@ def test_what_merging_normed_heads_loses_is_what_it_says() -> None:
             energies = torch.einsum("kde,ef,kdf->kd", lost, heads.moments, lost)
             return float((heads.query_energy[list(group)] * energies).sum())
 
-        assert heads.loss(group) == pytest.approx(error(made, signs), rel=1e-9)
-        assert error(made, signs) < error(heads.rows[list(group)].mean(0), torch.ones_like(signs))
-        assert error(made, signs) < error(heads.rows[0], torch.ones_like(signs))
+        assert heads.loss(group) == pytest.approx(error(merged, signs), rel=1e-9)
+        assert error(merged, signs) < error(heads.rows[list(group)].mean(0), torch.ones_like(signs))
+        assert error(merged, signs) < error(heads.rows[0], torch.ones_like(signs))
         assert heads.total >= heads.loss((0,)) >= -1e-9
 
 
 def test_queries_of_normed_heads_ask_for_a_pair_together() -> None:
     """A rotation turns one dim of a pair into the other; the queries' norm makes their size irrelevant."""
     spec = SPECS["normed, biases, interleaved partial rope"]
-    state, known = random_state(spec), random_statistics(spec)
+    state, statistics = random_state(spec), random_statistics(spec)
     target = as_grouped(spec, 2)
     louder = dict(state)
     for name in ("q_proj.weight", "q_proj.bias"):
         by_head = state[name].unflatten(0, (spec.num_heads, -1))
         louder[name] = (by_head.movedim(0, -1) * torch.arange(1.0, 13.0)).movedim(-1, 0).flatten(0, 1)
-    groups, lost = chosen_groups(state, spec, target, known)
-    again, lost_again = chosen_groups(louder, spec, target, known)
+    groups, lost = chosen_groups(state, spec, target, statistics)
+    again, lost_again = chosen_groups(louder, spec, target, statistics)
     assert again == groups
     assert lost_again == pytest.approx(lost, rel=1e-9)
-    (heads,) = aligned._divide(state, spec, known, None).keys
+    (heads,) = aligned._divide(state, spec, statistics, None).keys
     assert isinstance(heads, NormedHeads)
     assert torch.allclose(heads.query_energy[:, [1, 0, 3, 2]], heads.query_energy[:, :4])
     assert not torch.allclose(heads.query_energy[:, [2, 3, 0, 1]], heads.query_energy[:, :4])
@@ -371,17 +373,17 @@ def test_queries_of_normed_heads_ask_for_a_pair_together() -> None:
 
 def test_the_same_twice_to_the_last_bit() -> None:
     spec = SPECS["partial rope, biases"]
-    made = [convert_to_grouped(random_state(spec), spec, as_grouped(spec, 2)) for _ in range(2)]
-    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+    results = [convert_to_grouped(random_state(spec), spec, as_grouped(spec, 2)) for _ in range(2)]
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_a_head_that_is_nothing_stays_finite() -> None:
+def test_a_head_of_zeros_stays_finite() -> None:
     for spec in SPECS.values():
         state = random_state(spec)
         for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
             state[name] = torch.zeros_like(state[name])
-        made = convert_to_grouped(state, spec, as_grouped(spec, 2))
-        assert all(tensor.isfinite().all() for tensor in made.values())
+        merged = convert_to_grouped(state, spec, as_grouped(spec, 2))
+        assert all(tensor.isfinite().all() for tensor in merged.values())
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ def test_groups_cannot_be_improved_by_an_exchange(groups: int, size: int, pairs_
             return sum(float(apart[a, b]) for a, b in combinations(group, 2))
         return Random(f"{seed} {group}").random()
 
-    found = group_heads(lost, heads, groups)
-    assert sorted(head for group in found for head in group) == list(range(heads))
-    assert {len(group) for group in found} == {size}
-    assert found == group_heads(lost, heads, groups)
+    chosen = group_heads(lost, heads, groups)
+    assert sorted(head for group in chosen for head in group) == list(range(heads))
+    assert {len(group) for group in chosen} == {size}
+    assert chosen == group_heads(lost, heads, groups)
     neighbours = [tuple(range(at, at + size)) for at in range(0, heads, size)]
-    assert sum(map(lost, found)) <= sum(map(lost, neighbours)) + 1e-9
-    for one, other in combinations(found, 2):
+    assert sum(map(lost, chosen)) <= sum(map(lost, neighbours)) + 1e-9
+    for one, other in combinations(chosen, 2):
         for a in one:
             for b in other:
                 exchanged = [tuple(sorted({*one, b} - {a})), tuple(sorted({*other, a} - {b}))]
@@ -43,5 +43,5 @@ def test_heads_that_lose_the_same_stay_in_order() -> None:
 
 def test_like_heads_find_each_other() -> None:
     kinds = [0, 1, 2, 2, 1, 0, 1, 2, 0]
-    found = group_heads(lambda group: len({kinds[head] for head in group}) - 1.0, 9, 3)
-    assert found == [(0, 5, 8), (1, 4, 6), (2, 3, 7)]
+    chosen = group_heads(lambda group: len({kinds[head] for head in group}) - 1.0, 9, 3)
+    assert chosen == [(0, 5, 8), (1, 4, 6), (2, 3, 7)]

@@ -38,12 +38,12 @@ def error(some: list[Part], down: torch.Tensor, ups: list[torch.Tensor]) -> floa
 @given(st.integers(1, 10), st.integers(0, 10**6))
 def test_the_error_is_what_the_dropped_singular_values_hold(rank: int, seed: int) -> None:
     some = parts(seed, shared=True)
-    found = error(some, *joint_latent(some, rank))
+    loss = error(some, *joint_latent(some, rank))
     root = torch.linalg.cholesky(some[0].moments)
     weighted = torch.cat([torch.linalg.cholesky(part.metric).mT @ part.rows @ root for part in some])
     best = float(torch.linalg.svdvals(weighted)[rank:].square().sum())
     # A floor of 1e-6 keeps moments and metrics away from singular.
-    assert best * (1 - 1e-9) - 1e-9 <= found <= best * (1 + 1e-4) + 1e-6
+    assert best * (1 - 1e-9) - 1e-9 <= loss <= best * (1 + 1e-4) + 1e-6
 
 
 @given(st.integers(1, 10), st.integers(0, 10**6))
@@ -90,5 +90,5 @@ def test_a_rank_of_all_rows_gives_them_back_as_they_are() -> None:
 def test_latents_are_of_one_size_and_uncorrelated() -> None:
     some = parts(3, shared=True)
     down, _ = joint_latent(some, 4)
-    seen = down @ some[0].moments @ down.mT
-    assert torch.allclose(seen / seen.diagonal().mean(), torch.eye(4, dtype=torch.float64), atol=1e-5)
+    moments = down @ some[0].moments @ down.mT
+    assert torch.allclose(moments / moments.diagonal().mean(), torch.eye(4, dtype=torch.float64), atol=1e-5)

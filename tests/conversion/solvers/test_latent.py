@@ -27,10 +27,10 @@ def test_without_a_text_biases_are_inputs_too(tmp_path: Path, to: str) -> None:
     state["v_proj.bias"] = 10 * state["v_proj.bias"]
     if to == "mla":
         target = as_latent(spec, 20, 8)
-        made = Layer(target, *convert_to_latent(state, spec, target, statistics=None))
+        converted = Layer(target, *convert_to_latent(state, spec, target, statistics=None))
     else:
         fewer = replace(spec, num_kv_heads=1)
-        made = Layer(fewer, align(state, spec, fewer))
+        converted = Layer(fewer, align(state, spec, fewer))
     rotation, nothing = rotation_tables(spec, 5), torch.zeros(5, spec.hidden_size)
     wanted = Layer(spec, state).float().output(nothing, rotation)
-    assert (made.float().output(nothing, rotation) - wanted).norm() < 0.1 * wanted.norm()
+    assert (converted.float().output(nothing, rotation) - wanted).norm() < 0.1 * wanted.norm()

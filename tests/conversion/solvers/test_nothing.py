@@ -63,12 +63,12 @@ def without(folder: Path, part: str, model_type: str = "llama") -> Path:
 def attention_outputs(folder: Path) -> list[torch.Tensor]:
     """The output of each layer's attention for random tokens."""
     model = headwise.load(folder)
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(lambda *call: found.append(call[-1][0]))
+        layer.self_attn.register_forward_hook(lambda *call: outputs.append(call[-1][0]))
     with torch.inference_mode():
         model(torch.randint(3, 97, (2, 40)))
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -108,14 +108,16 @@ def test_so_do_families_with_biases_and_norms_of_keys(tmp_path: Path, part: str,
 
 def test_a_layer_without_keys_has_no_say_in_the_channels_that_all_keep(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(without(tmp_path / "source", NOTHING["keys"]))
-    asked = make_plan(checkpoint, parse_target("mla", kv_budget=0.5))
-    target = asked.after.layers[0]
+    plan = make_plan(checkpoint, parse_target("mla", kv_budget=0.5))
+    target = plan.after.layers[0]
     assert isinstance(target, LatentSpec)
     source = read_layer(checkpoint, Place(0))
-    known = Statistics.nothing(source.spec.hidden_size, source.spec.num_heads, asked.layer_target(Place(0)).longest)
-    energy, lost = rotary_losses(source.state, source.spec, target, known)  # type: ignore[arg-type]
+    statistics = Statistics.nothing(
+        source.spec.hidden_size, source.spec.num_heads, plan.layer_target(Place(0)).longest
+    )
+    energy, lost = rotary_losses(source.state, source.spec, target, statistics)  # type: ignore[arg-type]
     alone = keep_rotation(energy, lost, target.qk_rope_head_dim // 2)
-    assert torch.equal(choose_shared_channels(asked, NOTHING_KNOWN, silent), alone)
+    assert torch.equal(choose_shared_channels(plan, NOTHING_KNOWN, silent), alone)
 
 
 def test_where_every_channel_rotates_keys_leave_nothing_for_the_latent(tmp_path: Path) -> None:
@@ -126,41 +128,41 @@ def test_where_every_channel_rotates_keys_leave_nothing_for_the_latent(tmp_path:
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-8])
-def test_a_part_that_is_nothing_costs_the_other_nothing(size: float) -> None:
+def test_a_part_of_zeros_does_not_change_the_latent_of_the_other(size: float) -> None:
     """Beside a part of zeros the latent is the truncated SVD of the other part, however little its errors cost."""
     generator = torch.Generator().manual_seed(torch.seed() % 2**32)
     rows, x = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((7, 11), (44, 11)))
     moments = x.mT @ x / len(x)
-    own, none = torch.eye(7, dtype=torch.float64) * size, torch.zeros(11, 11, dtype=torch.float64)
+    identity, none = torch.eye(7, dtype=torch.float64) * size, torch.zeros(11, 11, dtype=torch.float64)
     singular = torch.linalg.svdvals(rows @ torch.linalg.cholesky(moments))
     for other in (
-        Part(torch.zeros(6, 11, dtype=torch.float64), own[:6, :6], moments / 2),
+        Part(torch.zeros(6, 11, dtype=torch.float64), identity[:6, :6], moments / 2),
         Part(torch.randn(6, 11, dtype=torch.float64, generator=generator), none[:6, :6], none),
     ):
-        down, (_, up) = joint_latent([other, Part(rows, own, moments)], 4)
+        down, (_, up) = joint_latent([other, Part(rows, identity, moments)], 4)
         wrong = rows - up @ down
         lost = float((wrong @ moments * wrong).sum())
         assert lost == pytest.approx(float(singular[4:].square().sum()), rel=1e-3)
 
 
-def test_a_refit_of_nothing_changes_nothing() -> None:
+def test_a_refit_of_zeros_changes_nothing() -> None:
     weight, bias = torch.randn(5, 8), torch.randn(5)
     refit = OutputRefit(weight, None)
     refit.add(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5)))
     assert torch.equal(refit.solve()["o_proj.weight"], weight.double())
     refit = OutputRefit(weight, bias)  # there is an error for the bias to correct
     refit.add(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5)))
-    found = refit.solve()
-    assert torch.equal(found["o_proj.weight"], weight.double())
-    assert not torch.equal(found["o_proj.bias"], bias.double())
+    solution = refit.solve()
+    assert torch.equal(solution["o_proj.weight"], weight.double())
+    assert not torch.equal(solution["o_proj.bias"], bias.double())
 
 
-def test_nan_is_said_to_be_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_reported_as_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wider dtype is advised: it would hold the value no better."""
-    source, own = save_tiny(tmp_path / "source"), own_method.convert_to_latent
+    source, original = save_tiny(tmp_path / "source"), own_method.convert_to_latent
 
     def broken(*args: Any, **kwargs: Any) -> Any:
-        state, channels = own(*args, **kwargs)
+        state, channels = original(*args, **kwargs)
         return {**state, "kv_b_proj.weight": state["kv_b_proj.weight"] * torch.nan}, channels
 
     monkeypatch.setattr(own_method, "convert_to_latent", broken)

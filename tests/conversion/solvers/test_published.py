@@ -166,7 +166,7 @@ class Example:
 def test_mha2mla_written_out(rope: str, rope_dim: int, rank: int) -> None:
     example = Example(rope)
     target = as_latent(example.spec, rank, rope_dim)
-    made = example.run(target, *mha2mla(example.state, example.spec, target, moments=example.gram))
+    output = example.run(target, *mha2mla(example.state, example.spec, target, moments=example.gram))
 
     def size(name: str, head: int, f: int) -> float:
         return float(example.pair(name, head, f).abs().square().mean().sqrt())
@@ -199,7 +199,7 @@ def test_mha2mla_written_out(rope: str, rope_dim: int, rank: int) -> None:
                 at = 2 * dropped.index((h // 2, f))
                 total += example.turned(q, torch.complex(decoded[:, at], decoded[:, at + 1]), None)
         scores.append(total)
-    assert_close(made, example.attend(scores, decoded[:, len(rows) :]), 1e-9)
+    assert_close(output, example.attend(scores, decoded[:, len(rows) :]), 1e-9)
 
 
 @pytest.mark.parametrize("rope", list(ROPES))
@@ -209,7 +209,7 @@ def test_transmla_written_out(rope: str, fold: int, rope_dim: int, rank: int) ->
     example = Example(rope, seed=1)
     target = as_latent(example.spec, rank, rope_dim)
     tensors, channels = transmla(example.state, example.spec, target, moments=example.gram, freqfold=fold)
-    made = example.run(target, tensors, channels)
+    output = example.run(target, tensors, channels)
 
     rotated, rest = [], []  # each component: its key channel, each head's query for it, and its frequency
     shares = None if (rope_dim // 2) % (4 // fold) else (rope_dim // 2) // (4 // fold)
@@ -255,7 +255,7 @@ def test_transmla_written_out(rope: str, fold: int, rope_dim: int, rank: int) ->
         for index, (_, queries, _) in enumerate(rest):
             total += example.turned(queries[h], torch.complex(keys[:, 2 * index], keys[:, 2 * index + 1]), None)
         scores.append(total)
-    assert_close(made, example.attend(scores, values), 1e-9)
+    assert_close(output, example.attend(scores, values), 1e-9)
 
 
 # --- the pieces ---
@@ -282,9 +282,9 @@ def test_channels_are_orthogonal_and_uncorrelated_and_stay_in_their_fold(
     for g in range(F // fold):
         outside = [other for other in range(F // fold) if other != g]
         assert not folds[g][:, :, outside].any()
-        own = covariance[g * K * fold : (g + 1) * K * fold, g * K * fold : (g + 1) * K * fold]
-        assert torch.allclose(own, own.diag().diag(), atol=1e-9 * float(own.max()))
-        assert (own.diag().diff() <= 1e-9).all()
+        block = covariance[g * K * fold : (g + 1) * K * fold, g * K * fold : (g + 1) * K * fold]
+        assert torch.allclose(block, block.diag().diag(), atol=1e-9 * float(block.max()))
+        assert (block.diag().diff() <= 1e-9).all()
         assert all(f // fold == g for f in mix.frequency.view(F // fold, -1)[g].tolist())
 
 
@@ -294,14 +294,14 @@ def test_a_wider_fold_rotates_at_least_as_much_of_the_keys(K: int, each: int, se
     assume(each <= K)
     keys, gram = random_keys(K, 4, 9, seed), random_gram(9, seed + 1)
     total = torch.einsum("kfe,ed,kfd->", keys, gram.to(keys.dtype), keys.conj()).real
-    held = []
+    rotated = []
     for fold in (1, 2, 4):
         mix = rotate_rope(keys, gram, 4 * each, freqfold=fold)
         channels = torch.einsum("ckf,kfe->ce", mix.matrix[mix.kept].to(keys.dtype), keys)
-        held.append(float(torch.einsum("ce,ed,cd->", channels, gram.to(keys.dtype), channels.conj()).real / total))
-    assert held[0] <= held[1] + 1e-9
-    assert held[1] <= held[2] + 1e-9
-    assert held[2] <= 1 + 1e-9
+        rotated.append(float(torch.einsum("ce,ed,cd->", channels, gram.to(keys.dtype), channels.conj()).real / total))
+    assert rotated[0] <= rotated[1] + 1e-9
+    assert rotated[1] <= rotated[2] + 1e-9
+    assert rotated[2] <= 1 + 1e-9
 
 
 def test_the_pairs_of_a_fold_turn_at_an_even_grid_of_its_frequencies() -> None:
@@ -317,11 +317,11 @@ def test_shares_are_even_and_of_the_best(rows: int, width: int, data: st.DataObj
     count = data.draw(st.integers(0, rows * width))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
     score = torch.rand(rows, width, generator=generator)
-    kept = share_out(score, count)
-    each = kept.sum(1)
+    chosen = share_out(score, count)
+    each = chosen.sum(1)
     assert int(each.sum()) == count
     assert int(each.max() - each.min()) <= 1
-    for row, own in zip(score, kept, strict=True):
+    for row, own in zip(score, chosen, strict=True):
         if own.any() and not own.all():
             assert row[own].min() > row[~own].max()
     more = each > count // rows

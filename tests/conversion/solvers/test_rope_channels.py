@@ -47,12 +47,12 @@ def test_energy_is_the_channels_own_and_the_queries_is_one(K: int, group: int, F
     E = 9
     queries, keys = random_pairs(K * group, F, E, seed=seed), random_pairs(K, F, E, seed=seed + 1)
     gram = random_gram(E, seed + 2)
-    asked = random_asked(K * group, F, seed + 5)
-    channels = concentrate(queries, keys, asked, gram)
-    own = ((channels.keys @ gram.to(keys.dtype)) * channels.keys.conj()).sum(-1).real
-    assert torch.allclose(own, channels.energy, rtol=1e-8, atol=1e-10)
+    energies = random_asked(K * group, F, seed + 5)
+    channels = concentrate(queries, keys, energies, gram)
+    key_energy = ((channels.keys @ gram.to(keys.dtype)) * channels.keys.conj()).sum(-1).real
+    assert torch.allclose(key_energy, channels.energy, rtol=1e-8, atol=1e-10)
     assert (channels.energy.diff(dim=1) <= 1e-12).all()
-    by_key = asked.view(K, group, F).sum(1)
+    by_key = energies.view(K, group, F).sum(1)
     through = (channels.back.abs().square() * by_key.mT[:, :, None]).sum(1)
     assert torch.allclose(through, torch.ones_like(through), rtol=1e-8)
 
@@ -61,12 +61,12 @@ def test_energy_is_the_channels_own_and_the_queries_is_one(K: int, group: int, F
 def test_unmixed_channels_are_the_heads_own_pairs(K: int, group: int, F: int, seed: int) -> None:
     E = 7
     queries, keys = random_pairs(K * group, F, E, seed=seed), random_pairs(K, F, E, seed=seed + 1)
-    asked, gram = random_asked(K * group, F, seed + 5), random_gram(E, seed + 2)
-    channels = concentrate(queries, keys, asked, gram, mix=False)
+    energies, gram = random_asked(K * group, F, seed + 5), random_gram(E, seed + 2)
+    channels = concentrate(queries, keys, energies, gram, mix=False)
     assert torch.allclose(channels.back @ channels.keys, keys.transpose(0, 1), atol=1e-9)
     assert ((channels.back != 0).sum((1, 2)) == K).all()  # each from one head, and to no other
     assert (channels.energy.diff(dim=1) <= 1e-12).all()
-    mixed = concentrate(queries, keys, asked, gram)
+    mixed = concentrate(queries, keys, energies, gram)
     assert torch.allclose(mixed.energy.sum(1), channels.energy.sum(1))
     assert (mixed.energy.cumsum(1) >= channels.energy.cumsum(1) - 1e-9).all()
 
@@ -80,9 +80,9 @@ def test_identical_heads_need_one_channel() -> None:
 
 def test_a_head_nobody_asks_is_ranked_last_and_not_lost() -> None:
     queries, keys = random_pairs(4, 3, 5, seed=0), random_pairs(2, 3, 5, seed=1)
-    asked = random_asked(4, 3, 2)
-    asked[2:] = 0
-    channels = concentrate(queries, keys, asked, torch.eye(5, dtype=torch.float64))
+    energies = random_asked(4, 3, 2)
+    energies[2:] = 0
+    channels = concentrate(queries, keys, energies, torch.eye(5, dtype=torch.float64))
     assert channels.energy.isfinite().all()
     assert (channels.energy[:, 1] < 1e-12 * channels.energy[:, 0]).all()
     restored = channels.back @ channels.keys
@@ -103,24 +103,24 @@ def test_the_mean_rotation_is_over_each_heads_distances() -> None:
     frequencies = (1.0, 0.1, 1e-6)
     distances = torch.rand(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     distances /= distances.sum(-1, keepdim=True)
-    found = mean_rotation(frequencies, distances)
+    rotation = mean_rotation(frequencies, distances)
     for head in range(2):
         for at, theta in enumerate(frequencies):
             want = sum(float(distances[head, d]) * cmath.exp(-1j * theta * d) for d in range(50))
-            assert abs(complex(found[head, at]) - want) < 1e-12
-    assert (found[:, 2] - 1).abs().max() < 1e-4
+            assert abs(complex(rotation[head, at]) - want) < 1e-12
+    assert (rotation[:, 2] - 1).abs().max() < 1e-4
 
 
-def test_without_rotation_scores_lose_what_is_said() -> None:
+def test_the_predicted_loss_without_rotation_is_the_loss_of_scores() -> None:
     """The loss of random queries and keys, summed over the probabilities of the distances."""
     K, group, F, E, T = 2, 2, 3, 6, 9
     queries, keys = random_pairs(K * group, F, E, seed=0), random_pairs(K, F, E, seed=1)
     distances = torch.rand(K * group, T, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     distances /= distances.sum(-1, keepdim=True)
     frequencies = (0.9, 0.3, 0.05)
-    asked = queries.abs().square().sum(-1)  # E|q|² of white inputs
-    channels = concentrate(queries, keys, asked, torch.eye(E, dtype=torch.float64))
-    lost = lost_rotation(channels, asked, mean_rotation(frequencies, distances))
+    energies = queries.abs().square().sum(-1)  # E|q|² of white inputs
+    channels = concentrate(queries, keys, energies, torch.eye(E, dtype=torch.float64))
+    lost = lost_rotation(channels, energies, mean_rotation(frequencies, distances))
     for f in range(F):
         for channel in range(K):
             want = 0.0
@@ -129,7 +129,7 @@ def test_without_rotation_scores_lose_what_is_said() -> None:
                 turns = [cmath.exp(-1j * frequencies[f] * d) for d in range(T)]
                 mean = sum(float(distances[head, d]) * turns[d] for d in range(T))
                 variance = sum(float(distances[head, d]) * abs(turns[d] - mean) ** 2 for d in range(T))
-                want += float(asked[head, f]) * way * float(channels.energy[f, channel]) * variance
+                want += float(energies[head, f]) * way * float(channels.energy[f, channel]) * variance
             assert abs(float(lost[f, channel]) - want) < 1e-9 * max(want, 1.0)
 
 
@@ -137,10 +137,10 @@ def test_without_rotation_scores_lose_what_is_said() -> None:
 def test_the_kept_pairs_are_those_that_lose_most(pairs: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     energy, lost = torch.rand(2, 4, 3, dtype=torch.float64, generator=generator)
-    kept = keep_rotation(energy, lost, pairs)
-    assert int(kept.sum()) == pairs
+    chosen = keep_rotation(energy, lost, pairs)
+    assert int(chosen.sum()) == pairs
     if pairs < 12:
-        assert lost[kept].min() >= lost[~kept].max() * (1 - 1e-9)
+        assert lost[chosen].min() >= lost[~chosen].max() * (1 - 1e-9)
 
 
 def test_pairs_without_any_loss_are_still_as_many_as_asked() -> None:

@@ -211,7 +211,7 @@ def test_memory_does_not_grow_with_windows(tmp_path: Path) -> None:
     assert int(run.stdout) < 20e6
 
 
-def test_windows_that_cannot_be_read_are_said_to_be_so(tmp_path: Path) -> None:
+def test_windows_that_cannot_be_read_are_reported(tmp_path: Path) -> None:
     spill = Spill(tmp_path / "some.spill", (N, W, E))
     with pytest.raises(CheckpointError, match=r"some\.spill': could not be read: No such file"):
         spill.read(0)

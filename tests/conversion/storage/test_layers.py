@@ -34,13 +34,13 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     results.save(0, first, ABOUT)
     again = LayerFiles(tmp_path / "work" / "layers")
     for index, tensors, about in ((0, first, ABOUT), (11, second, {})):
-        found = again.load(index)
-        assert found is not None
-        assert found[1] == about
-        assert found[0].keys() == tensors.keys()
+        loaded = again.load(index)
+        assert loaded is not None
+        assert loaded[1] == about
+        assert loaded[0].keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert found[0][name].dtype == tensor.dtype
-            assert torch.equal(found[0][name], tensor)
+            assert loaded[0][name].dtype == tensor.dtype
+            assert torch.equal(loaded[0][name], tensor)
     assert again.load(1) is None
     assert len(list(results.folder.iterdir())) == 2
 
@@ -49,10 +49,10 @@ def test_tensors_that_share_memory(tmp_path: Path) -> None:
     both = torch.randn(4, 4)
     results = LayerFiles(tmp_path)
     results.save(0, {"whole": both, "rows": both[1:3], "again": both}, {})
-    found = results.load(0)
-    assert found is not None
-    assert torch.equal(found[0]["rows"], both[1:3])
-    assert torch.equal(found[0]["again"], found[0]["whole"])
+    loaded = results.load(0)
+    assert loaded is not None
+    assert torch.equal(loaded[0]["rows"], both[1:3])
+    assert torch.equal(loaded[0]["again"], loaded[0]["whole"])
 
 
 def test_any_damaged_byte_is_noticed(tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ def test_any_damaged_byte_is_noticed(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for at in range(len(whole)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        found = results.load(3)
+        loaded = results.load(3)
         # A changed byte of the header's spelling may leave its content as it is.
-        if found is not None:
-            assert found[1] == ABOUT, at
-            assert found[0].keys() == tensors.keys(), at
-            assert all(torch.equal(found[0][name], tensors[name]) for name in tensors), at
+        if loaded is not None:
+            assert loaded[1] == ABOUT, at
+            assert loaded[0].keys() == tensors.keys(), at
+            assert all(torch.equal(loaded[0][name], tensors[name]) for name in tensors), at
     for length in range(0, len(whole), 7):
         file.write_bytes(whole[:length])
         assert results.load(3) is None
@@ -87,9 +87,9 @@ def test_a_layer_that_could_not_be_saved_leaves_the_old_one(tmp_path: Path, monk
     with pytest.raises(CheckpointError) as error:
         results.save(0, {"a": torch.ones(2)}, {})
     assert str(error.value) == f"results = '{tmp_path}': could not be written: No space left on device"
-    found = results.load(0)
-    assert found is not None
-    assert torch.equal(found[0]["a"], torch.zeros(2))
+    loaded = results.load(0)
+    assert loaded is not None
+    assert torch.equal(loaded[0]["a"], torch.zeros(2))
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

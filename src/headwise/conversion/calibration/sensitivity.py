@@ -31,7 +31,7 @@ PIECE = 256
 """The number of positions whose logits are in memory at a time."""
 
 _TEMPORARY = "sensitivities-"
-"""How the names of temporary folders begin."""
+"""The prefix of temporary folders' names."""
 
 
 def output_sensitivities(

@@ -169,7 +169,7 @@ def _layer_complexity(
         for stage in work
     ]
     per_token = _cached(spec, impl) * value_bytes
-    held = layer.held_tokens(spec, new_tokens if total_tokens is None else total_tokens)
+    cached_tokens = layer.held_tokens(spec, new_tokens if total_tokens is None else total_tokens)
     softmax = sum((stage.softmax_flops(call) for stage in work if isinstance(stage, Core)), Size(0))
     return Complexity(
         label=spec.label,
@@ -192,7 +192,7 @@ def _layer_complexity(
         backward_flops=sum(int(backward) for _, _, backward in costs),
         parameters=sum(int(stage.parameters) for stage in work),
         cache_bytes_per_token=_amount(per_token),
-        cache_bytes=batch * held * int(per_token) + layer.state_bytes(spec, batch=batch, dtype=dtype),
+        cache_bytes=batch * cached_tokens * int(per_token) + layer.state_bytes(spec, batch=batch, dtype=dtype),
         activations={name: _amount(amount) for name, amount in kept_bytes.items() if amount},
         activation_bytes=sum(int(amount) for amount in kept_bytes.values()) if kept_bytes else None,
     )

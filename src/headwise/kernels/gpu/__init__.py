@@ -1,4 +1,4 @@
-"""Attention of a few new tokens on a GPU: one pass over keys and values, split over the sequence, in Triton."""
+"""Triton kernels for a few new tokens on a GPU: one pass over keys and values, split over the sequence."""
 
 from headwise.kernels.gpu.split import attend_split, why_not_split
 

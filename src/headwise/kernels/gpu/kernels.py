@@ -1,7 +1,7 @@
-"""The Triton kernels: attention to one part of a sequence for a tile of rows, and the parts combined.
+"""The Triton kernels: attend to one part of a sequence for a tile of rows, and combine the parts.
 
-Rows are the new tokens of all query heads that share a key–value head, so that all of them use one load of a
-key or value.
+Rows are the new tokens of all query heads that share a key–value head, so that each key or value is loaded once for
+all of them.
 """
 
 # Triton compiles the source text of these functions, and does not take type annotations.

@@ -1,4 +1,4 @@
-"""Call the Triton kernels: cut the sequence into parts, attend to all of them at once, and combine the results.
+"""Call the Triton kernels: split the sequence into parts, attend to all parts in parallel, and combine the results.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
 """
@@ -15,23 +15,23 @@ from torch import Tensor
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 576
 _LEAST_TOKENS = 256
-"""The fewest tokens of a part: with fewer, combining the parts would take longer than is gained."""
+"""The fewest tokens of a part; with fewer, combining the parts takes longer than the split saves."""
 _PROGRAMS_A_PROCESSOR = 4
 """Programs to start for each of the GPU's processors, so that all stay busy."""
 _ROWS = 16
-"""Rows of a tile: the fewest that a GPU's matrix units take."""
+"""Rows of a tile, the fewest that a GPU's matrix units support."""
 _LOG2_E = 1.4426950408889634
-"""Turns natural exponents into exponents of two."""
+"""log2(e), because the kernels compute powers of two."""
 
 
 def why_not_split(dtype: torch.dtype, device: torch.device, width: int, *, needs_grad: bool = False) -> str | None:
-    """Why the kernel cannot take such tensors, or None where it can.
+    """The reason why the kernel does not support such tensors, or None if it does.
 
     Args:
         dtype: of queries, keys and values.
-        device: where they are; on a CPU only under Triton's interpreter (``TRITON_INTERPRET=1``).
+        device: of the tensors; the CPU only with Triton's interpreter (``TRITON_INTERPRET=1``).
         width: D, the head dim.
-        needs_grad: whether a gradient is wanted.
+        needs_grad: whether gradients are needed.
     """
     if not has_triton():
         return "triton is not installed"
@@ -68,17 +68,20 @@ def attend_split(
     *,
     parts: int | None = None,
 ) -> Tensor:
-    """`headwise.attend` by the Triton kernels, for tensors to which `why_not_split` has no objection.
+    """Compute `headwise.attend` by the Triton kernels.
+
+    The tensors must be supported: `why_not_split` returns None for them.
 
     Args:
-        query: ``[B, H, S, D]``, of any strides.
-        key: ``[B, K, T, D]``; copied where a token's numbers do not lie side by side.
-        value: ``[B, K, T, V]``, likewise; where it is the key's first columns it is not read again.
+        query: ``[B, H, S, D]``, with any strides.
+        key: ``[B, K, T, D]``; copied if the last dim is not contiguous.
+        value: ``[B, K, T, V]``; copied if the last dim is not contiguous. Where it is a view of the key's first
+            columns it is not read again.
         mask: bool, broadcastable to ``[B, H, S, T]``; a key or value that no query sees is never read.
-        is_causal: bottom-right.
-        window: how many of the latest keys a query sees.
+        is_causal: apply the bottom-right causal mask.
+        window: the number of latest keys that a query sees.
         scale: multiplies the scores.
-        parts: how many parts the sequence is cut into; by the GPU's size when None.
+        parts: the number of parts that the sequence is split into; by the GPU's size when None.
 
     Returns:
         ``[B, H, S, V]``, in memory ``[B, S, H, V]``, as the output projection reads it.
@@ -114,9 +117,9 @@ def _attend_parts(
         tensors: query, key, value and mask.
         mixtures: ``[parts, B, H·S, V]``, each part's values summed with weights 2^(score − highest score).
         weights: ``[2, parts, B, H·S]``, each part's highest score, and the sum of its weights.
-        is_causal: as `attend_split`.
-        window: as `attend_split`.
-        scale: as `attend_split`.
+        is_causal: as for `attend_split`.
+        window: as for `attend_split`.
+        scale: as for `attend_split`.
     """
     import triton
 
@@ -175,12 +178,12 @@ def _join_parts(mixtures: Tensor, weights: Tensor, out: Tensor) -> None:
 
 
 def _strides(mixtures: Tensor, weights: Tensor) -> tuple[int, ...]:
-    """Strides of a part and a sequence in ``mixtures``, the same in ``weights``, and between its two halves."""
+    """Strides of part and sequence in ``mixtures`` and in ``weights``, and the stride between its two halves."""
     return *mixtures.stride()[:2], *weights.stride()[1:3], weights.stride(0)
 
 
 def _parts(units: int, T: int, device: torch.device) -> int:
-    """How many parts keep the GPU busy, none of them with fewer than `_LEAST_TOKENS` tokens."""
+    """The number of parts that keeps the GPU busy, with at least `_LEAST_TOKENS` tokens in each part."""
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count

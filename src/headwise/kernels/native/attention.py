@@ -28,24 +28,26 @@ def attend_fused(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """`headwise.attend` by the compiled kernel, for tensors to which `why_not` has no objection.
+    """Compute `headwise.attend` by the compiled kernel.
+
+    The tensors must be supported: `why_not` returns None for them.
 
     Args:
-        query: ``[B, H, S, D]``, of any strides.
-        key: ``[B, K, T, D]``; copied where a token's numbers do not lie side by side.
-        value: ``[B, K, T, V]``, likewise.
+        query: ``[B, H, S, D]``, with any strides.
+        key: ``[B, K, T, D]``; copied if the last dim is not contiguous.
+        value: ``[B, K, T, V]``; copied if the last dim is not contiguous.
         mask: bool, broadcastable to ``[B, H, S, T]``; a key or value that no query sees is never read.
-        is_causal: bottom-right.
-        window: how many of the latest keys a query sees.
+        is_causal: apply the bottom-right causal mask.
+        window: the number of latest keys that a query sees.
         scale: multiplies the scores.
-        key_scale: float32 ``[B, K, T]``, which int8 keys are multiplied by; None where keys are not int8.
-        value_scale: float32 ``[B, K, T]``, which int8 values are multiplied by; given if ``key_scale`` is.
+        key_scale: float32 ``[B, K, T]``, factors of int8 keys; None where keys are not int8.
+        value_scale: float32 ``[B, K, T]``, factors of int8 values; required with ``key_scale``.
 
     Returns:
         ``[B, H, S, V]``, in memory ``[B, S, H, V]``, as the output projection reads it.
 
     Raises:
-        MemoryError: there is no memory to work in.
+        MemoryError: the kernel could not allocate its working memory.
     """
     library = built().library
     assert library is not None

@@ -1,7 +1,7 @@
-"""The kernels' library: compiled once on each machine by its own compiler, and kept in the user's cache folder.
+"""Compile the native kernels once on each machine, and keep the library in the user's cache folder.
 
-A wheel could only hold code for the oldest processor it supports. These kernels need the widest vectors and the
-bfloat16 products that a processor has, and which these are is known only where they run.
+A wheel could only contain code for the oldest processor it supports. These kernels use the widest vectors and the
+bfloat16 products of the processor that they run on.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _COMPILE_TIMEOUT = 300
 
 @dataclass(frozen=True)
 class Build:
-    """The compiled kernels, or why there are none.
+    """The compiled kernels, or the reason why there are none.
 
     Attributes:
-        library: None where it cannot be built or loaded.
+        library: the loaded library; None if it cannot be built or loaded.
         path: of the library's file.
-        reason: one line: how it was built, or why it was not.
-        has_pairs: whether the processor multiplies pairs of bfloat16; without that, bfloat16 saves memory only.
+        reason: how it was built, or why it was not, in one line.
+        has_pairs: whether the processor multiplies pairs of bfloat16; otherwise bfloat16 saves memory but no time.
         has_half: whether the compiler supports float16.
     """
 
@@ -61,12 +61,12 @@ class Build:
 
 @cache
 def built() -> Build:
-    """The kernels, compiled now unless they were before; a failure is no error, because torch can do without them."""
+    """The library, compiled if it is not there yet; a failure raises nothing, because torch can do the same."""
     try:
-        asked_for = shlex.split(os.environ.get("CXX", ""))
+        cxx = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
         return Build(None, None, f"$CXX is no command: {error}")
-    compiler = _compiler(asked_for)
+    compiler = _compiler(cxx)
     if compiler is None:
         return Build(None, None, f"no C++ compiler: neither $CXX nor {', '.join(_COMPILERS)}")
     command = [*compiler, *_FLAGS, _native()]
@@ -80,13 +80,19 @@ def built() -> Build:
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return Build(None, None, f"{compiler[0]}: {error}")
     has_pairs, has_half = bool(library.headwise_has_pairs()), bool(library.headwise_has_half())
-    is_missing = bool(asked_for) and not shutil.which(asked_for[0])
-    note = f"; $CXX, {asked_for[0]}, is not there" if is_missing else ""
+    is_missing = bool(cxx) and not shutil.which(cxx[0])
+    note = f"; $CXX, {cxx[0]}, is not there" if is_missing else ""
     return Build(library, path, f"compiled by {compiler[0]}{note}", has_pairs, has_half)
 
 
 def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = False) -> str | None:
-    """Why the kernels cannot take such tensors, or None where they can; compiles them if that was not done yet."""
+    """The reason why the kernels do not support such tensors, or None if they do; may compile them first.
+
+    Args:
+        dtype: of the tensors.
+        device: of the tensors.
+        needs_grad: whether gradients are needed.
+    """
     if device.type != "cpu":
         return f"it is for the CPU, not {device.type}"
     if dtype not in TYPES:
@@ -94,7 +100,7 @@ def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = Fals
     if needs_grad:
         return "it has no backward pass"
     if _is_watched():
-        return "something watches torch's operations, or chooses their dtypes"
+        return "a compiler, tracer, counter, transform or autocast has to see torch's operations"
     build = built()
     if build.library is None:
         return build.reason
@@ -102,10 +108,10 @@ def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = Fals
 
 
 def _is_watched() -> bool:
-    """Whether something between the caller and the arithmetic watches, replaces or recasts torch's operations.
+    """Whether torch's operations are recorded, replaced or recast.
 
     A compiler, a tracer, a FLOP counter, fake tensors, functional transforms, forward-mode derivatives and autocast
-    see only torch's own calls, and would miss the kernel's.
+    see torch's operations only, and would miss the kernel's arithmetic.
     """
     return (
         torch.compiler.is_compiling()
@@ -118,9 +124,12 @@ def _is_watched() -> bool:
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether the numbers of all tensors lie in the CPU's memory as torch shows them.
+    """Whether a kernel can read the elements of all tensors from the CPU's memory.
 
-    Those of subclasses and sparse tensors may be elsewhere, and a lazily negated tensor's are negated by torch alone.
+    Subclasses and sparse tensors may keep them elsewhere, and those of a lazily negated tensor have the other sign.
+
+    Args:
+        tensors: to check; None counts as plain.
     """
     return all(
         tensor is None
@@ -132,9 +141,9 @@ def are_plain(*tensors: Tensor | None) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _compiler(asked_for: list[str]) -> list[str] | None:
-    """The compiler that $CXX names, with its options, or the first of `_COMPILERS` that is installed."""
-    for command in (asked_for, *([name] for name in _COMPILERS)):
+def _compiler(cxx: list[str]) -> list[str] | None:
+    """The compiler of $CXX, with its options, or the first of `_COMPILERS` that is installed."""
+    for command in (cxx, *([name] for name in _COMPILERS)):
         if command and (path := shutil.which(command[0])):
             return [path, *command[1:]]
     return None
@@ -145,14 +154,14 @@ def _native() -> str:
 
 
 def _folder() -> Path:
-    """The cache folder; a temporary one of this process where nothing can be written there."""
+    """The cache folder, or a temporary one for this process if the cache folder cannot be written to."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         folder = Path(home).expanduser() / "headwise" / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except (OSError, RuntimeError):  # compiled once a process then, where nobody else can put a library
+    except (OSError, RuntimeError):  # each process then compiles, in a folder that no other user can write to
         temporary = Path(tempfile.mkdtemp(prefix="headwise-"))
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         return temporary
@@ -169,7 +178,7 @@ def _fingerprint(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """The processor's model and features; machines that share a home folder may differ in them."""
+    """The processor's model and features, which may differ between machines that share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -180,13 +189,13 @@ def _processor() -> str:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compile under a temporary name first: the library is there whole or not at all, whoever else compiles it."""
+    """Compile under a temporary name and rename, so that concurrent processes find a whole library or none."""
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
         sources = (str(Path(__file__).with_name(name)) for name in _SOURCES)
         _run([*command, *sources, "-o", temporary])
-        _load(Path(temporary))  # fails for a file that is no such library
+        _load(Path(temporary))  # fails if the compiler wrote something else
         with open(temporary, "r+b") as file:
             content = file.read()
             file.write(hashlib.sha256(content).digest())
@@ -198,7 +207,11 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Run the compiler; if that is interrupted, end every process it has started."""
+    """Run the compiler; after an interruption or timeout, end it and every process that it started.
+
+    Raises:
+        subprocess.SubprocessError: it failed or took too long.
+    """
     with subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -218,7 +231,7 @@ def _run(command: list[str]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a library's checksum fits: loading a truncated file would crash the process."""
+    """Whether a library's checksum is right; loading a truncated file would crash the process."""
     if not path.exists():
         return False
     content = path.read_bytes()
@@ -238,4 +251,4 @@ def _load(path: Path) -> ctypes.CDLL:
 def _first_error(output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
     errors = (line for words in ("No space left", "error") for line in lines if words in line)
-    return next(errors, lines[0] if lines else "it said nothing")
+    return next(errors, lines[0] if lines else "it printed nothing")

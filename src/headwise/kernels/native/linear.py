@@ -1,4 +1,4 @@
-"""Linear layers of a few tokens, by a kernel that reads each weight once, at the speed of memory."""
+"""Linear layers for a few tokens, by a kernel that reads each weight once, at the speed of memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from headwise.kernels.native.build import TYPES, are_plain, built, why_not
 
 MOST_ROWS = 8
-"""The most rows that linear.cpp is compiled for: up to about this many, reading weights takes most of the time."""
+"""The most rows that linear.cpp supports; up to about this number, reading the weights takes most of the time."""
 
 # `LinearArguments` of linear.cpp: four pointers, three sizes, two strides, threads.
 _ARGUMENTS = struct.Struct("@4P3q2qq")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x Wᵀ + b``, by the compiled kernel for up to `MOST_ROWS` rows, and by torch for more rows or with gradients.
+    """Compute ``x Wᵀ + b``: by the compiled kernel for up to `MOST_ROWS` rows, else or with gradients by torch.
 
     Args:
         x: ``[..., in]``.
@@ -29,7 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ``[..., out]``; the kernel sums in float32, in another order than torch.
 
     Raises:
-        MemoryError: there is no memory to work in.
+        MemoryError: the kernel could not allocate its working memory.
     """
     inputs = x.shape[-1]
     rows = x.numel() // inputs if inputs else 0
@@ -52,7 +52,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel takes these tensors; those that torch would refuse are left to torch's own errors."""
+    """Whether the kernel supports these tensors; shapes that do not match are left to torch, which reports them."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return (
