@@ -312,7 +312,7 @@ def test_a_matrix_that_cannot_be_decomposed(
         raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
 
     monkeypatch.setattr(torch.linalg, "eigh", refuse)
-    for command in (READERS["convert"], ("calibrate", "tiny", "out")):
+    for command in (READERS["convert"], (*READERS["convert"], "--dry-run"), ("calibrate", "tiny", "out")):
         line = refused(*command, "--calibrate", "text.txt", "--calibration-tokens", "256")
         assert "weights = 'tiny': are so large or so small that matrices made of them cannot be decomposed" in line
 

@@ -67,7 +67,8 @@ def convert(
     start = time.perf_counter()
     prepared = _prepare(source, Path(output), options, progress)
     if options.dry_run:
-        return _estimate(prepared, progress)
+        with refuse_unsolvable(prepared.plan.checkpoint):
+            return _estimate(prepared, progress)
     with first_enters(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
         inputs = ConversionInputs(
             texts=prepared.texts,
