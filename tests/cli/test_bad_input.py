@@ -312,7 +312,7 @@ def test_a_matrix_that_cannot_be_decomposed(
         raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
 
     monkeypatch.setattr(torch.linalg, "eigh", refuse)
-    for command in (READERS["convert"], ("calibrate", "tiny", "out")):
+    for command in (READERS["convert"], (*READERS["convert"], "--dry-run"), ("calibrate", "tiny", "out")):
         line = refused(*command, "--calibrate", "text.txt", "--calibration-tokens", "256")
         assert "weights = 'tiny': are so large or so small that matrices made of them cannot be decomposed" in line
 
@@ -517,6 +517,38 @@ def test_an_output_that_would_eat_its_source(refused: Refused, here: Path, tiny_
     assert rule in refused("convert", "holder/inner", "holder", *MLA, "--overwrite")
     for output in (".", "..", "/", "holder/.."):
         assert "must name a folder" in refused("convert", "tiny", output, *MLA, "--overwrite")
+
+
+def test_an_output_that_would_eat_its_texts(
+    cli: Callable[..., Said], refused: Refused, here: Path, tiny_llama: Path
+) -> None:
+    shutil.copytree(tiny_llama, here / "out")
+    (here / "study").symlink_to("out/texts")
+    (here / "out" / "texts").mkdir()
+    shutil.copy("text.txt", "out/texts/a.txt")
+    convert = ("convert", "tiny", "out", *MLA, "--overwrite")
+    for option in ("calibrate", "evaluate"):
+        rule = f"output = 'out': must not be a text of {option}, or a folder that holds it"
+        for text in ("out/texts/a.txt", "out/texts", "study"):
+            assert rule in refused(*convert, f"--{option}", text)
+    collect = ("calibrate", "--calibrate", "text.txt", "--calibration-tokens", "64")
+    assert cli(*collect, "tiny", "out/statistics").status == 0
+    assert "must not be the statistics, or a folder that holds it" in refused(
+        *convert, "--statistics", "out/statistics"
+    )
+
+
+def test_statistics_that_would_eat_their_inputs(
+    cli: Callable[..., Said], refused: Refused, here: Path, tiny_llama: Path
+) -> None:
+    assert cli("calibrate", "tiny", "out", "--calibrate", "text.txt", "--calibration-tokens", "64").status == 0
+    shutil.copytree(tiny_llama, here / "out" / "tiny")
+    shutil.copy("text.txt", "out/a.txt")
+    collect = ("calibrate", "--calibration-tokens", "64", "--overwrite")
+    rule = "output = 'out': must not be the source, or a folder that holds it"
+    assert rule in refused(*collect, "out/tiny", "out", "--calibrate", "text.txt")
+    rule = "output = 'out': must not be a text of calibrate, or a folder that holds it"
+    assert rule in refused(*collect, "tiny", "out", "--calibrate", "out/a.txt")
 
 
 def test_an_output_that_cannot_be_made(refused: Refused, tiny_llama: Path) -> None:

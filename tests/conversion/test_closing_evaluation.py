@@ -154,6 +154,7 @@ def test_it_can_be_skipped(source: Path, tmp_path: Path) -> None:
     [
         ("nowhere.txt", 2, "evaluate = 'nowhere.txt': could not be read"),
         ("empty.txt", 2, "evaluate .*empty.txt = '0 tokens': must be at least one window of 2 tokens"),
+        ([], 2, r"evaluate = \[\]: must be at least one file"),
         (True, 0, "evaluation_windows = 0: must be at least 1"),
     ],
 )
@@ -162,7 +163,7 @@ def test_what_cannot_be_is_refused_before_any_work(
     source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    evaluate: str | bool,
+    evaluate: str | bool | list[str],
     windows: int,
     rule: str,
     dry_run: bool,

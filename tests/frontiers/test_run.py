@@ -386,6 +386,7 @@ def test_another_process_is_kept_out(place: Path, tmp_path: Path, monkeypatch: p
         ({"calibrate": "nowhere.txt"}, "calibrate = 'nowhere.txt': could not be read"),
         ({"calibration_tokens": 1}, "calibration_tokens = 1: must be at least 2"),
         ({"evaluate": "nowhere.txt"}, "evaluate = 'nowhere.txt': could not be read"),
+        ({"evaluate": []}, "evaluate = []: must be at least one file"),
         ({"evaluate": "copy.txt"}, "evaluate = 'copy.txt': is calibrated on"),
         ({"evaluate": "short.txt"}, "must be at least one window of 48 tokens"),
         ({"targets": ["mla:2"]}, "target = 'mla:2': must be mla:F"),
@@ -421,6 +422,18 @@ def test_an_output_that_is_something_else_is_refused(place: Path, tmp_path: Path
     with pytest.raises(headwise.ArgumentError, match="holds something else"):
         climb(place, place / "source")
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["thesis.tex"]
+
+
+def test_an_output_that_holds_its_texts_is_refused(place: Path, tmp_path: Path) -> None:
+    model = tmp_path / "out/models/mqa"
+    model.mkdir(parents=True)
+    (tmp_path / "out/results").mkdir()
+    for name, text in (("study", TEXT), ("exam", OTHER)):
+        (model / f"{name}.txt").write_text(text)
+    for change in ({"calibrate": model / "study.txt"}, {"evaluate": [model / "exam.txt"]}):
+        with pytest.raises(headwise.ArgumentError, match=f"must not be a text of {next(iter(change))}, or a folder"):
+            climb(place, tmp_path / "out", keep=True, **change)
+    assert sorted(path.name for path in model.iterdir()) == ["exam.txt", "study.txt"]
 
 
 def test_a_model_that_predicts_no_text_is_refused(place: Path, tmp_path: Path) -> None:

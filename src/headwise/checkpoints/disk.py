@@ -53,6 +53,22 @@ def refuse_file(output: Path) -> None:
         raise ArgumentError("output", str(output), f"cannot be used: {error.strerror}") from None
 
 
+def refuse_input_within(output: Path, path: Path, kind: str) -> None:
+    """Refuse a destination whose replacement would remove an input of the run.
+
+    Args:
+        output: the folder that may be replaced.
+        path: the input, a file or a folder.
+        kind: what the input is to the user, such as ``the source``.
+
+    Raises:
+        ArgumentError: the destination is the input, or holds it; links are followed.
+    """
+    kept = Path(os.path.realpath(path))
+    if Path(os.path.realpath(output)) in (kept, *kept.parents):
+        raise ArgumentError("output", str(output), f"must not be {kind}, or a folder that holds it")
+
+
 def sync(path: Path) -> None:
     """Wait until the content of a file, or the names in a folder, are on the disk.
 

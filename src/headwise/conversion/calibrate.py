@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
-from headwise.checkpoints.disk import clearly
+from headwise.checkpoints.disk import clearly, refuse_input_within
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import begin_streams, sensitivity_windows, traced
@@ -27,6 +27,7 @@ from headwise.options import CalibrateOptions, takes_options
 from headwise.processes import first_enters, my_windows, process_index
 from headwise.progress import Progress, silent
 from headwise.texts.calibration import check_texts, open_windows, refuse_cross_layers
+from headwise.texts.sources import refuse_texts_within
 from headwise.type_checks import typed
 
 
@@ -87,6 +88,8 @@ def calibrate(
     destination = Path(output)
     check_output(destination, overwrite=overwrite, mark=ABOUT)
     checkpoint = open_checkpoint(source)
+    refuse_input_within(destination, checkpoint.path, "the source")
+    refuse_texts_within(destination, texts.sources, name="calibrate")
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
     run = run_identity(checkpoint, calibrate=texts.identity())

@@ -133,6 +133,20 @@ def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationText
     return [] if note is None else [note]
 
 
+def named_texts(evaluate: bool | str | Path | Sequence[str | Path] | None) -> list[str | Path]:
+    """The texts that a user names to evaluate on; none for None, True and False.
+
+    Raises:
+        ArgumentError: the user gives a list without a text.
+    """
+    if evaluate is None or isinstance(evaluate, bool):
+        return []
+    named = [evaluate] if isinstance(evaluate, str | Path) else list(evaluate)
+    if not named:
+        raise ArgumentError("evaluate", evaluate, "must be at least one file")
+    return named
+
+
 def find_exam(
     checkpoint: Checkpoint,
     evaluate: bool | str | Path | Sequence[str | Path],
@@ -148,7 +162,7 @@ def find_exam(
     Raises:
         HeadwiseError: a text that the user named cannot be used.
     """
-    named = [] if isinstance(evaluate, bool) else [evaluate] if isinstance(evaluate, str | Path) else list(evaluate)
+    named = named_texts(evaluate)
     try:
         return choose_exam(checkpoint, named, **how), None
     except HeadwiseError as error:

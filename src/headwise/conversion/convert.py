@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,8 +10,9 @@ from pathlib import Path
 import torch
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
+from headwise.checkpoints.disk import refuse_input_within
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
-from headwise.conversion.closing_evaluation import Exam, find_exam, overlap_notes, prove
+from headwise.conversion.closing_evaluation import Exam, find_exam, named_texts, overlap_notes, prove
 from headwise.conversion.estimate import estimate_seconds
 from headwise.conversion.methods import refuse_stages
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
@@ -23,13 +23,12 @@ from headwise.conversion.planning.target import Target, parse_target
 from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
-from headwise.errors import ArgumentError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.options import ConvertOptions, takes_options
 from headwise.processes import first_enters, process_index
 from headwise.progress import Progress, silent
-from headwise.texts import CalibrationTexts, check_texts, refuse_cross_layers
+from headwise.texts import CalibrationTexts, check_texts, refuse_cross_layers, refuse_texts_within
 from headwise.type_checks import typed
 
 UNKNOWN_SPREAD = "the text decides how the cache is spread over layers; parameters and disk depend on it"
@@ -67,7 +66,8 @@ def convert(
     start = time.perf_counter()
     prepared = _prepare(source, Path(output), options, progress)
     if options.dry_run:
-        return _estimate(prepared, progress)
+        with refuse_unsolvable(prepared.plan.checkpoint):
+            return _estimate(prepared, progress)
     with first_enters(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
         inputs = ConversionInputs(
             texts=prepared.texts,
@@ -157,7 +157,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     check_output(output, overwrite=options.overwrite)
     checkpoint = open_checkpoint(source)
     refuse_cross_layers(checkpoint, texts)
-    _refuse_source(output, checkpoint)
+    _refuse_inputs_within(output, checkpoint, options, texts)
     folder_format = output_format(options.format)
     plan = make_plan(
         checkpoint,
@@ -182,6 +182,17 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         exam=exam,
         no_exam=no_exam,
     )
+
+
+def _refuse_inputs_within(
+    output: Path, checkpoint: Checkpoint, options: ConvertOptions, texts: CalibrationTexts
+) -> None:
+    """Refuse an output whose replacement would remove the source, a text or the statistics."""
+    refuse_input_within(output, checkpoint.path, "the source")
+    refuse_texts_within(output, texts.sources, name="calibrate")
+    refuse_texts_within(output, named_texts(options.evaluate), name="evaluate")
+    if options.statistics is not None:
+        refuse_input_within(output, Path(options.statistics), "the statistics")
 
 
 def _target(options: ConvertOptions) -> Target:
@@ -289,10 +300,3 @@ def _card_facts(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str
     if report.evaluation is None:
         return facts
     return replace(facts, evaluation=report.evaluation.to_dict(), seconds=report.seconds)
-
-
-def _refuse_source(output: Path, checkpoint: Checkpoint) -> None:
-    """Refuse an output that is the source, or a folder that holds it."""
-    source = Path(os.path.realpath(checkpoint.path))
-    if Path(os.path.realpath(output)) in (source, *source.parents):
-        raise ArgumentError("output", str(output), "must not be the source, or a folder that holds it")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from headwise.checkpoints.disk import refuse_input_within
 from headwise.errors import ArgumentError, MissingExtraError
 from headwise.texts.files import read_text
 
@@ -52,6 +53,22 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
         kind, files = local_files(path, name)
         rows = _dataset_rows(source, name, kind, data_files=files, split="train")
     return _text(rows, column or COLUMN, characters, source, name)
+
+
+def refuse_texts_within(output: Path, sources: Iterable[str | Path], *, name: str) -> None:
+    """Refuse a destination whose replacement would remove a text that the run reads.
+
+    Args:
+        output: the folder that may be replaced.
+        sources: see `read_source`.
+        name: the option that the user named the texts by.
+
+    Raises:
+        ArgumentError: the destination is the file or folder of a text, or holds it.
+    """
+    for source in sources:
+        if not str(source).startswith(DATASET_PREFIX):
+            refuse_input_within(output, local_path(source)[0], f"a text of {name}")
 
 
 def local_path(source: str | Path) -> tuple[Path, str]:

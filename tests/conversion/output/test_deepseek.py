@@ -268,5 +268,7 @@ def test_a_taken_output_is_refused_unless_told_to_replace_it(tmp_path: Path, ids
     folder = lossy(tmp_path)
     with pytest.raises(headwise.ArgumentError, match="overwrite"):
         export_deepseek(folder, tmp_path / "source")
+    with pytest.raises(headwise.ArgumentError, match="must not be the source, or a folder that holds it"):
+        export_deepseek(folder, folder, overwrite=True)
     export_deepseek(folder, tmp_path / "source", overwrite=True)
     assert_close(logits(tmp_path / "source", ids), logits(folder, ids), FLOAT32_NORM)

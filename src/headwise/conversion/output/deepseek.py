@@ -22,6 +22,7 @@ from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint
+from headwise.checkpoints.disk import refuse_input_within
 from headwise.errors import ArgumentError, SpecError
 from headwise.hf import as_dtype, check_complete, expected_tensors, stock_config
 from headwise.progress import Progress, silent
@@ -204,6 +205,7 @@ def export_deepseek(
     """
     check_output(Path(output), overwrite=overwrite)
     checkpoint = open_checkpoint(source)
+    refuse_input_within(Path(output), checkpoint.path, "the source")
     config = deepseek_config({**checkpoint.config, "dtype": dtype_name(checkpoint.dtype)})
     check_complete(checkpoint)
     tensors = {name: TensorInfo(shape, checkpoint.dtype) for name, shape in expected_tensors(config).items()}
