@@ -89,7 +89,7 @@ def calibrate(
     checkpoint = open_checkpoint(source)
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
-    run = run_identity(checkpoint, calibrate=texts.identity())
+    run = run_identity(checkpoint, **options.identity() | texts.identity())
     with (
         first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
         refuse_unsolvable(checkpoint),

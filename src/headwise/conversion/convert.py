@@ -117,16 +117,15 @@ class _Prepared:
     def run(self) -> str:
         """A digest of all that decides the output: a killed run is continued by a run with the same identity."""
         options = self.options
-        return run_identity(
-            self.plan.checkpoint,
-            target=asdict(_target(options)),
-            method=self.plan.method.spelling,
-            dtype=dtype_name(self.plan.dtype),
-            format=options.format,
-            calibrate=self.texts.identity(),
-            without=sorted(options.without),
-            statistics=None if self.statistics is None else self.statistics.identity,
-        )
+        # What files hold in place of their paths, and one spelling of what has several.
+        decides = options.identity() | {
+            "to": asdict(_target(options)),
+            "method": self.plan.method.spelling,
+            "dtype": dtype_name(self.plan.dtype),
+            "without": sorted(options.without),
+            "statistics": None if self.statistics is None else self.statistics.identity,
+        }
+        return run_identity(self.plan.checkpoint, **decides | self.texts.identity())
 
     @property
     def is_calibrated(self) -> bool:

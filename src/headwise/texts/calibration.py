@@ -50,9 +50,16 @@ class CalibrationTexts:
         """The most tokens that a window has."""
         return self.window or WINDOW
 
-    def identity(self) -> list[Any]:
-        """JSON-able values that tell these texts from others, whatever their files are called."""
-        return [[text_identity(source) for source in self.sources], self.tokens, self.widest]
+    def identity(self) -> dict[str, Any]:
+        """JSON-able values that tell these texts from others, whatever their files are called.
+
+        They have the names of the options that they stand for in a run's identity (`Options.identity`).
+        """
+        return {
+            "calibrate": [text_identity(source) for source in self.sources],
+            "calibration_tokens": self.tokens,
+            "calibration_window": self.widest,
+        }
 
 
 NO_TEXTS = CalibrationTexts()
