@@ -13,7 +13,6 @@ import torch
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.estimate import estimate_seconds
-from headwise.conversion.methods import refuse_stages
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
@@ -151,7 +150,6 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     """Check all inputs before any work."""
     target = _target(options)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
-    refuse_stages(options.without)
     dtype = None if options.dtype is None else as_dtype(options.dtype)
     check_output(output, overwrite=options.overwrite)
     checkpoint = open_checkpoint(source)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
 from functools import cache
 
 from headwise.conversion.methods.base import LONGEST, Evidence, LayerTarget, Method
@@ -24,7 +23,6 @@ __all__ = [
     "all_methods",
     "choose_method",
     "find_method",
-    "refuse_stages",
 ]
 
 
@@ -75,14 +73,3 @@ def choose_method(spelling: str | None, source: ModelSpec, target: ModelSpec) ->
             raise ArgumentError("method", spelling, rule)
     method.check(source)
     return method
-
-
-def refuse_stages(without: Iterable[str]) -> None:
-    """Refuse names of stages to leave out that are not stages.
-
-    Raises:
-        ArgumentError: a name is not one of `STAGES`.
-    """
-    for name in without:
-        if name not in STAGES:
-            raise ArgumentError("without", name, f"must be one of {', '.join(STAGES)}")
