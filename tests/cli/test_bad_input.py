@@ -520,7 +520,7 @@ def test_an_output_that_would_eat_its_source(refused: Refused, here: Path, tiny_
 
 
 def test_an_output_that_would_eat_its_texts(
-    cli: Callable[..., Said], refused: Refused, here: Path, tiny_llama: Path
+    cli: Callable[..., Result], refused: Refused, here: Path, tiny_llama: Path
 ) -> None:
     shutil.copytree(tiny_llama, here / "out")
     (here / "study").symlink_to("out/texts")
@@ -539,7 +539,7 @@ def test_an_output_that_would_eat_its_texts(
 
 
 def test_statistics_that_would_eat_their_inputs(
-    cli: Callable[..., Said], refused: Refused, here: Path, tiny_llama: Path
+    cli: Callable[..., Result], refused: Refused, here: Path, tiny_llama: Path
 ) -> None:
     assert cli("calibrate", "tiny", "out", "--calibrate", "text.txt", "--calibration-tokens", "64").status == 0
     shutil.copytree(tiny_llama, here / "out" / "tiny")

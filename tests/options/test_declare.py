@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 
 from headwise.errors import ArgumentError
-from headwise.options import EvaluateOptions, Options, PlantedOptions, at_least, declarations, not_empty, option
+from headwise.options import (
+    STAGES,
+    CalibrateOptions,
+    ConvertOptions,
+    EvaluateOptions,
+    FrontierOptions,
+    Options,
+    PlantedOptions,
+    at_least,
+    declarations,
+    not_empty,
+    option,
+)
 
 
 class PlaceOptions(Options):
@@ -74,6 +86,36 @@ def test_own_fields_stand_before_inherited_ones_and_have_their_help() -> None:
         "How a text is read.\n\nIn two paragraphs.\n\nArgs:\n    texts: a file, or several.\n"
         "    windows: how many windows of each.\n    device: device to run on."
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"to": "mlaa"}, "to = 'mlaa': must be mha, gqa:K, mqa or mla, K the number of key–value heads"),
+        ({"kv_budget": 7.0}, "kv_budget = 7.0: must be a fraction above 0 and at most 1"),
+        ({"kv_budget": float("nan")}, "kv_budget = nan: must be a fraction above 0 and at most 1"),
+        ({"calibration_tokens": 1}, "calibration_tokens = 1: must be at least 2"),
+        ({"calibration_window": 1}, "calibration_window = 1: must be at least 2"),
+        ({"evaluation_windows": 0}, "evaluation_windows = 0: must be at least 1"),
+        (
+            {"without": ["refit", "x"]},
+            "without = 'x': must be one of sensitivity, spread, channels, sequence, refine, refit",
+        ),
+    ],
+)
+def test_options_of_a_conversion_refuse_by_themselves(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{line}$"):
+        ConvertOptions(**{"to": "mla", **given})
+    assert ConvertOptions(to=" GQA:2 ", kv_budget=1, without=STAGES).without == STAGES
+
+
+def test_options_of_other_functions_refuse_by_themselves() -> None:
+    for kind in (CalibrateOptions, FrontierOptions):
+        for name in ("calibration_tokens", "calibration_window"):
+            with pytest.raises(ArgumentError, match=f"^{name} = 1: must be at least 2$"):
+                kind(calibrate="a.txt", **{name: 1})
+    with pytest.raises(ArgumentError, match=r"^windows = 0: must be at least 1$"):
+        FrontierOptions(calibrate="a.txt", windows=0)
 
 
 def test_the_options_of_evaluations() -> None:

@@ -92,7 +92,7 @@ def calibrate(
     refuse_texts_within(destination, texts.sources, name="calibrate")
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
-    run = run_identity(checkpoint, calibrate=texts.identity())
+    run = run_identity(checkpoint, **options.identity() | texts.identity())
     with (
         first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
         refuse_unsolvable(checkpoint),

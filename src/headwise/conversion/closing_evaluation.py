@@ -86,8 +86,6 @@ def choose_exam(
     if window is not None and not 2 <= window <= (positions or window):
         limit = "" if positions is None else f" and at most {positions}, by the model's positions"
         raise ArgumentError("window", window, f"must be at least 2{limit}")
-    if windows < 1:
-        raise ArgumentError("windows", windows, "must be at least 1")
     width = window or usual
     tokenizer = load_tokenizer(checkpoint.path)
     calibration_texts = {*calibrated_on, *map(text_identity, calibrate.sources)}

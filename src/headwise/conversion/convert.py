@@ -14,7 +14,6 @@ from headwise.checkpoints.disk import refuse_input_within
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.closing_evaluation import Exam, find_exam, named_texts, overlap_notes, prove
 from headwise.conversion.estimate import estimate_seconds
-from headwise.conversion.methods import refuse_stages
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
@@ -117,16 +116,15 @@ class _Prepared:
     def run(self) -> str:
         """A digest of all that decides the output: a killed run is continued by a run with the same identity."""
         options = self.options
-        return run_identity(
-            self.plan.checkpoint,
-            target=asdict(_target(options)),
-            method=self.plan.method.spelling,
-            dtype=dtype_name(self.plan.dtype),
-            format=options.format,
-            calibrate=self.texts.identity(),
-            without=sorted(options.without),
-            statistics=None if self.statistics is None else self.statistics.identity,
-        )
+        # What files hold in place of their paths, and one spelling of what has several.
+        decides = options.identity() | {
+            "to": asdict(_target(options)),
+            "method": self.plan.method.spelling,
+            "dtype": dtype_name(self.plan.dtype),
+            "without": sorted(options.without),
+            "statistics": None if self.statistics is None else self.statistics.identity,
+        }
+        return run_identity(self.plan.checkpoint, **decides | self.texts.identity())
 
     @property
     def is_calibrated(self) -> bool:
@@ -152,7 +150,6 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     """Check all inputs before any work."""
     target = _target(options)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
-    refuse_stages(options.without)
     dtype = None if options.dtype is None else as_dtype(options.dtype)
     check_output(output, overwrite=options.overwrite)
     checkpoint = open_checkpoint(source)

@@ -18,6 +18,7 @@ from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import Exam
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.frontiers.ladder import Candidate
+from headwise.options import FrontierOptions
 from headwise.progress import Progress
 from headwise.texts import NO_TEXTS, CalibrationTexts, open_windows
 
@@ -33,36 +34,36 @@ class Setting:
         checkpoint: the source.
         source: the source, as the user named it.
         output: the frontier's output folder.
+        options: the user's options.
         models: the folder of converted models.
         calibrate: the calibration texts.
         exam: the windows to evaluate on.
         dtype: the dtype of the conversions; the source's when None.
-        keep: whether converted models are kept after they are evaluated.
         progress: told of layers and windows.
     """
 
     checkpoint: Checkpoint
     source: str
     output: Path
+    options: FrontierOptions
     models: Path
     calibrate: CalibrationTexts
     exam: Exam
     dtype: torch.dtype | None
-    keep: bool
     progress: Progress
 
 
 def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
     """A candidate's conversion and evaluation, from this run or an earlier one.
 
-    The model is removed once it has been evaluated, unless ``setting.keep``.
+    The model is removed once it has been evaluated, unless ``setting.options.keep``.
     """
     run = _identity(candidate, setting)
     file = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
     model = setting.models / candidate.slug
     result = _read(file)
     conversion = _converted(model, run)
-    if conversion is None and (result is None or setting.keep):
+    if conversion is None and (result is None or setting.options.keep):
         conversion = _convert(candidate, model, run, setting)
     if result is None:
         pair = open_pair(model, against=setting.source, dtype=_name(setting.dtype), progress=setting.progress)
@@ -74,7 +75,7 @@ def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
         write_file(file, json.dumps(document, indent=2))
         result = _read(file)
         assert result is not None
-    if not setting.keep:
+    if not setting.options.keep:
         shutil.rmtree(model, ignore_errors=True)
         _stamp(model).unlink(missing_ok=True)
     return result
@@ -120,19 +121,21 @@ def _converted(model: Path, run: str) -> dict[str, Any] | None:
 
 def _identity(candidate: Candidate, setting: Setting) -> str:
     """A digest of everything that decides a result."""
-    texts = [[name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in setting.exam]
-    return run_identity(
-        setting.checkpoint,
-        candidate=[
+    # The windows to evaluate on, in place of the texts, the width and the number that they come from.
+    exam = [[name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in setting.exam]
+    decides = setting.options.identity() | {
+        "evaluate": exam,
+        "window": None,
+        "windows": None,
+        "dtype": _name(setting.dtype),
+        "candidate": [
             candidate.target,
             candidate.method,
             sorted(candidate.without),
             *(["held out"] if candidate.is_variant else []),
         ],
-        dtype=_name(setting.dtype),
-        calibrate=_texts(candidate, setting).identity(),
-        texts=texts,
-    )
+    }
+    return run_identity(setting.checkpoint, **decides | _texts(candidate, setting).identity())
 
 
 def _texts(candidate: Candidate, setting: Setting) -> CalibrationTexts:

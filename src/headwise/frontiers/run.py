@@ -71,11 +71,11 @@ def frontier(
             checkpoint=checkpoint,
             source=str(source),
             output=folder,
+            options=options,
             models=folder / _MODELS if options.keep else work,
             calibrate=texts,
             exam=exam,
             dtype=dtype,
-            keep=options.keep,
             progress=progress,
         )
         result = collect(

@@ -2,19 +2,23 @@
 
 from headwise.options.convert import (
     EVALUATION_WINDOWS,
+    KV_BUDGET,
     STAGES,
+    TARGET,
     CalibrateOptions,
     CalibrationOptions,
     ConvertOptions,
 )
-from headwise.options.declare import Declaration, Options, Rule, at_least, declarations, not_empty, option
+from headwise.options.declare import Declaration, Options, Rule, at_least, declarations, each_of, not_empty, option
 from headwise.options.evaluate import EvaluateOptions, PlantedOptions, TextOptions
 from headwise.options.frontier import FrontierOptions
 from headwise.options.keywords import takes_options
 
 __all__ = [
     "EVALUATION_WINDOWS",
+    "KV_BUDGET",
     "STAGES",
+    "TARGET",
     "CalibrateOptions",
     "CalibrationOptions",
     "ConvertOptions",
@@ -27,6 +31,7 @@ __all__ = [
     "TextOptions",
     "at_least",
     "declarations",
+    "each_of",
     "not_empty",
     "option",
     "takes_options",

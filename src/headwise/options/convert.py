@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
-from headwise.options.declare import Options, at_least, option
+from headwise.options.declare import Options, Rule, at_least, each_of, option
 
 EVALUATION_WINDOWS = 2
 """The default number of windows of each text that a conversion is evaluated on; two take some seconds."""
+
+TARGET = Rule(
+    "must be mha, gqa:K, mqa or mla, K the number of key–value heads",
+    lambda to: re.fullmatch(r"mha|mqa|mla|gqa:[0-9]{1,9}", to.strip().lower()) is not None,
+)
+"""The spellings of a target."""
+
+_FRACTION = "a fraction above 0 and at most 1"
+KV_BUDGET = Rule(f"must be {_FRACTION}", lambda budget: bool(0 < budget <= 1))
+"""The fractions of a cache that a conversion can keep."""
 
 
 STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
@@ -27,9 +38,13 @@ STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
 class CalibrationOptions(Options):
     """The amount of text to calibrate on."""
 
-    calibration_tokens: int | None = option("how many tokens to calibrate on; 16384 when left out", default=None)
+    calibration_tokens: int | None = option(
+        "how many tokens to calibrate on; 16384 when left out", default=None, rule=at_least(2)
+    )
     calibration_window: int | None = option(
-        "tokens in each window of them; 1024, or as many as the model or a text has, when left out", default=None
+        "tokens in each window of them; 1024, or as many as the model or a text has, when left out",
+        default=None,
+        rule=at_least(2),
     )
 
 
@@ -45,9 +60,11 @@ class CalibrateOptions(CalibrationOptions):
 class ConvertOptions(CalibrationOptions):
     """The target, evidence, method and output of `headwise.convert`."""
 
-    to: str = option("the mechanism to convert to: mha, gqa:K, mqa or mla")
+    to: str = option("the mechanism to convert to: mha, gqa:K, mqa or mla", rule=TARGET)
     kv_budget: float | None = option(
-        "mla: the fraction of the source's cache to keep, above 0 and at most 1, which is lossless", default=None
+        f"mla: how much of the source's cache to keep, {_FRACTION}, which is lossless",
+        default=None,
+        rule=KV_BUDGET,
     )
     kv_lora_rank: int | None = option("mla: the width of the latent, in place of a budget", default=None)
     qk_rope_head_dim: int | None = option("mla: the width of the rotary key, with kv_lora_rank", default=None)
@@ -72,6 +89,7 @@ class ConvertOptions(CalibrationOptions):
         "spread is left out too",
         default=(),
         metavar="STAGE",
+        rule=each_of(STAGES),
     )
     dtype: str | None = option("dtype of the output; the source's when left out", default=None)
     format: Literal["headwise", "deepseek"] = option(

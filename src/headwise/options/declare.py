@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import MISSING, dataclass, field, fields
 from inspect import cleandoc
 from textwrap import wrap
@@ -22,10 +22,28 @@ class Rule:
     Attributes:
         words: the condition as errors state it, such as ``must be at least 1``.
         holds: whether a value meets it; not called for None.
+        each: whether it is a rule for each item of a collection, rather than for the whole.
     """
 
     words: str
     holds: Callable[[Any], bool]
+    each: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value that does not meet the rule; None meets every rule.
+
+        Args:
+            name: what an error calls the value.
+            value: the value.
+
+        Raises:
+            ArgumentError: the value, or one of its items, does not meet the rule.
+        """
+        if value is None:
+            return
+        for one in value if self.each else (value,):
+            if not self.holds(one):
+                raise ArgumentError(name, one, self.words)
 
 
 def at_least(least: float) -> Rule:
@@ -40,6 +58,11 @@ def not_empty(words: str) -> Rule:
         words: the rule as errors state it.
     """
     return Rule(words, lambda value: isinstance(value, str) or not isinstance(value, Sized) or len(value) > 0)
+
+
+def each_of(names: Sequence[str]) -> Rule:
+    """A rule for collections that may hold only some names."""
+    return Rule(f"must be one of {', '.join(names)}", lambda name: name in names, each=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +138,8 @@ class Options:
         values = {name: getattr(self, name) for name in by_name}
         check_types(values, {name: declaration.type for name, declaration in by_name.items()})
         for name, value in values.items():
-            rule = by_name[name].rule
-            if rule is not None and value is not None and not rule.holds(value):
-                raise ArgumentError(name, value, rule.words)
+            if (rule := by_name[name].rule) is not None:
+                rule.check(name, value)
 
     def identity(self) -> dict[str, Any]:
         """The options that decide a run's result, by name."""

@@ -28,10 +28,12 @@ class FrontierOptions(CalibrationOptions):
         "mha; a ladder of them when left out",
         default=(),
         flag="--target",
+        identity=False,  # as for methods: they say which results there are, and decide none
     )
     methods: bool = option(
         "compare methods at each target: headwise's, its ablations without each stage in turn, and the baselines",
         default=False,
+        identity=False,
     )
     window: int | None = option(
         "tokens in each evaluation window; 2048, or the model's positions if fewer, when left out", default=None

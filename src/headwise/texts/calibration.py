@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, load_tokenizer, max_length
 from headwise.errors import ArgumentError
+from headwise.options import CalibrationOptions
 from headwise.texts.identity import refuse_twice, text_identity
 from headwise.texts.mixture import calibration_windows, hold_out
 from headwise.texts.sources import read_source
@@ -50,9 +51,16 @@ class CalibrationTexts:
         """The most tokens that a window has."""
         return self.window or WINDOW
 
-    def identity(self) -> list[Any]:
-        """JSON-able values that tell these texts from others, whatever their files are called."""
-        return [[text_identity(source) for source in self.sources], self.tokens, self.widest]
+    def identity(self) -> dict[str, Any]:
+        """JSON-able values that tell these texts from others, whatever their files are called.
+
+        They have the names of the options that they stand for in a run's identity (`Options.identity`).
+        """
+        return {
+            "calibrate": [text_identity(source) for source in self.sources],
+            "calibration_tokens": self.tokens,
+            "calibration_window": self.widest,
+        }
 
 
 NO_TEXTS = CalibrationTexts()
@@ -114,9 +122,8 @@ def check_texts(
         MissingExtraError: a dataset is named and ``datasets`` is not installed.
     """
     sources = (calibrate,) if isinstance(calibrate, str | Path) else tuple(calibrate or ())
-    for name, value in (("calibration_tokens", tokens), ("calibration_window", window)):
-        if value is not None and value < 2:
-            raise ArgumentError(name, value, "must be at least 2")
+    amounts = CalibrationOptions(calibration_tokens=tokens, calibration_window=window).identity()
+    for name, value in amounts.items():
         if value is not None and not sources:
             raise ArgumentError(name, value, "goes with calibrate")
     for source in sources:

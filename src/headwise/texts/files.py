@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import ArgumentError
+from headwise.options import at_least
 
 
 def read_text(path: str | Path, *, characters: int | None = None, name: str = "text") -> str:
@@ -61,8 +62,7 @@ def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list
     Raises:
         ArgumentError: the file cannot be read or is empty, a line is no JSON object, or the limit is not positive.
     """
-    if limit is not None and limit < 1:
-        raise ArgumentError("limit", limit, "must be at least 1")
+    at_least(1).check("limit", limit)
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(read_text(path, name=name).split("\n"), 1):
         if len(rows) == limit:

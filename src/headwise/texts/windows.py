@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwise.checkpoints import tokenize
 from headwise.errors import ArgumentError, SpecError
+from headwise.options import at_least
 
 
 def token_windows(
@@ -28,8 +29,7 @@ def token_windows(
     """
     if window < 2:
         raise ArgumentError("window", window, "must be at least 2 tokens")
-    if windows is not None and windows < 1:
-        raise ArgumentError("windows", windows, "must be at least 1")
+    at_least(1).check("windows", windows)
     ids = token_ids(tokenizer, text, at_most=None if windows is None else window * windows)
     return cut_windows(ids, window=window, windows=windows, name=name)
 

@@ -4,7 +4,7 @@ A file of this folder that assigns ``METHOD`` is a method; nothing else lists th
 """
 
 from headwise.conversion.methods.base import LONGEST, Evidence, LatentMethod, LayerTarget, Method
-from headwise.conversion.methods.find import all_methods, choose_method, find_method, refuse_stages
+from headwise.conversion.methods.find import all_methods, choose_method, find_method
 from headwise.options import STAGES
 
 __all__ = [
@@ -17,5 +17,4 @@ __all__ = [
     "all_methods",
     "choose_method",
     "find_method",
-    "refuse_stages",
 ]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from headwise.conversion.methods.base import Method
 from headwise.errors import ArgumentError
-from headwise.options import STAGES
 from headwise.specs import ModelSpec
 
 _PACKAGE = __name__.rpartition(".")[0]
@@ -64,14 +62,3 @@ def choose_method(spelling: str | None, source: ModelSpec, target: ModelSpec) ->
             raise ArgumentError("method", spelling, rule)
     method.check(source)
     return method
-
-
-def refuse_stages(without: Iterable[str]) -> None:
-    """Refuse names of stages to leave out that are not stages.
-
-    Raises:
-        ArgumentError: a name is not one of `STAGES`.
-    """
-    for name in without:
-        if name not in STAGES:
-            raise ArgumentError("without", name, f"must be one of {', '.join(STAGES)}")

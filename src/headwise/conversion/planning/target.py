@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass, replace
 
 from headwise.cost import formulas
 from headwise.errors import ArgumentError, SpecError
+from headwise.options import KV_BUDGET, TARGET
 from headwise.specs import (
     AttentionSpec,
     GroupedSpec,
@@ -18,9 +17,6 @@ from headwise.specs import (
     rotary_width,
     split_budget,
 )
-
-TARGETS = "mha, gqa:K, mqa or mla"
-"""The spellings of targets, for messages."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +56,20 @@ def parse_target(
     Raises:
         ArgumentError: ``to`` is no target, or the sizes do not go with it.
     """
-    match = re.fullmatch(r"(mha|mqa|mla|gqa:([0-9]{1,9}))", to.strip().lower())
-    if match is None:
-        raise ArgumentError("to", to, f"must be {TARGETS}, K the number of key–value heads")
-    mechanism = match[1].partition(":")[0]
+    TARGET.check("to", to)
+    mechanism, _, heads = to.strip().lower().partition(":")
     sizes = {"kv_budget": kv_budget, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
     if mechanism != "mla":
         for name, value in sizes.items():
             if value is not None:
                 raise ArgumentError(name, value, f"goes with mla; the cache of {to} follows from its heads")
-        return Target(mechanism, num_kv_heads=int(match[2]) if match[2] else None)
+        return Target(mechanism, num_kv_heads=int(heads) if heads else None)
     if kv_budget is None and kv_lora_rank is None and qk_rope_head_dim is None:
         raise ArgumentError("kv_budget", None, "mla needs kv_budget, or kv_lora_rank and qk_rope_head_dim")
     if kv_budget is not None:
         if kv_lora_rank is not None or qk_rope_head_dim is not None:
             raise ArgumentError("kv_budget", kv_budget, "cannot be used with kv_lora_rank and qk_rope_head_dim")
-        if not (math.isfinite(kv_budget) and 0 < kv_budget <= 1):
-            raise ArgumentError("kv_budget", kv_budget, "must be a fraction above 0 and at most 1")
+        KV_BUDGET.check("kv_budget", kv_budget)
     elif kv_lora_rank is None or qk_rope_head_dim is None:
         raise ArgumentError("kv_lora_rank", kv_lora_rank, "and qk_rope_head_dim are given together")
     return Target("mla", kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)

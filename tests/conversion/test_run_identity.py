@@ -1,0 +1,160 @@
+"""A killed run is continued by the same command, and by no run with another value of an option that matters."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import headwise
+from headwise.checkpoints import run_identity
+from headwise.frontiers import results
+from headwise.options import CalibrateOptions, ConvertOptions, FrontierOptions, Options, declarations
+from tests.real_models import save_tiny
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+MLA = {"to": "mla", "kv_budget": 0.5}
+SIZED = {"to": "mla", "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+STUDY = {"calibrate": "study.txt", "calibration_tokens": 512}
+
+CONVERT: dict[str, tuple[dict[str, Any], Any]] = {
+    "to": ({"to": "mqa"}, "gqa:1"),
+    "kv_budget": (MLA, 0.6),
+    "kv_lora_rank": (SIZED, 9),
+    "qk_rope_head_dim": (SIZED, 6),
+    "calibrate": ({**MLA, **STUDY}, "other.txt"),
+    "calibration_tokens": ({**MLA, **STUDY}, 500),
+    "calibration_window": ({**MLA, **STUDY}, 64),
+    "statistics": ({**MLA, "statistics": "statistics"}, "statistics-2"),
+    "method": ({**MLA, **STUDY}, "transmla"),
+    "without": ({**MLA, **STUDY, "without": ["refit", "spread"]}, ["refit"]),
+    "dtype": (MLA, "bfloat16"),
+    "format": (MLA, "deepseek"),
+    "evaluate": ({**MLA, **STUDY, "evaluate": False}, "exam.txt"),
+    "evaluation_windows": ({**MLA, **STUDY}, 3),
+    "overwrite": (MLA, True),
+}
+"""For each option the rest of a command, and another value than the option has there."""
+
+CALIBRATE: dict[str, tuple[dict[str, Any], Any]] = {
+    "calibrate": (STUDY, "other.txt"),
+    "calibration_tokens": (STUDY, 500),
+    "calibration_window": (STUDY, 64),
+    "overwrite": (STUDY, True),
+}
+
+ONE = {**STUDY, "evaluate": "exam.txt", "targets": ["mla:0.5"], "window": 48, "windows": 2, "plot": False}
+FRONTIER: dict[str, tuple[dict[str, Any], Any]] = {
+    "calibrate": (ONE, "other.txt"),
+    "calibration_tokens": (ONE, 500),
+    "calibration_window": (ONE, 64),
+    "evaluate": (ONE, "third.txt"),
+    "window": (ONE, 47),
+    "windows": (ONE, 3),
+    "dtype": (ONE, "bfloat16"),
+    "targets": (ONE, ["mla:0.5", "mqa"]),
+    "methods": (ONE, True),
+    "keep": (ONE, True),
+}
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], ModuleType, type[Options]]] = {
+    "convert": (headwise.convert, sys.modules["headwise.conversion.convert"], ConvertOptions),
+    "calibrate": (headwise.calibrate, sys.modules["headwise.conversion.calibrate"], CalibrateOptions),
+    "frontier": (headwise.frontier, results, FrontierOptions),
+}
+"""Each function that continues a killed run, the module that makes its identity, and its options."""
+
+CASES = [("convert", CONVERT), ("calibrate", CALIBRATE), ("frontier", FRONTIER)]
+
+
+class IdentityError(Exception):
+    """Ends a run as soon as it has an identity."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source, texts and two sets of statistics; not to be changed."""
+    folder = tmp_path_factory.mktemp("identity")
+    save_tiny(folder / "source")
+    for name, text in (("study", TEXT), ("other", TEXT[1:]), ("exam", TEXT[::-1]), ("third", TEXT[:1:-1])):
+        (folder / f"{name}.txt").write_text(text)
+    for name, tokens in (("statistics", 512), ("statistics-2", 400)):
+        headwise.calibrate(
+            folder / "source", folder / name, calibrate=folder / "study.txt", calibration_tokens=tokens
+        )
+    return folder
+
+
+def identity_of(monkeypatch: pytest.MonkeyPatch, place: Path, name: str, options: dict[str, Any]) -> str:
+    """The identity of a run with these options; files are named relative to a folder."""
+    function, module, _ = FUNCTIONS[name]
+
+    def ending(*args: Any, **decides: Any) -> str:
+        raise IdentityError(run_identity(*args, **decides))
+
+    monkeypatch.setattr(module, "run_identity", ending)
+    monkeypatch.chdir(place)
+    with pytest.raises(IdentityError) as caught:
+        function("source", place / "out", **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "option"), [(name, option) for name, flips in CASES for option in flips], ids=str
+)
+def test_runs_differ_by_the_options_that_decide_the_result(
+    function: str, option: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, value = dict(CASES)[function][option]
+    one, same, other = (
+        identity_of(monkeypatch, place, function, given) for given in (command, command, {**command, option: value})
+    )
+    assert one == same
+    assert (one != other) is decides(function, option)
+
+
+def decides(function: str, option: str) -> bool:
+    """Whether an option decides the result, as it is declared."""
+    return declarations(FUNCTIONS[function][2])[option].identity
+
+
+@pytest.mark.parametrize(("function", "flips"), CASES)
+def test_every_option_is_tried(function: str, flips: dict[str, Any]) -> None:
+    """A dry run and a page without a plot write nothing, or nothing that is continued."""
+    assert {*flips} == {*declarations(FUNCTIONS[function][2])} - {"dry_run", "plot"}
+
+
+def test_what_does_not_decide_a_result() -> None:
+    never = {
+        name: {one for one in declarations(kind) if not decides(name, one)}
+        for name, (_, _, kind) in FUNCTIONS.items()
+    }
+    assert never == {
+        "convert": {"evaluate", "evaluation_windows", "overwrite", "dry_run"},
+        "calibrate": {"overwrite"},
+        "frontier": {"targets", "methods", "keep", "plot"},
+    }
+
+
+def test_the_name_of_a_text_decides_nothing(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = shutil.copy(place / "study.txt", tmp_path / "copy.txt")
+    for name, command in (("convert", {**MLA, **STUDY}), ("calibrate", STUDY), ("frontier", ONE)):
+        one, other = (
+            identity_of(monkeypatch, place, name, {**command, "calibrate": text}) for text in ("study.txt", copy)
+        )
+        assert one == other, name
+
+
+def test_an_option_that_is_new_is_in_the_identity(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Identities begin with what the options declare, so that no list has to be kept beside them."""
+    for name, command in (("convert", MLA), ("calibrate", STUDY), ("frontier", ONE)):
+        before = identity_of(monkeypatch, place, name, command)
+        with monkeypatch.context() as patch:
+            kind, own = FUNCTIONS[name][2], FUNCTIONS[name][2].identity
+            patch.setattr(kind, "identity", lambda self, own=own: {**own(self), "new": 1})
+            assert identity_of(patch, place, name, command) != before, name
