@@ -15,7 +15,7 @@ import headwise
 from headwise.conversion import export_deepseek
 from headwise.measurement import cache_nbytes
 from tests.closeness import assert_close
-from tests.one_plan import convert_with_one_plan
+from tests.one_size import convert_to_one_size
 from tests.real_models import save_glassllm
 
 PROMPT = "The capital of France is Paris, and the capital of Italy is"
@@ -136,7 +136,7 @@ def test_as_deepseek_v3_where_headwise_cannot_be_imported(
     if plan == "lossless":
         headwise.convert(smollm2, folder, to="mla", kv_budget=1.0, evaluate=False)
     else:
-        convert_with_one_plan(smollm2, folder, kv_lora_rank=200, qk_rope_head_dim=128)
+        convert_to_one_size(smollm2, folder, kv_lora_rank=200, qk_rope_head_dim=128)
     export_deepseek(folder, tmp_path / "stock")
     code = f"""
 import sys

@@ -18,7 +18,7 @@ import headwise
 from headwise.conversion import export_deepseek
 from headwise.hf.deepseek import OptimizedLatentAttention
 from tests.closeness import assert_close
-from tests.one_plan import convert_with_one_plan
+from tests.one_size import convert_to_one_size
 from tests.real_models import save_tiny, tiny_model
 from tests.toy_configs import TOYS
 
@@ -203,7 +203,7 @@ def test_v2_is_too_as_far_as_it_rotates_in_float32(ids: torch.Tensor) -> None:
 @torch.inference_mode()
 def test_an_exported_folder_decodes_absorbed(tmp_path: Path, ids: torch.Tensor) -> None:
     save_tiny(tmp_path / "source", "qwen2")
-    folder = convert_with_one_plan(tmp_path / "source", tmp_path / "own", kv_lora_rank=12, qk_rope_head_dim=8)
+    folder = convert_to_one_size(tmp_path / "source", tmp_path / "own", kv_lora_rank=12, qk_rope_head_dim=8)
     export_deepseek(folder, tmp_path / "stock")
     model = headwise.optimize(headwise.load(tmp_path / "stock"))
     for module in attentions(model):

@@ -42,7 +42,7 @@ class Shard:
     nbytes: int
 
 
-def plan_shards(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[Shard]:
+def split_into_shards(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[Shard]:
     """Distribute tensors over files, in order.
 
     Args:
@@ -58,9 +58,9 @@ def plan_shards(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[Sha
         groups[-1][name] = info
         size += info.nbytes
     if len(groups) == 1:
-        return [_plan(SINGLE, groups[0])]
+        return [_shard(SINGLE, groups[0])]
     count = len(groups)
-    return [_plan(f"model-{i:05d}-of-{count:05d}.safetensors", group) for i, group in enumerate(groups, 1)]
+    return [_shard(f"model-{i:05d}-of-{count:05d}.safetensors", group) for i, group in enumerate(groups, 1)]
 
 
 def is_whole(shard: Shard, folder: Path) -> bool:
@@ -121,7 +121,7 @@ class ShardWriter:
             self._new.unlink(missing_ok=True)
 
 
-def _plan(file: str, tensors: Mapping[str, TensorInfo]) -> Shard:
+def _shard(file: str, tensors: Mapping[str, TensorInfo]) -> Shard:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0

@@ -27,7 +27,7 @@ from headwise.checkpoints.disk import (
     write_whole,
 )
 from headwise.checkpoints.folder import INDEX, SINGLE
-from headwise.checkpoints.safetensors_shards import ShardWriter, is_whole, plan_shards
+from headwise.checkpoints.safetensors_shards import ShardWriter, is_whole, split_into_shards
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
 
 MODEL = "config.json"
@@ -98,7 +98,7 @@ class FolderWriter:
 
     def _lay_out(self, tensors: Mapping[str, TensorInfo]) -> None:
         self._tensors = dict(tensors)
-        self._shards = plan_shards(tensors, self._shard_bytes)
+        self._shards = split_into_shards(tensors, self._shard_bytes)
         self._shard_of = {name: shard for shard in self._shards for name in shard.tensors}
         self._missing = dict.fromkeys(tensors)
 

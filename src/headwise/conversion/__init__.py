@@ -7,7 +7,7 @@ from headwise.conversion.methods.first_head import first_head
 from headwise.conversion.methods.mha2mla import mha2mla
 from headwise.conversion.methods.transmla import transmla
 from headwise.conversion.one_layer import convert_to_grouped
-from headwise.conversion.output.deepseek import deepseek_config, deepseek_layer, export_deepseek, one_plan
+from headwise.conversion.output.deepseek import common_spec, deepseek_config, deepseek_layer, export_deepseek
 from headwise.conversion.output.formats import FORMATS, StockReport
 from headwise.conversion.planning.target import Target, convert_spec, parse_target
 from headwise.conversion.report import Conversion
@@ -28,6 +28,7 @@ __all__ = [
     "Target",
     "all_methods",
     "calibrate",
+    "common_spec",
     "concentrate",
     "convert",
     "convert_spec",
@@ -42,7 +43,6 @@ __all__ = [
     "keep_rotation",
     "mean_rotation",
     "mha2mla",
-    "one_plan",
     "parse_target",
     "transmla",
 ]
@@ -52,5 +52,6 @@ __getattr__ = moved_names(
     {
         **moved_to("headwise.frontiers", "Frontier", "Point", "frontier"),
         "plan_layers": "headwise.conversion.convert_spec",
+        "one_plan": "headwise.conversion.common_spec",
     },
 )

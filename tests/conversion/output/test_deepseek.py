@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import headwise
-from headwise.conversion import deepseek_config, deepseek_layer, export_deepseek, one_plan
+from headwise.conversion import common_spec, deepseek_config, deepseek_layer, export_deepseek
 from headwise.specs import LatentSpec
 from tests.closeness import assert_close
 from tests.conversion.test_lossless import MODELS
-from tests.one_plan import convert_with_one_plan
+from tests.one_size import convert_to_one_size
 from tests.real_models import save_tiny
 
 NAMES = [name for name in MODELS if name != "dynamic rope"]
@@ -40,7 +40,7 @@ def logits(folder: Path, ids: torch.Tensor, dtype: torch.dtype = torch.float64) 
 
 def lossy(root: Path, model_type: str = "llama", *, rank: int = 12, rope: int = 8, **overrides: Any) -> Path:
     save_tiny(root / "source", model_type, **overrides)
-    return convert_with_one_plan(root / "source", root / "own", kv_lora_rank=rank, qk_rope_head_dim=rope)
+    return convert_to_one_size(root / "source", root / "own", kv_lora_rank=rank, qk_rope_head_dim=rope)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,7 +55,7 @@ def test_a_lossless_conversion_is_the_same_as_deepseek_v3(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["gqa", "mha", "qwen2", "yarn", "llama3 rope", "untied and wide heads"])
-def test_so_is_a_lossy_one_with_one_plan(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
+def test_so_is_a_lossy_one_of_one_size(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
     model_type, overrides = MODELS[name]
     folder = lossy(tmp_path, model_type, **overrides)
     export_deepseek(folder, tmp_path / "stock")
@@ -218,8 +218,8 @@ def plan(**changes: Any) -> LatentSpec:
     return replace(spec, **changes)
 
 
-def test_one_plan_is_all_but_the_rank() -> None:
-    assert one_plan([plan(), plan(kv_lora_rank=3)], [[0, 1], [0, 1]]) == plan()
+def test_a_common_spec_is_all_but_the_rank() -> None:
+    assert common_spec([plan(), plan(kv_lora_rank=3)], [[0, 1], [0, 1]]) == plan()
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_one_plan_is_all_but_the_rank() -> None:
 )
 def test_layers_that_differ_are_refused(second: LatentSpec, channels: list[int], rule: str) -> None:
     with pytest.raises(headwise.HeadwiseError, match=rule):
-        one_plan([plan(), second], [[0, 1], channels])
+        common_spec([plan(), second], [[0, 1], channels])
 
 
 def test_what_deepseek_v3_cannot_be_is_refused_by_name(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if full.get("mlp_bias"):
         raise SpecError("mlp_bias", True, "deepseek_v3's feed-forward networks have no biases")
     layers, channels = read_config(config).layers, config["headwise"]["rope_channels"]
-    first = one_plan(layers, channels)
+    first = common_spec(layers, channels)
     (source, *_) = read_config({**full, "model_type": family}).layers
     assert isinstance(source, GroupedSpec)
     latents = [layer for layer in layers if isinstance(layer, LatentSpec)]
@@ -101,10 +101,10 @@ def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def one_plan(layers: Sequence[AttentionSpec], channels: Sequence[Sequence[int]]) -> LatentSpec:
+def common_spec(layers: Sequence[AttentionSpec], channels: Sequence[Sequence[int]]) -> LatentSpec:
     """Check that layers have one list of channels, and equal sizes but for the latent's, as deepseek_v3 needs.
 
-    For example ``one_plan(model.layers, config["headwise"]["rope_channels"])``.
+    For example ``common_spec(model.layers, config["headwise"]["rope_channels"])``.
 
     Args:
         layers: the spec of each layer.

@@ -14,7 +14,7 @@ from headwise.conversion import LatentOptions, convert_to_latent
 from headwise.specs import GroupedSpec, LatentSpec
 
 
-def convert_with_one_plan(source: Path, output: Path, *, kv_lora_rank: int, qk_rope_head_dim: int) -> Path:
+def convert_to_one_size(source: Path, output: Path, *, kv_lora_rank: int, qk_rope_head_dim: int) -> Path:
     """A lossy MLA folder whose layers all keep rotation on every n-th frequency, of the first channels."""
     headwise.convert(
         source, output, to="mla", kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim, evaluate=False
