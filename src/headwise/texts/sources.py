@@ -27,9 +27,9 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
         source: a UTF-8 file; a ``.parquet`` or ``.jsonl`` file, or a folder of one of those or of ``.txt``; or a
             dataset of the Hugging Face hub, ``hf-dataset://owner/name:config:split#column``, where the split is
             ``train`` and the column is ``text`` unless named (``hf-dataset://owner/name::test`` has a split and no
-            config). All but the first are read by the ``datasets`` library, and ``#column`` goes with each.
-        characters: how many are enough; sources that are read row by row are read no further.
-        name: what an error calls the source.
+            config). All but the first are read by the ``datasets`` library, and may end with ``#column``.
+        characters: the number that is enough; sources that are read row by row are read no further.
+        name: of the source in errors.
 
     Raises:
         ArgumentError: the source cannot be read, or has no such column.
@@ -60,7 +60,7 @@ def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
 
     Args:
         sources: see `read_source`.
-        name: what an error calls the sources.
+        name: of the sources in errors.
 
     Raises:
         ArgumentError: two sources are the same text, or one cannot be read.
@@ -74,13 +74,13 @@ def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
 
 
 def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
-    """A string that is the same for equal texts, wherever they are stored: a digest of content and column.
+    """A digest of a text's content and column, which is the same wherever the text is stored.
 
     A dataset of the hub is identified by its name alone.
 
     Args:
         source: see `read_source`.
-        name: what an error calls the source.
+        name: of the source in errors.
 
     Raises:
         ArgumentError: the source cannot be read.
@@ -99,7 +99,7 @@ def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
 
 
 def _local(source: str | Path) -> tuple[Path, str]:
-    """The file or folder of a source, and the column that is named behind its ``#``."""
+    """The file or folder of a source, and the column after its ``#``."""
     where, _, column = str(source).partition("#")
     if Path(source).exists() or not Path(where).exists():
         return Path(source), ""  # the # is part of the path
@@ -112,7 +112,7 @@ def _digest(file: str) -> str:
 
 
 def _local_files(path: Path, name: str) -> tuple[str, list[str]]:
-    """The name that ``datasets`` has for the kind of the files, and the files in order."""
+    """The format of the files, as ``datasets`` calls it, and the files in order."""
     for kind, patterns in _KINDS.items():
         if path.is_dir():
             files = sorted(str(file) for pattern in patterns for file in path.rglob(pattern))
@@ -137,7 +137,7 @@ def _dataset_rows(source: str | Path, name: str, *args: Any, **kwargs: Any) -> I
 
 
 def _text(rows: Iterator[dict[str, Any]], column: str, characters: int | None, source: str | Path, name: str) -> str:
-    """The texts of the rows, each on a line of its own."""
+    """The texts of the rows, one a line."""
     texts: list[str] = []
     length = 0
     for row in rows:
