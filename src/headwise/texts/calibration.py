@@ -1,4 +1,4 @@
-"""The texts a conversion is calibrated on, as windows of tokens, some of them held out."""
+"""Calibration texts as windows of tokens, some of which are held out."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ HELD_EVERY = 8
 
 @dataclass(frozen=True)
 class CalibrationTexts:
-    """The texts to calibrate on, and how much of them; false where there are none.
+    """The calibration texts, and the number of their tokens to use; false if there are no texts.
 
     Attributes:
         sources: the texts; see `headwise.texts.read_source`.
-        tokens: how many of their tokens.
-        window: tokens in each window; `WINDOW` when None. Fewer where the model or the text has no more, and an
-            encoder's are no longer than the sentences it reads.
+        tokens: the number of tokens from all of them.
+        window: tokens in each window; `WINDOW` when None. It is at most the model's positions and the text's
+            length, and for an encoder at most the length of its sentences.
     """
 
     sources: tuple[str | Path, ...] = ()
@@ -67,20 +67,20 @@ NO_TEXTS = CalibrationTexts()
 
 
 def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> tuple[Tensor, int]:
-    """Cut the windows to calibrate on, those held out last, and say how many are held out.
+    """Cut the calibration windows from texts; the held-out windows are the last ones.
 
-    An encoder's windows have the tokens that its tokenizer puts around a text.
+    An encoder's windows include the tokens that its tokenizer puts around a text.
 
     Args:
-        checkpoint: the model that is calibrated.
-        texts: what it is calibrated on.
+        checkpoint: the model to calibrate.
+        texts: the calibration texts.
 
     Returns:
-        Windows ``[N, W]`` of token ids, and how many of the last are held out.
+        Windows ``[N, W]`` of token ids, and the number of held-out windows at the end.
 
     Raises:
-        ArgumentError: a text cannot be read or is too short, or has tokens the model does not know; or the windows
-            would be longer than the model's positions.
+        ArgumentError: a text cannot be read or is too short, or has tokens outside the model's vocabulary; or the
+            windows are longer than the model's positions.
     """
     positions = checkpoint.spec.max_position_embeddings
     if texts.window is not None and positions is not None and texts.window > positions:
@@ -113,12 +113,11 @@ def check_texts(
 
     Args:
         calibrate: a text, or several, or none.
-        tokens: how many of their tokens; `TOKENS` when None.
+        tokens: the number of tokens from all of them; `TOKENS` when None.
         window: tokens in each window; see `CalibrationTexts`.
 
     Raises:
-        ArgumentError: a text cannot be read or is named twice; or fewer than 2 tokens are asked for, or a number of
-            tokens without a text.
+        ArgumentError: a text cannot be read or is named twice; ``tokens`` is below 2, or set without a text.
         MissingExtraError: a dataset is named and ``datasets`` is not installed.
     """
     sources = (calibrate,) if isinstance(calibrate, str | Path) else tuple(calibrate or ())

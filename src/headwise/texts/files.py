@@ -11,15 +11,15 @@ from headwise.options import at_least
 
 
 def read_text(path: str | Path, *, characters: int | None = None, name: str = "text") -> str:
-    """The text of a UTF-8 file.
+    """Read a UTF-8 file.
 
     Args:
         path: of the file.
-        characters: the most to read, from the beginning; all when None.
-        name: what an error calls the text.
+        characters: the most characters to read, from the beginning; all when None.
+        name: of the text in errors.
 
     Raises:
-        ArgumentError: there is no such file, or it is not UTF-8 text as far as it is read.
+        ArgumentError: there is no such file, or the part that is read is not UTF-8.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
@@ -31,18 +31,18 @@ def read_text(path: str | Path, *, characters: int | None = None, name: str = "t
 
 
 def language_reference(topics: slice = slice(None)) -> str:
-    """Python's own language reference as one text; see `reference_topics`."""
+    """Python's language reference as one text; see `reference_topics`."""
     return "\n\n".join(reference_topics(topics))
 
 
 def reference_topics(topics: slice = slice(None)) -> list[str]:
-    """The topics of Python's own language reference: English prose that is on every machine that runs this.
+    """The topics of Python's language reference, English prose that is installed with Python.
 
     Args:
-        topics: which of them, in order of their names.
+        topics: the selected ones, in order of their names.
 
     Raises:
-        ArgumentError: this Python came without it.
+        ArgumentError: this Python was installed without it.
     """
     try:
         from pydoc_data.topics import topics as texts
@@ -56,7 +56,7 @@ def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list
 
     Args:
         path: a UTF-8 file.
-        name: what an error calls the file.
+        name: of the file in errors.
         limit: the most objects to read, from the beginning; all when None.
 
     Raises:

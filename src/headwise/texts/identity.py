@@ -16,7 +16,7 @@ def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
 
     Args:
         sources: see `read_source`.
-        name: what an error calls the sources.
+        name: of the sources in errors.
 
     Raises:
         ArgumentError: two sources are the same text, or one cannot be read.
@@ -30,13 +30,13 @@ def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
 
 
 def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
-    """A string that is the same for equal texts, wherever they are stored: a digest of content and column.
+    """A digest of a text's content and column, which is the same wherever the text is stored.
 
     A dataset of the hub is identified by its name alone.
 
     Args:
         source: see `read_source`.
-        name: what an error calls the source.
+        name: of the source in errors.
 
     Raises:
         ArgumentError: the source cannot be read.

@@ -16,10 +16,10 @@ from headwise.texts.sources import read_source
 from headwise.texts.windows import cut_windows, token_ids
 
 SPREAD = 128
-"""Characters of a long text that windows are spread over for each token asked for, so that their subjects differ."""
+"""Characters of a long text for each calibration token; windows are spread over them, so that subjects differ."""
 
 _RESERVE = 8
-"""One in so many tokens of a text, at its end, is left for an evaluation, and a few windows at least."""
+"""One in this many tokens of a text, at its end, is left for an evaluation, but at least a few windows."""
 
 
 def calibration_windows(
@@ -27,17 +27,16 @@ def calibration_windows(
 ) -> Tensor:
     """Cut windows ``[N, window]`` from a mixture of texts: an equal share of each, in turn.
 
-    Windows of a long text lie evenly apart, because neighbouring ones are about one subject; its end is left for
-    `windows_beyond`. A text shorter than its share gives what it has: ``numel()`` of the result is the number of
-    tokens. Equal arguments give equal windows.
+    Windows are spread evenly over a long text, because neighbouring ones are about the same subject; its end is left
+    for `windows_beyond`. A text shorter than its share gives all its tokens, so that the result may have fewer than
+    ``tokens``. Equal arguments give equal windows.
 
     Args:
-        tokenizer: transformers'.
+        tokenizer: of transformers.
         sources: the texts; see `read_source`.
-        tokens: how many in all; a few more where each source would not get a window.
-        window: the most tokens in each: fewer where that uses all the tokens asked for, or where a single text has
-            no more.
-        name: what an error calls the sources.
+        tokens: the number of tokens from all sources; a few more are used if a source would get no window.
+        window: the most tokens in each window; fewer if that uses all tokens, or if a single text is shorter.
+        name: of the sources in errors.
 
     Raises:
         ArgumentError: a source cannot be read, or has fewer tokens than a window.
@@ -69,19 +68,19 @@ def windows_beyond(
     windows: int,
     name: str = "calibrate",
 ) -> list[tuple[str, Tensor]]:
-    """Cut windows ``[n, width]`` from the end of each text, behind those of `calibration_windows`.
+    """Cut windows ``[n, width]`` from the end of each text, after the windows of `calibration_windows`.
 
     Args:
-        tokenizer: transformers'.
-        sources: as they are given to `calibration_windows`.
-        tokens: likewise.
-        window: likewise.
-        width: tokens in each of the new windows; a text with fewer left is left out.
-        windows: the most of each text.
-        name: what an error calls the sources.
+        tokenizer: of transformers.
+        sources: as for `calibration_windows`.
+        tokens: as for `calibration_windows`.
+        window: as for `calibration_windows`.
+        width: tokens in each of the new windows; texts with fewer tokens left are left out.
+        windows: the most windows from each text.
+        name: of the sources in errors.
 
     Returns:
-        For each text that has some left what to call them, and the windows.
+        A name and the windows for each text that has tokens left.
     """
     enough = _enough(tokens, window, len(sources))
     texts = [_beginning(tokenizer, source, enough, name) for source in sources]
@@ -96,15 +95,15 @@ def windows_beyond(
 
 
 def hold_out(windows: Tensor, every: int, *, sources: int = 1) -> tuple[Tensor, Tensor]:
-    """Set one in so many windows aside, at least one, of each source in turn.
+    """Hold out one in ``every`` windows, at least one, from each source in turn.
 
     Args:
         windows: ``[N, window]``, of `calibration_windows`.
-        every: one in so many; one or a few more where each source would otherwise not have its turn.
-        sources: how many texts are mixed in the windows.
+        every: one window in this many; increased if some source would never have its turn.
+        sources: the number of texts that are mixed in the windows.
 
     Returns:
-        The windows that stay, and those that are held out.
+        The windows to calibrate on, and the held-out ones.
 
     Raises:
         ArgumentError: there are fewer than two windows, or ``every`` is less than 2.
@@ -130,7 +129,7 @@ def _span(length: int, count: int, window: int) -> int:
 
 
 def _beginning(tokenizer: Any, source: str | Path, characters: int, name: str) -> list[int]:
-    """The tokens of the first characters of a source; no more of it is read than that needs."""
+    """The tokens of the first characters of a source, of which not much more is read."""
     return token_ids(tokenizer, read_source(source, characters=characters, name=name)[:characters])
 
 

@@ -20,7 +20,7 @@ RUN = 20
 SHARED = "that the calibration text has too"
 """Words by which a note about shared passages is recognised."""
 TOLERATED = 0.01
-"""The fraction of an exam's tokens that may lie in shared passages without a note."""
+"""The fraction of an evaluation text's tokens that may lie in shared passages without a note."""
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -53,14 +53,14 @@ def shared_tokens(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int =
 
 
 def shared_fraction(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int = RUN) -> float:
-    """The fraction of an exam's tokens that `shared_tokens` marks; 0 of an empty one."""
+    """The fraction of an evaluation text's tokens that `shared_tokens` marks; 0 for an empty text."""
     marks = shared_tokens(exam, study, run=run)
     total = sum(mark.numel() for mark in marks)
     return sum(int(mark.sum()) for mark in marks) / total if total else 0.0
 
 
 def overlap_note(exam: Sequence[Tensor], study: Sequence[Tensor]) -> str | None:
-    """A warning to the user where an exam repeats more than 1 % of what was studied; None where it does not."""
+    """A note for the user if more than `TOLERATED` of an evaluation text is in the calibration text; else None."""
     fraction = shared_fraction(exam, study)
     if fraction <= TOLERATED:
         return None
@@ -90,7 +90,7 @@ def _rows(windows: Tensor) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 def _hashes(rows: np.ndarray[Any, Any], run: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """A number for each run of tokens, ``[N, W - L + 1]``: equal runs have equal ones."""
+    """A hash of each run of tokens, ``[N, W - L + 1]``."""
     count = max(rows.shape[1] - run + 1, 0)
     hashed = np.zeros((len(rows), count), np.uint64)
     for offset in range(run if count else 0):

@@ -27,9 +27,9 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
         source: a UTF-8 file; a ``.parquet`` or ``.jsonl`` file, or a folder of one of those or of ``.txt``; or a
             dataset of the Hugging Face hub, ``hf-dataset://owner/name:config:split#column``, where the split is
             ``train`` and the column is ``text`` unless named (``hf-dataset://owner/name::test`` has a split and no
-            config). All but the first are read by the ``datasets`` library, and ``#column`` goes with each.
-        characters: how many are enough; sources that are read row by row are read no further.
-        name: what an error calls the source.
+            config). All but the first are read by the ``datasets`` library, and may end with ``#column``.
+        characters: the number that is enough; sources that are read row by row are read no further.
+        name: of the source in errors.
 
     Raises:
         ArgumentError: the source cannot be read, or has no such column.
@@ -72,7 +72,7 @@ def refuse_texts_within(output: Path, sources: Iterable[str | Path], *, name: st
 
 
 def local_path(source: str | Path) -> tuple[Path, str]:
-    """The file or folder of a source, and the column that is named behind its ``#``."""
+    """The file or folder of a source, and the column after its ``#``."""
     where, _, column = str(source).partition("#")
     if Path(source).exists() or not Path(where).exists():
         return Path(source), ""  # the # is part of the path
@@ -80,7 +80,7 @@ def local_path(source: str | Path) -> tuple[Path, str]:
 
 
 def local_files(path: Path, name: str) -> tuple[str, list[str]]:
-    """The name that ``datasets`` has for the kind of the files, and the files in order."""
+    """The format of the files, as ``datasets`` calls it, and the files in order."""
     for kind, patterns in _KINDS.items():
         if path.is_dir():
             files = sorted(str(file) for pattern in patterns for file in path.rglob(pattern))
@@ -105,7 +105,7 @@ def _dataset_rows(source: str | Path, name: str, *args: Any, **kwargs: Any) -> I
 
 
 def _text(rows: Iterator[dict[str, Any]], column: str, characters: int | None, source: str | Path, name: str) -> str:
-    """The texts of the rows, each on a line of its own."""
+    """The texts of the rows, one a line."""
     texts: list[str] = []
     length = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""Tokenising text, and cutting it into windows of tokens."""
+"""Tokenise text, and cut it into windows of tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def token_windows(
     """Tokenise a text into consecutive windows ``[windows, window]`` without overlap or added special tokens.
 
     Args:
-        tokenizer: transformers'.
-        text: as it is; a last part shorter than a window is left out.
-        window: tokens in each.
+        tokenizer: of transformers.
+        text: to tokenise; a last part shorter than a window is left out.
+        window: tokens in each window.
         windows: the most windows; all when None.
-        name: what an error calls the text.
+        name: of the text in errors.
 
     Raises:
         ArgumentError: window or windows is not positive, or the text is shorter than one window.
@@ -38,9 +38,10 @@ def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[
     """Tokenise a text, adding no special tokens.
 
     Args:
-        tokenizer: transformers'.
-        text: as it is.
-        at_most: how many tokens are enough: of a long text only the beginning is read. All when None.
+        tokenizer: of transformers.
+        text: to tokenise.
+        at_most: the number of tokens that is enough, so that only the beginning of a long text is read; all when
+            None.
     """
     # No tokenizer in use averages over 16 characters a token for long.
     beginning = text if at_most is None else text[: at_most * 32]
@@ -52,7 +53,7 @@ def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name
     """Cut token ids into windows ``[windows, window]``; see `token_windows`.
 
     Raises:
-        ArgumentError: there are fewer ids than a window has.
+        ArgumentError: there are fewer ids than in one window.
     """
     if len(ids) < window:
         raise ArgumentError(
@@ -65,12 +66,12 @@ def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name
 
 
 def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
-    """The default number of a text's tokens in a window: ``most``, or as many as the model has positions.
+    """The default number of a text's tokens in a window: ``most``, or the model's positions if these are fewer.
 
     Args:
-        positions: the model's; None where it has no limit.
+        positions: of the model; None if it has no limit.
         most: tokens in a window, those around the text included.
-        around: how many tokens a tokenizer puts around a text.
+        around: the number of tokens that the tokenizer puts around a text.
 
     Raises:
         SpecError: the model has no room for two tokens of text.
