@@ -143,7 +143,7 @@ class _Prepared:
 
     def notes(self, tokens: int | None) -> list[str]:
         """See `notes_before`."""
-        return notes_before(self.plan, is_calibrated=self.is_calibrated, tokens=tokens, format_name=self.format.name)
+        return notes_before(self.plan, is_calibrated=self.is_calibrated, tokens=tokens, output_format=self.format)
 
 
 def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress: Progress) -> _Prepared:
@@ -205,7 +205,7 @@ def _find_exam(
     checkpoint: Checkpoint, options: ConvertOptions, texts: CalibrationTexts, statistics: SavedCalibrator | None
 ) -> tuple[Exam, str | None]:
     """The windows to evaluate on and to compare two formats on, and why there are none if so."""
-    is_unused = options.evaluate is False and options.format == "headwise"
+    is_unused = options.evaluate is False and not output_format(options.format).is_exported
     if is_unused or (options.dry_run and isinstance(options.evaluate, bool)):
         return [], None
     return find_exam(

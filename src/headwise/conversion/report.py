@@ -10,7 +10,7 @@ from headwise.checkpoints import TensorInfo, dtype_name
 from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.budget.spread import Spread
 from headwise.conversion.output.card import parameters_of
-from headwise.conversion.output.formats import StockReport
+from headwise.conversion.output.formats import OutputFormat, StockReport
 from headwise.conversion.planning.plan import ConversionPlan
 from headwise.cost import model as cost
 from headwise.documents import as_document
@@ -114,14 +114,16 @@ def describe(
     )
 
 
-def notes_before(plan: ConversionPlan, *, is_calibrated: bool, tokens: int | None, format_name: str) -> list[str]:
+def notes_before(
+    plan: ConversionPlan, *, is_calibrated: bool, tokens: int | None, output_format: OutputFormat
+) -> list[str]:
     """The notes for the user that do not depend on the result.
 
     Args:
         plan: the conversion.
         is_calibrated: whether there is a calibration text, or statistics.
         tokens: the number of calibration tokens; None before they are read.
-        format_name: the name of the folder's format.
+        output_format: the format of the folder.
     """
     notes = []
     inputs = plan.before.hidden_size
@@ -131,8 +133,8 @@ def notes_before(plan: ConversionPlan, *, is_calibrated: bool, tokens: int | Non
         notes.append("this size is lossless: calibration was not needed")
     elif is_calibrated and tokens is not None and tokens <= inputs:
         notes.append(f"only {tokens} calibration tokens for layers of {inputs} inputs: too few for good quality")
-    if format_name == "deepseek":
-        notes.append("each deepseek_v3 latent has one channel more than requested, a constant that its norm needs")
+    if output_format.note:
+        notes.append(output_format.note)
     if isinstance(plan.checkpoint, GgufCheckpoint) and plan.checkpoint.quantization is not None:
         notes.append(f"the source is dequantised from {plan.checkpoint.quantization}")
     return notes

@@ -21,10 +21,12 @@ class OutputFormat(ABC):
     Attributes:
         name: the name that users give after ``--format``.
         is_exported: whether it is written from a folder in headwise's own format.
+        note: a note for the user about every folder of this format; none when empty.
     """
 
     name: ClassVar[str]
     is_exported: ClassVar[bool] = True
+    note: ClassVar[str] = ""
 
     @abstractmethod
     def config(self, layout: OutputLayout) -> dict[str, Any]:
@@ -69,6 +71,7 @@ class DeepseekFormat(OutputFormat):
     """Stock ``deepseek_v3``, which has one size and one list of rotary channels for all layers."""
 
     name = "deepseek"
+    note = "each deepseek_v3 latent has one channel more than requested, a constant that its norm needs"
 
     def config(self, layout: OutputLayout) -> dict[str, Any]:
         """See `deepseek_config`."""
