@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.markup import escape
 
-from headwise.cli.app import numbers_table, out
+from headwise.cli.app import emit, numbers_table, out
 from headwise.cli.printable import printable
 from tests.cli.conftest import Said
 
@@ -38,6 +38,15 @@ def test_strings_tables_and_markup(capsys: pytest.CaptureFixture[str]) -> None:
     assert r"\x1b[red]not a colour" in said
 
 
+def test_documents_are_escaped_and_read_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({"text": HOSTILE, HOSTILE: "a\tb\nc – é नमस्ते 👩‍👩‍👧 שלום"})
+    document = capsys.readouterr().out
+    assert not CONTROLS.search(document)
+    assert r"\u009b2J \u202eturned" in document
+    assert "é नमस्ते 👩‍👩‍👧 שלום" in document
+    assert json.loads(document) == {"text": HOSTILE, HOSTILE: "a\tb\nc – é नमस्ते 👩‍👩‍👧 שלום"}
+
+
 def test_generated_text(cli: Callable[..., Said], here: Path, tiny_llama: Path) -> None:
     """Of which newline and tab are part; as JSON it is what it is."""
     path = tiny_llama / "tokenizer.json"
@@ -52,7 +61,7 @@ def test_generated_text(cli: Callable[..., Said], here: Path, tiny_llama: Path) 
     assert not CONTROLS.search(said.out)
     assert "\n\t\\x1b[31m\\u202e" in said.out
     told = cli(*command, "--json").out
-    assert "\x1b" not in told
+    assert not CONTROLS.search(told)
     assert "\x1b[31m" in json.loads(told)["text"]
 
 
