@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,26 @@ def test_otherwise_it_follows(arguments: tuple[str, ...]) -> None:
     assert "\x1b" not in rest
     assert done.stdout == "a line of ours\n" + ("" if arguments else "after\n")
     assert ("KeyError: 'a bug'" in rest) == bool(arguments)
+
+
+def test_a_crash_of_native_code_is_told(tmp_path: Path) -> None:
+    program = """if True:
+        import os
+        from headwise.cli.app import progress_bar
+        with progress_bar():
+            os.write(2, b"native \\x1b[31m: no such device\\n")
+            os.abort()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr == "native ^[[31m: no such device\n"
+    assert not list(tmp_path.iterdir())
 
 
 def headwise(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

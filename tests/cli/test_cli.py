@@ -8,13 +8,18 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rich.progress
 
 import headwise
+from headwise.cli.app import progress_bar
 from tests.cli.conftest import Result
 from tests.tiny_families import save_family
 
@@ -382,6 +387,27 @@ def test_an_error_after_a_long_time_is_still_one_line(
     monkeypatch.setattr("headwise.cli.app._PATIENCE", 0.0)
     edit_weights(lambda tensors: tensors["model.norm.weight"][3].fill_(float("nan")) and None)
     assert "holds NaN" in refused("convert", "tiny", "out", *MLA)
+
+
+@pytest.mark.parametrize("error", [None, KeyError("a bug")], ids=str)
+def test_a_bar_that_is_about_to_appear_does_not_outlive_the_work(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    start, is_starting, bars = rich.progress.Progress.start, threading.Event(), []
+
+    def start_slowly(bar: rich.progress.Progress) -> None:
+        is_starting.set()
+        time.sleep(0.2)
+        start(bar)
+        bars.append(bar)
+
+    monkeypatch.setattr("headwise.cli.app._PATIENCE", 0.0)
+    monkeypatch.setattr(rich.progress.Progress, "start", start_slowly)
+    with suppress(KeyError), progress_bar():
+        assert is_starting.wait(10)
+        if error is not None:
+            raise error
+    assert [bar.live.is_started for bar in bars] == [False]
 
 
 def test_inspect_answers_within_a_second(tiny_llama: Path) -> None:

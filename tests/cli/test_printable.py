@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.markup import escape
 
-from headwise.cli.app import numbers_table, out
+from headwise.cli.app import emit, numbers_table, out
 from headwise.cli.printable import printable
 from tests.cli.conftest import Result
 
@@ -38,8 +38,17 @@ def test_strings_tables_and_markup(capsys: pytest.CaptureFixture[str]) -> None:
     assert r"\x1b[red]not a colour" in printed
 
 
+def test_documents_are_escaped_and_read_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({"text": HOSTILE, HOSTILE: "a\tb\nc – é नमस्ते 👩‍👩‍👧 שלום"})
+    document = capsys.readouterr().out
+    assert not CONTROLS.search(document)
+    assert r"\u009b2J \u202eturned" in document
+    assert "é नमस्ते 👩‍👩‍👧 שלום" in document
+    assert json.loads(document) == {"text": HOSTILE, HOSTILE: "a\tb\nc – é नमस्ते 👩‍👩‍👧 שלום"}
+
+
 def test_generated_text(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
-    """Newline and tab are not escaped, and in JSON nothing is."""
+    """Newline and tab are not escaped; JSON escapes every control character."""
     path = tiny_llama / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = {token: number for token, number in tokenizer["model"]["vocab"].items() if number < 3}
@@ -52,7 +61,7 @@ def test_generated_text(cli: Callable[..., Result], here: Path, tiny_llama: Path
     assert not CONTROLS.search(result.out)
     assert "\n\t\\x1b[31m\\u202e" in result.out
     document = cli(*command, "--json").out
-    assert "\x1b" not in document
+    assert not CONTROLS.search(document)
     assert "\x1b[31m" in json.loads(document)["text"]
 
 

@@ -171,6 +171,28 @@ def test_a_killed_process_ends_all(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+PRINTING = """
+import os, warnings
+from headwise.cli.app import out, progress_bar
+from headwise.cli.torchrun import as_one_process
+
+with as_one_process(), progress_bar():
+    warnings.warn("a warning")
+    os.write(1, b"native\\n")
+os.write(1, b"afterwards\\n")
+out.print("a document")
+"""
+
+
+def test_libraries_print_once(tmp_path: Path) -> None:
+    (tmp_path / "printing.py").write_text(PRINTING)
+    done = run(tmp_path / "printing.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "afterwards\na document\n"
+    assert done.stderr.count("UserWarning: a warning") == 1
+    assert done.stderr.count("native\n") == 1
+
+
 STUCK = """
 import ctypes, os, signal, time
 from headwise.cli import torchrun

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from headwise.cli.captured_output import held_back
-from headwise.cli.printable import PrintableConsole
+from headwise.cli.printable import PrintableConsole, printable_json
 from headwise.documents import finite
 from headwise.progress import Progress
 
@@ -57,13 +57,13 @@ def root(
 
 
 def emit(value: dict[str, Any]) -> None:
-    """Print a JSON document; infinities and NaN, which JSON cannot hold, become null."""
+    """Print a JSON document, control characters escaped; infinities and NaN, which JSON cannot hold, become null."""
     text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:  # a terminal without Unicode, or a file name that is not UTF-8
         text = json.dumps(finite(value), indent=2, allow_nan=False)
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable_json(text) + "\n")
 
 
 class StoppedError(Exception):
@@ -105,15 +105,21 @@ def _bar() -> Iterator[Progress]:
     try:
         yield report
     except BaseException:
-        patience.cancel()
+        _stop(patience)
         # Only the error should be visible; stopping the bar itself would print an empty line before it.
         bar.live.transient = True
         bar.live.stop()
         raise
     finally:
-        patience.cancel()
+        _stop(patience)
         if bar.live.is_started:
             bar.stop()
+
+
+def _stop(timer: threading.Timer) -> None:
+    """Cancel a timer, and wait for the end of its function if that is already running."""
+    timer.cancel()
+    timer.join()
 
 
 def quiet_transformers() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from headwise.cli.printable import PrintableConsole, printable
 from headwise.errors import HeadwiseError
@@ -20,13 +21,14 @@ def held_back(err: PrintableConsole) -> Iterator[None]:
     """Hold back warnings, logs and the output of native code until the end of the block.
 
     They are then written to stderr, unless the block ends with an error of the user's or an interruption, for which
-    one line is enough. Python's own stdout is not held back: a JSON document goes there, and nothing else.
+    one line is enough, or a quiet process ends it without an error. Python's own stdout is not held back: a JSON
+    document goes there, and nothing else.
 
     Args:
         err: the console that keeps printing on stderr during the block.
     """
     try:
-        buffer: BinaryIO = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (closed below)
+        buffer = tempfile.NamedTemporaryFile(buffering=0)  # noqa: SIM115  (closed below)
     except OSError:  # no temporary folder has room
         yield
         return
@@ -34,10 +36,13 @@ def held_back(err: PrintableConsole) -> Iterator[None]:
     with buffer:
         try:
             with ExitStack() as redirections:
+                if _is_standard(sys.stderr, 2):
+                    redirections.enter_context(_printed_after_a_crash(buffer.name))
                 redirections.enter_context(_warnings_into(buffer))
                 redirections.enter_context(_descriptor_into(buffer, 1, sys.stdout, _replace_stdout(sys.stdout)))
                 redirections.enter_context(_descriptor_into(buffer, 2, sys.stderr, err.lead_to))
                 yield
+            is_shown = not err.quiet
         except (HeadwiseError, KeyboardInterrupt):
             is_shown = False
             raise
@@ -48,7 +53,28 @@ def held_back(err: PrintableConsole) -> Iterator[None]:
 
 
 @contextmanager
-def _warnings_into(buffer: BinaryIO) -> Iterator[None]:
+def _printed_after_a_crash(file: str) -> Iterator[None]:
+    """Have a shell print a file on stderr and remove it, should native code end this process within the block.
+
+    The only message of such an end is in the file, and no code of this process runs after it.
+    """
+    command = 'read -r left || { cat -v "$0" >&2; rm -f "$0"; }'
+    try:
+        shell = subprocess.Popen(["sh", "-c", command, file], stdin=subprocess.PIPE, bufsize=0)
+    except OSError:  # there is no shell
+        yield
+        return
+    with shell:
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Ctrl-C has ended the shell too
+                assert shell.stdin is not None
+                shell.stdin.write(b"\n")
+
+
+@contextmanager
+def _warnings_into(buffer: IO[bytes]) -> Iterator[None]:
     def write(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
     ) -> None:
@@ -71,7 +97,7 @@ def _replace_stdout(stream: Any) -> Callable[[IO[str] | None], None]:
 
 @contextmanager
 def _descriptor_into(
-    buffer: BinaryIO, number: int, stream: Any, replace: Callable[[IO[str] | None], None]
+    buffer: IO[bytes], number: int, stream: Any, replace: Callable[[IO[str] | None], None]
 ) -> Iterator[None]:
     """Redirect a standard file descriptor, on which native code prints, to a file.
 
@@ -82,7 +108,7 @@ def _descriptor_into(
             redirected.
         replace: called with a stream that writes where the descriptor wrote before, and with None at the end.
     """
-    if not isinstance(stream, io.TextIOWrapper) or _descriptor(stream) != number:
+    if not _is_standard(stream, number):
         yield
         return
     stream.flush()
@@ -100,9 +126,8 @@ def _descriptor_into(
             replace(None)
 
 
-def _descriptor(stream: io.TextIOWrapper) -> int | None:
-    """The file descriptor of a stream; None for a stream in memory, or a closed one."""
-    try:
-        return stream.fileno()
-    except (OSError, ValueError):
-        return None
+def _is_standard(stream: Any, number: int) -> bool:
+    """Whether a stream writes to a descriptor; False for a stream in memory, or a closed one."""
+    with suppress(OSError, ValueError):
+        return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
+    return False

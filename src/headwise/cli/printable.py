@@ -18,6 +18,11 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def printable_json(document: str) -> str:
+    """Write the control characters of a JSON document as escapes such as ``\\u009b``, which JSON readers undo."""
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
+
+
 class PrintableConsole(Console):
     """A rich console that escapes control characters of the text; rich adds its own for colours afterwards."""
 

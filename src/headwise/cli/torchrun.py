@@ -41,6 +41,7 @@ def as_one_process() -> Iterator[None]:
     if int(os.environ["RANK"]) > 0:
         err.quiet = True
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
+        os.dup2(sys.stdout.fileno(), 1)  # native code prints there
     store, rank, world = next(rendezvous("env://", timeout=_WAIT))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_WAIT)
     ending = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from headwise.conversion.methods.repeat import repeat_heads
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.errors import ArgumentError
-from headwise.specs import GroupedSpec
+from headwise.specs import GroupedSpec, as_grouped
 
 
 def convert_to_grouped(
@@ -20,7 +19,7 @@ def convert_to_grouped(
     source: GroupedSpec,
     target: GroupedSpec,
     *,
-    method: Literal["aligned", "mean", "first_head"] = "aligned",
+    method: str = "aligned",
     statistics: Statistics | None = None,
     sensitivity: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -31,7 +30,8 @@ def convert_to_grouped(
     Args:
         state: the layer's tensors by its own names (``q_proj.weight`` …).
         source: the layer's spec.
-        target: the layer's spec with a multiple or a divisor of the key–value heads.
+        target: the layer's spec with a multiple or a divisor of the key–value heads, from
+            `headwise.specs.as_grouped`.
         method: the name of the method that merges heads; repeating copies the source's numbers bit for bit.
         statistics: for ``aligned``, means over a text; None to align by weights alone.
         sensitivity: for ``aligned``, ``[E, E]``, the cost of an error of the output.
@@ -40,9 +40,13 @@ def convert_to_grouped(
         The converted layer's tensors.
 
     Raises:
-        ArgumentError: no method has that name.
+        ArgumentError: no method has that name, ``target`` has an impossible number of key–value heads, or it differs
+            from ``source`` in something else.
         SpecError: ``aligned`` has no place to undo a mixture of heads in.
     """
+    if target != as_grouped(source, target.num_kv_heads):
+        rule = "must be as_grouped(source, num_kv_heads): only the number of key–value heads may differ"
+        raise ArgumentError("target", target, rule)
     selectable = (candidate for candidate in all_methods() if candidate.is_selectable)
     methods = {candidate.name: candidate for candidate in selectable if "gqa" in candidate.targets}
     if method not in methods:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from headwise.attention.grouped import from_spec
 from headwise.conversion import convert_to_grouped
+from headwise.errors import ArgumentError
 from headwise.specs import GroupedSpec, as_grouped
 
 SOURCE = GroupedSpec(
@@ -56,3 +58,22 @@ def test_a_norm_over_all_heads_is_repeated_and_pooled_with_them() -> None:
     assert torch.allclose(wider(inputs), layer(inputs), rtol=1e-12)
     again = convert_to_grouped(wider.state_dict(), repeated, source, method="mean")
     assert all(torch.allclose(again[name], before[name], rtol=1e-12) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"num_kv_heads": 4}, "num_kv_heads = 4: must divide or be a multiple of the source's 6"),
+        ({"num_kv_heads": 12, "num_heads": 24}, "must be as_grouped"),
+        ({"num_kv_heads": 3, "head_dim": 8}, "only the number of key–value heads may differ"),
+    ],
+)
+def test_a_target_that_heads_cannot_be_merged_or_repeated_to_is_refused(changes: dict[str, int], rule: str) -> None:
+    with pytest.raises(ArgumentError, match=rule):
+        convert_to_grouped(state(), SOURCE, replace(SOURCE, **changes), method="mean")
+
+
+def test_more_heads_that_are_no_multiple_are_refused() -> None:
+    source = replace(SOURCE, num_kv_heads=3)
+    with pytest.raises(ArgumentError, match="num_kv_heads = 4: must divide or be a multiple of the source's 3"):
+        convert_to_grouped(state(), source, replace(source, num_kv_heads=4))
