@@ -101,5 +101,10 @@ def test_evaluate_shows_its_keywords_and_takes_its_options() -> None:
     for name in keywords:
         assert f"\n    {name}: " in (headwise.evaluate.__doc__ or "")
     assert headwise.EvaluateOptions is EvaluateOptions
+    for task in (headwise.evaluate_choices, headwise.evaluate_retrieval):
+        keywords = {"file", "against", "limit", "dtype", "device", "seed", "progress"}
+        parameters = inspect.signature(task).parameters
+        assert list(parameters)[:2] == ["model", "options"]
+        assert keywords == {name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
     with pytest.raises(ArgumentError, match=r"text = 'nowhere\.txt': could not be read"):
         headwise.evaluate("smollm2-135m", EvaluateOptions(text="nowhere.txt"))

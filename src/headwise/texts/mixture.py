@@ -66,7 +66,7 @@ def windows_beyond(
     tokens: int,
     window: int,
     width: int,
-    windows: int,
+    windows: int | None,
     name: str = "calibrate",
 ) -> list[tuple[str, Tensor]]:
     """Cut windows ``[n, width]`` from the end of each text, behind those of `calibration_windows`.
@@ -77,7 +77,7 @@ def windows_beyond(
         tokens: likewise.
         window: likewise.
         width: tokens in each of the new windows; a text with fewer left is left out.
-        windows: the most of each text.
+        windows: the most of each text; all when None.
         name: what an error calls the sources.
 
     Returns:
