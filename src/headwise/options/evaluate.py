@@ -18,7 +18,7 @@ class RunOptions(Options):
     """The dtype and device that models are run with."""
 
     dtype: str | None = option(
-        "dtype to run both models in; when left out that of their weights, for predictions of text the wider of two",
+        "dtype to run both models in; when left out their own, or the wider of the two where text is predicted",
         default=None,
     )
     device: str | None = option(
@@ -40,9 +40,10 @@ class WindowOptions(Options):
     """The windows of text that are scored."""
 
     window: int | None = option(
-        "tokens a window; 2048, or all the models' positions where they have fewer, when left out", default=None
+        "tokens in each window to evaluate on; 2048, or all the models' positions if those are fewer, when left out",
+        default=None,
     )
-    windows: int | None = option("how many windows of each text", default=6, rule=at_least(1))
+    windows: int | None = option("how many windows of each text to evaluate on", default=6, rule=at_least(1))
 
 
 class TextOptions(ModelOptions, WindowOptions):
