@@ -379,6 +379,14 @@ def test_another_process_is_kept_out(place: Path, tmp_path: Path, monkeypatch: p
     assert refused == ["output"]
 
 
+def test_all_windows_of_a_text(place: Path, tmp_path: Path) -> None:
+    found = climb(place, tmp_path / "named", targets=["mqa"], windows=None)
+    assert found.tokens == len(OTHER) // 48 * 47  # each character is a token
+    rest = climb(place, tmp_path / "rest", targets=["mqa"], windows=None, evaluate=None)
+    assert rest.texts == (f"{place / 'study.txt'} after 1,856 tokens",)
+    assert rest.tokens == (len(TEXT) - 1856) // 48 * 47
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [

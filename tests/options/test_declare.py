@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -72,6 +75,34 @@ def test_a_value_outside_its_rule_is_named(given: dict[str, Any], line: str) -> 
     with pytest.raises(ArgumentError, match=f"^{line}$"):
         ReadOptions(**{"texts": "a.txt", **given})
     assert ReadOptions(texts="a.txt", windows=None).windows is None  # no rule asks about None
+
+
+def test_options_of_others() -> None:
+    task = ReadOptions(texts="a.txt", windows=2, device="cuda")
+    assert PlaceOptions.of(task) == PlaceOptions(device="cuda")
+    assert ReadOptions.of(task, texts="b.txt", device="cpu") == ReadOptions(texts="b.txt", windows=2)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'texts'"):
+        ReadOptions.of(PlaceOptions())
+
+
+DIFFERENT = {
+    "calibrate": "a conversion can do without",
+    "text": "predicted, several; planted in, one",
+    "context": "of decoding; of a planted fact",
+    "dtype": "of converted models; of models that are run",
+    "file": "of choices; of questions and passages",
+    "evaluate": "convert can leave it out",
+    "overwrite": "a model; statistics",
+}
+"""Names that two classes declare, and how the two options differ."""
+
+
+def test_an_option_is_declared_once() -> None:
+    modules = [importlib.import_module(f"headwise.options.{name}") for name in ("convert", "evaluate", "frontier")]
+    kinds = {one for module in modules for one in vars(module).values() if isinstance(one, type)}
+    declared = Counter(name for kind in kinds if issubclass(kind, Options) for name in inspect.get_annotations(kind))
+    assert {name for name, times in declared.items() if times > 1} == {*DIFFERENT}
+    assert max(declared.values()) == 2
 
 
 def test_identity_is_what_makes_another_result() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 import headwise
 from headwise.errors import ArgumentError
-from headwise.options import EvaluateOptions, Options, at_least, option, takes_options
+from headwise.options import EvaluateOptions, Options, at_least, declarations, option, takes_options
 from headwise.type_checks import typed
 
 
@@ -92,6 +94,23 @@ def test_signature_and_help_show_every_keyword() -> None:
     ]
 
 
+def test_the_options_of_public_functions_are_public() -> None:
+    functions = {
+        headwise.calibrate: headwise.CalibrateOptions,
+        headwise.convert: headwise.ConvertOptions,
+        headwise.evaluate: headwise.EvaluateOptions,
+        headwise.evaluate_choices: headwise.ChoiceOptions,
+        headwise.evaluate_planted: headwise.PlantedOptions,
+        headwise.evaluate_retrieval: headwise.RetrievalOptions,
+        headwise.frontier: headwise.FrontierOptions,
+    }
+    for function, kind in functions.items():
+        assert inspect.signature(function).parameters["options"].annotation == f"{kind.__name__} | None"
+        assert inspect.signature(function).parameters.keys() >= declarations(kind).keys()
+    code = "import sys, headwise; headwise.ConvertOptions(to='mqa'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_evaluate_shows_its_keywords_and_takes_its_options() -> None:
     parameters = inspect.signature(headwise.evaluate).parameters
     assert list(parameters)[:3] == ["model", "options", "text"]
@@ -101,5 +120,10 @@ def test_evaluate_shows_its_keywords_and_takes_its_options() -> None:
     for name in keywords:
         assert f"\n    {name}: " in (headwise.evaluate.__doc__ or "")
     assert headwise.EvaluateOptions is EvaluateOptions
+    for task in (headwise.evaluate_choices, headwise.evaluate_retrieval):
+        keywords = {"file", "against", "limit", "dtype", "device", "seed", "progress"}
+        parameters = inspect.signature(task).parameters
+        assert list(parameters)[:2] == ["model", "options"]
+        assert keywords == {name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
     with pytest.raises(ArgumentError, match=r"text = 'nowhere\.txt': could not be read"):
         headwise.evaluate("smollm2-135m", EvaluateOptions(text="nowhere.txt"))

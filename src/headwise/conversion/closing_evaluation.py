@@ -58,7 +58,7 @@ def choose_exam(
     calibrate: CalibrationTexts = NO_TEXTS,
     calibrated_on: Collection[str] = (),
     window: int | None = None,
-    windows: int = EVALUATION_WINDOWS,
+    windows: int | None = EVALUATION_WINDOWS,
 ) -> Exam:
     """Choose the windows that a conversion is evaluated on.
 
@@ -72,7 +72,7 @@ def choose_exam(
         calibrated_on: the `text_identity` of other texts that the result is calibrated on.
         window: tokens in each window; when None 2048, or the model's positions or the tokens of a single named text
             if those are fewer.
-        windows: the number of windows of each text; a shorter text has fewer.
+        windows: the number of windows of each text; a shorter text has fewer. All when None.
 
     Raises:
         ArgumentError: a text cannot be read, is calibrated on, is shorter than a window, or has tokens outside the
@@ -91,13 +91,14 @@ def choose_exam(
     calibration_texts = {*calibrated_on, *map(text_identity, calibrate.sources)}
     exam: Exam = []
     if named:
-        characters = width * windows * 32  # more to a token than the average of any tokenizer in use
+        most = None if windows is None else width * windows
+        characters = None if most is None else most * 32  # more to a token than any tokenizer's average
         texts = [read_source(text, characters=characters, name="evaluate") for text in named]
         refuse_twice(named, name="evaluate")
         for text in named:
             if text_identity(text, name="evaluate") in calibration_texts:
                 raise ArgumentError("evaluate", str(text), "is calibrated on; name another text, or none")
-        ids = [token_ids(tokenizer, text, at_most=width * windows) for text in texts]
+        ids = [token_ids(tokenizer, text, at_most=most) for text in texts]
         if window is None and len(ids) == 1:
             width = max(min(width, len(ids[0])), 2)
         exam = [

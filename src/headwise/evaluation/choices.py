@@ -13,9 +13,11 @@ from headwise.documents import as_document
 from headwise.errors import ArgumentError
 from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.rate import Rate, rate
+from headwise.options import ChoiceOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_jsonl
 from headwise.texts.windows import ending_ids, first_ids
+from headwise.type_checks import typed
 
 PROMPT = "Question: {question}\nAnswer:"
 _BATCH = 2048
@@ -68,17 +70,11 @@ class ChoiceEvaluation:
         return as_document(self)
 
 
+@takes_options(ChoiceOptions)
+@typed
 @torch.inference_mode()
 def evaluate_choices(
-    model: str | Path | Pair,
-    *,
-    file: str | Path,
-    against: str | Path | None = None,
-    limit: int | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    seed: int = 0,
-    progress: Progress = silent,
+    model: str | Path | Pair, options: ChoiceOptions, *, progress: Progress = silent
 ) -> ChoiceEvaluation:
     """Count how often a model prefers the right ending of ``Question: …\\nAnswer:``, paired with its reference.
 
@@ -86,20 +82,15 @@ def evaluate_choices(
 
     Args:
         model: a source with weights, or an open pair.
-        file: a ``.jsonl`` file; see `read_choices`.
-        against: the reference, whose tokenizer is used.
-        limit: the number of items, from the beginning; all when None.
-        dtype: as in `open_pair`.
-        device: as in `open_pair`.
-        seed: of the bootstrap interval.
+        options: the keywords below as one object, in place of them.
         progress: told of each batch.
 
     Raises:
         ArgumentError: the file has another form, or an ending does not fit the models' positions.
         CheckpointError: a model cannot be read.
     """
-    items = read_choices(file, limit=limit)
-    pair = open_pair(model, against=against, dtype=dtype, device=device, progress=progress)
+    items = read_choices(options.file, limit=options.limit)
+    pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
     sequences = _sequences(pair.tokenizer, items, pair.positions)
     check_vocabulary(pair.models, max(max(prompt + ending) for prompt, ending in sequences))
     by_total: dict[str, list[bool]] = {}
@@ -113,10 +104,10 @@ def evaluate_choices(
             by_total[name].append(totals.index(max(totals)) == item.answer)
             by_character[name].append(means.index(max(means)) == item.answer)
     return ChoiceEvaluation(
-        file=str(file),
+        file=str(options.file),
         items=len(items),
-        accuracy=rate(by_total["model"], by_total.get("against"), seed=seed),
-        accuracy_norm=rate(by_character["model"], by_character.get("against"), seed=seed),
+        accuracy=rate(by_total["model"], by_total.get("against"), seed=options.seed),
+        accuracy_norm=rate(by_character["model"], by_character.get("against"), seed=options.seed),
         **pair.about(),
     )
 

@@ -125,7 +125,8 @@ def evaluate(model: str | Path | Pair, options: EvaluateOptions, *, progress: Pr
 
     For example ``evaluate("./mla", against="smollm2-135m", text="text.txt").perplexity_ratio``.
 
-    Perplexity is over windows that do not overlap and do not see each other; ``windows=None`` takes all windows of a
+    Perplexity is over windows from the beginning of each text that do not overlap and do not see each other;
+    ``windows=None`` takes all windows of a
     text. Decoding is timed in turn for both models, one token at a time with a cache of ``context`` tokens.
 
     Args:

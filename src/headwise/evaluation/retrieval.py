@@ -26,9 +26,11 @@ from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.paired_results import Paired
 from headwise.evaluation.rate import Rate, rate
 from headwise.hf import as_device, as_dtype
+from headwise.options import RetrievalOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.specs import LARGEST_CONFIG, read_json
 from headwise.texts.files import read_jsonl
+from headwise.type_checks import typed
 
 _BATCH = 4096
 """Tokens in a batch, padding included."""
@@ -102,15 +104,13 @@ class RetrievalEvaluation(Paired, compared=("mrr",)):
     threads: int
 
 
+@takes_options(RetrievalOptions)
+@typed
 def evaluate_retrieval(
     model: str | Path | Encoder,
+    options: RetrievalOptions,
     *,
-    file: str | Path,
     against: str | Path | Encoder | None = None,
-    limit: int | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    seed: int = 0,
     progress: Progress = silent,
 ) -> RetrievalEvaluation:
     """Rank the passages of a file for each of its questions, by the inner product of their embeddings.
@@ -119,27 +119,23 @@ def evaluate_retrieval(
 
     Args:
         model: a source with weights, or a loaded encoder.
-        file: a ``.jsonl`` file of objects with ``question`` and ``passage``; equal passages count as one.
+        options: the keywords below as one object, in place of them.
         against: the reference; its tokenizer and pooling are used for a model that is not loaded yet.
-        limit: the number of questions, from the beginning; all when None.
-        dtype: to run in; the stored dtype when None.
-        device: to run on; the CPU when None.
-        seed: of the bootstrap interval.
         progress: told of each batch.
 
     Raises:
         ArgumentError: the file has another form.
         CheckpointError: a model cannot be read, or computes NaN.
     """
-    task = Questions.read(file, limit)
+    task = Questions.read(options.file, options.limit)
     encoders = {}
     if against is not None:
-        encoders["against"] = _loaded(against, dtype, device)
-    encoders["model"] = _loaded(model, dtype, device, like=encoders.get("against"))
+        encoders["against"] = _loaded(against, options)
+    encoders["model"] = _loaded(model, options, like=encoders.get("against"))
     ranks = {name: task.ranks(encoder, progress) for name, encoder in encoders.items()}
     encoder = encoders["model"].model
     run: dict[str, Any] = {
-        "file": str(file),
+        "file": str(options.file),
         "questions": len(task.questions),
         "passages": len(task.passages),
         "dtype": dtype_name(encoder.dtype),
@@ -153,7 +149,7 @@ def evaluate_retrieval(
     return RetrievalEvaluation(
         model=encoders["model"].name,
         against=None if reference is None else reference.model,
-        **rated(ranks["model"], ranks.get("against"), seed=seed),
+        **rated(ranks["model"], ranks.get("against"), seed=options.seed),
         **run,
         reference=reference,
     )
@@ -370,7 +366,7 @@ def _json(path: Path, kind: type) -> Any:
     return value
 
 
-def _loaded(
-    source: str | Path | Encoder, dtype: str | None, device: str | None, like: Encoder | None = None
-) -> Encoder:
-    return source if isinstance(source, Encoder) else load_encoder(source, dtype=dtype, device=device, like=like)
+def _loaded(source: str | Path | Encoder, options: RetrievalOptions, like: Encoder | None = None) -> Encoder:
+    if isinstance(source, Encoder):
+        return source
+    return load_encoder(source, dtype=options.dtype, device=options.device, like=like)

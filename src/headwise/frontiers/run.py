@@ -36,7 +36,8 @@ def frontier(
 
     ``output`` gets ``frontier.json``, ``frontier.md`` and ``frontier.html`` (with ``methods``, ``methods.json`` and
     so on). Each result is saved there as soon as it is measured, under a digest of all that decides it: a run that
-    was ended early continues, and a run with more targets converts only the new ones.
+    was ended early continues, and a run with more targets converts only the new ones. Models are evaluated in the
+    dtype that they are converted to.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.

@@ -10,7 +10,14 @@ from headwise.options.convert import (
     ConvertOptions,
 )
 from headwise.options.declare import Declaration, Options, Rule, at_least, declarations, each_of, not_empty, option
-from headwise.options.evaluate import EvaluateOptions, PlantedOptions, TextOptions
+from headwise.options.evaluate import (
+    ChoiceOptions,
+    EvaluateOptions,
+    ItemOptions,
+    PlantedOptions,
+    RetrievalOptions,
+    TextOptions,
+)
 from headwise.options.frontier import FrontierOptions
 from headwise.options.keywords import takes_options
 
@@ -21,12 +28,15 @@ __all__ = [
     "TARGET",
     "CalibrateOptions",
     "CalibrationOptions",
+    "ChoiceOptions",
     "ConvertOptions",
     "Declaration",
     "EvaluateOptions",
     "FrontierOptions",
+    "ItemOptions",
     "Options",
     "PlantedOptions",
+    "RetrievalOptions",
     "Rule",
     "TextOptions",
     "at_least",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
-from headwise.options.declare import Options, Rule, at_least, each_of, option
+from headwise.options.declare import Options, Rule, at_least, each_of, not_empty, option
 
 EVALUATION_WINDOWS = 2
 """The default number of windows of each text that a conversion is evaluated on; two take some seconds."""
@@ -22,6 +22,8 @@ _FRACTION = "a fraction above 0 and at most 1"
 KV_BUDGET = Rule(f"must be {_FRACTION}", lambda budget: bool(0 < budget <= 1))
 """The fractions of a cache that a conversion can keep."""
 
+
+_TEXT = "a text to calibrate on: a file, a folder or hf-dataset://…"
 
 STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
 """The stages that a method can have; each can be left out by name, as an ablation.
@@ -48,16 +50,27 @@ class CalibrationOptions(Options):
     )
 
 
-class CalibrateOptions(CalibrationOptions):
-    """How `headwise.calibrate` collects statistics of a model."""
+class RequiredTextOptions(CalibrationOptions):
+    """The texts to calibrate on, where there has to be one."""
 
     calibrate: str | Path | Sequence[str | Path] = option(
-        "a text to calibrate on, or several: a file, a folder or hf-dataset://…", metavar="TEXT"
+        f"{_TEXT}, or several", metavar="TEXT", rule=not_empty("is required: must name at least one text")
     )
+
+
+class CalibrateOptions(RequiredTextOptions):
+    """How `headwise.calibrate` collects statistics of a model."""
+
     overwrite: bool = option("replace statistics in the output folder", default=False, identity=False)
 
 
-class ConvertOptions(CalibrationOptions):
+class ConversionOptions(Options):
+    """The form of converted models."""
+
+    dtype: str | None = option("dtype of converted models; the source's when left out", default=None)
+
+
+class ConvertOptions(CalibrationOptions, ConversionOptions):
     """The target, evidence, method and output of `headwise.convert`."""
 
     to: str = option("the mechanism to convert to: mha, gqa:K, mqa or mla", rule=TARGET)
@@ -69,7 +82,7 @@ class ConvertOptions(CalibrationOptions):
     kv_lora_rank: int | None = option("mla: the width of the latent, in place of a budget", default=None)
     qk_rope_head_dim: int | None = option("mla: the width of the rotary key, with kv_lora_rank", default=None)
     calibrate: str | Path | Sequence[str | Path] | None = option(
-        "a text to calibrate on: a file, a folder or hf-dataset://…; only the weights are used when left out",
+        f"{_TEXT}; only the weights are used when left out",
         default=None,
         metavar="TEXT",
     )
@@ -91,7 +104,6 @@ class ConvertOptions(CalibrationOptions):
         metavar="STAGE",
         rule=each_of(STAGES),
     )
-    dtype: str | None = option("dtype of the output; the source's when left out", default=None)
     format: Literal["headwise", "deepseek"] = option(
         "mla: the folder format, headwise or deepseek: a stock deepseek_v3 folder, with one size and one list of "
         "rotary channels for all layers",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence, Sized
 from dataclasses import MISSING, dataclass, field, fields
 from inspect import cleandoc
 from textwrap import wrap
-from typing import Any, dataclass_transform, get_type_hints
+from typing import Any, Self, dataclass_transform, get_type_hints
 
 from headwise.errors import ArgumentError
 from headwise.type_checks import check_types
@@ -140,6 +140,12 @@ class Options:
         for name, value in values.items():
             if (rule := by_name[name].rule) is not None:
                 rule.check(name, value)
+
+    @classmethod
+    def of(cls, other: Options, **fields: Any) -> Self:
+        """Options with the values of another object's fields of the same names, apart from fields given here."""
+        shared = declarations(cls).keys() & declarations(type(other)).keys() - fields.keys()
+        return cls(**{name: getattr(other, name) for name in shared}, **fields)
 
     def identity(self) -> dict[str, Any]:
         """The options that decide a run's result, by name."""

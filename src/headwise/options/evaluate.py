@@ -1,4 +1,4 @@
-"""The options of `headwise.evaluate` and of `headwise.evaluate_planted`."""
+"""The options of `headwise.evaluate` and of the evaluations on tasks."""
 
 from __future__ import annotations
 
@@ -14,29 +14,41 @@ _FRACTIONS = Rule(
 )
 
 
-class ModelOptions(Options):
-    """The reference that a model is compared with, and the dtype and device of both."""
+class RunOptions(Options):
+    """The dtype and device that models are run with."""
 
-    against: str | Path | None = option(
-        "the reference, usually the model before its conversion; the reference's tokenizer is used",
-        default=None,
-        metavar="SOURCE",
-    )
     dtype: str | None = option(
-        "dtype to run both models in; the wider of those they are stored in when left out", default=None
+        "dtype to run both models in; when left out their own, or the wider of the two where text is predicted",
+        default=None,
     )
     device: str | None = option(
         "device to run both models on, such as cuda; the CPU when left out", default=None, identity=False
     )
 
 
-class TextOptions(ModelOptions):
-    """The windows of text that are scored, and the context at which decoding is timed."""
+class ModelOptions(RunOptions):
+    """The reference that a model is compared with, and how both are run."""
+
+    against: str | Path | None = option(
+        "the reference, usually the model before its conversion; the reference's tokenizer is used",
+        default=None,
+        metavar="SOURCE",
+    )
+
+
+class WindowOptions(Options):
+    """The windows of text that are scored."""
 
     window: int | None = option(
-        "tokens a window; 2048, or all the models' positions where they have fewer, when left out", default=None
+        "tokens in each window to evaluate on; 2048, or all the models' positions if those are fewer, when left out",
+        default=None,
     )
-    windows: int | None = option("how many windows of each text, from its beginning", default=6, rule=at_least(1))
+    windows: int | None = option("how many windows of each text to evaluate on", default=6, rule=at_least(1))
+
+
+class TextOptions(ModelOptions, WindowOptions):
+    """The windows of text that are scored, and the context at which decoding is timed."""
+
     context: int | None = option(
         "tokens in the cache while decoding is timed; 512, or one less than the positions, when left out",
         default=None,
@@ -51,7 +63,13 @@ class EvaluateOptions(TextOptions):
     )
 
 
-class PlantedOptions(ModelOptions):
+class SeedOptions(Options):
+    """The seed of a task."""
+
+    seed: int = option("seed of bootstrap intervals, and of the codes of planted facts", default=0)
+
+
+class PlantedOptions(ModelOptions, SeedOptions):
     """The text, the planted facts and the questions of `headwise.evaluate_planted`."""
 
     text: str | Path = option("a UTF-8 file of at least ``context`` tokens", metavar="FILE")
@@ -63,4 +81,28 @@ class PlantedOptions(ModelOptions):
     )
     trials: int = option("contexts at each depth", default=4, rule=at_least(1))
     codes: int = option("how many codes the right one is ranked among, itself included", default=10, rule=at_least(2))
-    seed: int = option("seed of the codes", default=0)
+
+
+class ItemOptions(RunOptions):
+    """The amount of a task's items."""
+
+    limit: int | None = option(
+        "how many items of a task's file, from its beginning; all when left out", default=None, rule=at_least(1)
+    )
+
+
+class ChoiceOptions(ItemOptions, ModelOptions, SeedOptions):
+    """The items of `headwise.evaluate_choices`, and the models."""
+
+    file: str | Path = option(
+        "a .jsonl of questions, choices and answers, such as PIQA; see `headwise.evaluation.read_choices`",
+        metavar="FILE",
+    )
+
+
+class RetrievalOptions(ItemOptions, SeedOptions):
+    """The items of `headwise.evaluate_retrieval`, and how the encoders are run."""
+
+    file: str | Path = option(
+        "a .jsonl of objects with ``question`` and ``passage``; equal passages count as one", metavar="FILE"
+    )

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headwise.options.convert import CalibrationOptions
-from headwise.options.declare import at_least, not_empty, option
+from headwise.options.convert import ConversionOptions, RequiredTextOptions
+from headwise.options.declare import option
+from headwise.options.evaluate import WindowOptions
 
-_REQUIRED = not_empty("is required: a frontier compares calibrated conversions")
 
-
-class FrontierOptions(CalibrationOptions):
+class FrontierOptions(RequiredTextOptions, WindowOptions, ConversionOptions):
     """The targets and methods that `headwise.frontier` tries, and the texts it uses."""
 
-    calibrate: str | Path | Sequence[str | Path] = option(
-        "a text to calibrate on, or several", metavar="TEXT", rule=_REQUIRED
-    )
     evaluate: str | Path | Sequence[str | Path] | None = option(
         "a text to evaluate on, or several; when left out, text beyond the calibration's, or Python's language "
         "reference",
@@ -34,13 +30,6 @@ class FrontierOptions(CalibrationOptions):
         "compare methods at each target: headwise's, its ablations without each stage in turn, and the baselines",
         default=False,
         identity=False,
-    )
-    window: int | None = option(
-        "tokens in each evaluation window; 2048, or the model's positions if fewer, when left out", default=None
-    )
-    windows: int = option("how many windows of each text", default=6, rule=at_least(1))
-    dtype: str | None = option(
-        "dtype of the conversions and of their evaluation; the source's when left out", default=None
     )
     keep: bool = option(
         "keep the converted models, in the folder models of the output", default=False, identity=False

@@ -65,7 +65,7 @@ def windows_beyond(
     tokens: int,
     window: int,
     width: int,
-    windows: int,
+    windows: int | None,
     name: str = "calibrate",
 ) -> list[tuple[str, Tensor]]:
     """Cut windows ``[n, width]`` from the end of each text, after the windows of `calibration_windows`.
@@ -76,7 +76,7 @@ def windows_beyond(
         tokens: as for `calibration_windows`.
         window: as for `calibration_windows`.
         width: tokens in each of the new windows; texts with fewer tokens left are left out.
-        windows: the most windows from each text.
+        windows: the most windows from each text; all when None.
         name: of the sources in errors.
 
     Returns:

@@ -12,11 +12,11 @@ from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.scores import SHOW
 from headwise.errors import ArgumentError
-from headwise.options import TextOptions, option
+from headwise.options import ChoiceOptions, EvaluateOptions, ItemOptions, RetrievalOptions, TextOptions, option
 from headwise.progress import Progress
 
 
-class TaskOptions(TextOptions):
+class TaskOptions(TextOptions, ItemOptions):
     """The texts and tasks that the command evaluates a model on."""
 
     text: Sequence[str | Path] = option("a UTF-8 file to predict", default=(), metavar="FILE")
@@ -29,7 +29,6 @@ class TaskOptions(TextOptions):
     retrieval: str | Path | None = option(
         "a .jsonl of questions and passages, for an encoder", default=None, metavar="FILE"
     )
-    limit: int | None = option("items of --choices or --retrieval; all when left out", default=None)
     by_position: bool = option("show the cost by position in the window", default=False, identity=False)
 
     def __post_init__(self) -> None:
@@ -64,23 +63,27 @@ def _results(model: str, options: TaskOptions, progress: Progress) -> dict[str, 
     """The result of each requested task, by its name; models are loaded once for all tasks on text."""
     from headwise import evaluation
 
-    where: dict[str, Any] = {"dtype": options.dtype, "device": options.device, "progress": progress}
+    in_pair: dict[str, Any] = dict.fromkeys(("against", "dtype", "device"))  # an open pair has its own
     results: dict[str, Any] = {}
     if options.text or options.choices:
-        pair = evaluation.open_pair(model, against=options.against, **where)
+        pair = evaluation.open_pair(
+            model, against=options.against, dtype=options.dtype, device=options.device, progress=progress
+        )
         if options.text:
-            how = {"window": options.window, "windows": options.windows, "context": options.context}
-            results["text"] = evaluation.evaluate(pair, text=options.text, **how, progress=progress)
+            texts = EvaluateOptions.of(options, **in_pair)
+            results["text"] = evaluation.evaluate(pair, texts, progress=progress)
         if options.choices:
-            results["choices"] = evaluation.evaluate_choices(
-                pair, file=options.choices, limit=options.limit, progress=progress
-            )
+            items = ChoiceOptions.of(options, file=options.choices, **in_pair)
+            results["choices"] = evaluation.evaluate_choices(pair, items, progress=progress)
         if options.planted is not None:
             results["planted"] = evaluation.evaluate_planted(
                 pair, text=options.text[0], context=options.planted, progress=progress
             )
     if options.retrieval:
         results["retrieval"] = evaluation.evaluate_retrieval(
-            model, file=options.retrieval, against=options.against, limit=options.limit, **where
+            model,
+            RetrievalOptions.of(options, file=options.retrieval),
+            against=options.against,
+            progress=progress,
         )
     return results
