@@ -90,7 +90,7 @@ def save_layer(results: LayerFiles, index: int, statistics: Statistics, sensitiv
     """Save one layer's statistics, as means, and its sensitivity.
 
     Raises:
-        CheckpointError: the disk is full, or the file cannot be written.
+        StorageError: the disk is full, or the file cannot be written.
     """
     tensors = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
     tensors = {name: _triangle(tensor) if name in _GRAMS else tensor for name, tensor in tensors.items()}
