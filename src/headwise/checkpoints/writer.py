@@ -57,6 +57,7 @@ class FolderWriter:
         overwrite: replace a folder of the same kind.
         provisional: `announce` will replace ``tensors`` before the first one is added.
         shard_bytes: the most bytes of tensors in a shard.
+        work_bytes: bytes of disk that `work` will take and that must be free on entering, beside the tensors.
         mark: the file that every folder of this kind has; ``config.json`` for model folders.
 
     Attributes:
@@ -80,6 +81,7 @@ class FolderWriter:
         overwrite: bool = False,
         provisional: bool = False,
         shard_bytes: int = SHARD_BYTES,
+        work_bytes: int = 0,
         mark: str = MODEL,
     ) -> None:
         check_output(output, overwrite=overwrite, mark=mark)
@@ -89,7 +91,7 @@ class FolderWriter:
         self.notes: tuple[str, ...] = ()
         self.write_seconds = 0.0
         self._overwrite, self._provisional, self._shard_bytes = overwrite, provisional, shard_bytes
-        self._mark = mark
+        self._work_bytes, self._mark = work_bytes, mark
         self._run = None if run is None else _digest(run, tensors, shard_bytes)
         self._lay_out(tensors)
         self._open: dict[str, ShardWriter] = {}
@@ -122,7 +124,8 @@ class FolderWriter:
             self._take_up()
             needed = sum(self._tensors[name].nbytes for name in self._missing) + _HEADROOM
             if self._provisional:  # of a run that is resumed, most may be there
-                needed -= sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+                needed -= _size(self.folder)
+            needed += max(self._work_bytes - _size(self.work), 0)
             if (free := shutil.disk_usage(self._partial).free) < needed:
                 raise self._refusal(f"needs {needed / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free")
         except BlockingIOError as error:
@@ -361,6 +364,11 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
         if not (output / mark).is_file():
             kind = "is not a model folder" if mark == MODEL else f"has no {mark}"
             raise ArgumentError("output", str(output), f"{kind}, so --overwrite will not replace it")
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _partial(output: Path) -> Path:

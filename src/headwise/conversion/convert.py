@@ -133,12 +133,15 @@ class _Prepared:
 
     def writer(self) -> FolderWriter:
         """The writer of the folder, with the tensors that it has if the cache is not spread over layers."""
+        layout, is_exported = OutputLayout(self.plan), self.format.is_exported
         return FolderWriter(
             self.output,
-            self.format.tensors(OutputLayout(self.plan)),
+            self.format.tensors(layout),
             run=self.run,
             overwrite=self.options.overwrite,
-            provisional=not self.format.is_exported,
+            provisional=not is_exported,
+            # An exported folder is written from a whole one in headwise's own format.
+            work_bytes=sum(info.nbytes for info in layout.tensors.values()) if is_exported else 0,
         )
 
     def notes(self, tokens: int | None) -> list[str]:

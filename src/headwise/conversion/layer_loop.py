@@ -35,8 +35,8 @@ def convert_layers(
         progress: told of each layer.
 
     Raises:
-        CheckpointError: the result of an earlier run is lost, a number does not fit the output's dtype, or the disk
-            is full.
+        CheckpointError: the result of an earlier run is lost, or a number does not fit the output's dtype.
+        StorageError: the disk is full.
     """
     count = layout.plan.before.num_layers
     for place in places:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from headwise.checkpoints import Checkpoint
-from headwise.conversion.methods import STAGES, Method, all_methods, find_method
-from headwise.conversion.planning.plan import make_plan
+from headwise.conversion.methods import Method, all_methods, find_method
+from headwise.conversion.planning.plan import ConversionPlan, make_plan
 from headwise.conversion.planning.target import Target, parse_target
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.specs import GroupedSpec
@@ -41,9 +41,16 @@ class Candidate:
         """The method and the missing stages, in words."""
         if self.method is not None:
             return self.method
-        if set(self.without) == set(STAGES):
+        if self._is_without_any_stage:
             return "headwise without any stage"
         return " ".join(("headwise", *(("without", ", ".join(self.without)) if self.without else ())))
+
+    @property
+    def _is_without_any_stage(self) -> bool:
+        """Whether all stages of headwise's own method for the target are left out."""
+        mechanism = self.parsed().mechanism
+        defaults = (method for method in all_methods() if method.is_default and mechanism in method.targets)
+        return any(set(self.without) == set(method.stages) for method in defaults if method.stages)
 
     @property
     def parsed_method(self) -> Method | None:
@@ -148,12 +155,13 @@ def default_targets(checkpoint: Checkpoint) -> list[str]:
 def _ablations(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:
     """headwise's own conversion with all stages, without each in turn (and stages that need it), and without any."""
 
-    def stages_without(*left_out: str) -> tuple[str, ...]:
-        return make_plan(checkpoint, candidate.parsed(), dtype=dtype, without=left_out).stages
+    def plan_without(*left_out: str) -> ConversionPlan:
+        return make_plan(checkpoint, candidate.parsed(), dtype=dtype, without=left_out)
 
-    stages = stages_without()
-    missing = [[other for other in stages if other not in stages_without(stage)] for stage in stages]
-    return [replace(candidate, without=tuple(left_out)) for left_out in ((), *missing, *([STAGES] if stages else []))]
+    plan = plan_without()
+    missing = [[other for other in plan.stages if other not in plan_without(stage).stages] for stage in plan.stages]
+    whole = [plan.method.stages] if plan.stages else []
+    return [replace(candidate, without=tuple(left_out)) for left_out in ((), *missing, *whole)]
 
 
 def _baselines(candidate: Candidate) -> list[Candidate]:

@@ -168,6 +168,28 @@ def flip(file: Path) -> None:
     file.write_bytes(bytes(content))
 
 
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_a_calibration_whose_earlier_layers_are_damaged_begins_anew(
+    source: Path,
+    text: Path,
+    statistics: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+) -> None:
+    options: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512}
+    with monkeypatch.context() as patch:
+        stop_at(patch, LayerFiles, "save", 4, after=True)  # saving the second layer
+        with pytest.raises(StoppedError):
+            headwise.calibrate(source, tmp_path / "again", **options)
+    damage(tmp_path / ".again.headwise-partial/work/layers/layer-00000.safetensors")
+    with pytest.raises(headwise.CheckpointError, match="layer = 0: an earlier run's result is lost"):
+        headwise.calibrate(source, tmp_path / "again", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "statistics", "text.txt"]
+    headwise.calibrate(source, tmp_path / "again", **options)
+    assert (tmp_path / "again/statistics.json").read_bytes() == (statistics / "statistics.json").read_bytes()
+
+
 def poison(file: Path) -> None:
     results = LayerFiles(file.parent)
     loaded = results.load(0)

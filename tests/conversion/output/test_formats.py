@@ -243,6 +243,28 @@ def test_it_goes_on(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
 
 
+def test_room_for_both_folders_is_needed_at_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny(tmp_path / "source")
+    own, stock = (
+        headwise.convert(source, tmp_path / name, **{**STOCK, "format": name}).disk_bytes
+        for name in ("headwise", "deepseek")
+    )
+
+    def leave(free: int) -> None:
+        monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": free}))
+
+    leave(64 * 1024**2 + own + stock - 1)
+    with pytest.raises(headwise.StorageError, match=r"needs 0\.07 GB of disk and 0\.07 GB are free"):
+        headwise.convert(source, tmp_path / "out", **STOCK)
+    leave(64 * 1024**2 + own + stock)
+    with monkeypatch.context() as patch:
+        stop_at(patch, formats, "add_deepseek", 1, after=False)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **STOCK)
+    leave(64 * 1024**2 + stock)  # the folder in headwise's own format is there
+    headwise.convert(source, tmp_path / "out", **STOCK)
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize(
     ("family", "options", "rule"),

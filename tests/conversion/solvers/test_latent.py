@@ -11,7 +11,7 @@ import torch
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.aligned import align
-from headwise.conversion.solvers.latent import convert_to_latent
+from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
 from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.specs import GroupedSpec, as_latent
 from tests.real_models import save_tiny
@@ -34,3 +34,20 @@ def test_without_a_text_biases_are_inputs_too(tmp_path: Path, to: str) -> None:
     rotation, nothing = rotation_tables(spec, 5), torch.zeros(5, spec.hidden_size)
     wanted = Layer(spec, state).float().output(nothing, rotation)
     assert (converted.float().output(nothing, rotation) - wanted).norm() < 0.1 * wanted.norm()
+
+
+def test_options_are_an_object_or_its_fields(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "source")
+    source = read_layer(open_checkpoint(tmp_path / "source"), Place(0))
+    spec = source.spec
+    assert isinstance(spec, GroupedSpec)
+    target = as_latent(spec, 20, 8)
+    expected, channels = convert_to_latent(
+        source.state, spec, target, statistics=None, options=LatentOptions(longest=3)
+    )
+    with pytest.warns(DeprecationWarning, match="takes options=LatentOptions"):
+        solved, same_channels = convert_to_latent(source.state, spec, target, statistics=None, longest=3)
+    assert channels == same_channels
+    assert all(torch.equal(solved[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(TypeError, match="takes options or their fields, not both: longest, nonsense"):
+        convert_to_latent(source.state, spec, target, statistics=None, options=LatentOptions(), longest=3, nonsense=4)

@@ -88,7 +88,8 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
         progress: told of each layer, twice.
 
     Raises:
-        CheckpointError: the text makes the model compute NaN or infinite values, or the disk is full.
+        CheckpointError: the text makes the model compute NaN or infinite values.
+        StorageError: the disk is full.
     """
     file = folder / "spread.json"
     if not file.is_file():

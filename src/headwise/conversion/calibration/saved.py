@@ -30,7 +30,7 @@ from headwise.conversion.methods import Evidence
 from headwise.conversion.planning.plan import Place
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.progress import Progress, silent
 from headwise.texts import text_identity
@@ -82,7 +82,7 @@ def save_layer(results: LayerFiles, index: int, statistics: Statistics, sensitiv
     """Save one layer's statistics, as means, and its sensitivity.
 
     Raises:
-        CheckpointError: the disk is full, or the file cannot be written.
+        StorageError: the disk is full, or the file cannot be written.
     """
     tensors = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
     tensors = {name: _triangle(tensor) if name in _GRAMS else tensor for name, tensor in tensors.items()}
@@ -122,9 +122,12 @@ def write_statistics(
         windows: ``[N, T]``, the calibration tokens.
 
     Raises:
+        CheckpointError: an earlier run saved a layer, and its file is missing or damaged.
         OSError: the disk is full.
     """
     for index in range(checkpoint.spec.num_layers):
+        if results.load(index) is None:
+            raise CheckpointError("layer", index, LOST)
         file = results.file(index)
         try:
             os.link(file, folder / file.name)

@@ -105,7 +105,7 @@ def _save_inputs(hidden: Tensor, file: Path) -> None:
     """Save a layer's inputs for the backward pass.
 
     Raises:
-        CheckpointError: the disk is full, or the file cannot be written.
+        StorageError: the disk is full, or the file cannot be written.
     """
     with clearly("activations", file):
         file.write_bytes(save({"hidden": hidden.contiguous()}))

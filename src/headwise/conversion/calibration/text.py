@@ -100,7 +100,8 @@ class TextCalibrator(Calibrator):
         """Measure sensitivities, and open both streams before layer 0 or where an earlier run stopped.
 
         Raises:
-            CheckpointError: the text makes the model compute NaN or infinite values, or the disk is full.
+            CheckpointError: the text makes the model compute NaN or infinite values.
+            StorageError: the disk is full.
         """
         if "sensitivity" in self.stages:
             windows = self.windows[: self._sensitivity_windows]

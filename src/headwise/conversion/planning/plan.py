@@ -205,16 +205,18 @@ def refuse_inputs(
             raise ArgumentError(field, str(value), f"goes with mla and aligned heads, not with {method.name}")
     if statistics is not None and texts:
         raise ArgumentError("statistics", str(statistics), "cannot be used with calibrate: it replaces the text")
-    rule = None
+    absent, rule = set(without).difference(method.stages), None
     if statistics is not None:
         rule = "is a stage of calibrate, and cannot be used with statistics"
     elif plan.is_exact:
         rule = "is a stage of calibrate, and nothing is lost at this size"
     elif not method.stages:
         rule = f"is a stage of headwise's own methods, and {method.name} has none"
+    elif absent:
+        rule = f"is no stage of {method.name}, which has {', '.join(method.stages)}"
     elif not texts:
         rule = "is a stage of calibrate, and no text is given"
     if without and rule is not None:
-        raise ArgumentError("without", min(without), rule)
+        raise ArgumentError("without", min(absent or without), rule)
     if method.needs_text and statistics is None and not texts:
         raise ArgumentError("calibrate", None, f"is required: {method.name} finds its channels on a text")

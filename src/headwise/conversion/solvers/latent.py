@@ -90,8 +90,13 @@ def convert_to_latent(
 
     Returns:
         The MLA layer's tensors by its own names, float64, and the model frequency of each of its P/2 rotary pairs.
+
+    Raises:
+        TypeError: ``options`` and fields are both given, or a field is unknown.
     """
     if fields:
+        if options is not None:
+            raise TypeError(f"convert_to_latent() takes options or their fields, not both: {', '.join(fields)}")
         warnings.warn("convert_to_latent takes options=LatentOptions(…)", DeprecationWarning, stacklevel=2)
     options = options or LatentOptions(**fields)
     means = statistics or Statistics.nothing(source.hidden_size, source.num_heads, options.longest)

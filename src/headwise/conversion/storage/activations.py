@@ -41,7 +41,7 @@ class Activations:
         layer: the number of layers whose outputs are committed, 0 after the embeddings; None before any commit.
 
     Raises:
-        CheckpointError: the folder cannot be used.
+        StorageError: the folder cannot be used.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Activations:
         """Windows ``start`` to ``stop`` as the last commit has them, ``[stop - start, W, E]``.
 
         Raises:
-            CheckpointError: the file cannot be read.
+            CheckpointError: the file is cut short.
+            StorageError: it cannot be read.
         """
         assert self.layer is not None, "nothing was committed yet"
         assert 0 <= start < stop <= len(self), (start, stop)
@@ -86,7 +87,7 @@ class Activations:
         """Write the next layer's outputs of the windows from ``start`` on, ``[n, W, E]``.
 
         Raises:
-            CheckpointError: the disk is full, or the file cannot be written.
+            StorageError: the disk is full, or the file cannot be written.
         """
         assert states.shape[1:] == self.shape[1:], (states.shape, self.shape)
         assert 0 <= start <= start + len(states) <= len(self), (start, len(states))
@@ -105,7 +106,7 @@ class Activations:
         Nothing waits for the disk. A checksum tells if a power cut lost states; the run then begins at layer 0.
 
         Raises:
-            CheckpointError: the disk is full, or the files cannot be written.
+            StorageError: the disk is full, or the files cannot be written.
         """
         total = int(all_sum(torch.tensor(float(len(self._written)), dtype=torch.float64)))
         assert total == len(self) * len(self.streams), "a window was not written"
@@ -167,7 +168,7 @@ class Spill:
         """Write one window ``[W, E]``.
 
         Raises:
-            CheckpointError: the disk is full, or the file cannot be written.
+            StorageError: the disk is full, or the file cannot be written.
         """
         with (
             clearly("activations", self.path),
@@ -177,7 +178,12 @@ class Spill:
             file.write(_bytes(states.detach().float().contiguous()))
 
     def read(self, window: int) -> Tensor:
-        """Read one window ``[W, E]``."""
+        """Read one window ``[W, E]``.
+
+        Raises:
+            CheckpointError: the file is cut short.
+            StorageError: it cannot be read.
+        """
         states = torch.empty(self.shape[1:])
         with clearly("activations", self.path, "read"), self.path.open("rb") as file:
             file.seek(window * self._bytes)

@@ -42,7 +42,7 @@ class LayerFiles:
             about: other facts of it, as JSON-able values: spec, channels, errors, ….
 
         Raises:
-            CheckpointError: the disk is full, or the file cannot be written.
+            StorageError: the disk is full, or the file cannot be written.
         """
         text = json.dumps(about)
         copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

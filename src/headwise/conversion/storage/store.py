@@ -51,7 +51,7 @@ class LayerStore:
         """Save a layer; when this returns, it is on disk.
 
         Raises:
-            CheckpointError: the disk is full, or the file cannot be written.
+            StorageError: the disk is full, or the file cannot be written.
         """
         if self._files:
             about = {"channels": layer.channels, **layer.about}
