@@ -18,17 +18,17 @@ from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_inputs
 from headwise.conversion.planning.target import Target, parse_target
-from headwise.conversion.proof import Exam, find_exam, overlap_notes, prove
+from headwise.conversion.proof import Exam, choose_exam, overlap_notes, prove
 from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, HeadwiseError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.options import ConvertOptions, takes_options
 from headwise.processes import first_enters, process_index
 from headwise.progress import Progress, silent
-from headwise.texts import CalibrationTexts, check_texts, refuse_cross_layers
+from headwise.texts import CalibrationTexts, check_texts, named_texts, refuse_cross_layers
 from headwise.type_checks import typed
 
 UNKNOWN_SPREAD = "the text decides how the cache is spread over layers; parameters and disk depend on it"
@@ -193,17 +193,24 @@ def _target(options: ConvertOptions) -> Target:
 def _find_exam(
     checkpoint: Checkpoint, options: ConvertOptions, texts: CalibrationTexts, statistics: SavedCalibrator | None
 ) -> tuple[Exam, str | None]:
-    """The windows to evaluate on and to compare two formats on, and why there are none if so."""
+    """The windows to evaluate on and to compare two formats on, and why there are none if none are named or serve."""
     is_unused = options.evaluate is False and options.format == "headwise"
     if is_unused or (options.dry_run and isinstance(options.evaluate, bool)):
         return [], None
-    return find_exam(
-        checkpoint,
-        options.evaluate,
-        calibrate=texts,
-        calibrated_on=() if statistics is None else statistics.text_identities,
-        windows=options.evaluation_windows,
-    )
+    named = named_texts(options.evaluate)
+    try:
+        exam = choose_exam(
+            checkpoint,
+            named,
+            calibrate=texts,
+            calibrated_on=() if statistics is None else statistics.text_identities,
+            windows=options.evaluation_windows,
+        )
+    except HeadwiseError as error:
+        if named:
+            raise
+        return [], str(error)
+    return exam, None
 
 
 def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:

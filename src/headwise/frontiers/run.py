@@ -19,7 +19,7 @@ from headwise.frontiers.results import RESULTS, Setting, result_of, write_file
 from headwise.hf import as_dtype
 from headwise.options import FrontierOptions, takes_options
 from headwise.progress import Progress, silent
-from headwise.texts import check_texts, read_source
+from headwise.texts import check_texts, named_texts, read_source
 from headwise.type_checks import typed
 
 _MODELS, _WORK = "models", ".headwise-work"
@@ -56,8 +56,7 @@ def frontier(
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     folder = Path(output)
     _refuse_output(folder)
-    evaluate = options.evaluate
-    named = [evaluate] if isinstance(evaluate, str | Path) else list(evaluate or ())
+    named = named_texts(options.evaluate)
     for text in named:
         read_source(text, characters=1, name="evaluate")  # refuses a missing text before any work
     dtype = None if options.dtype is None else as_dtype(options.dtype)
