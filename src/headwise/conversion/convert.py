@@ -218,7 +218,7 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
     plan = prepared.plan
     layout = OutputLayout(plan)
     notes = prepared.notes(None) + ([UNKNOWN_SPREAD] if "spread" in plan.stages else [])
-    return describe(
+    report = describe(
         plan,
         prepared.format.config(layout),
         prepared.format.tensors(layout),
@@ -231,9 +231,9 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
             shares_channels=prepared.format.is_exported,
             progress=progress,
         ),
-        dry_run=True,
         notes=notes,
     )
+    return replace(report, dry_run=True)
 
 
 def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:
@@ -245,21 +245,23 @@ def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:
 
 def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str], start: float) -> Conversion:
     """The report of a written folder, without its evaluation."""
-    plan = prepared.plan
-    return describe(
-        plan,
+    report = describe(
+        prepared.plan,
         written.config,
         written.tensors,
         source=prepared.source,
         output=str(prepared.output),
+        seconds=time.perf_counter() - start,
+        notes=notes,
+    )
+    return replace(
+        report,
         calibration_tokens=written.tokens,
         calibration_window=written.window,
-        seconds=time.perf_counter() - start,
-        seconds_reading=plan.checkpoint.read_seconds + written.read_seconds,
+        seconds_reading=prepared.plan.checkpoint.read_seconds + written.read_seconds,
         peak_rss_bytes=peak_rss_bytes(),
         stock=written.stock,
         spread=written.spread,
-        notes=notes,
     )
 
 
