@@ -46,8 +46,42 @@ EXEMPT = {
     "kernels/backend_choice.py": "SDPA's signature",
     "kernels/gpu/kernels.py": "a GPU kernel",
     "kernels/native/attention.py": "a kernel's call",
+    "cost/layer.py:forward_flops": "a formula: each keyword is one of its letters, or says which terms count",
+    "cost/reports/complexity.py:complexity": "the letters of forward_flops, and which layer of a model",
+    "bench/decode.py:bench_decode": "a grid: each keyword is one of its axes",
 }
-"""Files whose functions may take more parameters, and why. Layers' constructors may too: theirs are config fields."""
+"""Files and functions that may take more parameters, and why; layers' constructors may too, of config fields."""
+
+FORWARDED = {
+    "attention/build.py:build": "to a mechanism that is found by its name",
+    "attention/grouped.py:__init__": "to the base class, whose keywords are config fields",
+    "checkpoints/tokenizer.py:decode": "to a tokenizer of transformers",
+    "checkpoints/tokenizer.py:tokenize": "to a tokenizer of transformers",
+    "checkpoints/identity.py:run_identity": "options by name, whatever they are: a digest is made of them",
+    "cli/held_back.py:write": "called as Python's showwarning",
+    "cli/options.py:run": "a command's arguments, as typer names them by the signature",
+    "cli/printable.py:render_str": "to a method of rich",
+    "conversion/solvers/latent.py:convert_to_latent": "an older spelling, which warns and is checked",
+    "counting/module.py:_dot": "called by torch's counter",
+    "counting/module.py:_grouped": "called by torch's counter",
+    "counting/module.py:_mv": "called by torch's counter",
+    "counting/module.py:count": "to the module that is counted",
+    "counting/module.py:flops": "called by torch's counter",
+    "counting/other_counters.py:peer_counts": "to the module that is counted",
+    "evaluation/paired_results.py:__init_subclass__": "to Python's own",
+    "hf/attention.py:forward": "called by transformers",
+    "hf/cache.py:update": "called by transformers",
+    "hf/interface.py:attention_forward": "called by transformers",
+    "hf/layerwise.py:record": "a method of transformers in its place",
+    "hf/models.py:prepare_prompt": "a method of transformers in its place",
+    "options/declare.py:__init_subclass__": "to Python's own",
+    "options/declare.py:of": "to the options class's own constructor",
+    "options/keywords.py:call": "checked against the options class, and shown in the signature",
+    "specs/base.py:__init_subclass__": "to Python's own",
+    "texts/sources.py:_dataset_rows": "to a function of datasets",
+    "type_checks.py:checked": "to the decorated function",
+}
+"""Functions that take any keywords, and to whom they hand them; all others name theirs."""
 
 
 def modules() -> dict[str, Path]:
@@ -147,9 +181,37 @@ def test_functions_are_short(name: str) -> None:
         assert length <= LONGEST_BODY, f"{node.name} has {length} lines"
         arguments = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         is_layer = file.startswith("attention/") and node.name == "__init__"
-        if file in EXEMPT or file.startswith("cli/") or is_layer:
+        if EXEMPT.keys() & {file, f"{file}:{node.name}"} or file.startswith("cli/") or is_layer:
             continue
-        assert len([one for one in arguments if one not in ("self", "cls")]) <= MOST_PARAMETERS, node.name
+        named = [one for one in arguments if one not in ("self", "cls")] + unpacked(node, name)
+        assert len(named) <= MOST_PARAMETERS, node.name
+
+
+def unpacked(function: ast.FunctionDef, module: str) -> list[str]:
+    """The keywords behind a function's ``**keywords: Unpack[…]``."""
+    annotation = function.args.kwarg and function.args.kwarg.annotation
+    if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Unpack"):
+        return []
+    kind = getattr(importlib.import_module(f"headwise.{module}"), ast.unparse(annotation.slice))
+    return list(kind.__annotations__)
+
+
+def test_keywords_have_names() -> None:
+    """Apart from those that are another function's, parameters are not hidden in ``**keywords``."""
+    anything = set()
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.args.kwarg is not None:
+                annotation = node.args.kwarg.annotation
+                if annotation is None or ast.unparse(annotation) in ("Any", "object", "P.kwargs"):
+                    anything.add(f"{path.relative_to(PACKAGE).as_posix()}:{node.name}")
+    assert anything == FORWARDED.keys()
+
+
+def test_keywords_in_a_dictionary_are_counted() -> None:
+    hidden = ast.parse("def attend_with_weights(query, **options: Unpack[AttendOptions]) -> None: ...").body[0]
+    assert isinstance(hidden, ast.FunctionDef)
+    assert {"attn_mask", "window", "backend"} < {*unpacked(hidden, "kernels.attend")}
 
 
 def test_the_chain_in_the_document_names_functions_that_exist_each_once() -> None:

@@ -379,7 +379,7 @@ def test_attend_with_weights_is_attend_asked_for_the_weights(backend: Backend) -
 
 
 def test_choose_backend_knows_its_keywords() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+    with pytest.raises(TypeError, match=r"^choose_backend\(\) got an unexpected keyword argument 'colour'"):
         choose_backend((1, 2, 1, 16), (1, 2, 1, 16), colour="red")  # type: ignore[call-arg]
 
 

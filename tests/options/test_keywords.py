@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 import headwise
+from headwise.bench import bench_decode
+from headwise.conversion import convert_to_latent
 from headwise.errors import ArgumentError
 from headwise.options import EvaluateOptions, Options, at_least, declarations, option, takes_options
+from headwise.specs import GroupedSpec
 from headwise.type_checks import typed
 
 
@@ -109,6 +112,30 @@ def test_the_options_of_public_functions_are_public() -> None:
         assert inspect.signature(function).parameters.keys() >= declarations(kind).keys()
     code = "import sys, headwise; headwise.ConvertOptions(to='mqa'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (headwise.complexity, ("llama-3-8b", 1)),
+        (headwise.cost.forward_flops, (GroupedSpec(hidden_size=8, num_heads=1, num_kv_heads=1, head_dim=8), 1)),
+        (headwise.choose_backend, ((1, 2, 1, 16), (1, 2, 1, 16))),
+        (bench_decode, ()),
+        (convert_to_latent, ({}, None, None)),
+        (headwise.convert, ("source", "out")),
+        (headwise.calibrate, ("source", "out")),
+        (headwise.frontier, ("source", "out")),
+        (headwise.evaluate, ("source",)),
+        (headwise.evaluate_choices, ("source",)),
+        (headwise.evaluate_planted, ("source",)),
+        (headwise.evaluate_retrieval, ("source",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_keyword_is_refused_in_the_name_of_the_function(function: Any, args: tuple[Any, ...]) -> None:
+    given = {"statistics": None} if function is convert_to_latent else {}
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'colour'"):
+        function(*args, **given, colour="red")
 
 
 def test_evaluate_shows_its_keywords_and_takes_its_options() -> None:

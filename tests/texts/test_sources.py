@@ -17,7 +17,7 @@ import torch
 
 from headwise.checkpoints import load_tokenizer
 from headwise.errors import ArgumentError, MissingExtraError
-from headwise.texts import calibration_windows, hold_out, read_source, text_identity, windows_beyond
+from headwise.texts import calibration_windows, hold_out, named_texts, read_source, text_identity, windows_beyond
 from tests.real_models import save_character_tokenizer
 
 LETTERS = "abcd"
@@ -261,3 +261,20 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.pkl").write_bytes(b"")
     with pytest.raises(ArgumentError, match=r"has no .parquet, .jsonl, .json or .txt files"):
         read_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (None, ()),
+        (True, ()),
+        (False, ()),
+        ((), ()),
+        ("a.txt", ("a.txt",)),
+        (Path("a.txt"), (Path("a.txt"),)),
+        (["a.txt", Path("b.txt")], ("a.txt", Path("b.txt"))),
+    ],
+    ids=str,
+)
+def test_an_option_names_one_text_or_several_or_none(value: Any, names: tuple[str | Path, ...]) -> None:
+    assert named_texts(value) == names

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -138,42 +138,38 @@ GridPoint = tuple[torch.dtype, Shape, int, int]
 """Dtype, shape, sequences and tokens in the cache of one case."""
 
 
-class GridOptions(TypedDict, total=False):
-    """The grid of `bench_decode`, which describes the fields; a field left out, empty or None is the grid's own."""
-
-    shapes: Sequence[Shape] | None
-    lengths: Sequence[int] | None
-    cache_mib: int | None
-    batches: Sequence[int] | None
-    dtypes: Sequence[str] | None
-
-
 @torch.inference_mode()
 def bench_decode(
     *,
+    shapes: Sequence[Shape] | None = None,
+    lengths: Sequence[int] | None = None,
+    cache_mib: int | None = None,
+    batches: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
     tokens: int = 1,
     device: str = "cpu",
     quick: bool = False,
     progress: Progress = silent,
-    **grid: Unpack[GridOptions],
 ) -> Bench:
     """Time one decoding step of attention alone, over a grid of sizes; caches come from memory, as in a whole model.
 
     Args:
+        shapes: heads and widths; like the next four, the grid's own when None or empty.
+        lengths: tokens in the cache.
+        cache_mib: in the place of lengths, as many tokens as make a cache of so many MiB.
+        batches: sequences.
+        dtypes: of queries and cache.
         tokens: S, new tokens.
         device: ``cpu`` or ``cuda``.
         quick: a smaller grid, in less than a minute, without what has to be compiled.
         progress: called for each case.
-        grid: any of ``shapes`` (heads and widths), ``lengths`` (tokens in the cache), ``cache_mib`` (in the place of
-            lengths: as many tokens as make a cache of so many MiB), ``batches`` (sequences) and ``dtypes`` (of
-            queries and cache).
 
     Raises:
         ArgumentError: a size is not positive or does not fit in memory, ``lengths`` and ``cache_mib`` are both given,
             a dtype is not known, or there is no such device.
     """
     check_sizes(tokens=(tokens,))
-    points = _points(quick=quick, **grid)
+    points = _points(quick=quick, shapes=shapes, lengths=lengths, cache_mib=cache_mib, batches=batches, dtypes=dtypes)
     as_device(device)
     for dtype, shape, B, T in points:
         check_fits(shape, shape.nbytes(B, T, dtype.itemsize), device, length=T, batch=B)

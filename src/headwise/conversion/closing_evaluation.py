@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, load_tokenizer
-from headwise.errors import ArgumentError, HeadwiseError, SpecError
+from headwise.errors import ArgumentError, SpecError
 from headwise.evaluation import WINDOW, Evaluation, evaluate_windows, open_pair
 from headwise.measurement import available_bytes
 from headwise.options import EVALUATION_WINDOWS
@@ -130,44 +129,6 @@ def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationText
     windows, _ = open_windows(checkpoint, calibrate)
     note = overlap_note([batch for _, batch in exam], [windows])
     return [] if note is None else [note]
-
-
-def named_texts(evaluate: bool | str | Path | Sequence[str | Path] | None) -> list[str | Path]:
-    """The texts that a user names to evaluate on; none for None, True and False.
-
-    Raises:
-        ArgumentError: the user gives a list without a text.
-    """
-    if evaluate is None or isinstance(evaluate, bool):
-        return []
-    named = [evaluate] if isinstance(evaluate, str | Path) else list(evaluate)
-    if not named:
-        raise ArgumentError("evaluate", evaluate, "must be at least one file")
-    return named
-
-
-def find_exam(
-    checkpoint: Checkpoint,
-    evaluate: bool | str | Path | Sequence[str | Path],
-    **how: Any,
-) -> tuple[Exam, str | None]:
-    """The windows of `choose_exam`, and why there are none if the user named no text and none serves.
-
-    Args:
-        checkpoint: the source.
-        evaluate: the texts that the user names; True or False for none.
-        how: the keywords of `choose_exam`.
-
-    Raises:
-        HeadwiseError: a text that the user named cannot be used.
-    """
-    named = named_texts(evaluate)
-    try:
-        return choose_exam(checkpoint, named, **how), None
-    except HeadwiseError as error:
-        if named:
-            raise
-        return [], str(error)
 
 
 def prove(output: Path, source: str | Path, exam: Exam, progress: Progress = silent) -> Evaluation | str:

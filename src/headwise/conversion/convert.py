@@ -12,7 +12,7 @@ import torch
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.disk import refuse_input_within
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
-from headwise.conversion.closing_evaluation import Exam, find_exam, named_texts, overlap_notes, prove
+from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, prove
 from headwise.conversion.estimate import estimate_seconds
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
@@ -22,12 +22,13 @@ from headwise.conversion.planning.target import Target, parse_target
 from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
+from headwise.errors import HeadwiseError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.options import ConvertOptions, takes_options
 from headwise.processes import first_enters, process_index
 from headwise.progress import Progress, silent
-from headwise.texts import CalibrationTexts, check_texts, refuse_cross_layers, refuse_texts_within
+from headwise.texts import CalibrationTexts, check_texts, named_texts, refuse_cross_layers, refuse_texts_within
 from headwise.type_checks import typed
 
 UNKNOWN_SPREAD = "the text decides how the cache is spread over layers; parameters and disk depend on it"
@@ -207,17 +208,24 @@ def _target(options: ConvertOptions) -> Target:
 def _find_exam(
     checkpoint: Checkpoint, options: ConvertOptions, texts: CalibrationTexts, statistics: SavedCalibrator | None
 ) -> tuple[Exam, str | None]:
-    """The windows to evaluate on and to compare two formats on, and why there are none if so."""
+    """The windows to evaluate on and to compare two formats on, and why there are none if none are named or serve."""
     is_unused = options.evaluate is False and not output_format(options.format).is_exported
     if is_unused or (options.dry_run and isinstance(options.evaluate, bool)):
         return [], None
-    return find_exam(
-        checkpoint,
-        options.evaluate,
-        calibrate=texts,
-        calibrated_on=() if statistics is None else statistics.text_identities,
-        windows=options.evaluation_windows,
-    )
+    named = named_texts(options.evaluate)
+    try:
+        exam = choose_exam(
+            checkpoint,
+            named,
+            calibrate=texts,
+            calibrated_on=() if statistics is None else statistics.text_identities,
+            windows=options.evaluation_windows,
+        )
+    except HeadwiseError as error:
+        if named:
+            raise
+        return [], str(error)
+    return exam, None
 
 
 def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
@@ -225,7 +233,7 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
     plan = prepared.plan
     layout = OutputLayout(plan)
     notes = prepared.notes(None) + ([UNKNOWN_SPREAD] if "spread" in plan.stages else [])
-    return describe(
+    report = describe(
         plan,
         prepared.format.config(layout),
         prepared.format.tensors(layout),
@@ -238,9 +246,9 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
             shares_channels=prepared.format.is_exported,
             progress=progress,
         ),
-        dry_run=True,
         notes=notes,
     )
+    return replace(report, dry_run=True)
 
 
 def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:
@@ -252,21 +260,23 @@ def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:
 
 def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str], start: float) -> Conversion:
     """The report of a written folder, without its evaluation."""
-    plan = prepared.plan
-    return describe(
-        plan,
+    report = describe(
+        prepared.plan,
         written.config,
         written.tensors,
         source=prepared.source,
         output=str(prepared.output),
+        seconds=time.perf_counter() - start,
+        notes=notes,
+    )
+    return replace(
+        report,
         calibration_tokens=written.tokens,
         calibration_window=written.window,
-        seconds=time.perf_counter() - start,
-        seconds_reading=plan.checkpoint.read_seconds + written.read_seconds,
+        seconds_reading=prepared.plan.checkpoint.read_seconds + written.read_seconds,
         peak_rss_bytes=peak_rss_bytes(),
         stock=written.stock,
         spread=written.spread,
-        notes=notes,
     )
 
 

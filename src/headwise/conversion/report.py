@@ -85,20 +85,26 @@ def describe(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     *,
+    source: str,
+    output: str,
+    seconds: float,
     notes: Sequence[str],
-    **more: Any,
 ) -> Conversion:
-    """Make the report of a result.
+    """Make the report of a result; the fields of `Conversion` with defaults are left to the caller.
 
     Args:
         plan: the conversion.
         config: the result's config.
         tensors: the result's tensors.
+        source: the source, as the user named it.
+        output: the folder of the result.
+        seconds: the seconds that it took.
         notes: notes for the user.
-        more: the fields of `Conversion` that do not follow from these.
     """
     after, dtype = read_config(config), dtype_name(plan.dtype)
     return Conversion(
+        source=source,
+        output=output,
         model_type=config["model_type"],
         mechanism=after.mechanism,
         label=after.label,
@@ -109,8 +115,8 @@ def describe(
         parameters_before=parameters_of(plan.checkpoint.tensors),
         parameters_after=parameters_of(tensors),
         disk_bytes=sum(info.nbytes for info in tensors.values()),
+        seconds=seconds,
         notes=tuple(notes),
-        **more,
     )
 
 

@@ -3,7 +3,6 @@
 from headwise.cost import model
 from headwise.cost.layer import (
     DTYPE_BYTES,
-    CallOptions,
     cache_bytes,
     cache_bytes_per_token,
     cache_values,
@@ -29,7 +28,6 @@ from headwise.cost.training import activation_bytes, backward_flops
 __all__ = [
     "DTYPE_BYTES",
     "KERNELS",
-    "CallOptions",
     "Comparison",
     "Complexity",
     "Inspection",

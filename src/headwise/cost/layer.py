@@ -5,7 +5,7 @@ One multiply-add is 2 FLOPs. Symbols: B batch, S new tokens, T all key–value t
 
 from __future__ import annotations
 
-from typing import Protocol, TypedDict, Unpack, cast
+from typing import Protocol, cast
 
 from headwise.cost.activations import Kept, Training
 from headwise.cost.size import Size
@@ -90,23 +90,6 @@ def parameters(spec: AttentionSpec) -> int:
     return int(sum(stage.parameters for stage in stages(spec)))
 
 
-class CallOptions(TypedDict, total=False):
-    """Options of a forward pass besides its numbers of tokens.
-
-    Attributes:
-        batch: B, sequences; 1 when left out.
-        causal: True counts only the pairs that the causal mask (and the window) leaves; False counts all S·T, as
-            kernels that do not skip would; None, or left out, is as the spec says.
-        cross: the T tokens are another sequence's, whose keys and values are computed too; False when left out.
-        cached: with ``cross``, those keys and values are in the cache already; False when left out.
-    """
-
-    batch: int
-    causal: bool | None
-    cross: bool
-    cached: bool
-
-
 def forward_flops(
     spec: AttentionSpec,
     new_tokens: int,
@@ -115,7 +98,10 @@ def forward_flops(
     impl: str = "auto",
     kernel: Kernel = "unfused",
     softmax: bool = False,
-    **options: Unpack[CallOptions],
+    batch: int = 1,
+    causal: bool | None = None,
+    cross: bool = False,
+    cached: bool = False,
 ) -> int:
     """FLOPs of one forward pass of one layer: its matrix products, and the softmax when asked for.
 
@@ -126,7 +112,11 @@ def forward_flops(
         impl: one of the mechanism's implementations, or ``auto`` for the one with the fewest FLOPs.
         kernel: one of `headwise.cost.KERNELS`; in the forward pass only ``padded`` makes a difference.
         softmax: add ``SOFTMAX_FLOPS`` for each score.
-        options: ``batch``, ``causal``, ``cross`` and ``cached``, as in `CallOptions`.
+        batch: B, sequences.
+        causal: True counts only the pairs that the causal mask (and the window) leaves; False counts all S·T, as
+            kernels that do not skip would; None is as the spec says.
+        cross: the T tokens are another sequence's, whose keys and values are computed too.
+        cached: with ``cross``, those keys and values are in the cache already.
 
     Raises:
         ArgumentError: a count is impossible, or the implementation or kernel is not known.
@@ -135,7 +125,7 @@ def forward_flops(
     >>> forward_flops(layer, 1, 1000, batch=2)
     561152
     """
-    call = call_of(spec, new_tokens, total_tokens, **options)
+    call = call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal, cross=cross, cached=cached)
     check_kernel(kernel)
     work = stages(spec, chosen_impl(spec, impl, call), new_tokens=new_tokens)
     flops = sum(stage.forward_flops(call, kernel) for stage in work)
@@ -189,7 +179,7 @@ def call_of(
     cross: bool = False,
     cached: bool = False,
 ) -> Call:
-    """One forward pass in numbers that know their formula; arguments as `forward_flops` and `CallOptions`."""
+    """One forward pass in numbers that know their formula; arguments as `forward_flops`."""
     S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
     whole("new_tokens", S)
     whole("total_tokens", T)

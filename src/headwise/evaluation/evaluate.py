@@ -21,6 +21,7 @@ from headwise.options import EvaluateOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
 from headwise.texts.identity import refuse_twice
+from headwise.texts.sources import named_texts
 from headwise.texts.windows import token_windows, usual_window
 from headwise.type_checks import typed
 
@@ -138,7 +139,7 @@ def evaluate(model: str | Path | Pair, options: EvaluateOptions, *, progress: Pr
         ArgumentError: a text is missing or shorter than a window, or a number is out of range.
         CheckpointError: a model cannot be read.
     """
-    files = [str(file) for file in ([options.text] if isinstance(options.text, str | Path) else options.text)]
+    files = list(map(str, named_texts(options.text)))
     contents = [read_text(file) for file in files]
     refuse_twice(files, name="text")
     # Opened before the tokenizer, whose errors say less about what is wrong with a folder.

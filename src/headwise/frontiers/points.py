@@ -105,15 +105,27 @@ class Frontier:
 
 
 def collect(
-    results: Sequence[tuple[Candidate, Mapping[str, Any]]], *, label: str, notes: Sequence[str], **more: Any
+    results: Sequence[tuple[Candidate, Mapping[str, Any]]],
+    *,
+    source: str,
+    label: str,
+    calibrate: tuple[str, ...],
+    calibration_tokens: int,
+    methods: bool,
+    versions: dict[str, str],
+    notes: Sequence[str],
 ) -> Frontier:
     """Make a frontier of results.
 
     Args:
         results: each candidate with its ``conversion`` and ``evaluation``.
+        source: the source, as the user named it.
         label: the mechanism and sizes of the source's layers.
+        calibrate: the calibration texts.
+        calibration_tokens: the number of calibration tokens that the user asked for.
+        methods: whether methods are compared at each target, rather than targets.
+        versions: the versions of headwise and of the libraries it used.
         notes: notes for the user.
-        more: the other fields of `Frontier` that do not follow from these.
     """
     spots = [
         (float(result["evaluation"]["cache_bytes_per_token"]), float(result["evaluation"]["perplexity_ratio"]))
@@ -142,7 +154,11 @@ def collect(
         for (candidate, result), spot in zip(results, spots, strict=True)
     )
     return Frontier(
+        source=source,
         label=label,
+        calibrate=calibrate,
+        calibration_tokens=calibration_tokens,
+        methods=methods,
         texts=tuple(text["text"] for text in first["texts"]),
         perplexities={text["text"]: text["reference_perplexity"] for text in first["texts"]},
         tokens=first["tokens"],
@@ -151,8 +167,8 @@ def collect(
         dtype=first["dtype"],
         threads=first["threads"],
         points=points,
+        versions=versions,
         notes=tuple(notes),
-        **more,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from headwise.checkpoints import open_checkpoint, versions
 from headwise.checkpoints.disk import lock_folder, refuse_file, remove_locked, unlock
-from headwise.conversion.closing_evaluation import choose_exam, named_texts, overlap_notes, refuse_unexamined
+from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, refuse_unexamined
 from headwise.errors import ArgumentError, CheckpointError, StorageError
 from headwise.frontiers.ladder import Candidate, list_candidates
 from headwise.frontiers.page import markdown, page, refuse_no_plotly
@@ -19,7 +19,7 @@ from headwise.frontiers.results import RESULTS, Setting, result_of, write_file
 from headwise.hf import as_dtype
 from headwise.options import FrontierOptions, takes_options
 from headwise.progress import Progress, silent
-from headwise.texts import check_texts, read_source, refuse_texts_within
+from headwise.texts import check_texts, named_texts, read_source, refuse_texts_within
 from headwise.type_checks import typed
 
 _MODELS, _WORK = "models", ".headwise-work"

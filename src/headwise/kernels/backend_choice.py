@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict, Unpack
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,39 +33,11 @@ class Choice:
     reason: str
 
 
-class CallTraits(TypedDict, total=False):
-    """The properties of a call of `attend` besides its shapes; `choose_backend` describes them."""
-
-    dtype: torch.dtype
-    device: torch.device | str
-    needs_grad: bool
-    dropout_p: float
-    value_dim: int | None
-    has_mask: bool
-
-
-def choose_backend(query: Shape, key: Shape, *, return_weights: bool = False, **traits: Unpack[CallTraits]) -> Choice:
-    """The backend that ``backend="auto"`` chooses for a call of `attend`, and why.
-
-    Args:
-        query: shape of the query, ``(B, H, S, D)``.
-        key: shape of the key, ``(B, K, T, D)``.
-        return_weights: whether the attention weights are returned too.
-        traits: any of ``dtype`` (float32 when left out), ``device`` (``"cpu"``), ``needs_grad`` (False),
-            ``dropout_p`` (0), ``value_dim`` (V; the query's D) and ``has_mask`` (False).
-
-    >>> choose_backend((1, 32, 64, 128), (1, 8, 8192, 128), needs_grad=True).backend
-    'sdpa'
-    """
-    if return_weights:
-        return Choice("packed", "the weights are requested, and only packed and reference compute them all")
-    return _choose_without_weights(query, key, **traits)
-
-
-def _choose_without_weights(
+def choose_backend(
     query: Shape,
     key: Shape,
     *,
+    return_weights: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     needs_grad: bool = False,
@@ -73,6 +45,24 @@ def _choose_without_weights(
     value_dim: int | None = None,
     has_mask: bool = False,
 ) -> Choice:
+    """The backend that ``backend="auto"`` chooses for a call of `attend`, and why.
+
+    Args:
+        query: shape of the query, ``(B, H, S, D)``.
+        key: shape of the key, ``(B, K, T, D)``.
+        return_weights: whether the attention weights are returned too.
+        dtype: the dtype of the tensors.
+        device: their device.
+        needs_grad: whether gradients are computed through the call.
+        dropout_p: probability of dropping an attention weight.
+        value_dim: V, the width of a value; the query's D when None.
+        has_mask: whether there is a mask.
+
+    >>> choose_backend((1, 32, 64, 128), (1, 8, 8192, 128), needs_grad=True).backend
+    'sdpa'
+    """
+    if return_weights:
+        return Choice("packed", "the weights are asked for, and no other backend holds them")
     S, K, T = query[2], key[1], key[2]
     is_few = S <= FEW_TOKENS
     why = f"few new tokens ({S}): reading {K} key–value heads once takes most of the time"

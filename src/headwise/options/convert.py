@@ -114,6 +114,7 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
         "Python's language reference",
         default=True,
         metavar="TEXT",
+        rule=not_empty("must be at least one file"),
         identity=False,
     )
     evaluation_windows: int = option(

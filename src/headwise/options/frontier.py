@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwise.options.convert import ConversionOptions, RequiredTextOptions
-from headwise.options.declare import option
+from headwise.options.declare import not_empty, option
 from headwise.options.evaluate import WindowOptions
 
 
@@ -18,6 +18,7 @@ class FrontierOptions(RequiredTextOptions, WindowOptions, ConversionOptions):
         "reference",
         default=None,
         metavar="TEXT",
+        rule=not_empty("must be at least one file"),
     )
     targets: Sequence[str] = option(
         "a target to try: mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or "

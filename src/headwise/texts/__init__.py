@@ -12,7 +12,7 @@ from headwise.texts.files import language_reference, read_jsonl, read_text, refe
 from headwise.texts.identity import refuse_twice, text_identity
 from headwise.texts.mixture import calibration_windows, hold_out, windows_beyond
 from headwise.texts.overlap import overlap_note, passages_apart, shared_fraction, shared_tokens
-from headwise.texts.sources import read_source, refuse_texts_within
+from headwise.texts.sources import named_texts, read_source, refuse_texts_within
 from headwise.texts.windows import (
     cut_windows,
     ending_ids,
@@ -33,6 +33,7 @@ __all__ = [
     "first_ids",
     "hold_out",
     "language_reference",
+    "named_texts",
     "open_windows",
     "overlap_note",
     "passages_apart",

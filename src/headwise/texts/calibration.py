@@ -15,7 +15,7 @@ from headwise.errors import ArgumentError
 from headwise.options import CalibrationOptions
 from headwise.texts.identity import refuse_twice, text_identity
 from headwise.texts.mixture import calibration_windows, hold_out
-from headwise.texts.sources import read_source
+from headwise.texts.sources import named_texts, read_source
 from headwise.texts.windows import usual_window, wrapping_ids
 
 TOKENS = 16_384
@@ -120,7 +120,7 @@ def check_texts(
         ArgumentError: a text cannot be read or is named twice; ``tokens`` is below 2, or set without a text.
         MissingExtraError: a dataset is named and ``datasets`` is not installed.
     """
-    sources = (calibrate,) if isinstance(calibrate, str | Path) else tuple(calibrate or ())
+    sources = named_texts(calibrate)
     amounts = CalibrationOptions(calibration_tokens=tokens, calibration_window=window).identity()
     for name, value in amounts.items():
         if value is not None and not sources:

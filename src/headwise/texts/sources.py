@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -16,6 +16,13 @@ DATASETS_PIP = "pip install 'headwise[datasets]'"
 COLUMN = "text"
 """The column that is read unless one is named."""
 _KINDS = {"parquet": ("*.parquet",), "json": ("*.jsonl", "*.json"), "text": ("*.txt",)}
+
+
+def named_texts(texts: bool | str | Path | Sequence[str | Path] | None) -> tuple[str | Path, ...]:
+    """The texts that an option's value names: one, several or none; True, False and None name none."""
+    if texts is None or isinstance(texts, bool):
+        return ()
+    return (texts,) if isinstance(texts, str | Path) else tuple(texts)
 
 
 def read_source(source: str | Path, *, characters: int | None = None, name: str = "calibrate") -> str:

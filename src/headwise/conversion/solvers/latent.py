@@ -97,6 +97,7 @@ def convert_to_latent(
     if fields:
         if options is not None:
             raise TypeError(f"convert_to_latent() takes options or their fields, not both: {', '.join(fields)}")
+        _refuse_unknown(fields)
         warnings.warn("convert_to_latent takes options=LatentOptions(…)", DeprecationWarning, stacklevel=2)
     options = options or LatentOptions(**fields)
     means = statistics or Statistics.nothing(source.hidden_size, source.num_heads, options.longest)
@@ -129,6 +130,13 @@ def convert_to_latent(
     )
     out = assemble(state, source, target, solution)
     return out, torch.nonzero(keys.kept)[:, 0].tolist()
+
+
+def _refuse_unknown(keywords: Mapping[str, Any]) -> None:
+    """Refuse keywords that `convert_to_latent` never had, as Python does."""
+    for name in keywords:
+        if name not in LatentOptions.__dataclass_fields__:
+            raise TypeError(f"convert_to_latent() got an unexpected keyword argument {name!r}")
 
 
 class Rotary(NamedTuple):

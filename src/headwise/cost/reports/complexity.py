@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from headwise.cost import layer
 from headwise.cost.activations import Kept, kept_values, kept_width
@@ -102,23 +102,17 @@ class Complexity:
         return asdict(self)
 
 
-class RunOptions(TypedDict, total=False):
-    """How a layer is run; `complexity` describes the fields."""
-
-    batch: int
-    causal: bool | None
-    impl: str
-    kernel: Kernel
-    dtype: str
-
-
 def complexity(
     source: str | Path | ModelSpec | AttentionSpec,
     new_tokens: int,
     total_tokens: int | None = None,
     *,
     index: int = 0,
-    **run: Unpack[RunOptions],
+    batch: int = 1,
+    causal: bool | None = None,
+    impl: str = "auto",
+    kernel: Kernel = "fused",
+    dtype: str = "bfloat16",
 ) -> Complexity:
     """Time and space of one layer by stage, as formulas and as numbers.
 
@@ -127,9 +121,11 @@ def complexity(
         new_tokens: S.
         total_tokens: T; S when None.
         index: which layer of a model.
-        run: any of ``batch`` (B; 1 when left out), ``causal`` and ``impl`` (as in `headwise.cost.forward_flops`),
-            ``kernel`` (one of `headwise.cost.KERNELS`; ``"fused"``) and ``dtype`` (of weights, activations and cache;
-            ``"bfloat16"``).
+        batch: B.
+        causal: as in `headwise.cost.forward_flops`.
+        impl: as in `headwise.cost.forward_flops`.
+        kernel: one of `headwise.cost.KERNELS`.
+        dtype: the dtype of weights, activations and cache.
 
     Raises:
         ArgumentError: a number is impossible, a name is not known, or there is no such source.
@@ -138,20 +134,7 @@ def complexity(
     >>> headwise.complexity("llama-3-8b", 1, 8192).cache_bytes_per_token.formula
     '2·K·D·e'
     """
-    return _layer_complexity(layer_spec(source, index), new_tokens, total_tokens, **run)
-
-
-def _layer_complexity(
-    spec: AttentionSpec,
-    new_tokens: int,
-    total_tokens: int | None,
-    *,
-    batch: int = 1,
-    causal: bool | None = None,
-    impl: str = "auto",
-    kernel: Kernel = "fused",
-    dtype: str = "bfloat16",
-) -> Complexity:
+    spec = layer_spec(source, index)
     call = layer.call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal)
     check_kernel(kernel)
     impl = layer.chosen_impl(spec, impl, call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from headwise.errors import SpecError
 from headwise.specs.feed_forward import FeedForwardSpec
@@ -16,20 +15,35 @@ Rule = Callable[[Config, int], FeedForward]
 """Reads the networks from a config and the number of layers."""
 
 
-def read_body(config: Config, feed_forward: FeedForward, *, tied: bool = False, **rest: Any) -> BodySpec:
+def read_body(
+    config: Config,
+    feed_forward: FeedForward,
+    *,
+    tied: bool = False,
+    norms: int = 2,
+    norm_vectors: int = 1,
+    positions: int = 0,
+    head_bias: bool = False,
+) -> BodySpec:
     """The body of a model with these feed-forward networks.
 
     Args:
         config: the config.
         feed_forward: the networks.
         tied: the family's default of ``tie_word_embeddings``.
-        rest: other fields of `BodySpec`.
+        norms: norms over E in each layer.
+        norm_vectors: vectors of E that a norm learns.
+        positions: rows of a learned position embedding.
+        head_bias: whether the head has a bias.
     """
     return BodySpec(
         vocab_size=integer(config, "vocab_size"),
         feed_forward=feed_forward,
         tied=flag(config, "tie_word_embeddings", tied),
-        **rest,
+        norms=norms,
+        norm_vectors=norm_vectors,
+        positions=positions,
+        head_bias=head_bias,
     )
 
 

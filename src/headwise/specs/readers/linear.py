@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from headwise.errors import SpecError
@@ -38,10 +39,10 @@ def _qwen_layers(config: Config) -> tuple[AttentionSpec, ...]:
         types = [RECURRENT if (i + 1) % nth else FULL for i in range(layers)]
     head_dim = head_dim_of(config, absent=256)
     rope = read_rope(config, head_dim, fraction=0.25)
-    attention = attention_layer(
-        config, rope, num_kv_heads=integer(config, "num_key_value_heads"), head_dim=head_dim, qk_norm="head",
-        output_gate=True,
-    )  # fmt: skip
+    kv_heads = integer(config, "num_key_value_heads")
+    attention = replace(
+        attention_layer(config, rope, num_kv_heads=kv_heads, head_dim=head_dim), qk_norm="head", output_gate=True
+    )
     recurrent = RecurrentSpec(
         form="gated_delta_net",
         hidden_size=integer(config, "hidden_size"),
@@ -64,9 +65,8 @@ def _lfm2_layers(config: Config) -> tuple[AttentionSpec, ...]:
         types = [FULL if i in indices else "conv" for i in range(layers)]
     head_dim = head_dim_of(config)
     kv_heads = integer(config, "num_key_value_heads")
-    attention = attention_layer(
-        config, read_rope(config, head_dim, theta=1e6), num_kv_heads=kv_heads, bias=(), qk_norm="head"
-    )
+    rope = read_rope(config, head_dim, theta=1e6)
+    attention = replace(attention_layer(config, rope, num_kv_heads=kv_heads, bias=()), qk_norm="head")
     recurrent = RecurrentSpec(
         form="short_conv",
         hidden_size=hidden_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 from headwise.errors import SpecError
@@ -105,7 +106,9 @@ def _granite_layers(config: Config) -> tuple[AttentionSpec, ...]:
     head_dim = divide(integer(config, "hidden_size"), integer(config, "num_attention_heads"))
     rotated = config.get("position_embedding_type") == "rope"
     scale = number("attention_multiplier", config.get("attention_multiplier", 1.0))
-    attention = attention_layer(config, read_rope(config, head_dim) if rotated else None, softmax_scale=scale)
+    attention = replace(
+        attention_layer(config, read_rope(config, head_dim) if rotated else None), softmax_scale=scale
+    )
     # A stack may be all attention, and then has no fields of Mamba.
     return stack(types, attention, _mamba2(config) if RECURRENT in types else attention)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec, RopeSpec
@@ -42,11 +43,8 @@ def _gemma3n_layers(config: Config) -> tuple[AttentionSpec, ...]:
         kind = FULL if window is None else SLIDING
         rope = read_rope(config, head_dim, theta=1e6, local_theta=1e4, layer_type=kind)
         kv_heads = integer(config, "num_key_value_heads")
-        return attention_layer(
-            config,
-            rope,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+        return replace(
+            attention_layer(config, rope, num_kv_heads=kv_heads, head_dim=head_dim),
             qk_norm="head",
             softmax_scale=1.0,
             sliding_window=window,
