@@ -13,6 +13,8 @@ _FILES = ("*.json", "model*.safetensors", "*.model", "*.txt", "*.jinja")
 def fetch_hub(name: str, *, config_only: bool = False) -> Path:
     """Download a model that the user named as ``hf://owner/name``: safetensors, configs and tokenizers.
 
+    For example ``fetch_hub("hf://owner/name", config_only=True)``.
+
     Args:
         name: ``hf://owner/name`` or ``hf://owner/name@revision``.
         config_only: download ``config.json`` alone.

@@ -16,6 +16,9 @@ from headwise.errors import ArgumentError
 class AttentionCache:
     """Past tokens of one layer, in tensors ``[B, heads, max_length, width]``.
 
+    For example ``AttentionCache(1, [(2, 64), (2, 64)], 1024, dtype=torch.float32)`` holds keys and values of two
+    heads; a layer's `new_cache` makes the one that fits it.
+
     Keys and values are two such tensors; MLA's latent and rotary key are one, so that reading both is one pass.
     Slots beyond the tokens held are uninitialised and never read. With a sliding window there is room for the
     window's tokens only, and older ones are forgotten.

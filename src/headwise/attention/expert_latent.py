@@ -43,6 +43,9 @@ Impl = Literal["auto", "expanded", "absorbed"]
 class ExpertLatentAttention(AttentionLayer):
     """Latent key and value heads, decoded for each query by the mixture of experts that its gates choose.
 
+    For example ``ExpertLatentAttention(512, 8, latent_kv_heads=2, kv_dim=16)(torch.randn(1, 10, 512),
+    is_causal=True)``.
+
     A token caches ``2·K·C`` values. Query head i reads latent head ``i // (H / K)``. Gates are a softmax over all
     experts, of which the ``top_k`` largest are kept without renormalising. Without gradients, no call holds the keys
     or values of more than one decoder for a token.

@@ -139,6 +139,8 @@ class GroupedQueryAttention(AttentionLayer):
 class SelfAttention(GroupedQueryAttention):
     """Attention with a single head: a query, a key and a value projection.
 
+    For example ``SelfAttention(512, head_dim=64)(torch.randn(1, 10, 512), is_causal=True)``.
+
     Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1. Other keywords are those of
     `GroupedQueryAttention`.
 
@@ -172,6 +174,8 @@ class SelfAttention(GroupedQueryAttention):
 class MultiHeadAttention(GroupedQueryAttention):
     """Every query head has its own key and value head.
 
+    For example ``MultiHeadAttention(512, 8)(torch.randn(1, 10, 512), is_causal=True)``.
+
     Source: Vaswani et al. 2017 (arXiv:1706.03762). Keywords are those of `GroupedQueryAttention`.
     """
 
@@ -181,6 +185,8 @@ class MultiHeadAttention(GroupedQueryAttention):
 
 class MultiQueryAttention(GroupedQueryAttention):
     """All query heads share one key and one value head.
+
+    For example ``MultiQueryAttention(512, 8)(torch.randn(1, 10, 512), is_causal=True)``.
 
     Source: Shazeer 2019 (arXiv:1911.02150). Keywords are those of `GroupedQueryAttention`.
     """

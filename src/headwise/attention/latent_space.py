@@ -26,6 +26,8 @@ from headwise.specs.latent_space import LatentSpaceSpec, latent_space_bias
 class LatentSpaceAttention(AttentionLayer):
     """Heads that compare and mix in a latent space of ``latent_dim``, then project up to the queries' width.
 
+    For example ``LatentSpaceAttention(512, 8, latent_dim=128)(torch.randn(1, 10, 512), is_causal=True)``.
+
     A token caches ``2R`` values. Query dims beyond the R/H of a latent head are projected and dropped, as in the
     mechanism's source; MHA with ``head_dim = R/H`` can compute the same functions with fewer parameters.
 

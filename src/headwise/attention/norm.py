@@ -9,6 +9,8 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """``weight · x / rms(x)``, the mean square taken at least in float32.
 
+    For example ``RMSNorm(512)(torch.randn(1, 10, 512))``.
+
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
 

@@ -17,6 +17,9 @@ from headwise.specs.base import RopeSpec
 class RotaryEmbedding(nn.Module):
     """Computes cos and sin for positions; it has no parameters and nothing in the state dict.
 
+    For example
+    ``cos, sin = RotaryEmbedding(RopeSpec(dim=64))(torch.arange(100)[None], torch.float32, length=100)``.
+
     The frequencies are Python numbers, not a buffer, so ``module.to(torch.bfloat16)`` cannot round them.
 
     Args:
@@ -73,6 +76,9 @@ class RotaryEmbedding(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Rotate the first P dims of each head, and leave the rest as they are.
+
+    For example ``rotate(queries, *rope(positions, torch.float32, 100), interleaved=False)``, where ``rope`` is a
+    `RotaryEmbedding`.
 
     Args:
         x: ``[B, heads, S, D]``.

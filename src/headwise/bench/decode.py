@@ -80,6 +80,8 @@ def each(values: Iterable[_Any]) -> list[_Any]:
 class Shape:
     """The sizes of attention: ``9/3/64`` for heads, key–value heads and head dim; ``16/512+64`` for absorbed MLA.
 
+    For example ``Shape(32, 8, 128, 128)`` is ``Shape.parse("32/8/128")``.
+
     Attributes:
         H: query heads.
         K: key–value heads.
@@ -152,6 +154,8 @@ def bench_decode(
     progress: Progress = silent,
 ) -> Bench:
     """Time one decoding step of attention alone, over a grid of sizes; caches come from memory, as in a whole model.
+
+    For example ``bench_decode(lengths=[4096], quick=True).to_dict()``.
 
     Args:
         shapes: heads and widths; like the next four, the grid's own when None or empty.

@@ -54,6 +54,8 @@ def bench_generate(
 ) -> Bench:
     """Time one more token of a model at several contexts, stock and optimised, all ways in turn.
 
+    For example ``bench_generate("./model", beside=["./mla"], contexts=[512], quick=True).to_dict()``.
+
     Ways are the model as transformers runs it (``sdpa``, with either of its caches, and ``eager``), the model after
     `headwise.optimize`, other folders optimised (a conversion beside its source), and, where they are installed and
     the source is a ``.gguf`` or the bundled model, llama.cpp and CTranslate2 on the same weights in float32.

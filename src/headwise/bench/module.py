@@ -46,6 +46,9 @@ def bench_module(
 ) -> Bench:
     """Time a layer of grouped attention, and of MLA, over a prompt and for one more token.
 
+    For example
+    ``bench_module(hidden_size=512, num_heads=8, num_kv_heads=2, lengths=[256], quick=True).to_dict()``.
+
     Args:
         hidden_size: E.
         num_heads: query heads.

@@ -20,6 +20,8 @@ td .none { color: color-mix(in srgb, CanvasText 45%, Canvas); }
 def page(bench: Bench, command: str) -> str:
     """Make the page: a row for each case, with each way's time and its ratio to the machine's limit.
 
+    For example ``page(bench_prefill(quick=True), "headwise bench prefill --quick")``.
+
     Args:
         bench: the report.
         command: that made it.

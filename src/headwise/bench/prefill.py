@@ -48,6 +48,8 @@ def bench_prefill(
 ) -> Bench:
     """Time causal attention over a whole prompt, over a grid of sizes.
 
+    For example ``bench_prefill(lengths=[512], quick=True).to_dict()``.
+
     Args:
         shapes: heads and widths; `SHAPES` when None.
         lengths: tokens of the prompt; `LENGTHS` when None.

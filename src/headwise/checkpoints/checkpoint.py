@@ -23,7 +23,10 @@ _PIECE = 1 << 20
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as configs and reports write it: ``float32`` for ``torch.float32``."""
+    """The name of a dtype as configs and reports write it: ``float32`` for ``torch.float32``.
+
+    For example ``dtype_name(torch.float32)`` is ``"float32"``.
+    """
     return str(dtype).removeprefix("torch.")
 
 

@@ -171,17 +171,25 @@ class Family:
 
 
 def family_names() -> list[str]:
-    """The model types that have a file in `families`, sorted."""
+    """The model types that have a file in `families`, sorted.
+
+    For example ``"llama" in family_names()`` is True.
+    """
     return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
 
 
 def has_family(model_type: object) -> bool:
-    """Whether a model type, or the type that it was converted from, has a file in `families`."""
+    """Whether a model type, or the type that it was converted from, has a file in `families`.
+
+    For example ``has_family("llama")`` is True.
+    """
     return isinstance(model_type, str) and model_type.removeprefix(HOSTED_PREFIX) in family_names()
 
 
 def family_of(model_type: str) -> Family:
     """The family of a model type.
+
+    For example ``family_of("headwise_llama").model_type`` is ``"llama"``.
 
     Args:
         model_type: such as ``llama``, or ``headwise_llama`` for the family of a converted folder.

@@ -19,6 +19,8 @@ _LIBRARIES = ("headwise", "torch", "transformers", "safetensors")
 def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
     """Make a digest of everything that the output of a run depends on, for `FolderWriter`'s ``run``.
 
+    For example ``run_identity(open_checkpoint("./model"), to="mqa", method="mean")``.
+
     The source's files count by name, size and time of change, not by content: reading gigabytes to find out whether
     they have to be read would take as long as reading them.
 
@@ -45,6 +47,8 @@ def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
 def model_identity(checkpoint: Checkpoint) -> str:
     """Make a digest of a model, wherever its files are, from its config and a sample of its weights.
 
+    For example ``model_identity(open_checkpoint("./model"))``.
+
     The sample is the size of each file, its first megabyte, and 4096 bytes of every further megabyte: more training
     changes nearly all weights, and reading all of them would take as long as the work that the digest saves.
 
@@ -70,5 +74,8 @@ def model_identity(checkpoint: Checkpoint) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of headwise and of the libraries that a conversion's numbers depend on."""
+    """The versions of headwise and of the libraries that a conversion's numbers depend on.
+
+    For example ``versions()["torch"]``.
+    """
     return {library: version(library) for library in _LIBRARIES}

@@ -15,6 +15,8 @@ from headwise.specs import locate
 def model_path(source: str | Path) -> Path:
     """The folder or ``.gguf`` file that holds the weights of a source; a model of the hub is downloaded.
 
+    For example ``model_path("smollm2-135m").suffix`` is ``".gguf"``.
+
     Args:
         source: see `open_checkpoint`.
 

@@ -21,6 +21,8 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 def load_tokenizer(path: Path) -> Any:
     """Load the tokenizer of a model folder or a ``.gguf`` file.
 
+    For example ``load_tokenizer(Path("./model"))``.
+
     Args:
         path: the folder or file.
 
@@ -41,6 +43,8 @@ def load_tokenizer(path: Path) -> Any:
 def tokenize(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
     """Tokenize one or several texts.
 
+    For example ``tokenize(tokenizer, "Once upon a time", return_tensors="pt")["input_ids"]``.
+
     Args:
         tokenizer: transformers'.
         text: one text, or a list.
@@ -56,6 +60,8 @@ def tokenize(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
 
 def decode(tokenizer: Any, ids: Any, **options: Any) -> str:
     """Turn token ids into text.
+
+    For example ``decode(tokenizer, [504, 3575])``.
 
     Args:
         tokenizer: transformers'.
@@ -120,6 +126,8 @@ def _refused(path: Path | str, failure: str) -> Iterator[None]:
 
 def max_length(folder: Path) -> int | None:
     """The number of tokens of a sentence that sentence-transformers reads; None where the folder does not say.
+
+    For example ``max_length(Path("./minilm"))``.
 
     Args:
         folder: of a sentence encoder.

@@ -22,6 +22,9 @@ ADAPTER = "adapter_config.json"
 def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
     """Refuse a config that asks for code from its folder or from the hub, or whose weights are quantised.
 
+    For example ``refuse_unsafe({"auto_map": {"AutoModel": "code.Model"}}, Path("./model"))`` raises a
+    CheckpointError.
+
     Args:
         config: the parsed ``config.json``; fields of configs within it count too.
         path: its folder.
@@ -47,6 +50,8 @@ def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
 def refuse_kernels(config: Mapping[str, Any]) -> None:
     """Refuse a config that names a kernel of the hub, which transformers would download and run.
 
+    For example ``refuse_kernels({"_attn_implementation": "owner/kernel"})`` raises a CheckpointError.
+
     Args:
         config: the parsed ``config.json``; fields of configs within it count too.
 
@@ -67,6 +72,8 @@ def refuse_kernels(config: Mapping[str, Any]) -> None:
 def refuse_kernel(name: str, implementation: str) -> None:
     """Refuse an implementation whose name is that of a kernel of the hub, such as ``owner/kernel@main:function``.
 
+    For example ``refuse_kernel("attn_implementation", "owner/kernel@main:function")`` raises a CheckpointError.
+
     Args:
         name: of the field.
         implementation: the field's value.
@@ -81,6 +88,8 @@ def refuse_kernel(name: str, implementation: str) -> None:
 
 def refuse_other_weights(path: Path) -> None:
     """Refuse a folder from which transformers would load other weights than headwise has checked.
+
+    For example ``refuse_other_weights(Path("./model"))``.
 
     Args:
         path: the folder.

@@ -342,6 +342,8 @@ class FolderWriter:
 def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
     """Refuse a destination that is not empty, unless it may be replaced.
 
+    For example ``check_output(Path("./half"), overwrite=False)``.
+
     Args:
         output: the destination.
         overwrite: a folder with the file ``mark`` may be replaced.

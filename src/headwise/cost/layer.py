@@ -51,12 +51,17 @@ class Formulas(Protocol):
 
 
 def formulas(spec: AttentionSpec) -> Formulas:
-    """The module of formulas for a spec's mechanism."""
+    """The module of formulas for a spec's mechanism.
+
+    For example ``formulas(layer_spec("llama-3-8b")).__name__`` is ``"headwise.cost.grouped"``.
+    """
     return cast(Formulas, mechanism_module("cost", spec.kind))
 
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one value of a dtype, given by torch's name.
+
+    For example ``dtype_bytes("bfloat16")`` is 2.
 
     Raises:
         ArgumentError: the name is not known.
@@ -69,6 +74,8 @@ def dtype_bytes(dtype: str) -> int:
 
 def stages(spec: AttentionSpec, impl: str | None = None, *, new_tokens: int = 1) -> tuple[Stage, ...]:
     """The stages of a layer under an implementation (the mechanism's first when None).
+
+    For example ``stages(layer_spec("llama-3-8b"))[0].name`` is ``"q_proj"``.
 
     Raises:
         ArgumentError: the mechanism has no such implementation.
@@ -86,7 +93,10 @@ def _check_impl(spec: AttentionSpec, impl: str) -> str:
 
 
 def parameters(spec: AttentionSpec) -> int:
-    """The number of learned parameters of one layer: weights, biases, norms."""
+    """The number of learned parameters of one layer: weights, biases, norms.
+
+    For example ``parameters(layer_spec("llama-3-8b"))`` is 41,943,040.
+    """
     return int(sum(stage.parameters for stage in stages(spec)))
 
 
@@ -137,6 +147,8 @@ def prefill_flops(
 ) -> int:
     """FLOPs of reading a prompt, at once or in chunks that each attend to all tokens before them.
 
+    For example ``prefill_flops(layer_spec("llama-3-8b"), 2048)`` is 206,175,207,424.
+
     Chunks cost as much as one pass, except where every chunk decodes the cached latents again.
 
     Args:
@@ -159,6 +171,8 @@ def prefill_flops(
 
 def decode_flops(spec: AttentionSpec, context: int, new_tokens: int = 1, *, batch: int = 1) -> int:
     """FLOPs of generating ``new_tokens`` one by one after a context, each counted at its own length.
+
+    For example ``decode_flops(layer_spec("llama-3-8b"), 8192)`` is 218,120,192.
 
     The first of them attends to ``context`` tokens and itself.
     """
@@ -250,7 +264,10 @@ def chosen_impl(spec: AttentionSpec, impl: str, call: Call) -> str:
 
 
 def thop_count(spec: AttentionSpec, tokens: int, *, batch: int = 1) -> int:
-    """The number that thop prints as "FLOPs": multiply-adds of the linear layers, without those of attention."""
+    """The number that thop prints as "FLOPs": multiply-adds of the linear layers, without those of attention.
+
+    For example ``thop_count(layer_spec("llama-3-8b"), 1)`` is 41,943,040.
+    """
     call = call_of(spec, tokens, batch=batch)
     work = stages(spec, new_tokens=tokens)
     return sum(stage.forward_flops(call, "unfused") for stage in work if isinstance(stage, Linear)) // 2
@@ -258,6 +275,8 @@ def thop_count(spec: AttentionSpec, tokens: int, *, batch: int = 1) -> int:
 
 def shard(spec: AttentionSpec, ranks: int) -> AttentionSpec:
     """The part of a layer that one of ``ranks`` tensor-parallel ranks holds, as a spec whose costs are one rank's.
+
+    For example ``shard(layer_spec("llama-3-8b"), 4).label`` is ``"GQA 8/2 × 128"``.
 
     Query heads are split; key–value heads too, until a rank has one; every rank holds the whole MLA latent.
 
@@ -274,17 +293,26 @@ def shard(spec: AttentionSpec, ranks: int) -> AttentionSpec:
 
 
 def cache_values(spec: AttentionSpec) -> int:
-    """The number of values that one token adds to the cache of one layer."""
+    """The number of values that one token adds to the cache of one layer.
+
+    For example ``cache_values(layer_spec("llama-3-8b"))`` is 2,048.
+    """
     return int(formulas(spec).cache_values(spec))
 
 
 def cache_bytes_per_token(spec: AttentionSpec, dtype: str = "bfloat16") -> int:
-    """Bytes that one more token adds to the cache of one layer while it grows; 0 for an encoder."""
+    """Bytes that one more token adds to the cache of one layer while it grows; 0 for an encoder.
+
+    For example ``cache_bytes_per_token(layer_spec("llama-3-8b"))`` is 4,096.
+    """
     return cache_values(spec) * dtype_bytes(dtype) if spec.is_causal else 0
 
 
 def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str = "bfloat16") -> int:
-    """Bytes of one layer's cache at a context of ``tokens``; a sliding window holds no more than its width."""
+    """Bytes of one layer's cache at a context of ``tokens``; a sliding window holds no more than its width.
+
+    For example ``cache_bytes(layer_spec("llama-3-8b"), 8192)`` is 33,554,432.
+    """
     whole("tokens", tokens, 0)
     whole("batch", batch, 1)
     grown = held_tokens(spec, tokens) * cache_bytes_per_token(spec, dtype)
@@ -297,13 +325,18 @@ def held_tokens(spec: AttentionSpec, tokens: int) -> int:
 
 
 def state_bytes(spec: AttentionSpec, *, batch: int = 1, dtype: str = "bfloat16") -> int:
-    """Bytes of one layer's cache that do not grow with tokens: 0 but for mechanisms that have ``state_values``."""
+    """Bytes of one layer's cache that do not grow with tokens: 0 but for mechanisms that have ``state_values``.
+
+    For example ``state_bytes(layer_spec("jamba-v0.1"))`` is 327,680, the state of a Mamba layer.
+    """
     values = getattr(formulas(spec), "state_values", None)
     return 0 if values is None else batch * int(values(spec)) * dtype_bytes(dtype)
 
 
 def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens: int = 1) -> float:
     """FLOPs for each byte of cache read in the limit of a long cache, by the implementation with the fewest FLOPs.
+
+    For example ``decode_intensity(layer_spec("llama-3-8b"))`` is 4.0.
 
     With e bytes a value it is ``2(H/K)S/e`` for GQA, and ``2HS(2R+P)/((R+P)e)`` for absorbed MLA.
 

@@ -160,6 +160,8 @@ def check_kernel(kernel: str) -> None:
 def attended_pairs(new_tokens: int, total_tokens: int, *, causal: bool, window: int | None = None) -> int:
     """The number of (query, key) pairs that a causal mask and a window allow, for one head of one sequence.
 
+    For example ``attended_pairs(2, 4, causal=True)`` is 7.
+
     Causal is bottom-right: the last of S queries sees all T keys. A query at position i (counted from 1) sees
     ``min(i, window)`` keys when causal, else T.
     """

@@ -22,6 +22,8 @@ def backward_flops(
 ) -> int:
     """FLOPs of the backward pass of a training step, twice those of the forward pass for an unfused kernel.
 
+    For example ``backward_flops(layer_spec("llama-3-8b"), 2048)`` is 429,538,672,640.
+
     A fused kernel computes the scores again: five products where the forward pass has two.
 
     Args:
@@ -54,6 +56,8 @@ def activation_bytes(
     kernel: Kernel = "fused",
 ) -> int:
     """Bytes that a training step keeps of one layer's forward pass until its backward pass, without dropout.
+
+    For example ``activation_bytes(layer_spec("llama-3-8b"), 2048)`` is 76,283,904.
 
     They are those of every tensor that autograd saves, with the layer's input and without its parameters. They hold
     for two tokens or more: tensors of a single token are contiguous in any order, and need fewer copies.

@@ -55,6 +55,8 @@ def count_layer(
 ) -> LayerCounts:
     """Build one layer with random float32 weights, run one causal call of it, and ask every counter.
 
+    For example ``count_layer("smollm2-135m", 16).formula_flops`` is 28,901,376.
+
     Args:
         source: a layer's spec, or a model as `headwise.inspect` takes it.
         new_tokens: S; 1 for a decode step.

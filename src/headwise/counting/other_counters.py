@@ -91,6 +91,8 @@ PEERS: dict[str, tuple[Callable[[nn.Module, Tensor], Answer], str]] = {
 def peer_counts(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> list[PeerCount]:
     """Ask every installed counter about the call ``module(hidden_states, **kwargs)``.
 
+    For example ``[(peer.name, peer.flops) for peer in peer_counts(torch.nn.Linear(3, 5), torch.zeros(2, 3))]``.
+
     Each gets copies of the module and of the arguments, caches among them, and what it prints is discarded. For one
     that fails, the answer's ``error`` says why.
 

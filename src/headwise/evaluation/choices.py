@@ -115,6 +115,8 @@ def evaluate_choices(
 def read_choices(file: str | Path, *, limit: int | None = None) -> list[Choice]:
     """Read the items of a ``.jsonl`` file, which has one JSON object a line.
 
+    For example ``read_choices("piqa.jsonl", limit=500)``.
+
     Each object has ``question``, ``choices`` (two or more texts) and ``answer`` (the index of the right one, from 0),
     or PIQA's fields ``goal``, ``sol1``, ``sol2`` and ``label``.
 
@@ -149,6 +151,8 @@ def log_likelihoods(
     model: Any, sequences: Sequence[tuple[list[int], list[int]]], *, progress: Progress = silent
 ) -> list[float]:
     """Score each ending after its prompt: the sum of its tokens' log-probabilities, in nats.
+
+    For example ``log_likelihoods(load("./model"), [ending_ids(tokenizer, "The sky is", " blue.")])``.
 
     Args:
         model: a transformers model.

@@ -161,6 +161,8 @@ def evaluate_windows(
 ) -> Evaluation:
     """Evaluate a model on windows of tokens, beside its reference; see `evaluate`.
 
+    For example ``evaluate_windows(open_pair("./mla", against="./model"), [("text.txt", windows)]).kl``.
+
     Args:
         pair: the model and its reference.
         texts: the name of each text, and its windows ``[n, W]``; W is the same for all.

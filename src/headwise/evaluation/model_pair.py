@@ -115,6 +115,8 @@ def open_pair(
 def check_vocabulary(models: dict[str, Any], largest: int) -> None:
     """Refuse models whose vocabularies differ in size or do not have a text's tokens.
 
+    For example ``check_vocabulary({"model": model}, 1000)``.
+
     Args:
         models: transformers models, under ``model`` and ``against``.
         largest: the largest token id of the text.

@@ -45,6 +45,8 @@ _POOLINGS = {
 class Pooling:
     """How the hidden states of a sentence's tokens become its embedding.
 
+    For example ``Pooling(mode="cls", max_length=256)``.
+
     Attributes:
         mode: ``mean`` or ``max`` over the tokens, or the first token's state (``cls``).
         normalize: whether embeddings are scaled to length 1.
@@ -216,6 +218,8 @@ def rated(ranks: Tensor, reference: Tensor | None = None, *, seed: int = 0) -> d
 def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent) -> Tensor:
     """Embed texts.
 
+    For example ``embed(load_encoder("./minilm"), ["a question", "a passage"])``.
+
     Args:
         encoder: the model with its tokenizer and pooling.
         texts: sentences or passages; each is cut off at the encoder's length.
@@ -290,6 +294,8 @@ def load_encoder(
 ) -> Encoder:
     """Load an encoder as sentence-transformers does.
 
+    For example ``load_encoder("./minilm", dtype="float32")``.
+
     Args:
         source: a model folder.
         dtype: of the weights; the stored dtype when None.
@@ -334,6 +340,8 @@ def _encoder_model(path: Path, dtype: torch.dtype | None) -> Any:
 
 def read_pooling(folder: Path) -> Pooling:
     """Read a folder's pooling from sentence-transformers' files; without them, the normalised mean.
+
+    For example ``read_pooling(Path("./minilm")).mode``.
 
     Args:
         folder: a model folder.

@@ -24,6 +24,9 @@ _ROWS = 256
 def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     """Score each token of a window after the first.
 
+    For example ``score_window({"model": load("./model")}, ids)["nll"].mean().exp()`` is the perplexity of a
+    window.
+
     A window of more than 2048 tokens is read in pieces through the cache, as a server does, so that its logits are
     never all in memory.
 

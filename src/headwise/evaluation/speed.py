@@ -30,6 +30,8 @@ def decode_times(
 ) -> dict[str, Speed]:
     """Count the bytes of each model's cache tensors, and time one more token of each model in turn.
 
+    For example ``decode_times({"model": load("./model")}, torch.arange(512)[None])["model"].decode_ms``.
+
     Args:
         models: transformers models, by name.
         prompt: ``[1, context]`` token ids that fill the cache.

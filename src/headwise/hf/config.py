@@ -19,6 +19,8 @@ _RETURNED = ("return_dict", "output_hidden_states", "output_attentions")
 def stock_config(config: dict[str, Any]) -> Any:
     """Build transformers' config object from a parsed ``config.json``, of a converted model too.
 
+    For example ``stock_config({"model_type": "llama", "hidden_size": 64}).hidden_size`` is 64.
+
     Args:
         config: the parsed file.
 
@@ -56,6 +58,8 @@ def _refuse_kernels_of(stock: Any) -> None:
 def model_class(config: dict[str, Any]) -> Any:
     """The transformers class of a config's model; of a family's several classes, the one in ``architectures``.
 
+    For example ``model_class({"model_type": "llama"}).__name__`` is ``"LlamaForCausalLM"``.
+
     Args:
         config: a parsed ``config.json``.
 
@@ -81,6 +85,8 @@ def model_class(config: dict[str, Any]) -> Any:
 
 def auto_class(config: dict[str, Any]) -> str:
     """The name of transformers' Auto class that loads the folder of a config.
+
+    For example ``auto_class({"model_type": "llama"})`` is ``"AutoModelForCausalLM"``.
 
     Args:
         config: a parsed ``config.json``.

@@ -35,6 +35,9 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `headwise.kernels.attend` with the signature of transformers' attention functions.
 
+    For example ``output, _ = attention_forward(model.model.layers[0].self_attn, query, key, value, None)``;
+    transformers calls it in a model loaded with ``attn_implementation="headwise"`` after ``import headwise.hf``.
+
     Args:
         module: the attention module; its ``is_causal`` is used where the argument is None.
         query: ``[B, H, S, D]``.

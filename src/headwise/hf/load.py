@@ -87,6 +87,8 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
 def as_device(device: str | None) -> torch.device:
     """A torch device by its name.
 
+    For example ``as_device(None)`` is ``torch.device("cpu")``.
+
     Args:
         device: the name, such as ``cuda:0``; the CPU when None.
 
@@ -106,6 +108,8 @@ def as_device(device: str | None) -> torch.device:
 
 def open_decoder(source: str | Path) -> Checkpoint:
     """Open the checkpoint of a text decoder, and check its config before transformers reads it.
+
+    For example ``open_decoder("smollm2-135m").config["model_type"]`` is ``"llama"``.
 
     Args:
         source: a model folder, ``.gguf`` or other source with weights.
@@ -168,6 +172,8 @@ def _check_cache(model: Any) -> None:
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A torch dtype by its name.
+
+    For example ``as_dtype("bfloat16")`` is ``torch.bfloat16``.
 
     Args:
         dtype: a dtype, or a name such as ``float32`` or ``torch.float32``.

@@ -21,6 +21,8 @@ _DEPTHS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "n_layer", "
 def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The parameters of the model that a config describes, without allocating them.
 
+    For example ``expected_tensors(open_checkpoint("./model").config)["model.norm.weight"]``.
+
     Args:
         config: a parsed ``config.json``.
 
@@ -49,6 +51,8 @@ def _meta_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], s
 
 def check_complete(checkpoint: Checkpoint) -> None:
     """Check that a checkpoint has exactly the tensors of the model its config describes.
+
+    For example ``check_complete(open_checkpoint("./model"))``.
 
     Args:
         checkpoint: of a family in `headwise.checkpoints`.

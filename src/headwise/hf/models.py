@@ -21,6 +21,8 @@ from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec
 def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
     """The config class of a family's converted folders, and their model class for each Auto class.
 
+    For example ``hosted_classes("llama")[0].model_type`` is ``"headwise_llama"``.
+
     Models of ``headwise_llama``, for example, are transformers' llama except for the attention modules.
 
     Args:
@@ -78,6 +80,9 @@ def _subclass(base: type[Any], attributes: dict[str, Any]) -> type[Any]:
 
 def install_attention(model: Any, config: Any) -> None:
     """Replace a model's attention modules by the layers that a converted config describes.
+
+    For example ``install_attention(LlamaForCausalLM(config), config)`` with
+    ``config = stock_config(open_checkpoint("./mla").config)``.
 
     Args:
         model: of the family, with or without its head.
@@ -146,7 +151,10 @@ def _combined_class(layer_class: Any, stock_class: Any) -> type[Any]:
 
 
 def register() -> None:
-    """Register the config and model classes of every family's converted folders with transformers' Auto classes."""
+    """Register the config and model classes of every family's converted folders with transformers' Auto classes.
+
+    For example ``register()``; ``import headwise.hf`` calls it.
+    """
     for name in family_names():
         config_class, models = hosted_classes(name)
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

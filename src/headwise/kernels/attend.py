@@ -127,6 +127,8 @@ def attend_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend` and return the attention weights too.
 
+    For example ``output, weights = attend_with_weights(query, key, value, is_causal=True)``.
+
     Args:
         query: ``[B, H, S, D]``.
         key: ``[B, K, T, D]``.

@@ -14,6 +14,8 @@ from headwise.errors import ArgumentError
 def causal_mask(S: int, T: int, device: torch.device | None = None, window: int | None = None) -> Tensor:
     """Bottom-right causal mask ``[S, T]``: query i sees keys 0 … T − S + i (none when that is negative).
 
+    For example ``causal_mask(2, 3).tolist()`` is ``[[True, True, False], [True, True, True]]``.
+
     Args:
         S: new tokens.
         T: all tokens.
@@ -32,6 +34,9 @@ def combine_masks(
     window: int | None = None,
 ) -> Tensor | None:
     """Combine a user's mask with the causal mask.
+
+    For example ``combine_masks(torch.tensor([[0, 1, 1]]), True, (1, 8, 3, 3), torch.device("cpu"))`` hides the
+    first token, and from each query the tokens after it.
 
     Args:
         attn_mask: ``[B, T]`` padding, or 4-D and broadcastable to ``[B, H, S, T]``; bool or 0/1 integers.
@@ -56,6 +61,9 @@ def combine_masks(
 
 def as_bool_mask(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """Check a user's mask and return it as a 4-D bool tensor that broadcasts to ``shape``.
+
+    For example ``as_bool_mask(torch.tensor([[0, 1, 1]]), (1, 8, 1, 3)).tolist()`` is
+    ``[[[[False, True, True]]]]``.
 
     Args:
         attn_mask: ``[B, T]`` padding, or 4-D and broadcastable to ``[B, H, S, T]``; bool or 0/1 integers.

@@ -19,6 +19,8 @@ _LEVELS = 127
 def quantize(states: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise keys or values to int8; the largest magnitude of a token and head becomes ±127.
 
+    For example ``codes, scales = quantize(torch.randn(1, 2, 100, 64))``.
+
     With an infinity or NaN, the scale of its token and head is not finite, and they are dequantised to NaN.
 
     Args:
@@ -36,6 +38,8 @@ def quantize(states: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Recover keys or values from codes and scales, within half a scale.
 
+    For example ``dequantize(*quantize(keys), torch.float32)``.
+
     Args:
         codes: int8 ``[B, K, T, D]``.
         scale: float32 ``[B, K, T]``.
@@ -49,6 +53,8 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def pack(states: Tensor) -> Tensor:
     """Quantise keys or values to one tensor with codes and scales, so that a cache that moves tokens moves both.
+
+    For example ``pack(torch.randn(1, 2, 100, 64)).shape`` is ``(1, 2, 100, 68)``.
 
     Args:
         states: ``[B, K, T, D]``.
@@ -66,7 +72,10 @@ def pack(states: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``[B, K, T, D]`` and scales ``[B, K, T]`` as views of a tensor from `pack`."""
+    """Codes ``[B, K, T, D]`` and scales ``[B, K, T]`` as views of a tensor from `pack`.
+
+    For example ``codes, scales = unpack(pack(keys))``.
+    """
     return packed[..., :-4], packed[..., -4:].view(torch.float32)[..., 0]
 
 
@@ -81,6 +90,8 @@ def attend_quantized(
     window: int | None = None,
 ) -> Tensor:
     """Compute `headwise.attend` with quantised keys and values, which the fused kernel reads without a wider copy.
+
+    For example ``attend_quantized(query, quantize(key), quantize(value), is_causal=True)``.
 
     Args:
         query: ``[B, H, S, D]``.

@@ -41,6 +41,9 @@ def attend_reference(
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax over the last dim, computed in float32 or float64; masked entries, and so empty rows, are exactly 0.
 
+    For example ``masked_softmax(torch.zeros(3), torch.tensor([True, True, False])).tolist()`` is
+    ``[0.5, 0.5, 0.0]``.
+
     Args:
         scores: ``[..., T]``.
         mask: bool, broadcastable to the scores, True = attend; None for no mask.

@@ -35,6 +35,8 @@ def measure_layers(
 ) -> list[LayerTimes]:
     """Time layers of several specs side by side, with random weights and cache.
 
+    For example ``measure_layers([layer_spec("smollm2-135m")], context=512)[0].decode_ms``.
+
     Args:
         specs: the layers.
         context: T, tokens in the cache after a decode step of one token, and in the prefill.
@@ -74,7 +76,10 @@ def measure_layers(
 
 
 def filled_cache(layer: AttentionLayer, batch: int, length: int, max_length: int) -> AttentionCache:
-    """A cache of a layer, filled with noise in the place of ``length`` tokens."""
+    """A cache of a layer, filled with noise in the place of ``length`` tokens.
+
+    For example ``filled_cache(build(layer_spec("llama-3-8b")), 1, 512, 513).length`` is 512.
+    """
     cache = layer.new_cache(batch, max_length)
     for buffer in cache.buffers:
         buffer.normal_()
@@ -86,6 +91,8 @@ def measure_comparison(
     comparison: Comparison, *, dtype: torch.dtype = torch.float32, progress: Progress = silent
 ) -> Comparison:
     """Measure one layer of every row of a comparison.
+
+    For example ``measure_comparison(compare("smollm2-135m", context=512)).rows[0].decode_ms``.
 
     Args:
         comparison: a result of `headwise.compare`.

@@ -54,6 +54,8 @@ class Health:
 def doctor(*, progress: Progress = silent) -> Health:
     """Measure this machine's limits, and report which of headwise's kernels run on it; compiles them if necessary.
 
+    For example ``doctor().read_bytes_per_second``.
+
     Args:
         progress: called at each step.
     """

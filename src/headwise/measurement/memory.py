@@ -11,13 +11,19 @@ from torch import Tensor
 
 
 def peak_rss_bytes() -> int:
-    """The most resident memory the process has had so far, in bytes, mapped files included."""
+    """The most resident memory the process has had so far, in bytes, mapped files included.
+
+    For example ``peak_rss_bytes()``.
+    """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def available_bytes() -> int | None:
-    """Bytes of memory that Linux can give without swapping; None on other systems."""
+    """Bytes of memory that Linux can give without swapping; None on other systems.
+
+    For example ``available_bytes()``.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -27,7 +33,10 @@ def available_bytes() -> int | None:
 
 
 def cache_nbytes(value: Any) -> int:
-    """Bytes of every tensor a cache holds, headwise's or transformers'; 0 for anything else."""
+    """Bytes of every tensor a cache holds, headwise's or transformers'; 0 for anything else.
+
+    For example ``cache_nbytes(AttentionCache(1, [(3, 64), (3, 64)], 100, dtype=torch.float32))`` is 153,600.
+    """
     layers = getattr(value, "layers", None)
     if isinstance(layers, list):
         tensors = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))

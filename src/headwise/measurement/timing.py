@@ -39,6 +39,8 @@ def time_interleaved(
 ) -> dict[str, float]:
     """Median seconds of each of several calls, which take turns.
 
+    For example ``time_interleaved({"product": lambda: a @ b, "sum": lambda: a + b})["sum"]``.
+
     Args:
         calls: what to time, by name.
         repeats: timed rounds; each round makes every call once.
@@ -112,7 +114,10 @@ def seconds(call: Callable[[], object], times: int = 1) -> float:
 
 
 def matmul_flops_per_second(dtype: torch.dtype = torch.float32, size: int = 1024) -> float:
-    """FLOPs a second that this machine reaches in a square matrix product: the limit to compare a rate with."""
+    """FLOPs a second that this machine reaches in a square matrix product: the limit to compare a rate with.
+
+    For example ``matmul_flops_per_second(torch.bfloat16)``.
+    """
     a, b = torch.rand(size, size).to(dtype), torch.rand(size, size).to(dtype)
     return 2 * size**3 / time_interleaved({"matmul": lambda: a @ b}, repeats=5, warmup=2)["matmul"]
 

@@ -56,7 +56,10 @@ class TextOptions(ModelOptions, WindowOptions):
 
 
 class EvaluateOptions(TextOptions):
-    """How `headwise.evaluate` measures a model on text."""
+    """How `headwise.evaluate` measures a model on text.
+
+    For example ``EvaluateOptions(text="text.txt", window=1024, against="smollm2-135m")``.
+    """
 
     text: str | Path | Sequence[str | Path] = option(
         "a UTF-8 file to predict, or several", metavar="FILE", rule=not_empty("must be at least one file")

@@ -16,6 +16,8 @@ from headwise.errors import SpecError
 class RopeSpec:
     """The rotary position embedding of one layer.
 
+    For example ``RopeSpec(dim=64, theta=500_000.0)``.
+
     Source: Su et al. 2021 (arXiv:2104.09864); scaling as transformers' ``modeling_rope_utils`` defines it.
 
     Attributes:
@@ -144,6 +146,8 @@ class AttentionSpec:
 def mechanism_module(room: str, kind: str) -> types.ModuleType:
     """Import a mechanism's module in a package: ``headwise.<room>.<kind>``.
 
+    For example ``mechanism_module("cost", "latent").__name__`` is ``"headwise.cost.latent"``.
+
     There is no other registry: a mechanism is added by adding these files.
 
     Args:
@@ -164,6 +168,8 @@ def mechanism_module(room: str, kind: str) -> types.ModuleType:
 
 def spec_from_dict(values: dict[str, Any]) -> AttentionSpec:
     """Make the spec that `AttentionSpec.to_dict` described, whatever its kind.
+
+    For example ``spec_from_dict(layer_spec("llama-3-8b").to_dict())``.
 
     Raises:
         SpecError: the kind is unknown, or the values do not fit it.

@@ -16,6 +16,8 @@ CONDITIONINGS = ("token", "sequence")
 class ExpertLatentSpec(AttentionSpec):
     """One layer's latent heads, decoded by a mixture of experts that the query gates.
 
+    For example ``ExpertLatentSpec(hidden_size=512, num_heads=8, head_dim=64, latent_kv_heads=2, kv_dim=16)``.
+
     Attributes:
         num_heads: H.
         head_dim: D, width of a query head and of a decoded key or value head.

@@ -12,6 +12,8 @@ from headwise.specs.base import positive
 class FeedForwardSpec:
     """One layer's feed-forward network.
 
+    For example ``FeedForwardSpec(hidden_size=4096, intermediate_size=14336)``.
+
     Source: Shazeer 2020 (gated), Shazeer et al. 2017 (experts), DeepSeekMoE (shared experts).
 
     Attributes:

@@ -57,6 +57,8 @@ class GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Parse the header of a GGUF file.
 
+    For example ``read_gguf_header(Path("model.gguf")).architecture``.
+
     An array of more than 1024 items (the vocabulary) is stepped over, and its value is its length.
 
     Raises:
@@ -163,6 +165,8 @@ def _read_entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
     """The fields of the ``config.json`` that a GGUF header is equivalent to.
+
+    For example ``gguf_config(read_gguf_header(Path("model.gguf")))["hidden_size"]``.
 
     Raises:
         SpecError: the architecture's metadata are not understood, or a needed number is missing.

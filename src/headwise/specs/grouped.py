@@ -15,6 +15,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class GroupedSpec(AttentionSpec):
     """Multi-head (K = H), multi-query (K = 1) or grouped-query attention of one layer.
 
+    For example ``GroupedSpec(hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64).label`` is
+    ``"GQA 8/2 × 64"``.
+
     Source: Vaswani et al. 2017 (MHA), Shazeer 2019 (MQA), Ainslie et al. 2023 (GQA).
 
     Attributes:

@@ -135,6 +135,8 @@ def _body(reader: Reader, config: Config, layers: int) -> BodySpec | None:
 def hosted_attention(model: ModelSpec, *, cross: bool = False) -> list[dict[str, Any]]:
     """The field ``headwise.attention`` of a converted model's ``config.json``, which `read_config` reads back.
 
+    For example ``hosted_attention(read_spec("llama-3-8b"))[0]["kind"]`` is ``"grouped"``.
+
     Args:
         model: the converted model.
         cross: return the field ``headwise.cross_attention`` instead, the attention to an encoder's output.

@@ -13,6 +13,9 @@ from headwise.specs.base import AttentionSpec, bias_names, positive
 class LatentSpec(AttentionSpec):
     """Multi-head latent attention of one layer.
 
+    For example ``LatentSpec(hidden_size=512, num_heads=8, kv_lora_rank=128, qk_nope_head_dim=64,
+    qk_rope_head_dim=32, v_head_dim=64).label`` is ``"MLA 128 + 32"``.
+
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 
     Attributes:

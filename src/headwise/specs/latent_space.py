@@ -15,6 +15,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "v_out_proj", "o_proj")
 class LatentSpaceSpec(AttentionSpec):
     """One layer's keys and values, projected to a latent of which each head has an equal part.
 
+    For example ``LatentSpaceSpec(hidden_size=512, num_heads=8, latent_dim=128, head_dim=64).label`` is
+    ``"latent-space 128"``.
+
     Queries are projected to their full width, and each head is cut to the width of a latent head. The mixed values
     are projected up to the queries' width before the output projection.
 

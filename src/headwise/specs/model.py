@@ -41,6 +41,9 @@ class BodySpec:
 class ModelSpec:
     """A model: a stack of layers, each with its attention or another mixer, and the body around them.
 
+    For example ``ModelSpec(model_type="llama", hidden_size=4096, layers=(layer_spec("llama-3-8b"),) *
+    32).num_layers`` is 32.
+
     Attributes:
         model_type: transformers' name of the architecture.
         hidden_size: E.

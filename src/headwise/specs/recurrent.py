@@ -31,6 +31,8 @@ NAMES = {
 class RecurrentSpec(AttentionSpec):
     """A layer's mixer other than softmax attention; headwise has its costs, and no layer that runs.
 
+    For example ``RecurrentSpec(hidden_size=512, form="short_conv", num_heads=512, head_dim=1, conv_kernel=3)``.
+
     Source: Mamba (arXiv:2312.00752) with Jamba's norms (arXiv:2403.19887), Mamba-2 (arXiv:2405.21060), Gated
     DeltaNet (arXiv:2412.06464), Kimi Linear (arXiv:2510.26692), LFM2's gated short convolution.
 

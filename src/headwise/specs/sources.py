@@ -41,6 +41,8 @@ class Source:
 def locate(source: str | Path) -> Source:
     """Find the model that a source string names, without reading or downloading it.
 
+    For example ``locate("llama-3-8b").kind`` is ``"catalog"``.
+
     A path takes precedence over a catalog name. A hub model must be written ``hf://owner/name``.
 
     Raises:
@@ -103,6 +105,8 @@ def bundled_gguf() -> Path:
 def read_json(path: Path, largest: int | None = None) -> dict[str, Any]:
     """Read a JSON object from a file.
 
+    For example ``read_json(Path("./model/config.json"))["model_type"]``.
+
     Args:
         path: the file.
         largest: bytes it may have; any number when None.
@@ -158,6 +162,8 @@ def read_spec(source: str | Path) -> ModelSpec:
 def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -> AttentionSpec:
     """The spec of one layer of the model at a source; a layer's spec is returned as it is.
 
+    For example ``layer_spec("llama-3-8b").label`` is ``"GQA 32/8 × 128"``.
+
     Raises:
         ArgumentError: the model has no such layer, or there is no such source.
     """
@@ -172,6 +178,8 @@ def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -
 @cache
 def catalog() -> dict[str, dict[str, Any]]:
     """The models that headwise knows by name.
+
+    For example ``catalog()["llama-3-8b"]["config"]["num_key_value_heads"]`` is 8.
 
     Returns:
         ``{name: {"source": the config's origin, "config": its fields}}``.

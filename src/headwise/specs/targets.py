@@ -13,6 +13,8 @@ from headwise.specs.latent import LatentSpec
 def as_grouped(source: AttentionSpec, num_kv_heads: int) -> GroupedSpec:
     """The layer with another number of key–value heads.
 
+    For example ``as_grouped(layer_spec("llama-3-8b"), 2).label`` is ``"GQA 32/2 × 128"``.
+
     Raises:
         ArgumentError: ``num_kv_heads`` does not divide the query heads, or is neither a multiple nor a divisor of
             the source's.
@@ -29,6 +31,8 @@ def as_grouped(source: AttentionSpec, num_kv_heads: int) -> GroupedSpec:
 
 def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -> LatentSpec:
     """The MLA layer that a grouped layer is converted to.
+
+    For example ``as_latent(layer_spec("llama-3-8b"), 448, 64).label`` is ``"MLA 448 + 64"``.
 
     A head keeps its D content dims beside the rotary ones, or, where every rotary channel is kept, only those that
     never rotated. The bias of the output projection stays; biases of queries, keys and values become those of the
@@ -71,6 +75,8 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
 def refuse_as_latent(source: AttentionSpec) -> None:
     """Raise an error for a layer that `compare` can set beside MLA, but that cannot be converted to it.
 
+    For example ``refuse_as_latent(layer_spec("qwen3-8b"))`` raises a SpecError.
+
     Raises:
         SpecError: it has norms on queries and keys, sinks or a softcap.
     """
@@ -85,17 +91,25 @@ def refuse_as_latent(source: AttentionSpec) -> None:
 
 
 def rotated_dims(source: GroupedSpec) -> int:
-    """The number of rotated dims in a head."""
+    """The number of rotated dims in a head.
+
+    For example ``rotated_dims(layer_spec("llama-3-8b"))`` is 128.
+    """
     return 0 if source.rope is None else source.rope.dim
 
 
 def rotary_width(source: GroupedSpec) -> int:
-    """The width of a rotary key that keeps the rotated dims of all key heads."""
+    """The width of a rotary key that keeps the rotated dims of all key heads.
+
+    For example ``rotary_width(layer_spec("llama-3-8b"))`` is 1,024.
+    """
     return source.num_kv_heads * rotated_dims(source)
 
 
 def split_budget(source: AttentionSpec, values: int) -> tuple[int, int]:
     """Split a budget of ``values`` cached numbers a token into a latent and a rotary key.
+
+    For example ``split_budget(layer_spec("llama-3-8b"), 1024)`` is ``(896, 128)``.
 
     About a quarter goes to the rotary key, in steps of 16, or of 2 where that is too coarse. It is no more than the
     rotated dims of one head: every query head has dims for the whole rotary key, so that with a quarter of many heads

@@ -32,6 +32,8 @@ HELD_EVERY = 8
 class CalibrationTexts:
     """The calibration texts, and the number of their tokens to use; false if there are no texts.
 
+    For example ``CalibrationTexts(("text.txt", "other.txt"), tokens=65_536)``.
+
     Attributes:
         sources: the texts; see `headwise.texts.read_source`.
         tokens: the number of tokens from all of them.
@@ -68,6 +70,8 @@ NO_TEXTS = CalibrationTexts()
 
 def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> tuple[Tensor, int]:
     """Cut the calibration windows from texts; the held-out windows are the last ones.
+
+    For example ``windows, held_out = open_windows(open_checkpoint("./model"), CalibrationTexts(("text.txt",)))``.
 
     An encoder's windows include the tokens that its tokenizer puts around a text.
 
@@ -111,6 +115,8 @@ def check_texts(
 ) -> CalibrationTexts:
     """Check the texts that the user named: each can be read, and no two are the same.
 
+    For example ``check_texts("text.txt", tokens=4096, window=None)``.
+
     Args:
         calibrate: a text, or several, or none.
         tokens: the number of tokens from all of them; `TOKENS` when None.
@@ -134,6 +140,8 @@ def check_texts(
 def refuse_unknown_tokens(checkpoint: Checkpoint, *windows: Tensor) -> None:
     """Refuse tokens that the model has no embedding for.
 
+    For example ``refuse_unknown_tokens(open_checkpoint("./model"), torch.tensor([1, 2, 3]))``.
+
     Args:
         checkpoint: the model.
         windows: token ids, of any shape.
@@ -148,6 +156,8 @@ def refuse_unknown_tokens(checkpoint: Checkpoint, *windows: Tensor) -> None:
 
 def refuse_cross_layers(checkpoint: Checkpoint, texts: CalibrationTexts) -> None:
     """Refuse to calibrate a model with cross-attention, such as Whisper's decoder, on text.
+
+    For example ``refuse_cross_layers(open_checkpoint("./model"), CalibrationTexts(("text.txt",)))``.
 
     Raises:
         ArgumentError: there is a text and the model has cross-attention.

@@ -13,6 +13,8 @@ from headwise.options import at_least
 def read_text(path: str | Path, *, characters: int | None = None, name: str = "text") -> str:
     """Read a UTF-8 file.
 
+    For example ``read_text("text.txt", characters=10_000)``.
+
     Args:
         path: of the file.
         characters: the most characters to read, from the beginning; all when None.
@@ -31,12 +33,17 @@ def read_text(path: str | Path, *, characters: int | None = None, name: str = "t
 
 
 def language_reference(topics: slice = slice(None)) -> str:
-    """Python's language reference as one text; see `reference_topics`."""
+    """Python's language reference as one text; see `reference_topics`.
+
+    For example ``language_reference(slice(10))`` joins the first ten topics.
+    """
     return "\n\n".join(reference_topics(topics))
 
 
 def reference_topics(topics: slice = slice(None)) -> list[str]:
     """The topics of Python's language reference, English prose that is installed with Python.
+
+    For example ``reference_topics(slice(10))`` is a list of the first ten.
 
     Args:
         topics: the selected ones, in order of their names.
@@ -53,6 +60,8 @@ def reference_topics(topics: slice = slice(None)) -> list[str]:
 
 def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list[dict[str, Any]]:
     """Read the objects of a ``.jsonl`` file, one a line; empty lines are skipped.
+
+    For example ``read_jsonl("piqa.jsonl", name="file", limit=100)``.
 
     Args:
         path: a UTF-8 file.

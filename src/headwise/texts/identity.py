@@ -14,6 +14,8 @@ from headwise.texts.sources import COLUMN, DATASET_PREFIX, local_files, local_pa
 def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
     """Refuse a text that is named twice, under whatever path, because it would count twice.
 
+    For example ``refuse_twice(["text.txt", "./text.txt"], name="calibrate")`` raises an ArgumentError.
+
     Args:
         sources: see `read_source`.
         name: of the sources in errors.
@@ -31,6 +33,8 @@ def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
 
 def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
     """A digest of a text's content and column, which is the same wherever the text is stored.
+
+    For example ``text_identity("text.txt")``.
 
     A dataset of the hub is identified by its name alone.
 

@@ -27,6 +27,8 @@ def calibration_windows(
 ) -> Tensor:
     """Cut windows ``[N, window]`` from a mixture of texts: an equal share of each, in turn.
 
+    For example ``calibration_windows(tokenizer, ["text.txt", "other.txt"], tokens=4096, window=512)``.
+
     Windows are spread evenly over a long text, because neighbouring ones are about the same subject; its end is left
     for `windows_beyond`. A text shorter than its share gives all its tokens, so that the result may have fewer than
     ``tokens``. Equal arguments give equal windows.
@@ -70,6 +72,8 @@ def windows_beyond(
 ) -> list[tuple[str, Tensor]]:
     """Cut windows ``[n, width]`` from the end of each text, after the windows of `calibration_windows`.
 
+    For example ``windows_beyond(tokenizer, ["text.txt"], tokens=4096, window=512, width=512, windows=2)``.
+
     Args:
         tokenizer: of transformers.
         sources: as for `calibration_windows`.
@@ -96,6 +100,8 @@ def windows_beyond(
 
 def hold_out(windows: Tensor, every: int, *, sources: int = 1) -> tuple[Tensor, Tensor]:
     """Hold out one in ``every`` windows, at least one, from each source in turn.
+
+    For example ``studied, held_out = hold_out(windows, 8)``.
 
     Args:
         windows: ``[N, window]``, of `calibration_windows`.

@@ -28,6 +28,9 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 def shared_tokens(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int = RUN) -> list[Tensor]:
     """Mark the tokens of an evaluation text that lie in a run of tokens which the calibration text has too.
 
+    For example ``shared_tokens([torch.tensor([5, 1, 2])], [torch.tensor([1, 2])], run=2)[0].tolist()`` is
+    ``[False, True, True]``.
+
     Runs are looked up by a hash and then compared token by token, so the result is exact.
 
     Args:
@@ -53,14 +56,20 @@ def shared_tokens(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int =
 
 
 def shared_fraction(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int = RUN) -> float:
-    """The fraction of an evaluation text's tokens that `shared_tokens` marks; 0 for an empty text."""
+    """The fraction of an evaluation text's tokens that `shared_tokens` marks; 0 for an empty text.
+
+    For example ``shared_fraction([torch.arange(100)], [torch.arange(50, 200)])`` is 0.5.
+    """
     marks = shared_tokens(exam, study, run=run)
     total = sum(mark.numel() for mark in marks)
     return sum(int(mark.sum()) for mark in marks) / total if total else 0.0
 
 
 def overlap_note(exam: Sequence[Tensor], study: Sequence[Tensor]) -> str | None:
-    """A note for the user if more than `TOLERATED` of an evaluation text is in the calibration text; else None."""
+    """A note for the user if more than `TOLERATED` of an evaluation text is in the calibration text; else None.
+
+    For example ``overlap_note([exam_windows], [study_windows])``.
+    """
     fraction = shared_fraction(exam, study)
     if fraction <= TOLERATED:
         return None
@@ -73,6 +82,8 @@ def overlap_note(exam: Sequence[Tensor], study: Sequence[Tensor]) -> str | None:
 
 def passages_apart(tokenizer: Any, passages: Sequence[str], study: str) -> list[str]:
     """The passages that have no `RUN` of tokens in common with a text.
+
+    For example ``passages_apart(tokenizer, reference_topics(slice(10, 20)), language_reference(slice(10)))``.
 
     Args:
         tokenizer: transformers'.

@@ -65,6 +65,9 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
 def refuse_texts_within(output: Path, sources: Iterable[str | Path], *, name: str) -> None:
     """Refuse a destination whose replacement would remove a text that the run reads.
 
+    For example ``refuse_texts_within(Path("./half"), ["./half/text.txt"], name="calibrate")`` raises an
+    ArgumentError.
+
     Args:
         output: the folder that may be replaced.
         sources: see `read_source`.

@@ -17,6 +17,8 @@ def token_windows(
 ) -> Tensor:
     """Tokenise a text into consecutive windows ``[windows, window]`` without overlap or added special tokens.
 
+    For example ``token_windows(tokenizer, read_text("text.txt"), window=512)``.
+
     Args:
         tokenizer: of transformers.
         text: to tokenise; a last part shorter than a window is left out.
@@ -37,6 +39,8 @@ def token_windows(
 def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[int]:
     """Tokenise a text, adding no special tokens.
 
+    For example ``token_ids(tokenizer, "Once upon a time")``.
+
     Args:
         tokenizer: of transformers.
         text: to tokenise.
@@ -51,6 +55,8 @@ def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[
 
 def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name: str = "text") -> Tensor:
     """Cut token ids into windows ``[windows, window]``; see `token_windows`.
+
+    For example ``cut_windows([1, 2, 3, 4, 5], window=2).tolist()`` is ``[[1, 2], [3, 4]]``.
 
     Raises:
         ArgumentError: there are fewer ids than in one window.
@@ -68,6 +74,8 @@ def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name
 def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
     """The default number of a text's tokens in a window: ``most``, or the model's positions if these are fewer.
 
+    For example ``usual_window(512, 2048)`` is 512.
+
     Args:
         positions: of the model; None if it has no limit.
         most: tokens in a window, those around the text included.
@@ -82,13 +90,19 @@ def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
 
 
 def first_ids(tokenizer: Any) -> list[int]:
-    """The token that a tokenizer puts before any text, as a list; empty if it puts none."""
+    """The token that a tokenizer puts before any text, as a list; empty if it puts none.
+
+    For example ``first_ids(tokenizer)``.
+    """
     ids: list[int] = tokenize(tokenizer, "")["input_ids"]
     return [token for token in ids[:1] if token == tokenizer.bos_token_id]
 
 
 def wrapping_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer puts before and after any text: an encoder's ``[CLS]`` and ``[SEP]``."""
+    """The tokens that a tokenizer puts before and after any text: an encoder's ``[CLS]`` and ``[SEP]``.
+
+    For example ``wrapping_ids(tokenizer)``.
+    """
     alone = token_ids(tokenizer, "a")
     whole: list[int] = tokenize(tokenizer, "a")["input_ids"]
     for at in range(len(whole) - len(alone) + 1):
@@ -98,7 +112,10 @@ def wrapping_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def ending_ids(tokenizer: Any, prompt: str, ending: str) -> tuple[list[int], list[int]]:
-    """Tokenise a prompt and its ending as one text, and split them; a token that spans both is the ending's."""
+    """Tokenise a prompt and its ending as one text, and split them; a token that spans both is the ending's.
+
+    For example ``ending_ids(tokenizer, "The sky is", " blue.")``.
+    """
     alone = token_ids(tokenizer, prompt)
     whole = token_ids(tokenizer, prompt + ending)
     shared = 0

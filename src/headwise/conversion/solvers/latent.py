@@ -51,6 +51,8 @@ from headwise.specs import GroupedSpec, LatentSpec, rotated_dims
 class LatentOptions:
     """Settings of an MLA layer's solution other than its sizes.
 
+    For example ``LatentOptions(key_weight=1.0)`` weighs errors of keys and of values equally.
+
     Attributes:
         longest: without statistics, the distance up to which a dropped rotation is averaged, in tokens.
         key_weight: with statistics, the cost of an error of the keys relative to one of the values.

@@ -25,6 +25,8 @@ _WIDEST = 2**16
 def ladder(source: AttentionSpec) -> list[AttentionSpec]:
     """Every mechanism at several sizes in the place of a layer, with the layer itself.
 
+    For example ``[spec.label for spec in ladder(layer_spec("llama-3-8b"))]``.
+
     The list begins with the mechanisms that a layer can be converted to, from the largest cache down: MHA, ever fewer
     key–value heads (each time about half) down to MQA, and MLA at the source's whole cache, a half and a quarter of
     it, of which the rotary key takes about a quarter. Mechanisms for new designs follow: latent-space and
@@ -42,6 +44,8 @@ def ladder(source: AttentionSpec) -> list[AttentionSpec]:
 
 def matched(source: AttentionSpec, match: Match) -> list[AttentionSpec]:
     """Every mechanism at the one size whose cache (or parameters) is nearest the layer's; the layer comes first.
+
+    For example ``matched(layer_spec("llama-3-8b"), "cache")[1].label`` is ``"MHA 32/32 × 32"``.
 
     The number of heads stays, and a head's width (MHA, GQA, MQA, one head) or the latent's changes. A mechanism whose
     smallest size already costs more is left out.
