@@ -58,7 +58,7 @@ FORWARDED = {
     "checkpoints/tokenizer.py:decode": "to a tokenizer of transformers",
     "checkpoints/tokenizer.py:tokenize": "to a tokenizer of transformers",
     "checkpoints/identity.py:run_identity": "options by name, whatever they are: a digest is made of them",
-    "cli/held_back.py:write": "called as Python's showwarning",
+    "cli/captured_output.py:write": "called as Python's showwarning",
     "cli/options.py:run": "a command's arguments, as typer names them by the signature",
     "cli/printable.py:render_str": "to a method of rich",
     "conversion/solvers/latent.py:convert_to_latent": "an older spelling, which warns and is checked",
