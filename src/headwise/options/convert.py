@@ -59,7 +59,10 @@ class RequiredTextOptions(CalibrationOptions):
 
 
 class CalibrateOptions(RequiredTextOptions):
-    """How `headwise.calibrate` collects statistics of a model."""
+    """How `headwise.calibrate` collects statistics of a model.
+
+    For example ``CalibrateOptions(calibrate="text.txt", calibration_tokens=65_536)``.
+    """
 
     overwrite: bool = option("replace statistics in the output folder", default=False, identity=False)
 
@@ -71,7 +74,10 @@ class ConversionOptions(Options):
 
 
 class ConvertOptions(CalibrationOptions, ConversionOptions):
-    """The target, evidence, method and output of `headwise.convert`."""
+    """The target, evidence, method and output of `headwise.convert`.
+
+    For example ``ConvertOptions(to="mla", kv_budget=0.5, calibrate="text.txt")``.
+    """
 
     to: str = option("the mechanism to convert to: mha, gqa:K, mqa or mla", rule=TARGET)
     kv_budget: float | None = option(

@@ -73,7 +73,10 @@ class SeedOptions(Options):
 
 
 class PlantedOptions(ModelOptions, SeedOptions):
-    """The text, the planted facts and the questions of `headwise.evaluate_planted`."""
+    """The text, the planted facts and the questions of `headwise.evaluate_planted`.
+
+    For example ``PlantedOptions(text="text.txt", against="smollm2-135m", context=4096)``.
+    """
 
     text: str | Path = option("a UTF-8 file of at least ``context`` tokens", metavar="FILE")
     context: int = option("tokens of the text, the fact, the question and the code together", default=2048)
@@ -95,7 +98,10 @@ class ItemOptions(RunOptions):
 
 
 class ChoiceOptions(ItemOptions, ModelOptions, SeedOptions):
-    """The items of `headwise.evaluate_choices`, and the models."""
+    """The items of `headwise.evaluate_choices`, and the models.
+
+    For example ``ChoiceOptions(file="piqa.jsonl", against="smollm2-135m", limit=500)``.
+    """
 
     file: str | Path = option(
         "a .jsonl of questions, choices and answers, such as PIQA; see `headwise.evaluation.read_choices`",
@@ -104,7 +110,10 @@ class ChoiceOptions(ItemOptions, ModelOptions, SeedOptions):
 
 
 class RetrievalOptions(ItemOptions, SeedOptions):
-    """The items of `headwise.evaluate_retrieval`, and how the encoders are run."""
+    """The items of `headwise.evaluate_retrieval`, and how the encoders are run.
+
+    For example ``RetrievalOptions(file="boolq.jsonl", limit=500)``.
+    """
 
     file: str | Path = option(
         "a .jsonl of objects with ``question`` and ``passage``; equal passages count as one", metavar="FILE"

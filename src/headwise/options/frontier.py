@@ -11,7 +11,10 @@ from headwise.options.evaluate import WindowOptions
 
 
 class FrontierOptions(RequiredTextOptions, WindowOptions, ConversionOptions):
-    """The targets and methods that `headwise.frontier` tries, and the texts it uses."""
+    """The targets and methods that `headwise.frontier` tries, and the texts it uses.
+
+    For example ``FrontierOptions(calibrate="text.txt", evaluate="other.txt", targets=["mla:0.5", "mqa"])``.
+    """
 
     evaluate: str | Path | Sequence[str | Path] | None = option(
         "a text to evaluate on, or several; when left out, text beyond the calibration's, or Python's language "

@@ -19,7 +19,10 @@ _KINDS = {"parquet": ("*.parquet",), "json": ("*.jsonl", "*.json"), "text": ("*.
 
 
 def named_texts(texts: bool | str | Path | Sequence[str | Path] | None) -> tuple[str | Path, ...]:
-    """The texts that an option's value names: one, several or none; True, False and None name none."""
+    """The texts that an option's value names: one, several or none; True, False and None name none.
+
+    For example ``named_texts("text.txt")``.
+    """
     if texts is None or isinstance(texts, bool):
         return ()
     return (texts,) if isinstance(texts, str | Path) else tuple(texts)
