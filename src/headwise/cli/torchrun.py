@@ -42,8 +42,8 @@ def as_one_process() -> Iterator[None]:
         err.quiet = True
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
         os.dup2(sys.stdout.fileno(), 1)  # native code prints there
-    store, rank, world = next(rendezvous("env://", timeout=_WAIT))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_WAIT)
+    store, process, world = next(rendezvous("env://", timeout=_WAIT))
+    dist.init_process_group("gloo", store=store, rank=process, world_size=world, timeout=_WAIT)
     ending = False
 
     def stop(*_: object) -> None:
@@ -53,12 +53,12 @@ def as_one_process() -> Iterator[None]:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
-    watch = _watch(store, rank, lambda: ending)
+    watch = _watch(store, process, lambda: ending)
     try:
         yield
     except BaseException as error:
         ending = True
-        failure = f"{rank} {_status(error)}"
+        failure = f"{process} {_status(error)}"
         with suppress(RuntimeError):  # torchrun, which keeps the store, may have ended
             if (first := store.compare_set(_FAILED, "", failure).decode()) != failure:  # another prints its error
                 sys.exit(int(first.split()[1]))
@@ -74,7 +74,7 @@ def as_one_process() -> Iterator[None]:
         os.close(watch)
 
 
-def _watch(store: Any, rank: int, is_ending: Callable[[], bool]) -> int:
+def _watch(store: Any, process: int, is_ending: Callable[[], bool]) -> int:
     """End this process some seconds after SIGTERM if Python's signal handler has not run by then.
 
     The handler cannot run while the main thread is in a library that waits for a process which has ended.
@@ -95,7 +95,7 @@ def _watch(store: Any, rank: int, is_ending: Callable[[], bool]) -> int:
         time.sleep(_PATIENCE)
         if is_ending():
             return
-        failure = f"{rank} 1"
+        failure = f"{process} 1"
         with suppress(RuntimeError):
             if (first := store.compare_set(_FAILED, "", failure).decode()) != failure:
                 os._exit(int(first.split()[1]))
