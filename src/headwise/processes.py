@@ -15,7 +15,7 @@ Writer = TypeVar("Writer", bound=AbstractContextManager[object])
 
 
 def process_index() -> int:
-    """The rank of this process; process 0 writes the results of all."""
+    """The number of this process; process 0 writes the results of all."""
     return dist.get_rank() if _are_several() else 0
 
 
