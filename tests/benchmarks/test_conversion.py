@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import headwise
 from benchmarks import conversion, long, tables
 from headwise.checkpoints import load_tokenizer
-from headwise.conversion.calibration.saved import open_statistics
-from headwise.conversion.planning.plan import Place
+from headwise.conversion.calibration.saved import open_statistics, read_evidence
+from headwise.conversion.storage.layers import LayerFiles
 from headwise.specs import GroupedSpec, RopeSpec, split_budget
 from headwise.texts import calibration_windows
 from tests.closeness import assert_close
@@ -89,7 +89,7 @@ def test_statistics_are_of_windows_as_long_as_those_that_are_measured_on(
     folder = bench._statistics(Row("r", "transmla", 14, 10, ("wikitext",)))
     monkeypatch.setattr(conversion, "collect_statistics", None)
     assert bench._statistics(Row("s", "mha2mla", 12, 12, ("wikitext",))) == folder
-    calibrator = open_statistics(folder, bench.checkpoint)
+    open_statistics(folder, bench.checkpoint)  # refuses what is not whole
     windows = calibration_windows(
         load_tokenizer(root / "source"), [root / "cache/wikitext-2.train.txt"], tokens=512, window=64
     )
@@ -102,7 +102,9 @@ def test_statistics_are_of_windows_as_long_as_those_that_are_measured_on(
         model(windows)
     for index, inputs in enumerate(calls):
         flat = torch.cat((inputs.flatten(0, 1), torch.ones(512, 1)), dim=1).double()
-        assert_close(calibrator.evidence(Place(index)).statistics.inputs, flat.mT @ flat / 512, 1e-5)
+        statistics = read_evidence(LayerFiles(folder), index).statistics
+        assert statistics is not None
+        assert_close(statistics.inputs, flat.mT @ flat / 512, 1e-5)
 
 
 # --- the whole of it ---
