@@ -79,10 +79,10 @@ def test_conversions_the_largest_first_under_the_original() -> None:
 
 def test_a_target_a_line() -> None:
     assert conversion_short(DOCUMENT).splitlines() == [
-        "| values | headwise | TransMLA | mean pooling | headwise, Brown | PIQA of 68.0 % |",
+        "| values of 384 | headwise | TransMLA | mean pooling | headwise, Brown | PIQA of 68.0 % |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
         "| 192 | ×1.123 | ×2.000 |  | ×1.200 | 66.0 % |",
-        "| 192, a mixture | ×1.300 |  |  | ×1.100 |  |",
+        "| 192, mixture | ×1.300 |  |  | ×1.100 |  |",
         "| 128 | ×1.400 |  |  | ×1.500 | 66.0 % |",
         "| 128, MQA |  |  | ×1 308 |  |  |",
     ]

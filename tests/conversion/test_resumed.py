@@ -12,7 +12,6 @@ import headwise
 from headwise.checkpoints import Checkpoint, FolderWriter
 from headwise.conversion import layer_loop as layers
 from headwise.conversion.calibration.text import TextCalibrator
-from headwise.conversion.planning import plan as planning
 from headwise.conversion.planning.plan import Place
 from headwise.conversion.storage.activations import Activations
 from headwise.conversion.storage.layers import LayerFiles
@@ -131,13 +130,13 @@ def test_without_a_text_finished_layers_are_not_read_again(
     source = save_family(tmp_path / "source", "whisper") if model == "whisper" else save_tiny(tmp_path / "source")
     headwise.convert(source, tmp_path / "whole", **options, evaluate=False)
     read: list[Place] = []
-    original = planning.read_layer
+    original = layers.read_layer
 
     def noting(checkpoint: Checkpoint, place: Place) -> Any:
         read.append(place)
         return original(checkpoint, place)
 
-    monkeypatch.setattr(planning, "read_layer", noting)
+    monkeypatch.setattr(layers, "read_layer", noting)
     with monkeypatch.context() as patch:
         stop_at(patch, layers, "convert_layer", 4 if model == "whisper" else 2, after=False)
         with pytest.raises(StoppedError):

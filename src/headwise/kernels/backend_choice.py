@@ -62,7 +62,7 @@ def choose_backend(
     'sdpa'
     """
     if return_weights:
-        return Choice("packed", "the weights are asked for, and no other backend holds them")
+        return Choice("packed", "the weights are requested, and only packed and reference compute them all")
     S, K, T = query[2], key[1], key[2]
     is_few = S <= FEW_TOKENS
     why = f"few new tokens ({S}): reading {K} key–value heads once takes most of the time"
