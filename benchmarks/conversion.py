@@ -35,7 +35,7 @@ from headwise.conversion.calibration.saved import write_statistics
 from headwise.evaluation import evaluate, evaluate_choices, open_pair, score_window
 from headwise.specs import AttentionSpec, split_budget
 from headwise.texts import calibration_windows, read_text, token_windows
-from headwise.texts.calibration import CalibrationTexts
+from headwise.texts.calibration_texts import CalibrationTexts
 
 SOURCE = "smollm2-135m"
 MLA = ("216", "192", "128", "96")

@@ -20,7 +20,7 @@ import headwise
 from benchmarks import data
 from headwise.evaluation import Pair, evaluate, evaluate_planted, open_pair
 from headwise.options.evaluate import DEPTHS
-from headwise.texts.calibration import CalibrationTexts
+from headwise.texts.calibration_texts import CalibrationTexts
 
 SOURCE = "smollm2-135m"
 

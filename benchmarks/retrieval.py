@@ -28,7 +28,7 @@ from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.evaluation import load_encoder
 from headwise.evaluation.retrieval import Questions, rated
 from headwise.texts import read_jsonl, token_ids
-from headwise.texts.calibration import CalibrationTexts
+from headwise.texts.calibration_texts import CalibrationTexts
 
 HEADS = (6, 3)
 TOKENS = (16_384, 65_536)

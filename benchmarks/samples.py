@@ -22,7 +22,7 @@ import headwise
 from benchmarks import data
 from headwise.checkpoints import open_checkpoint
 from headwise.texts import read_text
-from headwise.texts.calibration import CalibrationTexts
+from headwise.texts.calibration_texts import CalibrationTexts
 
 SOURCE = "smollm2-135m"
 SAMPLES = ("articles 1 of 3", "articles 2 of 3", "articles 3 of 3", "part 1 of 9")

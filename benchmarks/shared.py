@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.texts import read_text, shared_fraction, token_windows
-from headwise.texts.calibration import CalibrationTexts, open_windows
+from headwise.texts.calibration_texts import CalibrationTexts, open_windows
 from headwise.texts.overlap import TOLERATED
 
 

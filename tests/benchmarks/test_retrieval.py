@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.retrieval import plan, shared_passages, study
 
-from headwise.texts.calibration import CalibrationTexts
+from headwise.texts.calibration_texts import CalibrationTexts
 from tests.evaluation.test_retrieval import save_bert
 
 

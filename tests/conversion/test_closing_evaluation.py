@@ -14,7 +14,7 @@ from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.conversion import STAGES, closing_evaluation
 from headwise.conversion.closing_evaluation import REFERENCE, choose_exam
 from headwise.texts import calibration_windows, language_reference, text_identity
-from headwise.texts.calibration import CalibrationTexts
+from headwise.texts.calibration_texts import CalibrationTexts
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 

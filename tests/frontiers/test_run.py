@@ -18,7 +18,7 @@ import torch
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.frontiers import results
-from headwise.texts.calibration import CalibrationTexts, open_windows
+from headwise.texts.calibration_texts import CalibrationTexts, open_windows
 from tests.conversion.test_resumed import StoppedError
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family

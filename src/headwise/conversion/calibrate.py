@@ -26,7 +26,7 @@ from headwise.measurement import peak_rss_bytes
 from headwise.options import CalibrateOptions, takes_options
 from headwise.processes import first_enters, my_windows, process_index
 from headwise.progress import Progress, silent
-from headwise.texts.calibration import check_texts, open_windows, refuse_cross_layers
+from headwise.texts.calibration_texts import check_texts, open_windows, refuse_cross_layers
 from headwise.texts.sources import refuse_texts_within
 from headwise.type_checks import typed
 

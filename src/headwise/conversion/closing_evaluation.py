@@ -27,7 +27,7 @@ from headwise.texts import (
     usual_window,
     windows_beyond,
 )
-from headwise.texts.calibration import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
+from headwise.texts.calibration_texts import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
 
 REFERENCE = "Python's language reference"
 _PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))

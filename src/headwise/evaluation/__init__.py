@@ -1,10 +1,10 @@
 """Evaluate a model beside its reference: perplexity, cache and speed; multiple choice, planted facts, retrieval."""
 
+from headwise.evaluation.accuracy_intervals import Rate, rate
 from headwise.evaluation.choices import Choice, ChoiceEvaluation, evaluate_choices, log_likelihoods, read_choices
 from headwise.evaluation.evaluate import WINDOW, Evaluation, PositionScore, TextScore, evaluate, evaluate_windows
 from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.planted import DepthScore, PlantedEvaluation, evaluate_planted
-from headwise.evaluation.rate import Rate, rate
 from headwise.evaluation.retrieval import (
     Encoder,
     Pooling,

@@ -15,9 +15,9 @@ from torch import Tensor
 from headwise.checkpoints import decode
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
+from headwise.evaluation.accuracy_intervals import Rate, rate
 from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.paired_results import Paired
-from headwise.evaluation.rate import Rate, rate
 from headwise.options import PlantedOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text

@@ -23,8 +23,8 @@ from headwise.checkpoints import (
     tokenize,
 )
 from headwise.errors import ArgumentError, CheckpointError
+from headwise.evaluation.accuracy_intervals import Rate, rate
 from headwise.evaluation.paired_results import Paired
-from headwise.evaluation.rate import Rate, rate
 from headwise.hf import as_device, as_dtype
 from headwise.options import RetrievalOptions, takes_options
 from headwise.progress import Progress, silent

@@ -20,7 +20,14 @@ from headwise.specs.sources import (
     read_json,
     read_spec,
 )
-from headwise.specs.targets import as_grouped, as_latent, refuse_as_latent, rotary_width, rotated_dims, split_budget
+from headwise.specs.target_sizes import (
+    as_grouped,
+    as_latent,
+    refuse_as_latent,
+    rotary_width,
+    rotated_dims,
+    split_budget,
+)
 
 __all__ = [
     "HOSTED_PREFIX",

@@ -1,6 +1,6 @@
 """Texts as windows of tokens: sources, mixtures to calibrate on, passages that two texts share."""
 
-from headwise.texts.calibration import (
+from headwise.texts.calibration_texts import (
     NO_TEXTS,
     CalibrationTexts,
     check_texts,
@@ -8,9 +8,9 @@ from headwise.texts.calibration import (
     refuse_cross_layers,
     refuse_unknown_tokens,
 )
+from headwise.texts.calibration_windows import calibration_windows, hold_out, windows_beyond
 from headwise.texts.files import language_reference, read_jsonl, read_text, reference_topics
 from headwise.texts.identity import refuse_twice, text_identity
-from headwise.texts.mixture import calibration_windows, hold_out, windows_beyond
 from headwise.texts.overlap import overlap_note, passages_apart, shared_fraction, shared_tokens
 from headwise.texts.sources import named_texts, read_source, refuse_texts_within
 from headwise.texts.windows import (

@@ -12,7 +12,7 @@ from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.latent import LatentSpec
 from headwise.specs.latent_space import LatentSpaceSpec
-from headwise.specs.targets import as_grouped, as_latent, split_budget
+from headwise.specs.target_sizes import as_grouped, as_latent, split_budget
 
 Match = Literal["cache", "parameters"]
 MATCHES: tuple[Match, ...] = ("cache", "parameters")

@@ -15,7 +15,7 @@ from headwise.specs.latent import LatentSpec
 from headwise.specs.model import ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
 from headwise.specs.sources import read_spec
-from headwise.specs.targets import as_latent, refuse_as_latent
+from headwise.specs.target_sizes import as_latent, refuse_as_latent
 
 
 @dataclass(frozen=True, kw_only=True)

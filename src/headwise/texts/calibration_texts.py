@@ -13,8 +13,8 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint, load_tokenizer, max_length
 from headwise.errors import ArgumentError
 from headwise.options import CalibrationOptions
+from headwise.texts.calibration_windows import calibration_windows, hold_out
 from headwise.texts.identity import refuse_twice, text_identity
-from headwise.texts.mixture import calibration_windows, hold_out
 from headwise.texts.sources import named_texts, read_source
 from headwise.texts.windows import usual_window, wrapping_ids
 

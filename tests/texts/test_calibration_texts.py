@@ -16,7 +16,7 @@ from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.conversion.calibration.text import descent_steps
 from headwise.errors import ArgumentError
 from headwise.texts import token_ids, wrapping_ids
-from headwise.texts.calibration import WINDOW, CalibrationTexts, check_texts, open_windows
+from headwise.texts.calibration_texts import WINDOW, CalibrationTexts, check_texts, open_windows
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headwise.evaluation import rate
-from headwise.evaluation.rate import mcnemar, wilson
+from headwise.evaluation.accuracy_intervals import mcnemar, wilson
 
 
 def test_a_rate_alone() -> None:
