@@ -221,14 +221,11 @@ def samples(document: Document) -> str:
     """The table of calibration samples: the ratio of each text, and under them the smallest and the largest."""
     rows = document["rows"]
     evaluations = [row["evaluate"]["texts"] for row in rows.values()]
-    lines = [
-        [name, *(_text_ratio(row, score) for score in row["evaluate"]["texts"]), f"{_conversion_minutes(row):.1f}"]
-        for name, row in rows.items()
-    ]
+    lines = [[name, *(_text_ratio(row, score) for score in row["evaluate"]["texts"])] for name, row in rows.items()]
     columns = [[score["perplexity_ratio"] for score in scores] for scores in zip(*evaluations, strict=True)]
     spread = [f"{_ratio(min(column))} to {_ratio(max(column))}" for column in columns]
     names = [_text_name(score["text"]) for score in evaluations[0]]
-    return table(["articles of WikiText-2 train", *names, "minutes"], [*lines, ["all", *spread, ""]])
+    return table(["articles of WikiText-2 train", *names], [*lines, ["all", *spread]])
 
 
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
@@ -337,11 +334,7 @@ def _piqa_of_original(document: Document) -> list[str]:
 
 def _minutes(row: dict[str, Any]) -> str:
     # A published method's time would be that of the search for its settings; its conversion takes seconds.
-    return f"{_conversion_minutes(row):.1f}" if row["method"] == "headwise" else ""
-
-
-def _conversion_minutes(row: dict[str, Any]) -> float:
-    return float(row["conversion"]["seconds"]) / 60
+    return f"{row['conversion']['seconds'] / 60:.1f}" if row["method"] == "headwise" else ""
 
 
 def _number(value: float) -> str:

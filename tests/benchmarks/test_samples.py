@@ -51,7 +51,7 @@ def test_each_sample_is_a_row_and_a_killed_run_goes_on(tmp_path: Path, capsys: p
     assert list(document["rows"]) == ["articles 1 of 3", "part 2 of 2"]
     assert not list((tmp_path / "w").glob("*/config.json"))
     shown = tables.samples(document).splitlines()
-    assert shown[0].split(" | ")[1:4] == ["WikiText-2", "Brown", "Austen"]
+    assert shown[0].rstrip(" |").split(" | ")[1:4] == ["WikiText-2", "Brown", "Austen"]
     ratios = [row["evaluate"]["texts"][0]["perplexity_ratio"] for row in document["rows"].values()]
     assert f"×{min(ratios):.3f} to ×{max(ratios):.3f}" in shown[-1]
     capsys.readouterr()
