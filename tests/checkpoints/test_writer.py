@@ -194,6 +194,8 @@ def test_destinations_that_are_taken(tmp_path: Path) -> None:
     for name in ("", ".", "..", "/", "a/.."):
         with pytest.raises(ArgumentError, match=r"must name a folder"):
             check_output(Path(name), overwrite=True)
+    with pytest.raises(ArgumentError, match=r"must have no null byte"):
+        check_output(Path("a\0b"), overwrite=True)
 
 
 # --- companion files that are links --------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import FrozenInstanceError
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headwise.errors import ArgumentError
@@ -159,3 +161,11 @@ def test_the_options_of_evaluations() -> None:
 def test_they_import_no_torch() -> None:
     code = "import sys, headwise.options; sys.exit(not {'torch', 'typer', 'numpy'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    options = ConvertOptions(to="mla", kv_budget=np.float32(0.5), calibration_tokens=np.int64(4096))
+    assert (type(options.kv_budget), type(options.calibration_tokens)) == (float, int)
+    assert json.dumps(options.identity()) == json.dumps(
+        ConvertOptions(to="mla", kv_budget=0.5, calibration_tokens=4096).identity()
+    )

@@ -278,3 +278,12 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
 )
 def test_an_option_names_one_text_or_several_or_none(value: Any, names: tuple[str | Path, ...]) -> None:
     assert named_texts(value) == names
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"), [("x" * 400, "File name too long"), ("a\0b", "embedded null byte")], ids=["long", "null"]
+)
+def test_a_name_that_no_file_can_have_is_refused(source: str, reason: str) -> None:
+    for use in (read_source, text_identity):
+        with pytest.raises(ArgumentError, match=f"calibrate = .*could not be read: {reason}"):
+            use(source)

@@ -354,6 +354,8 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
     """
     if output.name in ("", ".."):
         raise ArgumentError("output", str(output), "must name a folder")
+    if "\0" in str(output):
+        raise ArgumentError("output", str(output), "must have no null byte")
     refuse_file(output)
     try:
         holds_something = output.is_dir() and any(output.iterdir())

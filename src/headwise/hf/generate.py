@@ -17,6 +17,7 @@ from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.cuda_graph import can_record, decode_recorded
 from headwise.hf.load import load, open_decoder
 from headwise.hf.optimize import optimize
+from headwise.type_checks import typed
 
 _LARGEST_ID = 2**63 - 1
 """The largest value of an int64 tensor."""
@@ -54,6 +55,7 @@ def _optimized(model: Any) -> Any:
     return model
 
 
+@typed
 @torch.inference_mode()
 def generate(
     model: str | Path,

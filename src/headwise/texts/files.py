@@ -26,10 +26,11 @@ def read_text(path: str | Path, *, characters: int | None = None, name: str = "t
     try:
         with Path(path).open(encoding="utf-8") as file:
             return file.read(characters)
-    except OSError as error:
-        raise ArgumentError(name, str(path), f"could not be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ArgumentError(name, str(path), "must be UTF-8 text") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError(name, str(path), f"could not be read: {reason}") from None
 
 
 def language_reference(topics: slice = slice(None)) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,12 +49,13 @@ def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
     if str(source).startswith(DATASET_PREFIX):
         return str(source)
     path, column = local_path(source)
-    kind, files = local_files(path, name) if path.is_dir() else ("", [str(path)])
+    kind, files = local_files(path, name) if os.path.isdir(path) else ("", [str(path)])
     try:
         digests = [_digest(file) for file in files]
-    except OSError as error:
-        raise ArgumentError(name, str(source), f"could not be read: {error.strerror}") from None
-    if not path.is_dir() and column in ("", COLUMN):
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError(name, str(source), f"could not be read: {reason}") from None
+    if not os.path.isdir(path) and column in ("", COLUMN):
         return digests[0]
     return hashlib.sha256(json.dumps([kind, column or COLUMN, digests]).encode()).hexdigest()
 

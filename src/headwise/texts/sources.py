@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -56,7 +57,7 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
         rows = _dataset_rows(source, name, repository, config or None, split=split or "train")
     else:
         path, column = local_path(source)
-        if not path.is_dir() and path.suffix not in (".parquet", ".jsonl"):
+        if not os.path.isdir(path) and path.suffix not in (".parquet", ".jsonl"):
             if column:
                 raise ArgumentError(name, str(source), f"{path} has no columns; name it without #{column}")
             return read_text(path, characters=characters, name=name)
@@ -87,7 +88,8 @@ def refuse_texts_within(output: Path, sources: Iterable[str | Path], *, name: st
 def local_path(source: str | Path) -> tuple[Path, str]:
     """The file or folder of a source, and the column after its ``#``."""
     where, _, column = str(source).partition("#")
-    if Path(source).exists() or not Path(where).exists():
+    # `os.path` says False where `Path.exists` raises: for names too long, and folders that may not be searched.
+    if os.path.exists(source) or not os.path.exists(where):
         return Path(source), ""  # the # is part of the path
     return Path(where), column
 
@@ -95,7 +97,7 @@ def local_path(source: str | Path) -> tuple[Path, str]:
 def local_files(path: Path, name: str) -> tuple[str, list[str]]:
     """The format of the files, as ``datasets`` calls it, and the files in order."""
     for kind, patterns in _KINDS.items():
-        if path.is_dir():
+        if os.path.isdir(path):
             files = sorted(str(file) for pattern in patterns for file in path.rglob(pattern))
         else:
             files = [str(path)] if any(path.match(pattern) for pattern in patterns) else []
