@@ -105,8 +105,7 @@ def option(
         default: the default value; the option is required when there is none.
         metavar: the name of the value in ``--help``; the type when None.
         rule: that a value other than None must meet.
-        flag: the name on the command line, such as ``--target`` or ``--plot/--no-plot``; derived from the field's
-            name when None.
+        flag: the name on the command line, such as ``--target``; derived from the field's name when None.
         identity: whether the value decides the result; False for options that only say where or how it is made.
     """
     about = {"help": help, "metavar": metavar, "rule": rule, "flag": flag, "identity": identity}

@@ -38,6 +38,4 @@ class FrontierOptions(RequiredTextOptions, WindowOptions, ConversionOptions):
     keep: bool = option(
         "keep the converted models, in the folder models of the output", default=False, identity=False
     )
-    plot: bool = option(
-        "write a web page with plots, which needs plotly", default=True, flag="--plot/--no-plot", identity=False
-    )
+    plot: bool = option("write a web page with plots, which needs plotly", default=True, identity=False)

@@ -53,8 +53,9 @@ class SavedCalibrator(Calibrator):
         texts: the names of the calibration texts.
         text_identities: the `text_identity` of each calibration text.
         read_seconds: seconds spent on reading statistics.
-        has_evidence: always True.
     """
+
+    has_evidence = True
 
     folder: Path
     tokens: int = 0
@@ -63,7 +64,6 @@ class SavedCalibrator(Calibrator):
     texts: tuple[str, ...] = ()
     text_identities: frozenset[str] = frozenset()
     read_seconds: float = 0.0
-    has_evidence: bool = True
 
     def evidence(self, place: Place, source: Layer) -> Evidence:
         """One layer's statistics and sensitivity, whatever its weights.

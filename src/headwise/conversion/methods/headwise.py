@@ -54,8 +54,7 @@ class Headwise(LatentMethod):
         self, source: Layer, sizes: Sequence[tuple[int, int]], target: LayerTarget, evidence: Evidence
     ) -> Iterator[tuple[tuple[int, int], Layer]]:
         """See `solvers.latent_sizes`."""
-        if evidence.statistics is None:
-            return super().solve_sizes(source, sizes, target, evidence)
+        assert evidence.statistics is not None  # sizes are tried on a text alone
         return solve_sizes(source, sizes, evidence.statistics, evidence.sensitivity, _options(target))
 
 
