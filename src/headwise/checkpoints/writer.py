@@ -213,8 +213,16 @@ class FolderWriter:
         Raises:
             StorageError: the disk is full, or the file cannot be written.
         """
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Write a file into the folder.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
         with self._clearly():
-            (self.folder / name).write_text(text, encoding="utf-8")
+            (self.folder / name).write_bytes(content)
 
     def add_companions(self, checkpoint: Checkpoint) -> None:
         """Copy the source's tokenizer and settings into the folder, and note what is left out.

@@ -168,6 +168,8 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         without=[*options.without, *(["spread"] if folder_format.is_exported else [])],
         calibration="statistics" if options.statistics is not None else "text" if texts else None,
     )
+    if options.bits is not None:
+        plan = plan.with_bits(options.bits)
     refuse_inputs(plan, texts.sources, options.statistics, options.without)
     folder_format.config(OutputLayout(plan))  # refused where the result cannot have the format
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)

@@ -15,6 +15,7 @@ from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.storage.store import ConvertedLayer, LayerStore
 from headwise.processes import process_index
+from headwise.quantization import TransformCode
 from headwise.progress import Progress, silent
 
 
@@ -55,9 +56,11 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
     evidence = calibrator.evidence(place, source)
     solution = plan.method.solve(source, target, evidence)
     channel_losses = compare_own_channels(plan.method, source, target, evidence, solution, calibrator)
+    if target.token_bytes is not None:
+        solution = calibrator.coded(place, solution, target.token_bytes)
     refined = calibrator.refine(place, solution)
     about = {**refined.about(), **channel_losses}
-    layer = ConvertedLayer(place, layout.stored(place, refined.layer), refined.layer.channels, about)
+    layer = ConvertedLayer(place, layout.stored(place, refined.layer), refined.layer.channels, about, refined.layer.code)
     if process_index() == 0:
         store.save(layer)
     calibrator.advance(place, refined)
@@ -66,7 +69,7 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
 
 def write_tensors(
     layout: OutputLayout, writer: FolderWriter, calibrator: Calibrator, store: LayerStore, progress: Progress = silent
-) -> dict[int, list[int]]:
+) -> tuple[dict[int, list[int]], dict[int, TransformCode]]:
     """Add all tensors that a folder lacks, with one layer in memory at a time.
 
     Args:
@@ -77,7 +80,7 @@ def write_tensors(
         progress: told of each layer.
 
     Returns:
-        The rotary channels of each layer, for the folder's config.
+        The rotary channels of each layer, for the folder's config, and the code of each layer's cache.
     """
     plan, owner = layout.plan, layout.owner
     # A text goes through every layer, and the config needs the channels of every MLA layer.
@@ -85,6 +88,7 @@ def write_tensors(
     places = list(dict.fromkeys(owner[name] for name in owner if visits_all or not writer.has(name)))
     layers = convert_layers(layout, calibrator, store, places, progress)
     channels: dict[int, list[int]] = {}
+    codes: dict[int, TransformCode] = {}
     layer: ConvertedLayer | None = None
     for name in layout.tensors:
         if name not in owner:
@@ -98,13 +102,15 @@ def write_tensors(
             layer = next(layers)
             if not place.cross:
                 channels[place.index] = layer.channels
+                if layer.code is not None:
+                    codes[place.index] = layer.code
         tensor = layer.tensors.pop(name)
         if not writer.has(name):
             writer.add(name, tensor)
         del tensor  # freed before the next layer is converted
     for _ in layers:  # run the generator to its end
         pass
-    return channels
+    return channels, codes
 
 
 def follow(layout: OutputLayout, calibrator: Calibrator) -> None:

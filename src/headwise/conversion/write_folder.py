@@ -23,6 +23,7 @@ from headwise.conversion.planning.plan import ConversionPlan
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.storage.store import LayerStore
 from headwise.processes import barrier, first_enters, process_index
+from headwise.quantization.files import FILE, codes_content
 from headwise.progress import Progress, silent
 from headwise.texts import NO_TEXTS, CalibrationTexts
 
@@ -138,7 +139,9 @@ def _fill(
         follow(layout, calibrator)
         return layout.config(), store
     writer.add_companions(layout.plan.checkpoint)
-    channels = write_tensors(layout, writer, calibrator, store, progress)
+    channels, codes = write_tensors(layout, writer, calibrator, store, progress)
+    if codes:
+        writer.write_bytes(FILE, codes_content(codes))
     config = layout.config(channels)
     writer.write_json("config.json", config)
     return config, store

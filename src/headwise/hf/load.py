@@ -22,6 +22,7 @@ from headwise.checkpoints import (
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.config import model_class, refused, stock_config
 from headwise.hf.missing_weights import check_complete, check_values
+from headwise.quantization.files import read_codes
 from headwise.type_checks import typed
 
 
@@ -80,6 +81,9 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
             raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
     check_finite(model)
     _check_cache(model)
+    if not isinstance(checkpoint, GgufCheckpoint):
+        for index, code in read_codes(checkpoint.path).items():
+            model.model.layers[index].self_attn.code = code
     model = model.eval()
     return model if device is None else model.to(place)
 

@@ -87,6 +87,10 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
     )
     kv_lora_rank: int | None = option("mla: the width of the latent, in place of a budget", default=None)
     qk_rope_head_dim: int | None = option("mla: the width of the rotary key, with kv_lora_rank", default=None)
+    bits: float | None = option(
+        "bits of the cache for each cached value, on average; the values' own dtype when left out",
+        default=None,
+    )
     calibrate: str | Path | Sequence[str | Path] | None = option(
         f"{_TEXT}; only the weights are used when left out",
         default=None,

@@ -65,6 +65,16 @@ class Calibrator:
         """
         return Evidence()
 
+    def coded(self, place: Place, layer: Layer, token_bytes: int) -> Layer:
+        """Put a solution into the basis of a code of its cache, and give it that code.
+
+        Args:
+            place: the layer's place in the model.
+            layer: the solution.
+            token_bytes: the bytes of a token's codes.
+        """
+        raise NotImplementedError
+
     def refine(self, place: Place, layer: Layer) -> Refined:
         """Refine a solution on the text, if there is one."""
         return Refined(layer)

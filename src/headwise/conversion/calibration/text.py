@@ -23,6 +23,7 @@ from headwise.conversion.calibration.sensitivity import kept_sensitivity, output
 from headwise.conversion.calibration.source_stream import SourceStream, begin_streams, sensitivity_windows, traced
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
+from headwise.conversion.solvers.code_design import design
 from headwise.conversion.solvers.layer import Layer, Rotation, rotation_tables
 from headwise.conversion.solvers.refit import Cost, OutputRefit
 from headwise.conversion.solvers.statistics import Statistics, root, statistics_of
@@ -151,6 +152,17 @@ class TextCalibrator(Calibrator):
         cost = output_cost(sensitivity, source.spec.hidden_size)
         self._current = _CurrentLayer(place.index, module, rotation, cost)
         return Evidence(statistics, sensitivity)
+
+    @torch.no_grad()
+    def coded(self, place: Place, layer: Layer, token_bytes: int) -> Layer:
+        """See `solvers.code_design`."""
+        current = self._current_layer(place)
+
+        def windows() -> Iterator[Tensor]:
+            for window in range(self.train):
+                yield self._inputs.read(window)
+
+        return design(layer.float(), windows, current.rotation, current.cost.metric, token_bytes)
 
     @torch.no_grad()
     def refine(self, place: Place, layer: Layer) -> Refined:

@@ -43,6 +43,7 @@ class LayerTarget:
             those that lose most without it.
         mixes_heads: for MLA, whether key heads are mixed into rotary channels (the stage ``channels``).
         longest: the longest distance that counts without a text, in tokens.
+        token_bytes: the bytes that a token's codes take in the layer's cache; None for a cache without codes.
     """
 
     spec: GroupedSpec | LatentSpec
@@ -50,6 +51,7 @@ class LayerTarget:
     rotary_channels: Tensor | None = None
     mixes_heads: bool = True
     longest: int = LONGEST
+    token_bytes: int | None = None
 
 
 class Method(ABC):

@@ -45,11 +45,13 @@ class LayerSize(NamedTuple):
         rank: R, the width of the latent.
         rotary: P, the width of the rotary key.
         key_weight: the cost of an error of its keys relative to one of its values.
+        token_bytes: the bytes of a token's codes; None for a cache without codes.
     """
 
     rank: int
     rotary: int
     key_weight: float = KEY_WEIGHT
+    token_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +68,7 @@ class ConversionPlan:
         key_weights: the key weight of each MLA layer (`LayerSize`); None if all have the usual one.
         rotary_channels: bool ``[F, K]``, the channels that keep their rotation in every MLA layer; None if each layer
             chooses its own.
+        token_bytes: the bytes of a token's codes in each layer's cache; None for a cache without codes.
     """
 
     checkpoint: Checkpoint
@@ -76,6 +79,7 @@ class ConversionPlan:
     mixes_heads: bool = True
     key_weights: tuple[float, ...] | None = None
     rotary_channels: Tensor | None = None
+    token_bytes: tuple[int | None, ...] | None = None
 
     @property
     def before(self) -> ModelSpec:
@@ -85,7 +89,7 @@ class ConversionPlan:
     @property
     def is_exact(self) -> bool:
         """Whether the result computes what the source computes, apart from rounding."""
-        return self.method.is_exact(self.before, self.after)
+        return self.token_bytes is None and self.method.is_exact(self.before, self.after)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -105,6 +109,7 @@ class ConversionPlan:
             key_weight=KEY_WEIGHT if self.key_weights is None else self.key_weights[place.index],
             rotary_channels=self.rotary_channels,
             mixes_heads=self.mixes_heads,
+            token_bytes=None if self.token_bytes is None else self.token_bytes[place.index],
             longest=min(LONGEST, self.before.max_position_embeddings or LONGEST),
         )
 
@@ -114,7 +119,15 @@ class ConversionPlan:
             as_latent(layer, size.rank, size.rotary) for layer, size in zip(self.before.layers, sizes, strict=True)
         )
         key_weights = tuple(size.key_weight for size in sizes)
-        return replace(self, after=replace(self.after, layers=layers), key_weights=key_weights)
+        token_bytes = tuple(size.token_bytes for size in sizes)
+        after = replace(self.after, layers=layers)
+        return replace(self, after=after, key_weights=key_weights, token_bytes=token_bytes)
+
+    def with_bits(self, bits: float) -> ConversionPlan:
+        """The plan with a coded cache of so many bits a value, on average."""
+        counts = tuple(int(l.kv_lora_rank + l.qk_rope_head_dim) for l in self.after.layers)  # type: ignore[attr-defined]
+        stages = tuple(_stages(self, set())) if not self.stages else self.stages
+        return replace(self, token_bytes=tuple(int(c * bits / 8) for c in counts), stages=stages)
 
     def sharing(self, rotary_channels: Tensor | None) -> ConversionPlan:
         """The plan with one list of rotary channels for all layers."""

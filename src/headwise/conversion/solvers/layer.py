@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 from headwise.attention import RotaryEmbedding
 from headwise.attention.rope import rotate
 from headwise.kernels import attend
+from headwise.quantization import SINKS
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 
 NORM_EPS = 1e-6
@@ -40,6 +41,13 @@ class Heads(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
+
+
+class Code(Protocol):
+    """A code of cached values, such as `headwise.quantization.TransformCode`."""
+
+    def rounded(self, states: Tensor) -> Tensor:
+        """What becomes of values ``[…, W]`` when they are coded."""
 
 
 class Rotation(NamedTuple):
@@ -91,7 +99,13 @@ def grouped_heads(
 
 
 def latent_heads(
-    state: State, spec: LatentSpec, inputs: Tensor, rows: Tensor, rotation: Rotation | None, channels: list[int]
+    state: State,
+    spec: LatentSpec,
+    inputs: Tensor,
+    rows: Tensor,
+    rotation: Rotation | None,
+    channels: list[int],
+    code: Code | None = None,
 ) -> Heads:
     """The queries, decoded keys and values of MLA: each head's key is its content and the shared rotary key.
 
@@ -102,10 +116,13 @@ def latent_heads(
         rows: ``[S]``, the positions of the queries.
         rotation: the model's rotary tables, of which ``channels`` are taken.
         channels: the model frequency of each of the P/2 pairs.
+        code: rounds the cached values, those of the first tokens excepted.
     """
     H, R, N = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim
     query = _split(_project(state, "q_proj", inputs[rows]), H)  # [H, S, N + P]
     latent = _project(state, "kv_a_proj_with_mqa", inputs)  # [T, R + P], the rotary key last
+    if code is not None:
+        latent = coded(latent, code)
     content = _split(F.linear(latent[:, :R], state["kv_b_proj.weight"]), H)  # [H, T, N + V]
     key, value = content[..., :N], content[..., N:]
     if channels:
@@ -115,6 +132,18 @@ def latent_heads(
         rotary_query = _rotate(query[..., N:], tables, interleaved=False, rows=rows)  # [H, S, P]
         query, key = torch.cat((query[..., :N], rotary_query), -1), torch.cat((key, rotary_key), -1)
     return Heads(query, key, value)
+
+
+def coded(values: Tensor, code: Code) -> Tensor:
+    """Cached values ``[T, W]`` of a window as they are read from the cache.
+
+    Derivatives pass the rounding as if it were not there.
+    """
+    if isinstance(values, Tensor) and values.requires_grad:
+        error = code.rounded(values.detach()) - values.detach()
+        error[:SINKS] = 0
+        return values + error
+    return torch.cat((values[:SINKS], code.rounded(values)[SINKS:]))
 
 
 def attention_weights(heads: Heads, spec: AttentionSpec, rows: Tensor) -> Tensor:
@@ -150,12 +179,14 @@ class Layer:
         state: its tensors by its own names.
         channels: the model frequency of each rotary pair (MLA).
         norm_eps: the epsilon of the norms of queries and keys, where there are any.
+        code: the code of its cached values; None where they are not rounded.
     """
 
     spec: GroupedSpec | LatentSpec
     state: State
     channels: list[int] = field(default_factory=list)
     norm_eps: float = NORM_EPS
+    code: Code | None = None
 
     def float(self) -> Layer:
         """The layer with its tensors in float32."""
@@ -164,7 +195,7 @@ class Layer:
     def heads(self, inputs: Tensor, rows: Tensor, rotation: Rotation | None) -> Heads:
         """The queries at positions ``rows``, and the keys and values, of one window's inputs ``[T, E]``."""
         if isinstance(self.spec, LatentSpec):
-            return latent_heads(self.state, self.spec, inputs, rows, rotation, self.channels)
+            return latent_heads(self.state, self.spec, inputs, rows, rotation, self.channels, self.code)
         return grouped_heads(self.state, self.spec, inputs, rows, rotation, self.norm_eps)
 
     def mixed(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:

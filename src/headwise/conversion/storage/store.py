@@ -13,6 +13,11 @@ from torch import Tensor
 
 from headwise.conversion.planning.plan import Place
 from headwise.conversion.storage.layers import LayerFiles
+from headwise.quantization import TransformCode
+from headwise.quantization.files import code_from, code_tensors
+
+_CODE = "cache code."
+"""Before the names of a code's tensors, which no tensor of a model has."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,14 @@ class ConvertedLayer:
         tensors: its tensors by the folder's names, in the folder's dtype; each is removed when it is written.
         channels: the model frequency of each rotary pair (MLA).
         about: its measurements: ``errors``, ``chosen``, ``shared``, ``own``.
+        code: the code of its cache, if there is one.
     """
 
     place: Place
     tensors: dict[str, Tensor]
     channels: list[int] = field(default_factory=list)
     about: Mapping[str, Any] = field(default_factory=dict)
+    code: TransformCode | None = None
 
 
 class LayerStore:
@@ -54,9 +61,12 @@ class LayerStore:
             StorageError: the disk is full, or the file cannot be written.
         """
         if self._files:
-            about = {"channels": layer.channels, **layer.about}
+            tensors, about = dict(layer.tensors), {"channels": layer.channels, **layer.about}
+            if layer.code is not None:
+                parts, about["code"] = code_tensors(layer.code)
+                tensors |= {_CODE + name: tensor for name, tensor in parts.items()}
             with self._timed("write_seconds"):
-                self._files[layer.place.cross].save(layer.place.index, layer.tensors, about)
+                self._files[layer.place.cross].save(layer.place.index, tensors, about)
 
     def load(self, place: Place) -> ConvertedLayer | None:
         """A saved layer; None if it was not saved or is damaged."""
@@ -67,7 +77,11 @@ class LayerStore:
         if result is None:
             return None
         tensors, about = result
-        return ConvertedLayer(place, tensors, about.pop("channels"), about)
+        code = None
+        if "code" in about:
+            parts = {name.removeprefix(_CODE): tensors.pop(name) for name in list(tensors) if name.startswith(_CODE)}
+            code = code_from(parts, about.pop("code"))
+        return ConvertedLayer(place, tensors, about.pop("channels"), about, code)
 
     def about(self, place: Place) -> dict[str, Any]:
         """A saved layer's measurements; empty if it was not saved."""

@@ -1,0 +1,5 @@
+"""Codes of cached values: fewer bits a number."""
+
+from headwise.quantization.transform_code import BLOCK, SINKS, TransformCode
+
+__all__ = ["BLOCK", "SINKS", "TransformCode"]
