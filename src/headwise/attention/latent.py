@@ -18,7 +18,6 @@ from headwise.cost.latent import best_impl
 from headwise.cost.stages import attended_pairs
 from headwise.errors import ArgumentError
 from headwise.kernels import Backend
-from headwise.quantization import SINKS, TransformCode
 from headwise.specs.base import RopeSpec
 from headwise.specs.latent import LatentSpec, latent_bias
 
@@ -103,7 +102,6 @@ class MultiHeadLatentAttention(AttentionLayer):
         )
         super().__init__(spec, rope=rotary, dropout=dropout, backend=backend)
         self.impl: Impl = impl
-        self.code: TransformCode | None = None
         E, H, R, P, N, V = (
             hidden_size,
             num_heads,
@@ -136,10 +134,6 @@ class MultiHeadLatentAttention(AttentionLayer):
         latent, k_rope = self.kv_a_proj_with_mqa(states).split_with_sizes(widths, dim=-1)  # [B, S, R], [B, S, P]
         if self.kv_a_layernorm is not None:
             latent = self.kv_a_layernorm(latent)
-        if self.code is not None:
-            whole = torch.cat((latent, k_rope), -1)
-            whole = torch.cat((whole[:, :SINKS], self.code.rounded(whole)[:, SINKS:]), 1)
-            latent, k_rope = whole.split_with_sizes(widths, dim=-1)
         k_rope = rotated(k_rope.unsqueeze(1), rotation, self.rope)  # [B, 1, S, P]
         return (torch.cat((latent.unsqueeze(1), k_rope), dim=-1),)  # [B, 1, S, R + P]
 

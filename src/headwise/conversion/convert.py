@@ -169,7 +169,9 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         calibration="statistics" if options.statistics is not None else "text" if texts else None,
     )
     if options.bits is not None:
-        plan = plan.with_bits(options.bits)
+        plan = plan.with_bits(options.bits, options.without)
+    if options.kv_bytes is not None:
+        plan = plan.with_bytes(options.kv_bytes, options.without)
     refuse_inputs(plan, texts.sources, options.statistics, options.without)
     folder_format.config(OutputLayout(plan))  # refused where the result cannot have the format
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)
@@ -204,6 +206,7 @@ def _target(options: ConvertOptions) -> Target:
         kv_budget=options.kv_budget,
         kv_lora_rank=options.kv_lora_rank,
         qk_rope_head_dim=options.qk_rope_head_dim,
+        kv_bytes=options.kv_bytes,
     )
 
 

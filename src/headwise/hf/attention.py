@@ -14,12 +14,14 @@ from torch import Tensor
 from transformers import EncoderDecoderCache
 
 from headwise.attention import GroupedQueryAttention, MultiHeadLatentAttention
-from headwise.attention.base import AttentionLayer
+from headwise.attention.base import AttentionLayer, CacheLike, Call, rotated
 from headwise.attention.latent import constructor_arguments
 from headwise.checkpoints import family_of
 from headwise.errors import ArgumentError
+from headwise.hf.coded import CodedLayer, CodedStates, SlotRotation
 from headwise.hf.interface import as_bool
 from headwise.kernels.mask import causal_mask
+from headwise.quantization import TransformCode
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, RopeSpec
 
 
@@ -132,22 +134,25 @@ class HostedAttention(AttentionLayer):
         past = self._past(layer_past if past_key_values is None else past_key_values, is_cross=is_cross)
         if self.window is not None:
             attention_mask = self._windowed(attention_mask, hidden_states, past)
-        cache = None
-        if past is not None:
-            count = len(self.cache_shapes())
-            cache = LayerCache(past, self.layer_idx, trim=attention_mask is None, tensors=count)
+        mask = None if attention_mask is None else as_bool(attention_mask)
         attended = super().forward(
             hidden_states,
             key_value_states=key_value_states,
-            attention_mask=None if attention_mask is None else as_bool(attention_mask),
+            attention_mask=mask,
             # A 4-D mask includes causality; without a mask, or with one for padding, plain causal is meant.
             is_causal=self.spec.is_causal and not is_cross and (attention_mask is None or attention_mask.dim() == 2),
             position_embeddings=self._rotation(position_embeddings),
-            cache=cache,
+            cache=self._cache(past, mask),
             return_weights=output_attentions or self.config._attn_implementation == "eager",
         )
         out, weights = attended if isinstance(attended, tuple) else (attended, None)
         return F.dropout(out, self.output_dropout, self.training), weights
+
+    def _cache(self, past: Any, mask: Tensor | None) -> CacheLike | None:
+        """The layer's part of a transformers cache; None where there is none."""
+        if past is None:
+            return None
+        return LayerCache(past, self.layer_idx, trim=mask is None, tensors=len(self.cache_shapes()))
 
     def _rotation(self, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
         """cos and sin of the frequencies that the layer kept, each ``[B or 1, S, P/2]``."""
@@ -196,6 +201,43 @@ class HostedLatentAttention(HostedAttention, MultiHeadLatentAttention):
         rope = RopeSpec(dim=spec.qk_rope_head_dim) if spec.qk_rope_head_dim else None
         super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope)
         self.host(spec, config, layer_idx, channels)
+        self.code: TransformCode | None = None
+        self.slots: SlotRotation | None = None
+
+    def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
+        """Code the values that the layer caches; None stores them as they are.
+
+        Args:
+            code: the code.
+            slots: the rotation of the model's slots, where the layer has rotary dims.
+        """
+        self.code, self.slots = code, slots
+
+    def cache_layer(self, max_length: int | None) -> CodedLayer | None:
+        """The layer of a `HeadwiseCache` that stores this one's codes; None where values are stored as they are."""
+        return None if self.code is None else CodedLayer(self.code, max_length)
+
+    def _cache(self, past: Any, mask: Tensor | None) -> CacheLike | None:
+        if self.code is None:
+            return super()._cache(past, mask)
+        return CodedStates(self.code, past, self.layer_idx, mask)
+
+    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
+        return super()._states_to_cache(states, rotation if self.code is None else None)  # rotated when they are read
+
+    def _attend(
+        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if self.code is not None and self.slots is not None and self.channels:
+            (values,) = memory
+            T, P = values.shape[2], self.spec.qk_rope_head_dim
+            channels = self._channels(values)
+            cos, sin = (table[..., channels] for table in self.slots.tables(max(T, call.total), values))
+            rotary_key = rotated(values[..., -P:], (cos[:, :T], sin[:, :T]), self.rope)
+            memory = (torch.cat((values[..., :-P], rotary_key), -1),)
+            begin = call.total - hidden_states.shape[1]
+            call = call._replace(rotation=(cos[:, begin : call.total], sin[:, begin : call.total]))
+        return super()._attend(hidden_states, memory, call)
 
 
 class HostedGroupedAttention(HostedAttention, GroupedQueryAttention):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -56,6 +56,11 @@ class HeadwiseCache(DynamicCache):
         super().__init__(config=config)
         self.max_length = max_length
         self.layers: list[Any] = [_with_room(layer, max_length, quantize) for layer in self.layers]
+        for module in model.modules() if isinstance(model, nn.Module) else ():
+            new_layer = getattr(module, "cache_layer", None)
+            coded = None if new_layer is None else new_layer(max_length)
+            if coded is not None:
+                self.layers[module.layer_idx] = coded
 
     @property
     def length(self) -> int:
@@ -68,7 +73,8 @@ class HeadwiseCache(DynamicCache):
         tensors = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
         tensors += [room.memory for layer in self.layers for room in getattr(layer, "rooms", ())]
         storages = (states.untyped_storage() for states in tensors if isinstance(states, Tensor))
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        more = sum(getattr(layer, "more_bytes", 0) for layer in self.layers)
+        return more + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def expect(self, tokens: int) -> None:
         """Limit the memory that a growing cache allocates in advance.

@@ -21,6 +21,7 @@ from headwise.checkpoints import (
 )
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.config import model_class, refused, stock_config
+from headwise.hf.codes import set_codes
 from headwise.hf.missing_weights import check_complete, check_values
 from headwise.quantization.files import read_codes
 from headwise.type_checks import typed
@@ -82,8 +83,7 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
     check_finite(model)
     _check_cache(model)
     if not isinstance(checkpoint, GgufCheckpoint):
-        for index, code in read_codes(checkpoint.path).items():
-            model.model.layers[index].self_attn.code = code
+        set_codes(model, read_codes(checkpoint.path))
     model = model.eval()
     return model if device is None else model.to(place)
 

@@ -14,6 +14,8 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from headwise.checkpoints import family_names, family_of
 from headwise.errors import SpecError
 from headwise.hf.attention import HostedGroupedAttention, HostedLatentAttention
+from headwise.hf.cache import HeadwiseCache
+from headwise.hf.codes import has_codes
 from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, read_config
 
 
@@ -56,8 +58,17 @@ def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
             finally:
                 del self.config.model_type
 
+        def prepare_cache(self: Any, settings: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+            # Codes are stored as codes unless the user names another cache.
+            may_choose = settings.use_cache is not False and settings.cache_implementation in (None, "dynamic")
+            if may_choose and model_kwargs.get("past_key_values") is None and has_codes(self):
+                model_kwargs["past_key_values"] = HeadwiseCache(self)
+                return
+            base._prepare_cache_for_generation(self, settings, model_kwargs, *args)
+
         attributes = {
             "__init__": init,
+            "_prepare_cache_for_generation": prepare_cache,
             "config_class": config_class,
             # headwise's attention takes masks as tensors, and these two implementations pass other objects.
             "_supports_flash_attn": False,

@@ -87,6 +87,11 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
     )
     kv_lora_rank: int | None = option("mla: the width of the latent, in place of a budget", default=None)
     qk_rope_head_dim: int | None = option("mla: the width of the rotary key, with kv_lora_rank", default=None)
+    kv_bytes: float | None = option(
+        "mla: how much of the bytes of the source's cache in bfloat16 to keep",
+        default=None,
+        rule=KV_BUDGET,
+    )
     bits: float | None = option(
         "bits of the cache for each cached value, on average; the values' own dtype when left out",
         default=None,

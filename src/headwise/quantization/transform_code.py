@@ -1,21 +1,20 @@
 """Static codes of a layer's cached values: an offset, a scale and a number of bits for each channel, fixed at
-conversion, and a gain or two for each token.
+conversion, and for each token a gain or two.
 
 Shapes: W cached values of a token, in sections (for MLA the latent and the two halves of the rotary key).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.quantization.levels import WIDTHS, levels, thresholds
-from headwise.quantization.packing import pack_bits, packed_bytes, unpack_bits
+from headwise.quantization.trellis import decode, encode
 
 BLOCK = 16
 """Channels that share a number of bits, so that a kernel decodes them together; a section's last block may be
@@ -25,27 +24,17 @@ SINKS = 4
 """The first tokens of a sequence, which are stored without codes: attention rests on them, and their values are
 unlike any others."""
 
-_GAIN_STEP = 1.25
-_GAIN_ZERO = 5
-_GAIN_COUNT = 16
-
-
-class Run(NamedTuple):
-    """Neighbouring channels with one number of bits: channels ``start`` to ``stop``, at bytes ``first`` to ``last``."""
-
-    bits: int
-    start: int
-    stop: int
-    first: int
-    last: int
+GAIN_STEP = 1.25
+GAIN_ZERO = 5
+"""The gain number g stands for ``GAIN_STEP ** (g − GAIN_ZERO)``; a byte holds the numbers of two gains."""
 
 
 @dataclass(frozen=True, eq=False)
 class TransformCode:
     """How a layer's cached values are coded.
 
-    A value is decoded as ``offset + scale · gain · level``, where the level belongs to its code (`levels`) and the
-    gain to its token and part. The rotary part is coded before it is rotated.
+    A value is decoded as ``offset + scale · gain · level``, where the level belongs to its trellis code
+    (`headwise.quantization.trellis`) and the gain to its token and part. The rotary key is coded before it is rotated.
 
     Attributes:
         offset: float32 ``[W]``.
@@ -62,25 +51,20 @@ class TransformCode:
     parts: tuple[int, ...]
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """Runs of blocks that have the same number of bits, in the order of channels and bytes."""
-        runs: list[Run] = []
-        byte = 1  # the first byte holds the gains
-        for bits, (start, stop) in zip(self.bits, blocks(self.sections), strict=True):
-            size = packed_bytes(stop - start, bits)
-            last = runs[-1] if runs else None
-            # A partial block ends at a whole byte, so that it can only be the last one of a run.
-            if last is not None and last.bits == bits and (last.stop - last.start) % BLOCK == 0:
-                runs[-1] = Run(bits, last.start, stop, last.first, byte + size)
-            else:
-                runs.append(Run(bits, start, stop, byte, byte + size))
-            byte += size
-        return tuple(runs)
+    def channel_bits(self) -> Tensor:
+        """The number of bits of every channel, uint8 ``[W]``."""
+        counts = [bits for bits, (a, b) in zip(self.bits, blocks(self.sections), strict=True) for _ in range(a, b)]
+        return torch.tensor(counts, dtype=torch.uint8, device=self.offset.device)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """The cost of a squared error of a level of every channel, float32 ``[W]``."""
+        return self.scale.square()
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token: the gains and all codes."""
-        return self.runs[-1].last
+        """Bytes of one token: one for the gains, and those of all codes."""
+        return 1 + -(-int(self.channel_bits.sum()) // 8)
 
     @property
     def width(self) -> int:
@@ -93,56 +77,42 @@ class TransformCode:
 
     def encode(self, states: Tensor) -> Tensor:
         """Codes of some tokens: uint8 ``[…, token_bytes]`` of values ``[…, W]``."""
-        normal = (states.float() - self.offset) / self.scale
-        gains, divided = self._divided(normal)
-        places = (gains << (4 * torch.arange(len(self.parts), device=gains.device))).sum(-1, keepdim=True)
-        rows = [places.to(torch.uint8)]
-        for run in self.runs:
-            edges = thresholds(run.bits).to(states.device)
-            codes = torch.bucketize(divided[..., run.start : run.stop].contiguous(), edges, out_int32=True)
-            rows.append(pack_bits(codes.to(torch.uint8), run.bits))
-        return torch.cat(rows, -1)
+        normal, gains, starts = self._normalised(states)
+        _, codes = encode(normal, self.weights, self.channel_bits, starts, gains)
+        assert codes is not None
+        return torch.cat((starts[:, None], codes), -1).view(*states.shape[:-1], -1)
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values ``[…, W]`` that codes stand for; see `encode`."""
-        parts = []
-        for run in self.runs:
-            packed = codes[..., run.first : run.last]
-            numbers = unpack_bits(packed, run.bits, run.stop - run.start)
-            parts.append(levels(run.bits).to(codes.device)[numbers.int()])
-        places = 4 * torch.arange(len(self.parts), device=codes.device, dtype=torch.uint8)
-        gains = _gain((codes[..., :1] >> places) & 15)  # […, parts]
-        return (torch.cat(parts, -1) * self._spread(gains) * self.scale + self.offset).to(dtype)
+        starts = codes[..., 0]
+        levels = decode(codes[..., 1:], self.channel_bits, starts)
+        return (levels * self._gains(starts) * self.scale + self.offset).to(dtype)
 
     def rounded(self, states: Tensor) -> Tensor:
         """What becomes of values ``[…, W]`` when they are coded: `decode` of `encode`, without the bytes."""
-        normal = (states.float() - self.offset) / self.scale
-        gains, divided = self._divided(normal)
-        pieces = []
-        for run in self.runs:
-            part = divided[..., run.start : run.stop].contiguous()
-            pieces.append(levels(run.bits)[torch.bucketize(part, thresholds(run.bits), out_int32=True)])
-        values = torch.cat(pieces, -1) * self._spread(_gain(gains)) * self.scale + self.offset
-        return values.to(states.dtype)
+        normal, gains, starts = self._normalised(states)
+        levels, _ = encode(normal, self.weights, self.channel_bits, starts, gains, pack=False)
+        return (levels * gains * self.scale + self.offset).to(states.dtype).view(states.shape)
 
-    def gains(self, normal: Tensor) -> Tensor:
-        """The numbers of the gains of tokens, ``[…, parts]``, by the root mean square of each part's values.
-
-        Args:
-            normal: ``[…, W]``, values less their offset over their scale.
-        """
+    def _normalised(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values over their scales and gains, and the gains, each ``[n, W]``; and the byte of each token's gains."""
+        normal = (states.reshape(-1, self.width).float() - self.offset) / self.scale
         squares = torch.stack([part.square().mean(-1) for part in normal.split_with_sizes(self.parts, -1)], -1)
-        exponent = 0.5 * squares.clamp_min(1e-12).log() / torch.tensor(_GAIN_STEP).log()
-        return (exponent.round() + _GAIN_ZERO).clamp(0, _GAIN_COUNT - 1).to(torch.int64)
+        exponents = squares.clamp_min(1e-12).log() / (2 * math.log(GAIN_STEP))
+        numbers = (exponents.round() + GAIN_ZERO).clamp(0, 15).to(torch.uint8)  # [n, parts]
+        starts = (numbers << self._places).sum(-1).to(torch.uint8)
+        gains = self._gains(starts)
+        return normal / gains, gains, starts
 
-    def _divided(self, normal: Tensor) -> tuple[Tensor, Tensor]:
-        gains = self.gains(normal)
-        return gains, normal / self._spread(_gain(gains))
+    @cached_property
+    def _places(self) -> Tensor:
+        return 4 * torch.arange(len(self.parts), dtype=torch.uint8, device=self.offset.device)
 
-    def _spread(self, gains: Tensor) -> Tensor:
-        """A gain for every channel, ``[…, W]``, from one for every part."""
-        widths = torch.tensor(self.parts, device=gains.device)
-        return gains.repeat_interleave(widths, -1, output_size=self.width)
+    def _gains(self, starts: Tensor) -> Tensor:
+        """The gain of every channel, ``[…, W]``, from the byte of a token's gains ``[…]``."""
+        numbers = (starts[..., None] >> self._places) & 15
+        widths = torch.tensor(self.parts, device=starts.device)
+        return (GAIN_STEP ** (numbers.float() - GAIN_ZERO)).repeat_interleave(widths, -1, output_size=self.width)
 
 
 def blocks(sections: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -152,10 +122,3 @@ def blocks(sections: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         for first in range(start, start + width, BLOCK):
             yield first, min(first + BLOCK, start + width)
         start += width
-
-
-def _gain(number: Tensor) -> Tensor:
-    return _GAIN_STEP ** (number.float() - _GAIN_ZERO)
-
-
-__all__ = ["BLOCK", "SINKS", "WIDTHS", "Run", "TransformCode", "blocks"]

@@ -6,6 +6,7 @@ that an allocation whose steps sum to 0 spends exactly as much as the even one.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from headwise.errors import ArgumentError
+from headwise.quantization import SINKS
 
 STEP = 8
 """The cached values a token of one step; 2 where the even share of some layer is below `COARSE`."""
@@ -29,11 +31,13 @@ class Node(NamedTuple):
         rank: R, the width of the latent.
         rotary: P, the width of the rotary key.
         loss: nats a token.
+        token_bytes: bytes of a token's codes; None for a cache without codes.
     """
 
     rank: int
     rotary: int
     loss: float
+    token_bytes: int | None = None
 
     @property
     def values(self) -> int:
@@ -80,6 +84,61 @@ def curve(nodes: Sequence[Node], share: int, step: int) -> list[Choice]:
             if steps not in best or node.loss < best[steps].loss:
                 best[steps] = node
     return [Choice(steps, best[steps]) for steps in sorted(best)]
+
+
+REFINED = 0.5
+"""The part of a smaller rank's loss that is left when the layer has been refined, as measured at many sizes; what
+rounding loses hardly changes."""
+
+
+def coded_curve(
+    nodes: Sequence[Node], rounding: Sequence[tuple[float, float]], share: int, step: int, *, refined: float = REFINED
+) -> list[Choice]:
+    """The best size and number of bits for each number of bytes a token, from the smallest up.
+
+    The loss is that of the size and that of the rounding in sum. The rounding's depends on the bits of a value alone.
+
+    Args:
+        nodes: the losses at some sizes, without codes; every rotary width has a smallest and a largest rank.
+        rounding: numbers of bits a value, rising, and the rounding's loss at each.
+        share: the layer's even share, in bytes a token at `CONTEXT` tokens, the wide first ones included.
+        step: bytes of a step.
+        refined: the part of a size's loss that counts.
+    """
+    sizes: dict[tuple[int, int], float] = {}
+    lines = {width: _falling(sorted(n for n in nodes if n.rotary == width)) for width in {n.rotary for n in nodes}}
+    widths = sorted(lines)
+    for rotary in sorted({*widths, *range(widths[0], widths[-1] + 1, 16)}):
+        below, above = max(w for w in widths if w <= rotary), min(w for w in widths if w >= rotary)
+        low = max(lines[w][0].rank for w in (below, above))
+        high = min(lines[w][-1].rank for w in (below, above))
+        for rank in sorted({*range(low, high + 1, 8), high}):
+            sizes[rank, rotary] = refined * _loss_at(lines, rank, rotary)
+    bits, logs = [b for b, _ in rounding], [math.log(loss) for _, loss in rounding]
+    best: dict[int, Node] = {}
+    for (rank, rotary), loss in sizes.items():
+        values = rank + rotary
+        wide = wide_bytes(values)
+        for steps in range(-(share * 3 // 4) // step, 2 * share // step):
+            token_bytes = math.floor(share + steps * step - wide)
+            average = 8 * (token_bytes - 1) / values
+            if not bits[0] <= average <= 8:
+                continue
+            place = min(max(bisect.bisect_right(bits, average), 1), len(bits) - 1)
+            part = (average - bits[place - 1]) / (bits[place] - bits[place - 1])
+            total = loss + math.exp((1 - part) * logs[place - 1] + part * logs[place])
+            if steps not in best or total < best[steps].loss:
+                best[steps] = Node(rank, rotary, total, token_bytes)
+    return [Choice(steps, best[steps]) for steps in sorted(best)]
+
+
+CONTEXT = 2048
+"""The number of tokens that the wide first tokens of a cache are counted over."""
+
+
+def wide_bytes(values: int) -> float:
+    """Bytes a token, at `CONTEXT` tokens, of the first tokens' values, which are stored in bfloat16."""
+    return 2 * SINKS * values / CONTEXT
 
 
 def allocate(curves: Sequence[Sequence[Choice]]) -> list[Node]:

@@ -9,7 +9,7 @@ Shapes: N pieces of T tokens, E hidden, R latent rank, P rotary dims.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,7 +23,8 @@ from headwise.conversion.calibration.sensitivity import refuse_no_numbers
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.methods import Evidence, LatentMethod
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize, Place, read_layer
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.code_design import design
+from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage.layers import LayerFiles
@@ -35,18 +36,28 @@ KEY_WEIGHTS = (KEY_WEIGHT, KEY_WEIGHT / 4, KEY_WEIGHT * 4)
 """The costs of an error of the keys relative to one of the values that are tried, the usual one first."""
 
 
+CODE_BITS = (2.0, 2.5, 3.0, 4.0, 5.0, 6.5)
+"""The numbers of bits a value, on average, of the codes that are tried at a layer's even size."""
+
+EVEN_BITS = 3.0
+"""The one of them that the whole model is run with."""
+
+
 class LayerLosses(NamedTuple):
     """The losses of one layer.
 
     Attributes:
         even: the loss at its even size and the usual key weight.
         key_weight: the key weight that loses least at that size.
-        nodes: the losses at several sizes, with that key weight.
+        nodes: the losses at several sizes, with that key weight, without codes.
+        rounding: the further loss at the even size with codes of `CODE_BITS` bits a value, on average; empty for a
+            cache without codes.
     """
 
     even: Node
     key_weight: float
     nodes: list[Node]
+    rounding: list[float]
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,8 @@ class LayerTrials:
             module = self.calibrator.model.module(index)
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
-            losses = torch.zeros(len(sizes) + len(KEY_WEIGHTS) - 1, dtype=torch.float64)
+            count = len(sizes) + len(KEY_WEIGHTS) - 1 + (len(CODE_BITS) if self._is_coded else 0)
+            losses = torch.zeros(count, dtype=torch.float64)
             streams = {replaced: trial.model.run(index, module, stream) for replaced, stream in streams.items()}
             is_mine = index % process_count() == process_index()
             saved_trial = None if self.files.load(index) is None else finished.load(index)
@@ -96,7 +108,8 @@ class LayerTrials:
                     save_layer(self.files, index, statistics, sensitivity)
                 if is_mine:
                     evidence = Evidence(statistics, sensitivity)
-                    losses, streams[index] = self._try(trial, index, module, source, evidence)
+                    inputs = source_stream.inputs
+                    losses, streams[index] = self._try(trial, index, module, source, evidence, inputs)
                     finished.save(index, {"losses": losses, "stream": streams[index]}, {})
                     del evidence
                 del source, statistics
@@ -141,7 +154,13 @@ class LayerTrials:
         return _divergences(trial, streams, len(allocations))
 
     def _try(
-        self, trial: Trial, index: int, module: nn.Module, source: Layer, evidence: Evidence
+        self,
+        trial: Trial,
+        index: int,
+        module: nn.Module,
+        source: Layer,
+        evidence: Evidence,
+        inputs: Mapping[int, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """A layer's estimated losses, and its output ``[N, T, E]`` with its attention replaced at its first size.
 
@@ -149,22 +168,36 @@ class LayerTrials:
         """
         assert evidence.sensitivity is not None
         sizes = self._sizes(index)
-        error = trial.errors(index, module, root(evidence.sensitivity).float())
+        metric = root(evidence.sensitivity).float()
+        error = trial.errors(index, module, metric)
+        code_losses: list[float] = []
         by_size, stream = {}, trial.source
         for size, layer in self._solutions(index, source, sizes, evidence, KEY_WEIGHT):
             by_size[size] = error(layer)
             if size == sizes[0]:
+                if self._is_coded:
+                    rotation = rotation_tables(source.spec, self.calibrator.window)
+                    designed = design(layer.float(), inputs.values(), rotation, metric)
+                    layers = [designed.coded(int(sum(size) * bits / 8)) for bits in CODE_BITS]
+                    code_losses = [error(layer) for layer in layers]
+                    layer = layers[CODE_BITS.index(EVEN_BITS)]
                 stream = trial.replaced(index, module, trial.source, layer)
         del layer  # freed before others are solved
         losses = [by_size[size] for size in sizes]
         for key_weight in KEY_WEIGHTS[1:]:
             losses += [error(layer) for _, layer in self._solutions(index, source, sizes[:1], evidence, key_weight)]
-        return torch.tensor(losses, dtype=torch.float64), stream
+        return torch.tensor([*losses, *code_losses], dtype=torch.float64), stream
+
+    @property
+    def _is_coded(self) -> bool:
+        return self.plan.token_bytes is not None
 
     def _sizes(self, index: int) -> list[tuple[int, int]]:
         source, even = self.plan.before.layers[index], self.plan.after.layers[index]
         assert isinstance(source, GroupedSpec)
         assert isinstance(even, LatentSpec)
+        if self._is_coded:
+            return coded_sizes_to_try(source, even)
         return sizes_to_try(source, even)
 
     def _source(self, index: int) -> Layer:
@@ -192,6 +225,30 @@ def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]
     return [(R, P), *(size for size in sizes if size != (R, P))]
 
 
+def coded_sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
+    """R and P of each of a layer's trials with codes, the even size first."""
+    R, P = even.kv_lora_rank, even.qk_rope_head_dim
+    total, rotary = source.num_kv_heads * (source.head_dim + source.value_dim), rotary_width(source)
+    values = R + P
+    rotary_widths = sorted(
+        {
+            P,
+            *(
+                w
+                for w in (rotary, rotary // 2, rotary // 4, rotary // 8, rotary // 16)
+                if w and w % 2 == 0 and 0.12 * values <= w <= 0.5 * values
+            ),
+        }
+    )
+    least = max(8, values // 4 // 8 * 8)
+    sizes = {(R, P)}
+    for width in rotary_widths:
+        most = max(min(total - width, values), least + 8)
+        ranks = {least, least + (most - least) // 24 * 8, least + (most - least) // 12 * 8, most}
+        sizes |= {(rank, width) for rank in ranks}
+    return [(R, P), *sorted(sizes - {(R, P)})]
+
+
 def _corrected(sizes: Sequence[tuple[int, int]], estimates: Sequence[float], divergence: float) -> LayerLosses:
     """A layer's losses: its estimates, scaled by the divergence of the model with the layer at its even size.
 
@@ -200,12 +257,15 @@ def _corrected(sizes: Sequence[tuple[int, int]], estimates: Sequence[float], div
         estimates: the estimate of each size with the usual key weight, then of the first with the other key weights.
         divergence: the logits' divergence with the layer at its even size in the model, in nats a token.
     """
-    usual, by_weight = estimates[0], [estimates[0], *estimates[len(sizes) :]]
+    ends = len(sizes), len(sizes) + len(KEY_WEIGHTS) - 1
+    usual, by_weight, coded = estimates[0], [estimates[0], *estimates[ends[0] : ends[1]]], estimates[ends[1] :]
     least = min(by_weight)
-    scale = divergence / usual if usual > 0 else 0.0
+    tried = coded[CODE_BITS.index(EVEN_BITS)] if coded else usual
+    scale = divergence / tried if tried > 0 else 0.0
     gain = least / usual if usual > 0 else 1.0  # of the best key weight; measured at one size, applied to all
     nodes = [Node(*size, scale * gain * loss) for size, loss in zip(sizes, estimates[: len(sizes)], strict=True)]
-    return LayerLosses(Node(*sizes[0], divergence), KEY_WEIGHTS[by_weight.index(least)], nodes)
+    rounding = [scale * max(loss - usual, 1e-9) for loss in coded]
+    return LayerLosses(Node(*sizes[0], divergence), KEY_WEIGHTS[by_weight.index(least)], nodes, rounding)
 
 
 def _divergences(trial: Trial, streams: dict[int, Tensor], count: int) -> list[float]:

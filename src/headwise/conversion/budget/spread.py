@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from headwise.checkpoints.disk import clearly, write_whole
-from headwise.conversion.budget.allocation import allocate, curve, step_of
-from headwise.conversion.budget.layer_trials import LayerTrials
+from headwise.conversion.budget.allocation import allocate, coded_curve, curve, step_of
+from headwise.conversion.budget.layer_trials import CODE_BITS, LayerLosses, LayerTrials
 from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize
@@ -31,6 +32,9 @@ TOKENS = 512
 
 PIECES = 2
 """The number of pieces that an allocation is tried on."""
+
+CODE_STEP = 2
+"""The bytes a token of one step of an allocation of bytes."""
 
 MARGIN = 0.02
 """The share of the even allocation's loss that another allocation must be predicted to save to be tried."""
@@ -54,6 +58,7 @@ class Spread:
     even: tuple[tuple[int, int], ...]
     predicted: tuple[float, float]
     measured: tuple[float, float] | None = None
+    token_bytes: tuple[int | None, ...] | None = None
 
     @property
     def is_even(self) -> bool:
@@ -75,7 +80,11 @@ class Spread:
     @property
     def layer_sizes(self) -> list[LayerSize]:
         """The allocation, for `ConversionPlan.resized`."""
-        return [LayerSize(*size, weight) for size, weight in zip(self.sizes, self.key_weights, strict=True)]
+        counts = self.token_bytes or (None,) * len(self.sizes)
+        return [
+            LayerSize(*size, weight, count)
+            for size, weight, count in zip(self.sizes, self.key_weights, counts, strict=True)
+        ]
 
 
 def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, progress: Progress) -> Spread:
@@ -104,7 +113,8 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
     saved = json.loads(file.read_text())
     sizes, even = (tuple((int(r), int(p)) for r, p in saved[name]) for name in ("sizes", "even"))
     measured = saved["measured"] and tuple(saved["measured"])
-    return Spread(sizes, tuple(saved["key_weights"]), even, tuple(saved["predicted"]), measured)
+    counts = saved["token_bytes"] and tuple(saved["token_bytes"])
+    return Spread(sizes, tuple(saved["key_weights"]), even, tuple(saved["predicted"]), measured, counts)
 
 
 @torch.no_grad()
@@ -112,6 +122,8 @@ def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
     pieces = held_pieces(calibrator.windows[calibrator.train :], TOKENS, 1 + PIECES)
     layers = trials.losses(Trial(calibrator.model, pieces[:1]))
+    if trials.plan.token_bytes is not None:
+        return _coded(trials.plan, layers)
     even = [LayerSize(*layer.even[:2]) for layer in layers]
     shares = [size.rank + size.rotary for size in even]
     step = step_of(shares)
@@ -123,6 +135,26 @@ def _search(trials: LayerTrials) -> Spread:
     other_pieces = pieces[1:] if len(pieces) > 1 else pieces
     even_kl, best_kl = trials.divergences(Trial(calibrator.model, other_pieces), [even, best])
     return _spread(best if best_kl < even_kl else even, even, predicted, (even_kl, best_kl))
+
+
+def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
+    """The allocation of bytes to layers: sizes and bits in one."""
+    assert plan.token_bytes is not None
+    shares = [count for count in plan.token_bytes if count is not None]
+    curves = [
+        coded_curve(layer.nodes, list(zip(CODE_BITS, layer.rounding, strict=True)), share, CODE_STEP)
+        for layer, share in zip(layers, shares, strict=True)
+    ]
+    nodes = allocate(curves)
+    even = [next((c.node for c in curve if c.steps == 0), curve[0].node) for curve in curves]
+    return Spread(
+        tuple((node.rank, node.rotary) for node in nodes),
+        tuple(layer.key_weight for layer in layers),
+        tuple((node.rank, node.rotary) for node in even),
+        (sum(node.loss for node in even), sum(node.loss for node in nodes)),
+        None,
+        tuple(node.token_bytes for node in nodes),
+    )
 
 
 def _spread(

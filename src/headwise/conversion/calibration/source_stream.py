@@ -33,6 +33,8 @@ class SourceStream:
     def __init__(self, model: LayerwiseModel, windows: Tensor) -> None:
         self._model, self._window = model, windows.shape[1]
         self._hidden = {index: model.begin(windows[index : index + 1]) for index in my_windows(len(windows))}
+        self.inputs: dict[int, Tensor] = {}
+        """The inputs ``[W, E]`` of the attention whose statistics were taken last, by window."""
         model.release()
 
     def statistics(self, index: int, module: nn.Module, source: Layer, sensitivity: Tensor | None) -> Statistics:
@@ -44,8 +46,8 @@ class SourceStream:
             source: the layer's attention, float32.
             sensitivity: ``[E, E]``, see `headwise.conversion.methods.Evidence`.
         """
-        inputs = ((window, call.inputs[0]) for window, _, call in self._advance(index, module))
-        return statistics_of(source, sensitivity, inputs, self._window)
+        self.inputs = {window: call.inputs[0] for window, _, call in self._advance(index, module)}
+        return statistics_of(source, sensitivity, self.inputs.items(), self._window)
 
     def skip(self, index: int, module: nn.Module) -> None:
         """Move the windows past a layer whose statistics are known."""

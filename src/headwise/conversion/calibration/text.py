@@ -40,6 +40,9 @@ PASSES = 8
 """The number of steps that a layer's descent takes on every training window, or on every `STRETCH` tokens of longer
 windows."""
 
+CODE_WINDOWS = 16
+"""The most windows that the code of a layer's cache is designed on."""
+
 STRETCH = 1024
 """The number of tokens of a long window that count as one window for the descent."""
 
@@ -158,11 +161,8 @@ class TextCalibrator(Calibrator):
         """See `solvers.code_design`."""
         current = self._current_layer(place)
 
-        def windows() -> Iterator[Tensor]:
-            for window in range(self.train):
-                yield self._inputs.read(window)
-
-        return design(layer.float(), windows, current.rotation, current.cost.metric, token_bytes)
+        windows = map(self._inputs.read, range(min(self.train, CODE_WINDOWS)))
+        return design(layer.float(), windows, current.rotation, current.cost.metric).coded(token_bytes)
 
     @torch.no_grad()
     def refine(self, place: Place, layer: Layer) -> Refined:

@@ -15,9 +15,10 @@ from headwise.conversion.methods import LONGEST, LayerTarget, Method, choose_met
 from headwise.conversion.planning.target import Target, convert_spec, refuse_latent
 from headwise.conversion.solvers.layer import NORM_EPS, Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
+from headwise.cost import formulas
 from headwise.errors import ArgumentError
 from headwise.hf import check_complete
-from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, as_latent
+from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, as_latent, split_budget
 
 Calibration = Literal["text", "statistics"]
 
@@ -123,11 +124,22 @@ class ConversionPlan:
         after = replace(self.after, layers=layers)
         return replace(self, after=after, key_weights=key_weights, token_bytes=token_bytes)
 
-    def with_bits(self, bits: float) -> ConversionPlan:
+    def with_bits(self, bits: float, without: Collection[str] = ()) -> ConversionPlan:
         """The plan with a coded cache of so many bits a value, on average."""
         counts = tuple(int(l.kv_lora_rank + l.qk_rope_head_dim) for l in self.after.layers)  # type: ignore[attr-defined]
-        stages = tuple(_stages(self, set())) if not self.stages else self.stages
-        return replace(self, token_bytes=tuple(int(c * bits / 8) for c in counts), stages=stages)
+        coded = replace(self, token_bytes=tuple(int(c * bits / 8) for c in counts))
+        return replace(coded, stages=tuple(stage for stage in _stages(coded, without) if stage != "spread"))
+
+    def with_bytes(self, fraction: float, without: Collection[str] = ()) -> ConversionPlan:
+        """The plan with a coded cache of a fraction of the source's bytes in bfloat16."""
+        totals = [formulas(layer).cache_values(layer) for layer in self.before.layers]
+        shares = tuple(int(2 * fraction * total) for total in totals)
+        layers = []
+        for layer, share, total in zip(self.before.layers, shares, totals, strict=True):
+            values = min(total, int(8 * share / 3.3))
+            layers.append(as_latent(layer, *split_budget(layer, values if values == total else values // 8 * 8)))
+        coded = replace(self, after=replace(self.after, layers=tuple(layers)), token_bytes=shares)
+        return replace(coded, stages=tuple(_stages(coded, without)))
 
     def sharing(self, rotary_channels: Tensor | None) -> ConversionPlan:
         """The plan with one list of rotary channels for all layers."""

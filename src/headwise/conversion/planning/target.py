@@ -44,6 +44,7 @@ def parse_target(
     kv_budget: float | None = None,
     kv_lora_rank: int | None = None,
     qk_rope_head_dim: int | None = None,
+    kv_bytes: float | None = None,
 ) -> Target:
     """Read a target, such as ``parse_target("gqa:2")`` or ``parse_target("mla", kv_budget=0.5)``.
 
@@ -64,6 +65,8 @@ def parse_target(
             if value is not None:
                 raise ArgumentError(name, value, f"goes with mla; the cache of {to} follows from its heads")
         return Target(mechanism, num_kv_heads=int(heads) if heads else None)
+    if kv_bytes is not None:
+        return Target("mla", kv_budget=1.0)
     if kv_budget is None and kv_lora_rank is None and qk_rope_head_dim is None:
         raise ArgumentError("kv_budget", None, "mla needs kv_budget, or kv_lora_rank and qk_rope_head_dim")
     if kv_budget is not None:

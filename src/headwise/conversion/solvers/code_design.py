@@ -10,7 +10,7 @@ Shapes: T tokens of a window, R latent rank, P rotary dims, W = R + P cached val
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,17 +19,19 @@ from torch import Tensor
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.quantization import SINKS, TransformCode
-from headwise.quantization.levels import levels, thresholds
-from headwise.quantization.transform_code import blocks
+from headwise.quantization.transform_code import BLOCK, blocks
 from headwise.specs import LatentSpec
 
-WIDTHS = (2, 3, 4, 5, 6, 8)
-"""The numbers of bits of a channel. Fewer than 2 say only a sign: the rank is the better place to save."""
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+"""The numbers of bits of a channel. None may be dropped: the rank is the better place to save."""
 
-FLATTENED = 0.7
+RATIOS = (0.9, 1.0, 1.12, 1.3)
+"""Scales that are tried, as multiples of a channel's standard deviation."""
+
+FLATTENED = 0.85
 """The power of a channel's variance by which bits are shared out: the metric says too little of weak channels."""
 
-SAMPLE = 4096
+SAMPLE = 1024
 """The number of tokens that scales are fitted to."""
 
 
@@ -184,48 +186,37 @@ class ScaleTable:
 
     Attributes:
         offset: ``[W]``.
-        scales: by number of bits, ``[W]``.
-        errors: by number of bits, ``[W]``: mean squared errors in the channel's own unit.
+        scales: ``[9, W]``, by number of bits.
+        errors: ``[9, W]``, mean squared errors in the channel's own unit.
         variance: ``[W]``.
     """
 
     offset: Tensor
-    scales: dict[int, Tensor]
-    errors: dict[int, Tensor]
+    scales: Tensor
+    errors: Tensor
     variance: Tensor
 
 
 def fit_scales(values: Tensor, parts: tuple[int, ...]) -> ScaleTable:
-    """Fit the scales of all channels.
+    """Fit the scales of all channels, each number of bits by itself.
 
     Args:
         values: ``[n, W]``, cached values in the basis of the code.
         parts: see `TransformCode`.
     """
+    offset = values.mean(0).float()
     sample = values[:: max(1, len(values) // SAMPLE)].float()
-    offset = sample.mean(0)
-    centred = sample - offset
-    deviation = centred.square().mean(0).sqrt().clamp_min(1e-20)
-    bare = TransformCode(offset, deviation, (2,), (len(offset),), parts)
-    gains = _gain_of(bare, centred / deviation)  # [n, W]
-    normal = centred / deviation / gains
-    weight = gains.square()
-    scales, errors = {}, {}
+    deviation = (values - values.mean(0)).square().mean(0).sqrt().float().clamp_min(1e-20)
+    width = len(offset)
+    scales, errors = torch.ones(9, width), torch.full((9, width), torch.inf)
     for bits in WIDTHS:
-        table, edges = levels(bits), thresholds(bits)
-        best, best_ratio = torch.full_like(offset, torch.inf), torch.ones_like(offset)
-        for ratio in torch.linspace(0.6, 1.6, 16).tolist():
-            error = (table[torch.bucketize(normal / ratio, edges)] * ratio - normal).square().mul(weight).mean(0)
-            is_better = error < best
-            best, best_ratio = torch.where(is_better, error, best), torch.where(is_better, ratio, best_ratio)
-        scales[bits], errors[bits] = best_ratio * deviation, best * deviation.square()
+        for ratio in RATIOS:
+            code = TransformCode(offset, deviation * ratio, (bits,) * -(-width // BLOCK), (width,), parts)
+            error = (code.rounded(sample) - sample).square().mean(0)
+            is_better = error < errors[bits]
+            errors[bits] = torch.where(is_better, error, errors[bits])
+            scales[bits] = torch.where(is_better, code.scale, scales[bits])
     return ScaleTable(offset, scales, errors, deviation.square())
-
-
-def _gain_of(code: TransformCode, normal: Tensor) -> Tensor:
-    from headwise.quantization.transform_code import _gain
-
-    return code._spread(_gain(code.gains(normal)))
 
 
 def allot(table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], token_bytes: int) -> TransformCode:
@@ -238,53 +229,70 @@ def allot(table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], 
         token_bytes: the bytes of a token, with one for its gains.
     """
     spans = list(blocks(sections))
-    costs = {
-        bits: [float((error / table.variance * table.variance**FLATTENED)[a:b].sum()) for a, b in spans]
-        for bits, error in table.errors.items()
-    }
+    shares = table.errors * table.variance ** (FLATTENED - 1)
+    costs = torch.stack([shares[:, a:b].sum(1) for a, b in spans], 1).tolist()  # [9][blocks]
     bits = [WIDTHS[0]] * len(spans)
     budget = 8 * (token_bytes - 1) - sum(WIDTHS[0] * (b - a) for a, b in spans)
-    heap: list[tuple[float, int]] = []
+    heap: list[tuple[float, int, int]] = []
 
     def offer(index: int) -> None:
-        place = WIDTHS.index(bits[index]) + 1
-        if place < len(WIDTHS):
-            now, more = WIDTHS[place - 1], WIDTHS[place]
-            price = (more - now) * (spans[index][1] - spans[index][0])
-            heapq.heappush(heap, (-(costs[now][index] - costs[more][index]) / price, index))
+        steps = [more for more in WIDTHS if more > bits[index]]
+        if steps:
+            width = spans[index][1] - spans[index][0]
+            gains = [
+                ((costs[bits[index]][index] - costs[more][index]) / (more - bits[index]), more) for more in steps
+            ]
+            gain, more = max(gains)
+            heapq.heappush(heap, (-gain / width, index, more))
 
     for index in range(len(spans)):
         offer(index)
     while heap:
-        _, index = heapq.heappop(heap)
-        more = WIDTHS[WIDTHS.index(bits[index]) + 1]
+        _, index, more = heapq.heappop(heap)
         price = (more - bits[index]) * (spans[index][1] - spans[index][0])
         if price <= budget:
             budget -= price
             bits[index] = more
             offer(index)
-    by_channel = torch.cat([torch.full((b - a,), n) for n, (a, b) in zip(bits, spans, strict=True)])
-    scale = torch.stack([table.scales[n] for n in WIDTHS])[torch.searchsorted(torch.tensor(WIDTHS), by_channel)]
-    return TransformCode(
-        table.offset, scale.gather(0, torch.arange(len(by_channel))[None])[0] if scale.dim() > 2 else
-        torch.stack([table.scales[int(n)][i] for i, n in enumerate(by_channel)]), tuple(bits), sections, parts)
+    by_channel = torch.tensor([n for n, (a, b) in zip(bits, spans, strict=True) for _ in range(a, b)])
+    scale = table.scales.gather(0, by_channel[None])[0]
+    return TransformCode(table.offset, scale, tuple(bits), sections, parts)
 
 
-def design(
-    layer: Layer,
-    windows: Callable[[], Iterable[Tensor]],
-    rotation: Rotation | None,
-    root: Tensor,
-    token_bytes: int,
-) -> Layer:
-    """The layer in the basis of its code, with the code."""
+@dataclass(frozen=True)
+class Design:
+    """A layer in the basis of its code, and all that codes of any size are made from.
+
+    Attributes:
+        layer: the layer, float32, without a code.
+        table: the scales of its channels.
+    """
+
+    layer: Layer
+    table: ScaleTable
+
+    def coded(self, token_bytes: int) -> Layer:
+        """The layer with a code of so many bytes a token, or the next fewer."""
+        spec = self.layer.spec
+        assert isinstance(spec, LatentSpec)
+        R, P = spec.kv_lora_rank, spec.qk_rope_head_dim
+        sections, parts = ((R, P // 2, P // 2), (R, P)) if P else ((R,), (R,))
+        return replace(self.layer, code=allot(self.table, sections, parts, token_bytes))
+
+
+def design(layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, root: Tensor) -> Design:
+    """Design the code of an MLA layer's cache.
+
+    Args:
+        layer: the layer, float32.
+        windows: the inputs ``[T, E]`` of each window.
+        rotation: the rotary tables of a window.
+        root: ``[E, E]``, the root of the sensitivity.
+    """
     spec = layer.spec
     assert isinstance(spec, LatentSpec)
     R, P = spec.kv_lora_rank, spec.qk_rope_head_dim
-    statistics = channel_statistics(layer, windows(), rotation, root)
+    statistics = channel_statistics(layer, windows, rotation, root)
     turned, basis = decorrelated(layer, statistics)
     values = statistics.values.double() @ basis.mT
-    sections = (R, P // 2, P // 2) if P else (R,)
-    parts = (R, P) if P else (R,)
-    table = fit_scales(values, parts)
-    return replace(turned.float(), code=allot(table, sections, parts, token_bytes))
+    return Design(turned.float(), fit_scales(values, (R, P) if P else (R,)))

@@ -16,9 +16,10 @@ struct TrellisArguments {
   const float* weights;         // [width], of squared errors
   const uint8_t* bits;          // [width], 1 to 8
   const float* tables;          // [9, 256], the levels of codes of 0 to 8 bits
+  const uint8_t* starts;        // [rows], the byte of the stream before a row's codes
   uint8_t* codes;               // [rows, stride], or null; zero at first
   float* levels;                // [rows, width], or null
-  int64_t rows, width, stride, first_bit;
+  int64_t rows, width, stride;
   int64_t threads;
 };
 
@@ -61,7 +62,7 @@ void step_of(int bits, float* cost, uint8_t* dropped, const float* table, float 
 
 void encode_row(const TrellisArguments& a, int64_t row, std::vector<uint8_t>& dropped, const int64_t* ends) {
   alignas(64) float cost[WINDOWS];
-  for (int w = 0; w < WINDOWS; w++) cost[w] = w ? 1e30f : 0.f;  // the bits before a row are zeros
+  for (int w = 0; w < WINDOWS; w++) cost[w] = w == a.starts[row] ? 0.f : 1e30f;
   const float* values = a.values + row * a.width;
   for (int64_t i = 0; i < a.width; i++) {
     const float gain = a.gains ? a.gains[row * a.width + i] : 1.f;
@@ -76,7 +77,7 @@ void encode_row(const TrellisArguments& a, int64_t row, std::vector<uint8_t>& dr
     if (a.levels) a.levels[row * a.width + i] = a.tables[bits * WINDOWS + window];
     if (a.codes) {
       const int code = window & ((1 << bits) - 1);
-      const int64_t end = a.first_bit + ends[i];  // the highest bit of a byte comes first
+      const int64_t end = ends[i];  // the highest bit of a byte comes first
       uint8_t* byte = a.codes + row * a.stride + (end - 1) / 8;
       const int shift = 7 - (end - 1) % 8;
       byte[0] |= uint8_t(code << shift);

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headwise.kernels.native.build import built
 
-# `TrellisArguments` of trellis.cpp: seven pointers, four sizes, threads.
-_ARGUMENTS = struct.Struct("@7P4qq")
+# `TrellisArguments` of trellis.cpp: eight pointers, three sizes, threads.
+_ARGUMENTS = struct.Struct("@8P3qq")
 
 
 def can_encode() -> bool:
@@ -23,10 +23,10 @@ def trellis_encode(
     weights: Tensor,
     bits: Tensor,
     tables: Tensor,
+    starts: Tensor,
     *,
     gains: Tensor | None = None,
     codes: Tensor | None = None,
-    first_bit: int = 0,
 ) -> Tensor:
     """Choose the codes of rows of values, each row's together.
 
@@ -35,9 +35,9 @@ def trellis_encode(
         weights: float32 ``[W]``, of squared errors.
         bits: uint8 ``[W]``, 1 to 8.
         tables: float32 ``[9, 256]``, the levels of windows of eight bits that end with a code of so many bits.
+        starts: uint8 ``[n]``, the byte of the stream before a row's codes.
         gains: float32 ``[n, W]``, factors of a value's error; 1 when None.
-        codes: uint8 ``[n, bytes]`` of zeros, which the codes are written into from ``first_bit`` on.
-        first_bit: the bit of a row of ``codes`` where its first code begins.
+        codes: uint8 ``[n, bytes]`` of zeros, rows whose codes are written.
 
     Returns:
         The levels that were chosen, float32 ``[n, W]``.
@@ -53,8 +53,8 @@ def trellis_encode(
     rows, width = values.shape
     arguments = _ARGUMENTS.pack(
         *(values.data_ptr(), 0 if gains is None else gains.data_ptr(), weights.data_ptr(), bits.data_ptr()),
-        *(tables.data_ptr(), 0 if codes is None else codes.data_ptr(), levels.data_ptr()),
-        *(rows, width, 0 if codes is None else codes.stride(0), first_bit),
+        *(tables.data_ptr(), starts.data_ptr(), 0 if codes is None else codes.data_ptr(), levels.data_ptr()),
+        *(rows, width, 0 if codes is None else codes.stride(0)),
         torch.get_num_threads(),
     )
     if library.headwise_trellis(arguments):

@@ -1,0 +1,200 @@
+"""MLA whose cached values are coded: what is stored of a token, and what attention reads of it.
+
+A token is stored as the code of its latent and its rotary key before rotation (`headwise.quantization`). Slots of the
+cache stand for positions: keys are rotated by the slot they lie in, and queries likewise, which differs from the model's
+own positions by one rotation for all, and the scores do not see that.
+
+Shapes: B batch, S new tokens, T all tokens, W cached values of a token, P rotary dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.hf.cache import GrowingLayer
+from headwise.quantization import SINKS, TransformCode
+
+
+class SlotRotation:
+    """cos and sin of the slots of a cache, at every frequency of a model.
+
+    Args:
+        rotary: the model's rotary embedding, called as transformers' models call it.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        self._rotary = rotary
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def tables(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[1, count, frequencies]`` of slots 0 … count − 1, in the dtype and on the device of ``like``."""
+        kept = self._tables
+        if kept is None or kept[0].shape[1] < count or kept[0].dtype != like.dtype or kept[0].device != like.device:
+            slots = torch.arange(max(256, 2 * count), device=like.device)[None]
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self._tables = self._rotary(like.new_empty(1), slots)
+        cos, sin = kept
+        return cos[:, :count], sin[:, :count]
+
+
+class CodedLayer(GrowingLayer):
+    """One layer's codes, as the layer's keys ``[B, 1, T, bytes]``, and the wide values of the first tokens.
+
+    Args:
+        code: of the layer.
+        max_length: allocate memory for so many tokens, and refuse more; when None, memory is doubled as needed.
+    """
+
+    def __init__(self, code: TransformCode, max_length: int | None = None) -> None:
+        super().__init__(max_length)
+        self.code = code
+        self.wide: Tensor | None = None  # [B, SINKS, W], bfloat16
+        self.first: Tensor | None = None  # [B], the slot of each sequence's first token
+
+    def append(self, states: Tensor, first: Tensor) -> None:
+        """Code new tokens and store them.
+
+        Args:
+            states: ``[B, 1, S, W]``.
+            first: int64 ``[B]``, the slot of each sequence's first token; later calls need not repeat it.
+
+        Raises:
+            ArgumentError: there would be more than ``max_length`` tokens, or the batch size is another one.
+        """
+        begin = self.get_seq_length()
+        codes = self.code.encode(states)
+        self.update(codes, codes[..., :0])
+        if begin == 0 or self.first is None or self.wide is None:
+            self.first = first.clone()
+            self.wide = states.new_zeros(len(states), SINKS, states.shape[-1], dtype=torch.bfloat16)
+        self.wide = _with_wide(self.wide, states, self.first, begin)
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """The values of all tokens ``[B, 1, T, W]``, before rotation."""
+        assert self.first is not None
+        assert self.wide is not None
+        values = self.code.decode(self.keys, dtype)
+        return overlaid(values, self.wide.to(dtype), self.first, 0)
+
+    @property
+    def more_bytes(self) -> int:
+        """Bytes of what is stored beside codes."""
+        return sum(tensor.nbytes for tensor in (self.wide, self.first) if tensor is not None)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self.wide = self.first = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See `GrowingLayer.reorder_cache`."""
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence so many times."""
+        super().batch_repeat_interleave(repeats)
+        if self.wide is not None and self.first is not None:
+            self.wide, self.first = self.wide.repeat_interleave(repeats, 0), self.first.repeat_interleave(repeats, 0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some of the sequences."""
+        super().batch_select_indices(indices)
+        self._select(indices)
+
+    def _select(self, indices: Tensor) -> None:
+        if self.wide is not None and self.first is not None:
+            indices = indices.to(self.wide.device)
+            self.wide, self.first = self.wide[indices], self.first[indices]
+
+
+def rounded(code: TransformCode, states: Tensor, first: Tensor, begin: int) -> Tensor:
+    """Values ``[B, 1, S, W]`` as a cache would give them back.
+
+    Args:
+        code: of the layer.
+        states: the values.
+        first: int64 ``[B]``, the slot of each sequence's first token.
+        begin: the slot of the first of the values.
+    """
+    wide = _with_wide(
+        states.new_zeros(len(states), SINKS, states.shape[-1], dtype=torch.bfloat16), states, first, begin
+    )
+    return overlaid(code.rounded(states), wide.to(states.dtype), first, begin)
+
+
+def overlaid(values: Tensor, wide: Tensor, first: Tensor, begin: int) -> Tensor:
+    """Values ``[B, 1, T, W]`` of slots from ``begin`` on, with those of each sequence's first tokens in their place."""
+    slots = first[:, None] + torch.arange(SINKS, device=first.device) - begin  # [B, SINKS]
+    inside = (slots >= 0) & (slots < values.shape[2])
+    rows, places = inside.nonzero(as_tuple=True)
+    if len(rows):
+        values = values.clone() if values.is_inference() and not torch.is_inference_mode_enabled() else values
+        values[rows, 0, slots[rows, places]] = wide[rows, places]
+    return values
+
+
+def first_slots(mask: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    """The slot of each sequence's first token: the first one that any query sees, int64 ``[B]``.
+
+    Args:
+        mask: bool ``[B, 1, S, T]`` or ``[B, T]``; None without padding.
+        batch: B.
+        device: of the result.
+    """
+    if mask is None:
+        return torch.zeros(batch, dtype=torch.int64, device=device)
+    seen = mask if mask.dim() == 2 else mask.flatten(1, 2).any(1)
+    return (seen != 0).to(torch.int64).argmax(-1).expand(batch)
+
+
+def _with_wide(wide: Tensor, states: Tensor, first: Tensor, begin: int) -> Tensor:
+    """The wide values of first tokens, of which some may be among new ones at slots from ``begin`` on."""
+    slots = first[:, None] + torch.arange(SINKS, device=first.device) - begin  # [B, SINKS]
+    inside = (slots >= 0) & (slots < states.shape[2])
+    places = slots.clamp(0, states.shape[2] - 1)[..., None].expand(-1, -1, states.shape[-1])
+    return torch.where(inside[..., None], states[:, 0].gather(1, places).to(torch.bfloat16), wide)
+
+
+class CodedStates:
+    """One layer of a cache, or none at all, as a layer with a code sees it (`headwise.attention.base.CacheLike`).
+
+    Values are rounded whether they are stored as codes, wide in another kind of cache, or not at all.
+
+    Args:
+        code: of the layer.
+        past: a transformers cache, or None.
+        layer_idx: the layer's index in it.
+        mask: of the call, as bool.
+    """
+
+    def __init__(self, code: TransformCode, past: Any, layer_idx: int, mask: Tensor | None) -> None:
+        self._code, self._past, self._layer_idx, self._mask = code, past, layer_idx, mask
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return 0 if self._past is None else int(self._past.get_seq_length(self._layer_idx))
+
+    def update(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append values ``[B, 1, S, W]``, and return those of all tokens, ``[B, 1, T, W]``."""
+        (states,) = new
+        begin = self.length
+        first = first_slots(self._mask, len(states), states.device)
+        layer = None if self._past is None else self._past.layers[self._layer_idx]
+        if isinstance(layer, CodedLayer):
+            layer.append(states, first)
+            return (layer.decoded(states.dtype),)
+        values = rounded(self._code, states, first, begin)
+        if self._past is None:
+            return (values,)
+        stored = self._past.update(values, values[..., :0], self._layer_idx)[0]
+        return (stored if self._mask is not None else stored[:, :, : begin + states.shape[2]],)
+
+    def views(self) -> tuple[Tensor, ...]:
+        """All values, of a cache that holds some."""
+        layer = self._past.layers[self._layer_idx]
+        return (layer.decoded(torch.float32) if isinstance(layer, CodedLayer) else layer.keys,)
