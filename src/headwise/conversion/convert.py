@@ -22,7 +22,7 @@ from headwise.conversion.planning.target import Target, parse_target
 from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.options import ConvertOptions, takes_options
@@ -168,10 +168,9 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         without=[*options.without, *(["spread"] if folder_format.is_exported else [])],
         calibration="statistics" if options.statistics is not None else "text" if texts else None,
     )
-    if options.bits is not None:
-        plan = plan.with_bits(options.bits, options.without)
-    if options.kv_bytes is not None:
-        plan = plan.with_bytes(options.kv_bytes, options.without)
+    if plan.token_bytes is not None and folder_format.is_exported:
+        rule = "has no place for the codes of a cache; leave out kv_bytes and bits, or the format"
+        raise ArgumentError("format", options.format, rule)
     refuse_inputs(plan, texts.sources, options.statistics, options.without)
     folder_format.config(OutputLayout(plan))  # refused where the result cannot have the format
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)
@@ -207,6 +206,7 @@ def _target(options: ConvertOptions) -> Target:
         kv_lora_rank=options.kv_lora_rank,
         qk_rope_head_dim=options.qk_rope_head_dim,
         kv_bytes=options.kv_bytes,
+        bits=options.bits,
     )
 
 
@@ -252,6 +252,7 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
             progress=progress,
         ),
         notes=notes,
+        code_bytes=plan.code_bytes,
     )
     return replace(report, dry_run=True)
 
@@ -273,6 +274,7 @@ def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str],
         output=str(prepared.output),
         seconds=time.perf_counter() - start,
         notes=notes,
+        code_bytes=written.code_bytes,
     )
     return replace(
         report,
@@ -312,6 +314,7 @@ def _card_facts(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str
         ),
         notes=notes,
     )
+    facts = replace(facts, code_bytes=written.code_bytes)
     if report.evaluation is None:
         return facts
     return replace(facts, evaluation=report.evaluation.to_dict(), seconds=report.seconds)

@@ -15,8 +15,8 @@ from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.storage.store import ConvertedLayer, LayerStore
 from headwise.processes import process_index
-from headwise.quantization import TransformCode
 from headwise.progress import Progress, silent
+from headwise.quantization import TransformCode
 
 
 def convert_layers(

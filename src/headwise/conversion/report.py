@@ -15,6 +15,8 @@ from headwise.conversion.planning.plan import ConversionPlan
 from headwise.cost import model as cost
 from headwise.documents import as_document
 from headwise.evaluation import Evaluation
+from headwise.quantization import SINKS
+from headwise.quantization.files import FILE
 from headwise.specs import read_config
 
 
@@ -33,7 +35,8 @@ class Conversion:
             for mla ``headwise`` or a published method.
         dtype: the dtype of the result.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype, without cross-attention.
-        kv_bytes_per_token_after: cache bytes a token of the result, likewise.
+        kv_bytes_per_token_after: cache bytes a token of the result, likewise; in codes where it has them, each
+            sequence's first tokens apart.
         parameters_before: the number of parameters of the source.
         parameters_after: the number of parameters of the result.
         disk_bytes: the size of the result's weights.
@@ -89,6 +92,7 @@ def describe(
     output: str,
     seconds: float,
     notes: Sequence[str],
+    code_bytes: int | None = None,
 ) -> Conversion:
     """Make the report of a result; the fields of `Conversion` with defaults are left to the caller.
 
@@ -100,6 +104,7 @@ def describe(
         output: the folder of the result.
         seconds: the seconds that it took.
         notes: notes for the user.
+        code_bytes: cache bytes a token, all layers, of a cache that is stored in codes; None without codes.
     """
     after, dtype = read_config(config), dtype_name(plan.dtype)
     return Conversion(
@@ -111,7 +116,7 @@ def describe(
         method=plan.method.spelling,
         dtype=dtype,
         kv_bytes_per_token_before=cost.cache_bytes_per_token(plan.before, dtype),
-        kv_bytes_per_token_after=cost.cache_bytes_per_token(after, dtype),
+        kv_bytes_per_token_after=cost.cache_bytes_per_token(after, dtype) if code_bytes is None else code_bytes,
         parameters_before=parameters_of(plan.checkpoint.tensors),
         parameters_after=parameters_of(tensors),
         disk_bytes=sum(info.nbytes for info in tensors.values()),
@@ -139,6 +144,11 @@ def notes_before(
         notes.append("this size is lossless: calibration was not needed")
     elif is_calibrated and tokens is not None and tokens <= inputs:
         notes.append(f"only {tokens} calibration tokens for layers of {inputs} inputs: too few for good quality")
+    if plan.token_bytes is not None:
+        notes.append(
+            f"headwise.load stores the cache in codes, which {FILE} describes; each sequence's first {SINKS} tokens "
+            "are stored in bfloat16. Other programs store all values as they are"
+        )
     if output_format.note:
         notes.append(output_format.note)
     if isinstance(plan.checkpoint, GgufCheckpoint) and plan.checkpoint.quantization is not None:

@@ -23,8 +23,8 @@ from headwise.conversion.planning.plan import ConversionPlan
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.storage.store import LayerStore
 from headwise.processes import barrier, first_enters, process_index
-from headwise.quantization.files import FILE, codes_content
 from headwise.progress import Progress, silent
+from headwise.quantization.files import FILE, codes_content
 from headwise.texts import NO_TEXTS, CalibrationTexts
 
 TOKENS = 512
@@ -76,6 +76,7 @@ class WrittenFolder:
         write_seconds: seconds spent on writing saved layers.
         stock: the loss by an exported format; None for headwise's own.
         spread: the allocation of the cache to layers; None if none was searched.
+        code_bytes: cache bytes a token, all layers, of a cache that is stored in codes; None without codes.
     """
 
     config: dict[str, Any]
@@ -86,6 +87,7 @@ class WrittenFolder:
     write_seconds: float = 0.0
     stock: StockReport | None = None
     spread: Spread | None = None
+    code_bytes: int | None = None
 
     def notes(self, *, in_nats: bool) -> list[str]:
         """The notes for the user about the format and the allocation of the cache."""
@@ -126,6 +128,7 @@ def write_folder(
         read_seconds=store.read_seconds + calibrator.read_seconds,
         write_seconds=store.write_seconds,
         spread=spread,
+        code_bytes=plan.code_bytes,
     )
 
 

@@ -60,7 +60,7 @@ class HeadwiseCache(DynamicCache):
             new_layer = getattr(module, "cache_layer", None)
             coded = None if new_layer is None else new_layer(max_length)
             if coded is not None:
-                self.layers[module.layer_idx] = coded
+                self.layers[int(module.layer_idx)] = coded  # type: ignore[arg-type]  # a number, of such modules
 
     @property
     def length(self) -> int:

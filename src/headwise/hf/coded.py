@@ -1,8 +1,8 @@
 """MLA whose cached values are coded: what is stored of a token, and what attention reads of it.
 
-A token is stored as the code of its latent and its rotary key before rotation (`headwise.quantization`). Slots of the
-cache stand for positions: keys are rotated by the slot they lie in, and queries likewise, which differs from the model's
-own positions by one rotation for all, and the scores do not see that.
+A token is stored as the code of its latent and its rotary key before rotation (`headwise.quantization`). Slots of
+the cache stand for positions: keys are rotated by the slot they lie in, and so are queries. That differs from the
+model's own positions by one rotation of all, which scores do not depend on.
 
 Shapes: B batch, S new tokens, T all tokens, W cached values of a token, P rotary dims.
 """
@@ -30,7 +30,7 @@ class SlotRotation:
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def tables(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[1, count, frequencies]`` of slots 0 … count − 1, in the dtype and on the device of ``like``."""
+        """cos and sin ``[1, count, frequencies]`` of slots 0 … count − 1, of the dtype and device of ``like``."""
         kept = self._tables
         if kept is None or kept[0].shape[1] < count or kept[0].dtype != like.dtype or kept[0].device != like.device:
             slots = torch.arange(max(256, 2 * count), device=like.device)[None]
@@ -127,7 +127,7 @@ def rounded(code: TransformCode, states: Tensor, first: Tensor, begin: int) -> T
 
 
 def overlaid(values: Tensor, wide: Tensor, first: Tensor, begin: int) -> Tensor:
-    """Values ``[B, 1, T, W]`` of slots from ``begin`` on, with those of each sequence's first tokens in their place."""
+    """Values ``[B, 1, T, W]`` of slots from ``begin`` on, those of each sequence's first tokens replaced."""
     slots = first[:, None] + torch.arange(SINKS, device=first.device) - begin  # [B, SINKS]
     inside = (slots >= 0) & (slots < values.shape[2])
     rows, places = inside.nonzero(as_tuple=True)

@@ -20,8 +20,8 @@ from headwise.checkpoints import (
     refuse_other_weights,
 )
 from headwise.errors import ArgumentError, CheckpointError, SpecError
-from headwise.hf.config import model_class, refused, stock_config
 from headwise.hf.codes import set_codes
+from headwise.hf.config import model_class, refused, stock_config
 from headwise.hf.missing_weights import check_complete, check_values
 from headwise.quantization.files import read_codes
 from headwise.type_checks import typed

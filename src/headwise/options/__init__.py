@@ -1,6 +1,7 @@
 """How options are declared, and the options of each public function; nothing here imports torch."""
 
 from headwise.options.convert import (
+    BITS,
     EVALUATION_WINDOWS,
     KV_BUDGET,
     STAGES,
@@ -22,6 +23,7 @@ from headwise.options.frontier import FrontierOptions
 from headwise.options.keywords import takes_options
 
 __all__ = [
+    "BITS",
     "EVALUATION_WINDOWS",
     "KV_BUDGET",
     "STAGES",

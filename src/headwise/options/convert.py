@@ -22,6 +22,9 @@ _FRACTION = "a fraction above 0 and at most 1"
 KV_BUDGET = Rule(f"must be {_FRACTION}", lambda budget: bool(0 < budget <= 1))
 """The fractions of a cache that a conversion can keep."""
 
+BITS = Rule("must be between 1 and 8", lambda bits: bool(1 <= bits <= 8))
+"""The numbers of bits that a cached value can have, on average."""
+
 
 _TEXT = "a text to calibrate on: a file, a folder or hf-dataset://…"
 
@@ -88,13 +91,16 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
     kv_lora_rank: int | None = option("mla: the width of the latent, in place of a budget", default=None)
     qk_rope_head_dim: int | None = option("mla: the width of the rotary key, with kv_lora_rank", default=None)
     kv_bytes: float | None = option(
-        "mla: how much of the bytes of the source's cache in bfloat16 to keep",
+        f"mla: how many of the bytes of the source's cache in bfloat16 to keep, {_FRACTION}: ranks, rotary keys and "
+        "bits of every layer are chosen together, by measured loss; in place of a budget",
         default=None,
         rule=KV_BUDGET,
     )
     bits: float | None = option(
-        "bits of the cache for each cached value, on average; the values' own dtype when left out",
+        "mla: store the cache in codes of so many bits a value on average, 1 to 8; each channel is given its own "
+        "number of bits",
         default=None,
+        rule=BITS,
     )
     calibrate: str | Path | Sequence[str | Path] | None = option(
         f"{_TEXT}; only the weights are used when left out",

@@ -51,7 +51,7 @@ def codes_content(codes: Mapping[int, TransformCode]) -> bytes:
     layers: dict[str, Any] = {}
     for index, code in codes.items():
         own, layers[str(index)] = code_tensors(code)
-        tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
+        tensors |= {f"{index}.{name}": tensor.contiguous().clone() for name, tensor in own.items()}
     return save(tensors, metadata={_KEY: json.dumps({"format": FORMAT, "layers": layers})})
 
 

@@ -58,9 +58,11 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
         return packed
     if bits in (2, 4) and count * bits % 8 == 0:
         shifts = bits * torch.arange(8 // bits, device=packed.device, dtype=torch.uint8)
-        return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+        parts: Tensor = (packed[..., None] >> shifts) & (2**bits - 1)
+        return parts.flatten(-2)
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % bits))
     groups = torch.unflatten(padded, -1, (-1, bits)).to(torch.int64)
     words = (groups << (8 * torch.arange(bits, device=packed.device))).sum(-1, keepdim=True)
     codes = (words >> (bits * torch.arange(8, device=packed.device))) & (2**bits - 1)
-    return codes.flatten(-2).to(torch.uint8)[..., :count]
+    numbers: Tensor = codes.flatten(-2)
+    return numbers.to(torch.uint8)[..., :count]

@@ -34,7 +34,7 @@ class TransformCode:
     """How a layer's cached values are coded.
 
     A value is decoded as ``offset + scale · gain · level``, where the level belongs to its trellis code
-    (`headwise.quantization.trellis`) and the gain to its token and part. The rotary key is coded before it is rotated.
+    (`headwise.quantization.trellis`) and the gain to its token and part. A rotary key is coded before it is rotated.
 
     Attributes:
         offset: float32 ``[W]``.

@@ -1,8 +1,8 @@
 """Trellis codes: of each value a few bits, whose level also depends on the bits before them.
 
-A code of b bits is appended to the stream of a token's codes. The last eight bits of the stream, its window, say which of
-256 levels the value has. Neighbouring values share bits, so that the codes of a token are chosen together, by Viterbi's
-algorithm, and the error is a third smaller than that of the best levels for each value by itself.
+A code of b bits is appended to the stream of a token's codes. The last eight bits of the stream, its window, say
+which of 256 levels the value has. Neighbouring values share bits, so that the codes of a token are chosen together,
+by Viterbi's algorithm, and the error is a third smaller than that of the best levels for each value by itself.
 
 Source: M. W. Marcellin and T. R. Fischer, "Trellis coded quantization" (1990); the windows are those of QTIP
 (A. Tseng et al., arXiv:2406.11235), here with tables of 256 trained levels.
@@ -32,7 +32,7 @@ _ROWS = 256
 def tables(device: torch.device | None = None) -> Tensor:
     """The levels of every window that ends with a code of so many bits: float32 ``[9, 256]``.
 
-    They are trained for values of variance 1 of a normal distribution. For example ``tables()[4]`` are those of 4 bits.
+    They are trained for values of variance 1 of a normal distribution. ``tables()[4]`` has those of 4 bits.
 
     Args:
         device: of the result; the CPU when None.
@@ -47,8 +47,7 @@ def encode(
 ) -> tuple[Tensor, Tensor | None]:
     """Choose the codes of rows of values of variance about 1, each row's together.
 
-    For example ``encode(torch.randn(10, 64), torch.ones(64), torch.full((64,), 3), torch.zeros(10))`` with integers of
-    type uint8.
+    For example ``encode(values, torch.ones(64), bits, starts)`` for values ``[10, 64]``.
 
     Args:
         values: float32 ``[n, W]``.
@@ -66,10 +65,8 @@ def encode(
         codes = values.new_zeros(len(values), -(-size // 8), dtype=torch.uint8) if pack else None
         return trellis_encode(values, weights, bits, tables(), starts, gains=gains, codes=codes), codes
     squares = weights.expand_as(values) if gains is None else weights * gains.square()
-    parts = [
-        _encode(*rows, bits.tolist())
-        for rows in zip(values.split(_ROWS), squares.split(_ROWS), starts.split(_ROWS), strict=True)
-    ]
+    pieces = zip(*(torch.split(rows, _ROWS) for rows in (values, squares, starts)), strict=True)
+    parts = [_encode(rows, costs, first, bits.tolist()) for rows, costs, first in pieces]
     windows = torch.cat(parts)
     levels = tables(values.device)[bits.long(), windows.long()]
     return levels, _packed(windows, bits) if pack else None

@@ -176,12 +176,14 @@ class LayerTrials:
             by_size[size] = error(layer)
             if size == sizes[0]:
                 if self._is_coded:
+                    assert isinstance(source.spec, GroupedSpec)
                     rotation = rotation_tables(source.spec, self.calibrator.window)
                     designed = design(layer.float(), inputs.values(), rotation, metric)
                     layers = [designed.coded(int(sum(size) * bits / 8)) for bits in CODE_BITS]
                     code_losses = [error(layer) for layer in layers]
-                    layer = layers[CODE_BITS.index(EVEN_BITS)]
-                stream = trial.replaced(index, module, trial.source, layer)
+                    stream = trial.replaced(index, module, trial.source, layers[CODE_BITS.index(EVEN_BITS)])
+                else:
+                    stream = trial.replaced(index, module, trial.source, layer)
         del layer  # freed before others are solved
         losses = [by_size[size] for size in sizes]
         for key_weight in KEY_WEIGHTS[1:]:
@@ -190,7 +192,7 @@ class LayerTrials:
 
     @property
     def _is_coded(self) -> bool:
-        return self.plan.token_bytes is not None
+        return self.plan.spends_bytes
 
     def _sizes(self, index: int) -> list[tuple[int, int]]:
         source, even = self.plan.before.layers[index], self.plan.after.layers[index]

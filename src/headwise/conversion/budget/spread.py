@@ -51,6 +51,7 @@ class Spread:
         predicted: the sum of single layers' losses, in nats a token: of the even allocation, and of the best one.
         measured: the mean KL from the source, in nats, of the whole model without refits, likewise; None where the
             best allocation was not predicted to save enough to be tried.
+        token_bytes: the bytes of a token's codes in each layer's cache; None for a cache without codes.
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -58,7 +59,7 @@ class Spread:
     even: tuple[tuple[int, int], ...]
     predicted: tuple[float, float]
     measured: tuple[float, float] | None = None
-    token_bytes: tuple[int | None, ...] | None = None
+    token_bytes: tuple[int, ...] | None = None
 
     @property
     def is_even(self) -> bool:
@@ -68,6 +69,13 @@ class Spread:
     @property
     def note(self) -> str:
         """The outcome in words."""
+        if self.token_bytes is not None:
+            bits = [8 * count / sum(size) for count, size in zip(self.token_bytes, self.sizes, strict=True)]
+            values = sorted(sum(size) for size in self.sizes)
+            return (
+                f"bytes are spread over layers, ranks and bits: {values[0]} to {values[-1]} values a layer, "
+                f"{min(bits):.1f} to {max(bits):.1f} bits each"
+            )
         if self.measured is None:
             return "all layers have one size: spreading the cache over them was predicted to save too little"
         even, best = self.measured
@@ -80,7 +88,7 @@ class Spread:
     @property
     def layer_sizes(self) -> list[LayerSize]:
         """The allocation, for `ConversionPlan.resized`."""
-        counts = self.token_bytes or (None,) * len(self.sizes)
+        counts: Sequence[int | None] = self.token_bytes or (None,) * len(self.sizes)
         return [
             LayerSize(*size, weight, count)
             for size, weight, count in zip(self.sizes, self.key_weights, counts, strict=True)
@@ -122,7 +130,7 @@ def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
     pieces = held_pieces(calibrator.windows[calibrator.train :], TOKENS, 1 + PIECES)
     layers = trials.losses(Trial(calibrator.model, pieces[:1]))
-    if trials.plan.token_bytes is not None:
+    if trials.plan.spends_bytes:
         return _coded(trials.plan, layers)
     even = [LayerSize(*layer.even[:2]) for layer in layers]
     shares = [size.rank + size.rotary for size in even]
@@ -140,10 +148,9 @@ def _search(trials: LayerTrials) -> Spread:
 def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
     """The allocation of bytes to layers: sizes and bits in one."""
     assert plan.token_bytes is not None
-    shares = [count for count in plan.token_bytes if count is not None]
     curves = [
         coded_curve(layer.nodes, list(zip(CODE_BITS, layer.rounding, strict=True)), share, CODE_STEP)
-        for layer, share in zip(layers, shares, strict=True)
+        for layer, share in zip(layers, plan.token_bytes, strict=True)
     ]
     nodes = allocate(curves)
     even = [next((c.node for c in curve if c.steps == 0), curve[0].node) for curve in curves]
@@ -153,7 +160,7 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
         tuple((node.rank, node.rotary) for node in even),
         (sum(node.loss for node in even), sum(node.loss for node in nodes)),
         None,
-        tuple(node.token_bytes for node in nodes),
+        tuple(node.token_bytes for node in nodes if node.token_bytes is not None),
     )
 
 

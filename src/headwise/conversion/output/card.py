@@ -48,6 +48,7 @@ class CardFacts:
         versions: the versions of headwise and its libraries, by name.
         auto_class: the class of transformers that loads the folder.
         parameters: the numbers of parameters before and after.
+        code_bytes: cache bytes a token, all layers, of a cache that is stored in codes; None without codes.
         seconds: the seconds that the conversion took; None leaves them out.
         notes: other facts for the user.
     """
@@ -69,6 +70,7 @@ class CardFacts:
     versions: Mapping[str, str] = field(default_factory=dict)
     auto_class: str = "AutoModelForCausalLM"
     parameters: tuple[int, int] | None = None
+    code_bytes: int | None = None
     seconds: float | None = None
     notes: Sequence[str] = ()
 
@@ -219,6 +221,9 @@ def _totals(facts: CardFacts) -> Iterator[str]:
     if old := model_cost.cache_bytes_per_token(before, dtype):
         new = model_cost.cache_bytes_per_token(after, dtype)
         lines.append(f"- cache a token, all layers: {old:,} → {new:,} bytes in {dtype} ({new / old:.1%})")
+        if facts.code_bytes is not None:
+            share = f"{facts.code_bytes / old:.1%}"
+            lines.append(f"- stored in codes, as `headwise.load` does: {facts.code_bytes:,} bytes a token ({share})")
     else:
         lines.append("- cache: none (an encoder has none)")
     if old := model_cost.source_cache_bytes_per_token(before, dtype):

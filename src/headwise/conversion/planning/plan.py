@@ -12,13 +12,13 @@ from torch import Tensor
 
 from headwise.checkpoints import Checkpoint
 from headwise.conversion.methods import LONGEST, LayerTarget, Method, choose_method
-from headwise.conversion.planning.target import Target, convert_spec, refuse_latent
+from headwise.conversion.planning.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
 from headwise.conversion.solvers.layer import NORM_EPS, Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.cost import formulas
 from headwise.errors import ArgumentError
 from headwise.hf import check_complete
-from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, as_latent, split_budget
+from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, as_latent
 
 Calibration = Literal["text", "statistics"]
 
@@ -70,6 +70,7 @@ class ConversionPlan:
         rotary_channels: bool ``[F, K]``, the channels that keep their rotation in every MLA layer; None if each layer
             chooses its own.
         token_bytes: the bytes of a token's codes in each layer's cache; None for a cache without codes.
+        bits: the bits of a value on average, where the user sets them; None where sizes and bits are chosen together.
     """
 
     checkpoint: Checkpoint
@@ -80,7 +81,8 @@ class ConversionPlan:
     mixes_heads: bool = True
     key_weights: tuple[float, ...] | None = None
     rotary_channels: Tensor | None = None
-    token_bytes: tuple[int | None, ...] | None = None
+    token_bytes: tuple[int, ...] | None = None
+    bits: float | None = None
 
     @property
     def before(self) -> ModelSpec:
@@ -91,6 +93,16 @@ class ConversionPlan:
     def is_exact(self) -> bool:
         """Whether the result computes what the source computes, apart from rounding."""
         return self.token_bytes is None and self.method.is_exact(self.before, self.after)
+
+    @property
+    def spends_bytes(self) -> bool:
+        """Whether ranks, rotary widths and bits are chosen together, for a number of bytes."""
+        return self.token_bytes is not None and self.bits is None
+
+    @property
+    def code_bytes(self) -> int | None:
+        """Cache bytes a token, all layers, of a cache that is stored in codes; None without codes."""
+        return None if self.token_bytes is None else sum(self.token_bytes)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -120,26 +132,11 @@ class ConversionPlan:
             as_latent(layer, size.rank, size.rotary) for layer, size in zip(self.before.layers, sizes, strict=True)
         )
         key_weights = tuple(size.key_weight for size in sizes)
-        token_bytes = tuple(size.token_bytes for size in sizes)
         after = replace(self.after, layers=layers)
-        return replace(self, after=after, key_weights=key_weights, token_bytes=token_bytes)
-
-    def with_bits(self, bits: float, without: Collection[str] = ()) -> ConversionPlan:
-        """The plan with a coded cache of so many bits a value, on average."""
-        counts = tuple(int(l.kv_lora_rank + l.qk_rope_head_dim) for l in self.after.layers)  # type: ignore[attr-defined]
-        coded = replace(self, token_bytes=tuple(int(c * bits / 8) for c in counts))
-        return replace(coded, stages=tuple(stage for stage in _stages(coded, without) if stage != "spread"))
-
-    def with_bytes(self, fraction: float, without: Collection[str] = ()) -> ConversionPlan:
-        """The plan with a coded cache of a fraction of the source's bytes in bfloat16."""
-        totals = [formulas(layer).cache_values(layer) for layer in self.before.layers]
-        shares = tuple(int(2 * fraction * total) for total in totals)
-        layers = []
-        for layer, share, total in zip(self.before.layers, shares, totals, strict=True):
-            values = min(total, int(8 * share / 3.3))
-            layers.append(as_latent(layer, *split_budget(layer, values if values == total else values // 8 * 8)))
-        coded = replace(self, after=replace(self.after, layers=tuple(layers)), token_bytes=shares)
-        return replace(coded, stages=tuple(_stages(coded, without)))
+        counts = tuple(size.token_bytes for size in sizes if size.token_bytes is not None)
+        if self.bits is not None:
+            counts = tuple(_code_bytes(self.bits, size.rank + size.rotary) for size in sizes)
+        return replace(self, after=after, key_weights=key_weights, token_bytes=counts or None)
 
     def sharing(self, rotary_channels: Tensor | None) -> ConversionPlan:
         """The plan with one list of rotary channels for all layers."""
@@ -182,9 +179,30 @@ def make_plan(
         dtype=dtype or checkpoint.dtype,
         mixes_heads="channels" not in without,
     )
+    if target.is_coded:
+        refuse_codes(before)
+        plan = replace(plan, token_bytes=_shares(before, after, target), bits=target.bits)
     left_out = {*without, *(_NEEDS_TEXT if calibration == "statistics" else ())}
     stages = () if calibration is None or plan.is_exact else tuple(_stages(plan, left_out))
     return replace(plan, stages=stages)
+
+
+def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, ...]:
+    """The bytes a token of each layer's codes, before a spread over layers."""
+    shares = []
+    for old, new in zip(before.layers, after.layers, strict=True):
+        values = formulas(new).cache_values(new)
+        if target.bits is not None:
+            shares.append(_code_bytes(target.bits, values))
+        else:
+            assert target.kv_bytes is not None
+            shares.append(code_bytes(old, target.kv_bytes))
+    return tuple(shares)
+
+
+def _code_bytes(bits: float, values: int) -> int:
+    """The bytes of codes of so many bits on average, and one of gains."""
+    return int(bits * values / 8) + 1
 
 
 def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
@@ -192,7 +210,8 @@ def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
     # Spreading needs several layers that share the cache, and logits to measure the result by.
     model = plan.before
     is_decoder = model.is_causal and not model.cross_layers
-    can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without
+    is_whole = plan.method.is_exact(model, plan.after) and not plan.spends_bytes  # nothing to spread
+    can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without and not is_whole
     has_rotary_keys = any(isinstance(layer, LatentSpec) and layer.qk_rope_head_dim for layer in plan.after.layers)
     for stage in plan.method.stages:
         is_possible = {"spread": can_spread, "channels": has_rotary_keys}.get(stage, True)
@@ -243,5 +262,7 @@ def refuse_inputs(
         rule = "is a stage of calibrate, and no text is given"
     if without and rule is not None:
         raise ArgumentError("without", min(absent or without), rule)
+    if plan.token_bytes is not None and not texts:
+        raise ArgumentError("calibrate", None, "is required: the codes of a cache are designed on a text")
     if method.needs_text and statistics is None and not texts:
         raise ArgumentError("calibrate", None, f"is required: {method.name} finds its channels on a text")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from headwise.cost import formulas
 from headwise.errors import ArgumentError, SpecError
-from headwise.options import KV_BUDGET, TARGET
+from headwise.options import BITS, KV_BUDGET, TARGET
 from headwise.specs import (
     AttentionSpec,
     GroupedSpec,
@@ -29,6 +29,8 @@ class Target:
         kv_budget: for ``mla``, the fraction of the source's cache to keep.
         kv_lora_rank: for ``mla``, the width of the latent, in place of a budget.
         qk_rope_head_dim: for ``mla``, the width of the rotary key, with ``kv_lora_rank``.
+        kv_bytes: for ``mla``, the fraction of the bytes of the source's cache in bfloat16 to keep, in codes.
+        bits: for ``mla``, the bits of a cached value on average; None for a cache without codes.
     """
 
     mechanism: str
@@ -36,6 +38,13 @@ class Target:
     kv_budget: float | None = None
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
+    kv_bytes: float | None = None
+    bits: float | None = None
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether cached values are stored in codes."""
+        return self.kv_bytes is not None or self.bits is not None
 
 
 def parse_target(
@@ -45,6 +54,7 @@ def parse_target(
     kv_lora_rank: int | None = None,
     qk_rope_head_dim: int | None = None,
     kv_bytes: float | None = None,
+    bits: float | None = None,
 ) -> Target:
     """Read a target, such as ``parse_target("gqa:2")`` or ``parse_target("mla", kv_budget=0.5)``.
 
@@ -53,29 +63,43 @@ def parse_target(
         kv_budget: see `Target`.
         kv_lora_rank: see `Target`.
         qk_rope_head_dim: see `Target`.
+        kv_bytes: see `Target`.
+        bits: see `Target`.
 
     Raises:
         ArgumentError: ``to`` is no target, or the sizes do not go with it.
     """
     TARGET.check("to", to)
     mechanism, _, heads = to.strip().lower().partition(":")
-    sizes = {"kv_budget": kv_budget, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+    values = {"kv_budget": kv_budget, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+    sizes = {**values, "kv_bytes": kv_bytes, "bits": bits}
     if mechanism != "mla":
         for name, value in sizes.items():
             if value is not None:
                 raise ArgumentError(name, value, f"goes with mla; the cache of {to} follows from its heads")
         return Target(mechanism, num_kv_heads=int(heads) if heads else None)
+    KV_BUDGET.check("kv_bytes", kv_bytes)
+    BITS.check("bits", bits)
     if kv_bytes is not None:
-        return Target("mla", kv_budget=1.0)
-    if kv_budget is None and kv_lora_rank is None and qk_rope_head_dim is None:
-        raise ArgumentError("kv_budget", None, "mla needs kv_budget, or kv_lora_rank and qk_rope_head_dim")
-    if kv_budget is not None:
+        for name, value in sizes.items():
+            if value is not None and name != "kv_bytes":
+                raise ArgumentError("kv_bytes", kv_bytes, f"cannot be used with {name}: it chooses sizes and bits")
+    elif all(value is None for value in values.values()):
+        raise ArgumentError("kv_budget", None, "mla needs kv_budget, kv_bytes, or kv_lora_rank and qk_rope_head_dim")
+    elif kv_budget is not None:
         if kv_lora_rank is not None or qk_rope_head_dim is not None:
             raise ArgumentError("kv_budget", kv_budget, "cannot be used with kv_lora_rank and qk_rope_head_dim")
         KV_BUDGET.check("kv_budget", kv_budget)
     elif kv_lora_rank is None or qk_rope_head_dim is None:
         raise ArgumentError("kv_lora_rank", kv_lora_rank, "and qk_rope_head_dim are given together")
-    return Target("mla", kv_budget=kv_budget, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+    return Target(
+        "mla",
+        kv_budget=kv_budget,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        kv_bytes=kv_bytes,
+        bits=bits,
+    )
 
 
 def refuse_latent(source: ModelSpec) -> None:
@@ -112,8 +136,16 @@ def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:
         assert count is not None
         return as_grouped(source, count)
     refuse_as_latent(source)
+    total = formulas(source).cache_values(source)
+    if target.kv_bytes is not None:
+        # A size to begin with: how many values there are at each byte is found on the text.
+        values = min(total, int(8 * code_bytes(source, target.kv_bytes) / _BITS_AT_FIRST))
+        least = 3 if rotary_width(source) else 1
+        if values < least:
+            rule = f"leaves less than a byte for each of {least} values, the fewest that a layer caches"
+            raise ArgumentError("kv_bytes", target.kv_bytes, rule)
+        return as_latent(source, *split_budget(source, values))
     if target.kv_budget is not None:
-        total = formulas(source).cache_values(source)
         values = int(target.kv_budget * total + 1e-9)
         if values < (3 if rotary_width(source) else 1):
             rule = f"leaves {values} of the {total} values a layer caches; at least 3: a latent and a rotary pair"
@@ -122,3 +154,28 @@ def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:
     assert target.kv_lora_rank is not None
     assert target.qk_rope_head_dim is not None
     return as_latent(source, target.kv_lora_rank, target.qk_rope_head_dim)
+
+
+def code_bytes(source: AttentionSpec, fraction: float) -> int:
+    """The bytes a token of one layer with a fraction of its cache in bfloat16.
+
+    For example ``code_bytes(layer_spec("smollm2-135m"), 0.25)`` is 192.
+    """
+    return int(fraction * 2 * formulas(source).cache_values(source))
+
+
+def refuse_codes(source: ModelSpec) -> None:
+    """Refuse a model whose cache cannot be coded.
+
+    Raises:
+        SpecError: the model is no decoder, or a layer has a sliding window.
+    """
+    if not source.is_causal or source.cross_layers:
+        raise SpecError("model_type", source.model_type, "is no decoder of text alone; only their caches are coded")
+    for layer in source.layers:
+        if layer.sliding_window is not None:
+            raise SpecError("sliding_window", layer.sliding_window, "a layer with one cannot have a coded cache yet")
+
+
+_BITS_AT_FIRST = 3.3
+"""The bits of a value that a search for sizes and bits begins with; 3 to 4 are best at most budgets."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def channel_statistics(
     for inputs in windows:
         tap = _Tap()
         with torch.enable_grad():
-            output = replace(layer, code=tap).output(inputs, rotation, torch.arange(len(inputs)))
+            output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, torch.arange(len(inputs)))
             direction = torch.randn(len(inputs), root.shape[1], generator=generator) @ root.mT
             (gradient,) = torch.autograd.grad((output * direction).sum(), tap.values)
         values.append(tap.values.detach()[SINKS:])

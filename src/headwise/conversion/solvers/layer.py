@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 from headwise.attention import RotaryEmbedding
 from headwise.attention.rope import rotate
 from headwise.kernels import attend
-from headwise.quantization import SINKS
+from headwise.quantization import SINKS, TransformCode
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 
 NORM_EPS = 1e-6
@@ -41,13 +41,6 @@ class Heads(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-
-
-class Code(Protocol):
-    """A code of cached values, such as `headwise.quantization.TransformCode`."""
-
-    def rounded(self, states: Tensor) -> Tensor:
-        """What becomes of values ``[…, W]`` when they are coded."""
 
 
 class Rotation(NamedTuple):
@@ -105,7 +98,7 @@ def latent_heads(
     rows: Tensor,
     rotation: Rotation | None,
     channels: list[int],
-    code: Code | None = None,
+    code: TransformCode | None = None,
 ) -> Heads:
     """The queries, decoded keys and values of MLA: each head's key is its content and the shared rotary key.
 
@@ -134,16 +127,16 @@ def latent_heads(
     return Heads(query, key, value)
 
 
-def coded(values: Tensor, code: Code) -> Tensor:
+def coded(values: Tensor, code: TransformCode) -> Tensor:
     """Cached values ``[T, W]`` of a window as they are read from the cache.
 
     Derivatives pass the rounding as if it were not there.
     """
-    if isinstance(values, Tensor) and values.requires_grad:
-        error = code.rounded(values.detach()) - values.detach()
-        error[:SINKS] = 0
-        return values + error
-    return torch.cat((values[:SINKS], code.rounded(values)[SINKS:]))
+    wide = values[:SINKS].bfloat16().to(values.dtype)  # as the cache stores them
+    if values.requires_grad:
+        own = values.detach()
+        return values + (torch.cat((wide.detach(), code.rounded(own)[SINKS:])) - own)
+    return torch.cat((wide, code.rounded(values)[SINKS:]))
 
 
 def attention_weights(heads: Heads, spec: AttentionSpec, rows: Tensor) -> Tensor:
@@ -186,7 +179,7 @@ class Layer:
     state: State
     channels: list[int] = field(default_factory=list)
     norm_eps: float = NORM_EPS
-    code: Code | None = None
+    code: TransformCode | None = None
 
     def float(self) -> Layer:
         """The layer with its tensors in float32."""

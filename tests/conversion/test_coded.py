@@ -1,0 +1,128 @@
+"""Conversions to a coded cache: bytes as asked for, quality that follows them, and inputs that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise
+from headwise.conversion.storage.activations import Activations
+from headwise.errors import HeadwiseError
+from headwise.hf import HeadwiseCache
+from headwise.quantization.files import FILE, read_codes
+from headwise.specs import LatentSpec, read_config
+from tests.conversion.test_resumed import TEXT, StoppedError, stop_at
+from tests.tiny_families import save_family
+
+OPTIONS: dict[str, Any] = {"to": "mla", "calibration_tokens": 1024, "calibration_window": 64, "evaluate": False}
+
+
+NO_TEXT = {"calibration_tokens": None, "calibration_window": None}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.25, 0.15])
+def test_allocated_bytes_are_the_budget(tiny_llama: Path, text: Path, tmp_path: Path, fraction: float) -> None:
+    report = headwise.convert(tiny_llama, tmp_path / "out", kv_bytes=fraction, calibrate=text, **OPTIONS)
+    codes = read_codes(tmp_path / "out")
+    assert report.kv_bytes_per_token_after == sum(code.token_bytes for code in codes.values())
+    source_bytes = 2 * 2 * 2 * 2 * 8  # layers, keys and values, heads of 8 values, bfloat16
+    assert report.kv_bytes_per_token_before == 2 * source_bytes  # the tiny model is float32
+    model = headwise.load(tmp_path / "out")
+    cache = HeadwiseCache(model, max_length=128)
+    with torch.no_grad():
+        model(torch.randint(2, 30, (1, 128)), past_key_values=cache)
+    wide = sum(2 * 4 * code.width + 8 for code in codes.values())
+    assert cache.nbytes == 128 * report.kv_bytes_per_token_after + wide
+    # A layer of this size has few bytes, and a step is two of them.
+    assert fraction * source_bytes - 6 <= report.kv_bytes_per_token_after <= fraction * source_bytes
+
+
+def test_bits_go_with_a_size(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    headwise.convert(tiny_llama, tmp_path / "out", kv_budget=0.75, bits=2.5, calibrate=text, **OPTIONS)
+    spec = read_config(json.loads((tmp_path / "out" / "config.json").read_text()))
+    codes = read_codes(tmp_path / "out")
+    assert sorted(codes) == [0, 1]
+    for index, code in codes.items():
+        layer = spec.layers[index]
+        assert isinstance(layer, LatentSpec)
+        assert code.width == layer.kv_lora_rank + layer.qk_rope_head_dim
+        assert code.token_bytes <= int(2.5 * code.width / 8) + 1
+
+
+def test_more_bits_lose_less(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    exam = tmp_path / "exam.txt"
+    exam.write_text(TEXT[7:] * 2)
+    divergences = []
+    for bits in (2, 4, 8):
+        report = headwise.convert(
+            tiny_llama,
+            tmp_path / "out",
+            kv_budget=1.0,
+            bits=bits,
+            calibrate=text,
+            overwrite=True,
+            **{**OPTIONS, "evaluate": exam},
+        )
+        assert report.evaluation is not None
+        assert report.evaluation.kl is not None
+        divergences.append(report.evaluation.kl)
+    assert divergences == sorted(divergences, reverse=True)
+    assert divergences[0] > 5 * divergences[1] > 25 * divergences[2]
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_killed_run_writes_the_same_codes(
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    options = {**OPTIONS, "kv_bytes": 0.3, "calibrate": text}
+    headwise.convert(tiny_llama, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_at(patch, Activations, "commit", call, after=True)
+        with pytest.raises(StoppedError):
+            headwise.convert(tiny_llama, tmp_path / "out", **options)
+    headwise.convert(tiny_llama, tmp_path / "out", **options)
+    for name in (FILE, "model.safetensors", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_bytes": 0.0}, "kv_bytes = 0.0: must be a fraction above 0"),
+        ({"kv_bytes": 1.5}, "kv_bytes = 1.5: must be a fraction above 0"),
+        ({"kv_bytes": 0.001}, "kv_bytes = 0.001: leaves less than a byte for each of 3 values"),
+        ({"kv_bytes": 0.3, "kv_budget": 0.5}, "kv_bytes = 0.3: cannot be used with kv_budget"),
+        ({"kv_bytes": 0.3, "bits": 4.0}, "kv_bytes = 0.3: cannot be used with bits"),
+        ({"kv_budget": 0.5, "bits": 0.5}, "bits = 0.5: must be between 1 and 8"),
+        ({"kv_budget": 0.5, "bits": 9.0}, "bits = 9.0: must be between 1 and 8"),
+        ({"bits": 4.0}, "kv_budget = None: mla needs"),
+        ({"to": "mqa", "bits": 4.0}, "bits = 4.0: goes with mla"),
+        ({"to": "gqa:1", "kv_bytes": 0.3}, "kv_bytes = 0.3: goes with mla"),
+        ({"kv_bytes": 0.3, "calibrate": None, **NO_TEXT}, "calibrate = None: is required: the codes of a cache"),
+        ({"kv_bytes": 0.3, "format": "deepseek"}, "format = deepseek: has no place for the codes"),
+    ],
+)
+def test_inputs_that_do_not_go_together(
+    tiny_llama: Path, text: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(HeadwiseError) as raised:
+        headwise.convert(tiny_llama, tmp_path / "out", **{**OPTIONS, "calibrate": text, **options})
+    assert message in str(raised.value).replace("'", "")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["bert", "mistral"])
+def test_models_without_such_a_cache_are_refused(family: str, text: Path, tmp_path: Path) -> None:
+    source = save_family(tmp_path / family, family)
+    with pytest.raises(HeadwiseError, match="cache"):
+        headwise.convert(source, tmp_path / "out", kv_bytes=0.3, calibrate=text, **OPTIONS)

@@ -1,0 +1,184 @@
+"""A converted model with a coded cache: one forward, a cache of any kind, batches, beams and crops see the same values.
+
+In float64: a code changes by leaps, so that sums taken in another order may choose another one, and float64 leaves
+that to chance of 1e-13.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+import headwise
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.hf import HeadwiseCache
+from headwise.hf.coded import CodedLayer
+from headwise.quantization import SINKS
+from headwise.quantization.files import FILE, read_codes
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+
+
+@pytest.fixture(scope="module")
+def coded(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("coded")
+    (folder / "text.txt").write_text(TEXT)
+    headwise.convert(
+        tiny_llama_folder,
+        folder / "model",
+        to="mla",
+        kv_lora_rank=12,
+        qk_rope_head_dim=8,
+        bits=3,
+        calibrate=folder / "text.txt",
+        calibration_tokens=1024,
+        calibration_window=64,
+        evaluate=False,
+    )
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def model(coded: Path) -> Any:
+    return headwise.load(coded, dtype=torch.float64)
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(2, 30, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def stepwise(model: Any, ids: Tensor, cache: Any, prompt: int = 5, **more: Any) -> Tensor:
+    parts = [model(ids[:, :prompt], past_key_values=cache, **more).logits]
+    for place in range(prompt, ids.shape[1]):
+        parts.append(model(ids[:, place : place + 1], past_key_values=cache, **more).logits)
+    return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+def test_rounding_changes_what_is_computed(model: Any, coded: Path, ids: Tensor) -> None:
+    wide = headwise.load(coded, dtype=torch.float64)
+    for layer in wide.model.layers:
+        layer.self_attn.set_code(None, None)
+    difference = (model(ids).logits - wide(ids).logits).abs().amax((0, 2))
+    assert float(difference[: SINKS // 2].max()) < 1e-2  # only bfloat16's rounding
+    assert float(difference[SINKS:].max()) > 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt", [1, 2, 5, 24])
+def test_any_cache_gives_what_one_forward_gives(model: Any, ids: Tensor, prompt: int) -> None:
+    expected = model(ids, use_cache=False).logits
+    caches = [
+        HeadwiseCache(model),
+        HeadwiseCache(model, max_length=24),
+        DynamicCache(config=model.config),
+        StaticCache(config=model.config, max_cache_len=30),
+    ]
+    for cache in caches:
+        assert torch.allclose(stepwise(model, ids, cache, prompt), expected, atol=1e-10)
+    assert all(isinstance(layer, CodedLayer) for layer in caches[0].layers)
+
+
+@torch.no_grad()
+def test_padding_on_the_left_changes_nothing(model: Any, ids: Tensor) -> None:
+    padded = torch.cat((torch.zeros(2, 3, dtype=torch.int64), ids), 1)
+    mask = torch.ones_like(padded)
+    mask[0, :3] = 0
+    mask[1, :1] = 0
+    padded[1, 1:3] = 9
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    alone = [model(padded[row : row + 1, skipped:]).logits for row, skipped in ((0, 3), (1, 1))]
+    together = model(padded, attention_mask=mask, position_ids=positions).logits
+    cache = HeadwiseCache(model)
+    parts = []
+    for end in range(1, padded.shape[1] + 1):
+        start = 0 if end == 6 else end - 1
+        if end >= 6:
+            inputs = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            parts.append(model(padded[:, start:end], past_key_values=cache, **inputs).logits)
+    by_steps = torch.cat(parts, 1)
+    for row, (skipped, expected) in enumerate(zip((3, 1), alone, strict=True)):
+        # Angles are float32, and differ by the padding.
+        assert torch.allclose(together[row, skipped:], expected[0], atol=1e-4)
+        assert torch.allclose(by_steps[row, skipped:], expected[0], atol=1e-4)
+
+
+@torch.no_grad()
+def test_generate_stores_codes_by_itself(model: Any, ids: Tensor) -> None:
+    out = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
+    assert all(isinstance(layer, CodedLayer) for layer in out.past_key_values.layers)
+    logits = model(out.sequences, use_cache=False).logits
+    assert torch.equal(logits[:, 23:-1].argmax(-1), out.sequences[:, 24:])
+
+
+@torch.no_grad()
+def test_beams_are_those_of_a_wide_cache(model: Any, ids: Tensor) -> None:
+    settings = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    by_codes = model.generate(ids, **settings)
+    wide = model.generate(ids, past_key_values=DynamicCache(config=model.config), **settings)
+    assert torch.equal(by_codes, wide)
+
+
+@torch.no_grad()
+def test_a_cropped_and_a_copied_cache_go_on(model: Any, ids: Tensor) -> None:
+    expected = model(ids, use_cache=False).logits
+    cache = HeadwiseCache(model)
+    model(ids[:, :20], past_key_values=cache)
+    for length in (15, 2):
+        cache.crop(length - cache.length)
+        other = copy.deepcopy(cache)
+        for one in (cache, other):
+            assert torch.allclose(stepwise(model, ids[:, length:], one, 1), expected[:, length:], atol=1e-10)
+
+
+@torch.no_grad()
+def test_rows_of_a_batch_are_chosen_and_repeated(model: Any, ids: Tensor) -> None:
+    cache = HeadwiseCache(model)
+    model(ids[:, :20], past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    expected = model(ids.flip(0), use_cache=False).logits[:, 20:]
+    assert torch.allclose(stepwise(model, ids.flip(0)[:, 20:], cache, 1), expected, atol=1e-10)
+
+
+@torch.no_grad()
+def test_bytes_are_those_of_the_codes(model: Any, coded: Path, ids: Tensor) -> None:
+    cache = HeadwiseCache(model, max_length=24)
+    model(ids, past_key_values=cache)
+    codes = read_codes(coded)
+    wide = sum(2 * 2 * SINKS * code.width for code in codes.values())
+    starts = 2 * 8 * len(codes)
+    assert cache.nbytes == 2 * 24 * sum(code.token_bytes for code in codes.values()) + wide + starts
+
+
+@torch.no_grad()
+def test_spare_memory_is_never_read(model: Any, ids: Tensor) -> None:
+    expected = model(ids, use_cache=False).logits
+    cache = HeadwiseCache(model, max_length=64)
+    model(ids[:, :20], past_key_values=cache)
+    for layer in cache.layers:
+        layer.rooms[0].memory[:, :, 20:] = 255
+    assert torch.allclose(stepwise(model, ids[:, 20:], cache, 1), expected[:, 20:], atol=1e-10)
+
+
+def test_another_batch_is_refused(model: Any, ids: Tensor) -> None:
+    cache = HeadwiseCache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ArgumentError, match="batch = 1: must be 2"):
+            model(ids[:1, :1], past_key_values=cache)
+
+
+def test_damaged_codes_are_refused(coded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(coded, tmp_path / "model")
+    (folder / FILE).write_bytes(b"no codes")
+    with pytest.raises(CheckpointError, match="damaged"):
+        headwise.load(folder)

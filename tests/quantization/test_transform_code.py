@@ -1,0 +1,101 @@
+"""Static codes of cached values: bytes, gains, blocks, and the file beside a model's weights."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise.errors import CheckpointError
+from headwise.quantization import TransformCode
+from headwise.quantization.files import FILE, codes_content, read_codes
+from headwise.quantization.transform_code import BLOCK, GAIN_STEP, blocks
+
+
+@st.composite
+def transform_codes(draw: st.DrawFn) -> TransformCode:
+    latent, pairs = draw(st.integers(1, 70)), draw(st.integers(0, 24))
+    sections = (latent, pairs, pairs) if pairs else (latent,)
+    bits = tuple(draw(st.integers(1, 8)) for _ in blocks(sections))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    width = sum(sections)
+    offset, scale = torch.randn(width, generator=generator), torch.rand(width, generator=generator) + 0.2
+    return TransformCode(offset, scale, bits, sections, (latent, 2 * pairs) if pairs else (latent,))
+
+
+def sample(code: TransformCode, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, code.width) * code.scale + code.offset
+
+
+@given(transform_codes())
+def test_rounded_is_what_codes_decode_to(code: TransformCode) -> None:
+    values = sample(code, 2, 1, 9)
+    codes = code.encode(values)
+    assert codes.shape == (2, 1, 9, code.token_bytes)
+    assert codes.dtype == torch.uint8
+    assert torch.equal(code.decode(codes), code.rounded(values))
+    expected = sum(b * (stop - start) for b, (start, stop) in zip(code.bits, blocks(code.sections), strict=True))
+    assert code.token_bytes == 1 + math.ceil(expected / 8)
+
+
+@given(transform_codes())
+def test_tokens_are_coded_one_by_one(code: TransformCode) -> None:
+    values = sample(code, 7)
+    assert torch.equal(code.encode(values), torch.cat([code.encode(values[i : i + 1]) for i in range(7)]))
+
+
+def test_gains_follow_the_size_of_a_token() -> None:
+    code = TransformCode(torch.zeros(64), torch.ones(64), (4,) * 4, (32, 32), (32, 32))
+    small = torch.randn(500, 64)
+    large = torch.cat((small[:, :32] * GAIN_STEP**4, small[:, 32:] / GAIN_STEP**2), 1)
+    first, second = code.encode(small)[:, 0], code.encode(large)[:, 0]
+    assert torch.equal((second & 15).int() - (first & 15).int(), torch.full((500,), 4, dtype=torch.int32))
+    assert torch.equal((second >> 4).int() - (first >> 4).int(), torch.full((500,), -2, dtype=torch.int32))
+    relative = (code.rounded(large) - large) / large.square().mean(0).sqrt()
+    assert float(relative.square().mean()) < 0.01  # 4 bits: 22 decibel of each part's own size
+
+
+def test_more_bits_lose_less() -> None:
+    errors = []
+    for bits in range(1, 9):
+        code = TransformCode(torch.zeros(32), torch.ones(32), (bits,) * 2, (32,), (32,))
+        values = torch.randn(400, 32, generator=torch.Generator().manual_seed(1))
+        errors.append(float((code.rounded(values) - values).square().mean()))
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_blocks_end_with_their_section() -> None:
+    assert list(blocks((20, 5))) == [(0, BLOCK), (BLOCK, 20), (20, 25)]
+
+
+def test_the_file_gives_codes_back(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    code = TransformCode(
+        torch.randn(20, generator=generator), torch.rand(20, generator=generator), (3, 2), (20,), (20,)
+    )
+    (tmp_path / FILE).write_bytes(codes_content({1: code, 0: code}))
+    codes = read_codes(tmp_path)
+    assert sorted(codes) == [0, 1]
+    values = sample(code, 5)
+    assert torch.equal(codes[1].encode(values), code.encode(values))
+    assert not read_codes(tmp_path / "other")
+
+
+@pytest.mark.parametrize("cut", [0, 5, 100, -3])
+def test_a_damaged_file_is_refused(tmp_path: Path, cut: int) -> None:
+    code = TransformCode(torch.zeros(20), torch.ones(20), (3, 2), (20,), (20,))
+    (tmp_path / FILE).write_bytes(codes_content({0: code})[:cut])
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_codes(tmp_path)
+
+
+def test_values_that_are_no_numbers_spoil_their_own_token_alone() -> None:
+    code = TransformCode(torch.zeros(20), torch.ones(20), (3, 2), (20,), (20,))
+    values = torch.randn(3, 20)
+    expected = code.rounded(values)
+    values[1, 4] = torch.nan
+    assert torch.equal(code.rounded(values)[::2], expected[::2])
