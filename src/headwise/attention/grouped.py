@@ -111,7 +111,7 @@ class GroupedQueryAttention(AttentionLayer):
         """Keys ``[B, K, T, D]`` and values ``[B, K, T, V]``."""
         return (self.spec.num_kv_heads, self.spec.head_dim), (self.spec.num_kv_heads, self.spec.value_dim)
 
-    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         key = self._heads(self.k_proj(states), self.spec.num_kv_heads, self.k_norm)
         return rotated(key, rotation, self.rope), split_heads(self.v_proj(states), self.spec.num_kv_heads)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import EncoderDecoderCache
 
 from headwise.attention import GroupedQueryAttention, MultiHeadLatentAttention
-from headwise.attention.base import AttentionLayer, CacheLike, Call, rotated
+from headwise.attention.base import AttentionLayer, CacheLike, Call, merge_heads, rotated, split_heads
 from headwise.attention.latent import constructor_arguments
 from headwise.checkpoints import family_of
 from headwise.errors import ArgumentError
@@ -193,16 +193,14 @@ class HostedAttention(AttentionLayer):
         return visible if mask is None else visible & (mask[:, None, None, dropped : dropped + T] != 0)
 
 
-class HostedLatentAttention(HostedAttention, MultiHeadLatentAttention):
-    """MLA in the place of a transformers model's attention; arguments as for `HostedAttention.host`."""
+class CodedAttention(HostedAttention):
+    """A layer that can cache its values in a code, as one tensor ``[B, 1, T, W]``.
 
-    def __init__(self, spec: LatentSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
-        # cos and sin come from the model; the two dims of a rotary pair are half a head apart
-        rope = RopeSpec(dim=spec.qk_rope_head_dim) if spec.qk_rope_head_dim else None
-        super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope)
-        self.host(spec, config, layer_idx, channels)
-        self.code: TransformCode | None = None
-        self.slots: SlotRotation | None = None
+    Keys are coded before rotation, and rotated when they are read (`headwise.hf.coded`).
+    """
+
+    code: TransformCode | None = None
+    slots: SlotRotation | None = None
 
     def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
         """Code the values that the layer caches; None stores them as they are.
@@ -222,26 +220,40 @@ class HostedLatentAttention(HostedAttention, MultiHeadLatentAttention):
             return super()._cache(past, mask)
         return CodedStates(self.code, past, self.layer_idx, mask)
 
+    def _slot_tables(self, values: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of the slots of all tokens, ``[1, T, P/2]`` each, for cached values ``[B, 1, T, W]``."""
+        if self.slots is None or self.rope is None:
+            return None
+        tables = self.slots.tables(max(values.shape[2], call.total), values)
+        cos, sin = (table[..., self._channels(values)] for table in tables)
+        return cos, sin
+
+
+class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
+    """MLA in the place of a transformers model's attention; arguments as for `HostedAttention.host`."""
+
+    def __init__(self, spec: LatentSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
+        # cos and sin come from the model; the two dims of a rotary pair are half a head apart
+        rope = RopeSpec(dim=spec.qk_rope_head_dim) if spec.qk_rope_head_dim else None
+        super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope)
+        self.host(spec, config, layer_idx, channels)
+
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
-        return super()._states_to_cache(states, rotation if self.code is None else None)  # rotated when they are read
+        return super()._states_to_cache(states, rotation if self.code is None else None)
 
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if self.code is not None and self.slots is not None and self.channels:
-            (values,) = memory
-            T, P = values.shape[2], self.spec.qk_rope_head_dim
-            channels = self._channels(values)
-            cos, sin = (table[..., channels] for table in self.slots.tables(max(T, call.total), values))
-            rotary_key = rotated(values[..., -P:], (cos[:, :T], sin[:, :T]), self.rope)
+        if self.code is not None and (tables := self._slot_tables(memory[0], call)) is not None:
+            (values,), P = memory, self.spec.qk_rope_head_dim
+            rotary_key = rotated(values[..., -P:], _part(tables, 0, values.shape[2]), self.rope)
             memory = (torch.cat((values[..., :-P], rotary_key), -1),)
-            begin = call.total - hidden_states.shape[1]
-            call = call._replace(rotation=(cos[:, begin : call.total], sin[:, begin : call.total]))
+            call = call._replace(rotation=_part(tables, call.total - hidden_states.shape[1], call.total))
         return super()._attend(hidden_states, memory, call)
 
 
-class HostedGroupedAttention(HostedAttention, GroupedQueryAttention):
-    """GQA, MQA or MHA in a model whose own class has no ``num_key_value_heads``; arguments as for `host`."""
+class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
+    """GQA, MQA or MHA in a model whose own class has no ``num_key_value_heads``, or with a coded cache."""
 
     def __init__(self, spec: GroupedSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         super().__init__(
@@ -256,6 +268,30 @@ class HostedGroupedAttention(HostedAttention, GroupedQueryAttention):
             softmax_scale=spec.softmax_scale,
         )
         self.host(spec, config, layer_idx, channels)
+
+    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+        if self.code is None:
+            return super()._states_to_cache(states, rotation)
+        key, value = super()._states_to_cache(states, None)
+        return (torch.cat((merge_heads(key), merge_heads(value)), -1)[:, None],)  # [B, 1, S, W]
+
+    def _attend(
+        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if self.code is not None:
+            values, K = memory[0], self.spec.num_kv_heads
+            widths = (K * self.spec.head_dim, K * self.spec.value_dim)
+            key, value = (split_heads(part[:, 0], K) for part in values.split_with_sizes(widths, -1))
+            if (tables := self._slot_tables(values, call)) is not None:
+                key = rotated(key, _part(tables, 0, key.shape[2]), self.rope)
+                call = call._replace(rotation=_part(tables, call.total - hidden_states.shape[1], call.total))
+            memory = (key, value)
+        return super()._attend(hidden_states, memory, call)
+
+
+def _part(tables: tuple[Tensor, Tensor], start: int, stop: int) -> tuple[Tensor, Tensor]:
+    cos, sin = tables
+    return cos[:, start:stop], sin[:, start:stop]
 
 
 def _dropout(config: Any) -> float:

@@ -3,38 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
+from headwise.checkpoints import Checkpoint
 from headwise.errors import CheckpointError
-from headwise.hf.attention import HostedLatentAttention
+from headwise.hf.attention import CodedAttention, HostedGroupedAttention
+from headwise.hf.cache import HeadwiseCache
 from headwise.hf.coded import SlotRotation
+from headwise.hf.models import replace_attention
 from headwise.quantization import TransformCode
+from headwise.quantization.files import FILE
+from headwise.specs import GroupedSpec
 
 
-def set_codes(model: Any, codes: Mapping[int, TransformCode]) -> None:
+def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkpoint) -> None:
     """Code the values that a model's layers cache.
 
-    For example ``set_codes(model, {})`` changes nothing.
+    Stock attention modules are replaced by headwise's, which compute the same. ``generate`` then stores codes unless
+    it is given another cache. For example ``set_codes(model, read_codes(checkpoint.path), checkpoint)``.
 
     Args:
-        model: a converted model.
-        codes: the code of each layer, by the layer's number.
+        model: loaded from the checkpoint.
+        codes: the code of each layer, by the layer's number; none changes nothing.
+        checkpoint: of the model.
 
     Raises:
         CheckpointError: a layer has no such values.
     """
     if not codes:
         return
-    layers = {m.layer_idx: m for m in model.modules() if isinstance(m, HostedLatentAttention)}
+    _replace_stock(model, codes, checkpoint)
+    layers = {module.layer_idx: module for module in model.modules() if isinstance(module, CodedAttention)}
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
     slots = None if rotary is None else SlotRotation(rotary)
     for index, code in codes.items():
         layer = layers.get(index)
-        if layer is None or code.width != layer.spec.kv_lora_rank + layer.spec.qk_rope_head_dim:
-            raise CheckpointError("kv_cache.safetensors", index, "codes a layer that the model does not have")
+        if layer is None or code.width != sum(heads * width for heads, width in layer.cache_shapes()):
+            raise CheckpointError(FILE, index, "codes a layer that the model does not have")
         layer.set_code(code, slots)
+    model_class: Any = type(model)
+    model.__class__ = _storing_codes(model_class)
 
 
 def has_codes(model: Any) -> bool:
     """Whether values that the model caches are coded; see `set_codes`."""
-    return any(isinstance(m, HostedLatentAttention) and m.code is not None for m in model.modules())
+    return any(isinstance(module, CodedAttention) and module.code is not None for module in model.modules())
+
+
+def _replace_stock(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkpoint) -> None:
+    family, base = checkpoint.family, model.base_model
+    bare, dtype = family.bare(), next(model.parameters()).dtype
+    for index in codes:
+        spec = checkpoint.spec.layers[index] if index < len(checkpoint.spec.layers) else None
+        path = bare.place(index)
+        if not isinstance(spec, GroupedSpec) or isinstance(base.get_submodule(path), CodedAttention):
+            continue
+        state = family.read_attention(checkpoint.read, index, spec)
+        pairs = list(range(spec.rope.dim // 2)) if spec.rope else []
+        layer = HostedGroupedAttention(spec, model.config, index, pairs)
+        layer.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()})
+        replace_attention(base, path, layer.to(dtype).eval())
+
+
+@cache
+def _storing_codes(model_class: type[Any]) -> type[Any]:
+    """A model class whose ``generate`` makes a `HeadwiseCache` where it would make a dynamic cache."""
+
+    def prepare_cache(self: Any, settings: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+        may_choose = settings.use_cache is not False and settings.cache_implementation in (None, "dynamic")
+        if may_choose and model_kwargs.get("past_key_values") is None and has_codes(self):
+            model_kwargs["past_key_values"] = HeadwiseCache(self)
+            return
+        model_class._prepare_cache_for_generation(self, settings, model_kwargs, *args)
+
+    attributes = {
+        "__module__": __name__,
+        "__doc__": model_class.__doc__,
+        "_prepare_cache_for_generation": prepare_cache,
+    }
+    subclass = type(f"Coded{model_class.__name__}", (model_class,), attributes)
+    globals()[subclass.__name__] = subclass  # pickle looks classes up here
+    return subclass

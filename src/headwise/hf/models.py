@@ -14,8 +14,6 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from headwise.checkpoints import family_names, family_of
 from headwise.errors import SpecError
 from headwise.hf.attention import HostedGroupedAttention, HostedLatentAttention
-from headwise.hf.cache import HeadwiseCache
-from headwise.hf.codes import has_codes
 from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, read_config
 
 
@@ -58,17 +56,8 @@ def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
             finally:
                 del self.config.model_type
 
-        def prepare_cache(self: Any, settings: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
-            # Codes are stored as codes unless the user names another cache.
-            may_choose = settings.use_cache is not False and settings.cache_implementation in (None, "dynamic")
-            if may_choose and model_kwargs.get("past_key_values") is None and has_codes(self):
-                model_kwargs["past_key_values"] = HeadwiseCache(self)
-                return
-            base._prepare_cache_for_generation(self, settings, model_kwargs, *args)
-
         attributes = {
             "__init__": init,
-            "_prepare_cache_for_generation": prepare_cache,
             "config_class": config_class,
             # headwise's attention takes masks as tensors, and these two implementations pass other objects.
             "_supports_flash_attn": False,
@@ -110,11 +99,11 @@ def install_attention(model: Any, config: Any) -> None:
     channels = _channels(config, spec.layers, min(frequencies, default=0))
     for index, (layer, pairs) in enumerate(zip(spec.layers, channels, strict=True)):
         path = bare.place(index, hosted=True)
-        _replace(base, path, _hosted_layer(layer, config, index, pairs))
+        replace_attention(base, path, _hosted_layer(layer, config, index, pairs))
         for name in family.emptied:
             base.set_submodule(f"{bare.place(index)}.{name}", nn.Identity())
     for index, layer in enumerate(spec.cross_layers):
-        _replace(base, bare.place(index, cross=True), _hosted_layer(layer, config, index, []))
+        replace_attention(base, bare.place(index, cross=True), _hosted_layer(layer, config, index, []))
 
 
 def _channels(config: Any, layers: tuple[AttentionSpec, ...], frequencies: int) -> list[list[int]]:
@@ -142,7 +131,7 @@ def _hosted_layer(spec: AttentionSpec, config: Any, index: int, channels: list[i
     raise SpecError("headwise.attention", spec.kind, f"cannot be hosted in {config.model_type}")
 
 
-def _replace(base: nn.Module, path: str, layer: nn.Module) -> None:
+def replace_attention(base: nn.Module, path: str, layer: nn.Module) -> None:
     """Replace the family's attention module by a layer, which becomes an instance of the module's class too.
 
     transformers finds the modules whose attention weights it returns (``output_attentions``) by their class.

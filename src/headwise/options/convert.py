@@ -13,8 +13,8 @@ EVALUATION_WINDOWS = 2
 """The default number of windows of each text that a conversion is evaluated on; two take some seconds."""
 
 TARGET = Rule(
-    "must be mha, gqa:K, mqa or mla, K the number of key–value heads",
-    lambda to: re.fullmatch(r"mha|mqa|mla|gqa:[0-9]{1,9}", to.strip().lower()) is not None,
+    "must be mha, gqa:K, mqa, mla or same, K the number of key–value heads",
+    lambda to: re.fullmatch(r"mha|mqa|mla|same|gqa:[0-9]{1,9}", to.strip().lower()) is not None,
 )
 """The spellings of a target."""
 
@@ -82,7 +82,9 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
     For example ``ConvertOptions(to="mla", kv_budget=0.5, calibrate="text.txt")``.
     """
 
-    to: str = option("the mechanism to convert to: mha, gqa:K, mqa or mla", rule=TARGET)
+    to: str = option(
+        "the mechanism to convert to: mha, gqa:K, mqa or mla; or same, to store the cache in codes alone", rule=TARGET
+    )
     kv_budget: float | None = option(
         f"mla: how much of the source's cache to keep, {_FRACTION}, which is lossless",
         default=None,
@@ -91,13 +93,13 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
     kv_lora_rank: int | None = option("mla: the width of the latent, in place of a budget", default=None)
     qk_rope_head_dim: int | None = option("mla: the width of the rotary key, with kv_lora_rank", default=None)
     kv_bytes: float | None = option(
-        f"mla: how many of the bytes of the source's cache in bfloat16 to keep, {_FRACTION}: ranks, rotary keys and "
-        "bits of every layer are chosen together, by measured loss; in place of a budget",
+        f"how many of the bytes of the source's cache in bfloat16 to keep, {_FRACTION}, in codes; for mla, ranks, "
+        "rotary keys and bits of every layer are chosen together, by measured loss, in place of a budget",
         default=None,
         rule=KV_BUDGET,
     )
     bits: float | None = option(
-        "mla: store the cache in codes of so many bits a value on average, 1 to 8; each channel is given its own "
+        "store the cache in codes of so many bits a value on average, 1 to 8; each channel is given its own "
         "number of bits",
         default=None,
         rule=BITS,

@@ -22,6 +22,9 @@ from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, as
 
 Calibration = Literal["text", "statistics"]
 
+_CODE_STAGES = ("sensitivity", "sequence", "refine", "refit")
+"""The stages of a method that has none, where its result gets codes."""
+
 _NEEDS_TEXT = ("spread", "sequence", "refine", "refit")
 """Stages that run the model on a text; the others can use saved statistics."""
 
@@ -97,7 +100,12 @@ class ConversionPlan:
     @property
     def spends_bytes(self) -> bool:
         """Whether ranks, rotary widths and bits are chosen together, for a number of bytes."""
-        return self.token_bytes is not None and self.bits is None
+        return self.token_bytes is not None and self.bits is None and "spread" in self.method.stages
+
+    @property
+    def possible_stages(self) -> tuple[str, ...]:
+        """The stages of the method; those that make up for codes where the method has none."""
+        return self.method.stages or (_CODE_STAGES if self.token_bytes is not None else ())
 
     @property
     def code_bytes(self) -> int | None:
@@ -180,7 +188,7 @@ def make_plan(
         mixes_heads="channels" not in without,
     )
     if target.is_coded:
-        refuse_codes(before)
+        refuse_codes(after)
         plan = replace(plan, token_bytes=_shares(before, after, target), bits=target.bits)
     left_out = {*without, *(_NEEDS_TEXT if calibration == "statistics" else ())}
     stages = () if calibration is None or plan.is_exact else tuple(_stages(plan, left_out))
@@ -196,7 +204,11 @@ def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, .
             shares.append(_code_bytes(target.bits, values))
         else:
             assert target.kv_bytes is not None
-            shares.append(code_bytes(old, target.kv_bytes))
+            share = code_bytes(old, target.kv_bytes)
+            if target.mechanism != "mla" and share < _code_bytes(1, values):
+                rule = f"leaves less than a bit for each of {values} values that a layer caches"
+                raise ArgumentError("kv_bytes", target.kv_bytes, rule)
+            shares.append(min(share, _code_bytes(8, values)))
     return tuple(shares)
 
 
@@ -213,7 +225,7 @@ def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
     is_whole = plan.method.is_exact(model, plan.after) and not plan.spends_bytes  # nothing to spread
     can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without and not is_whole
     has_rotary_keys = any(isinstance(layer, LatentSpec) and layer.qk_rope_head_dim for layer in plan.after.layers)
-    for stage in plan.method.stages:
+    for stage in plan.possible_stages:
         is_possible = {"spread": can_spread, "channels": has_rotary_keys}.get(stage, True)
         if is_possible and stage not in without:
             yield stage
@@ -245,19 +257,19 @@ def refuse_inputs(
     """
     method = plan.method
     for field, value in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
-        if value is not None and not method.uses_text:
+        if value is not None and not method.uses_text and plan.token_bytes is None:
             raise ArgumentError(field, str(value), f"goes with mla and aligned heads, not with {method.name}")
     if statistics is not None and texts:
         raise ArgumentError("statistics", str(statistics), "cannot be used with calibrate: it replaces the text")
-    absent, rule = set(without).difference(method.stages), None
+    absent, rule = set(without).difference(plan.possible_stages), None
     if statistics is not None:
         rule = "is a stage of calibrate, and cannot be used with statistics"
     elif plan.is_exact:
         rule = "is a stage of calibrate, and nothing is lost at this size"
-    elif not method.stages:
+    elif not plan.possible_stages:
         rule = f"is a stage of headwise's own methods, and {method.name} has none"
     elif absent:
-        rule = f"is no stage of {method.name}, which has {', '.join(method.stages)}"
+        rule = f"is no stage of {method.name}, which has {', '.join(plan.possible_stages)}"
     elif not texts:
         rule = "is a stage of calibrate, and no text is given"
     if without and rule is not None:

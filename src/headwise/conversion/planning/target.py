@@ -24,13 +24,13 @@ class Target:
     """A mechanism and its size, such as ``Target("mla", kv_budget=0.5)``.
 
     Attributes:
-        mechanism: ``mha``, ``gqa``, ``mqa`` or ``mla``.
+        mechanism: ``mha``, ``gqa``, ``mqa``, ``mla``, or ``same`` for the source's own.
         num_kv_heads: for ``gqa``, the number of key–value heads.
         kv_budget: for ``mla``, the fraction of the source's cache to keep.
         kv_lora_rank: for ``mla``, the width of the latent, in place of a budget.
         qk_rope_head_dim: for ``mla``, the width of the rotary key, with ``kv_lora_rank``.
-        kv_bytes: for ``mla``, the fraction of the bytes of the source's cache in bfloat16 to keep, in codes.
-        bits: for ``mla``, the bits of a cached value on average; None for a cache without codes.
+        kv_bytes: the fraction of the bytes of the source's cache in bfloat16 to keep, in codes.
+        bits: the bits of a cached value on average; None for a cache without codes.
     """
 
     mechanism: str
@@ -59,7 +59,7 @@ def parse_target(
     """Read a target, such as ``parse_target("gqa:2")`` or ``parse_target("mla", kv_budget=0.5)``.
 
     Args:
-        to: ``mha``, ``gqa:K``, ``mqa`` or ``mla``.
+        to: ``mha``, ``gqa:K``, ``mqa``, ``mla`` or ``same``.
         kv_budget: see `Target`.
         kv_lora_rank: see `Target`.
         qk_rope_head_dim: see `Target`.
@@ -73,13 +73,19 @@ def parse_target(
     mechanism, _, heads = to.strip().lower().partition(":")
     values = {"kv_budget": kv_budget, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
     sizes = {**values, "kv_bytes": kv_bytes, "bits": bits}
-    if mechanism != "mla":
-        for name, value in sizes.items():
-            if value is not None:
-                raise ArgumentError(name, value, f"goes with mla; the cache of {to} follows from its heads")
-        return Target(mechanism, num_kv_heads=int(heads) if heads else None)
     KV_BUDGET.check("kv_bytes", kv_bytes)
     BITS.check("bits", bits)
+    if mechanism != "mla":
+        for name, value in values.items():
+            if value is not None:
+                raise ArgumentError(name, value, f"goes with mla; the cache of {to} follows from its heads")
+        if kv_bytes is not None and bits is not None:
+            raise ArgumentError("kv_bytes", kv_bytes, "cannot be used with bits")
+        if mechanism == "same" and kv_bytes is None and bits is None:
+            raise ArgumentError(
+                "to", to, "needs kv_bytes or bits: it stores the cache in codes and changes nothing else"
+            )
+        return Target(mechanism, num_kv_heads=int(heads) if heads else None, kv_bytes=kv_bytes, bits=bits)
     if kv_bytes is not None:
         for name, value in sizes.items():
             if value is not None and name != "kv_bytes":
@@ -131,7 +137,8 @@ def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:
     """The spec of one converted layer."""
     assert isinstance(source, GroupedSpec)
     if target.mechanism != "mla":
-        counts = {"mha": source.num_heads, "mqa": 1, "gqa": target.num_kv_heads}
+        own = source.num_kv_heads
+        counts = {"mha": source.num_heads, "mqa": 1, "gqa": target.num_kv_heads, "same": own}
         count = counts[target.mechanism]
         assert count is not None
         return as_grouped(source, count)
@@ -164,17 +171,29 @@ def code_bytes(source: AttentionSpec, fraction: float) -> int:
     return int(fraction * 2 * formulas(source).cache_values(source))
 
 
-def refuse_codes(source: ModelSpec) -> None:
+def refuse_codes(converted: ModelSpec) -> None:
     """Refuse a model whose cache cannot be coded.
 
     Raises:
-        SpecError: the model is no decoder, or a layer has a sliding window.
+        SpecError: the model is no decoder, or a layer has a sliding window, norms on keys, or rotary pairs whose two
+            dims lie side by side.
     """
-    if not source.is_causal or source.cross_layers:
-        raise SpecError("model_type", source.model_type, "is no decoder of text alone; only their caches are coded")
-    for layer in source.layers:
+    if not converted.is_causal or converted.cross_layers:
+        raise SpecError(
+            "model_type", converted.model_type, "is no decoder of text alone; only their caches are coded"
+        )
+    for layer in converted.layers:
         if layer.sliding_window is not None:
             raise SpecError("sliding_window", layer.sliding_window, "a layer with one cannot have a coded cache yet")
+        if isinstance(layer, GroupedSpec):
+            for field, value in (
+                ("qk_norm", layer.qk_norm),
+                ("sinks", layer.sinks or None),
+                ("softcap", layer.softcap),
+                ("rope.interleaved", (layer.rope is not None and layer.rope.interleaved) or None),
+            ):
+                if value is not None:
+                    raise SpecError(field, value, "a layer with it cannot have a coded cache yet")
 
 
 _BITS_AT_FIRST = 3.3

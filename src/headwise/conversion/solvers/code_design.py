@@ -21,7 +21,7 @@ from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.quantization import SINKS, TransformCode
 from headwise.quantization.transform_code import BLOCK, blocks
-from headwise.specs import LatentSpec
+from headwise.specs import GroupedSpec, LatentSpec
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 """The numbers of bits of a channel. None may be dropped: the rank is the better place to save."""
@@ -97,37 +97,89 @@ def decorrelated(layer: Layer, statistics: ChannelStatistics) -> tuple[Layer, Te
     """The layer in the basis for its code, and the ``[W, W]`` map of cached values to that basis.
 
     Args:
-        layer: an MLA layer with its tensors in any dtype.
+        layer: the layer with its tensors in any dtype.
         statistics: of the layer.
     """
-    spec = layer.spec
-    assert isinstance(spec, LatentSpec)
-    R, P, N, H = spec.kv_lora_rank, spec.qk_rope_head_dim, spec.qk_nope_head_dim, spec.num_heads
     centred = (statistics.values - statistics.values.mean(0)).double()
     covariance = centred.mT @ centred / len(centred)
-    metric = statistics.metric
-    forward, inverse = _uncorrelated(covariance[:R, :R], metric[:R, :R])
     state = {name: tensor.double() for name, tensor in layer.state.items()}
+    if isinstance(layer.spec, LatentSpec):
+        return _decorrelated_latent(replace(layer, state=state), covariance, statistics.metric)
+    return _decorrelated_heads(replace(layer, state=state), covariance, statistics.metric)
+
+
+def _decorrelated_latent(layer: Layer, covariance: Tensor, metric: Tensor) -> tuple[Layer, Tensor]:
+    """`decorrelated` for MLA: any map of the latent, and a complex one of the rotary pairs of each frequency."""
+    spec, state = layer.spec, dict(layer.state)
+    assert isinstance(spec, LatentSpec)
+    R, P, N, H = spec.kv_lora_rank, spec.qk_rope_head_dim, spec.qk_nope_head_dim, spec.num_heads
+    forward, inverse = _uncorrelated(covariance[:R, :R], metric[:R, :R])
     basis = torch.zeros(R + P, R + P, dtype=torch.float64)
     basis[:R, :R] = forward
-    decoder = state["kv_b_proj.weight"] @ inverse
+    state["kv_b_proj.weight"] = state["kv_b_proj.weight"] @ inverse
     channels = layer.channels
     if P:
         pairs, order = _rotary_basis(covariance[R:, R:], metric[R:, R:], layer.channels)
         basis[R:, R:] = _as_real(pairs)
         channels = [layer.channels[index] for index in order]
-        query = torch.unflatten(state["q_proj.weight"], 0, (H, N + P)).clone()
-        query[:, N:] = torch.linalg.inv(_as_real(pairs)).mT @ query[:, N:]
-        state["q_proj.weight"] = query.flatten(0, 1)
-        if "q_proj.bias" in state:
-            bias = torch.unflatten(state["q_proj.bias"], 0, (H, N + P)).clone()
-            bias[:, N:] = bias[:, N:] @ torch.linalg.inv(_as_real(pairs))
-            state["q_proj.bias"] = bias.flatten()
+        back = torch.linalg.inv(_as_real(pairs)).mT
+        for name in ("q_proj.weight", "q_proj.bias"):
+            if name in state:
+                query = torch.unflatten(state[name].view(H * (N + P), -1), 0, (H, N + P)).clone()
+                query[:, N:] = back @ query[:, N:]
+                state[name] = query.flatten(0, 1).view_as(state[name])
     for name in ("kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias"):
         if name in state:
             state[name] = basis @ state[name]
-    state["kv_b_proj.weight"] = decoder
     return replace(layer, state=state, channels=channels), basis
+
+
+def _decorrelated_heads(layer: Layer, covariance: Tensor, metric: Tensor) -> tuple[Layer, Tensor]:
+    """`decorrelated` for MHA, GQA and MQA: any map of a head's values and unrotated keys, a complex number a pair."""
+    spec, state = layer.spec, dict(layer.state)
+    assert isinstance(spec, GroupedSpec)
+    H, K, D, V = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
+    maps = []
+    for head in range(K):
+        at = slice(head * D, (head + 1) * D)
+        maps.append(_key_basis(spec, covariance[at, at], metric[at, at]))
+    key_back = torch.stack([torch.linalg.inv(forward).mT for forward in maps]).repeat_interleave(H // K, 0)
+    value_back = []
+    for head in range(K):
+        at = slice(K * D + head * V, K * D + (head + 1) * V)
+        forward, inverse = _uncorrelated(covariance[at, at], metric[at, at])
+        maps.append(forward)
+        value_back.append(inverse)
+    keys, values = torch.stack(maps[:K]), torch.stack(maps[K:])
+    output = torch.stack(value_back).repeat_interleave(H // K, 0)
+    for name, heads in (("q_proj", key_back), ("k_proj", keys), ("v_proj", values)):
+        for part in (f"{name}.weight", f"{name}.bias"):
+            if part in state:
+                rows = heads @ torch.unflatten(state[part].reshape(len(state[part]), -1), 0, (len(heads), -1))
+                state[part] = rows.flatten(0, 1).view_as(state[part])
+    projection = torch.unflatten(state["o_proj.weight"], 1, (H, V)).transpose(0, 1)  # [H, E, V]
+    state["o_proj.weight"] = (projection @ output).transpose(0, 1).flatten(1)
+    return replace(layer, state=state), torch.block_diag(*maps)  # type: ignore[no-untyped-call]
+
+
+def _key_basis(spec: GroupedSpec, covariance: Tensor, metric: Tensor) -> Tensor:
+    """The map of one head's keys ``[D, D]``: dims stay in their pairs, which rotate."""
+    D = spec.head_dim
+    if spec.qk_norm is not None:  # a norm stands between the projection and the key
+        return torch.eye(D, dtype=torch.float64)
+    rotated = 0 if spec.rope is None else spec.rope.dim
+    basis = torch.eye(D, dtype=torch.float64)
+    if rotated:
+        assert spec.rope is not None
+        pairs = rotated // 2
+        at = torch.arange(rotated)
+        if spec.rope.interleaved:
+            at = torch.unflatten(at, 0, (pairs, 2)).mT.flatten()  # real parts first
+        whole, _ = _rotary_basis(covariance[at][:, at], metric[at][:, at], range(pairs), keeps_order=True)
+        basis[at[:, None], at] = _as_real(whole)
+    if rotated < D:
+        basis[rotated:, rotated:] = _uncorrelated(covariance[rotated:, rotated:], metric[rotated:, rotated:])[0]
+    return basis
 
 
 def _uncorrelated(covariance: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +198,9 @@ def _uncorrelated(covariance: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
     return directions.mH @ forward, backward @ directions
 
 
-def _rotary_basis(covariance: Tensor, metric: Tensor, channels: Sequence[int]) -> tuple[Tensor, list[int]]:
+def _rotary_basis(
+    covariance: Tensor, metric: Tensor, channels: Sequence[int], *, keeps_order: bool = False
+) -> tuple[Tensor, list[int]]:
     """A complex map of rotary pairs ``[P/2, P/2]`` that mixes those of one frequency alone, and their new order.
 
     Returns:
@@ -165,7 +219,7 @@ def _rotary_basis(covariance: Tensor, metric: Tensor, channels: Sequence[int]) -
     cross = mapped[:pairs, pairs:].diagonal()
     angle = 0.5 * torch.atan2(2 * cross, re - im)
     whole = torch.exp(-1j * angle)[:, None] * whole
-    order = torch.argsort(re + im, descending=True).tolist()
+    order = list(range(pairs)) if keeps_order else torch.argsort(re + im, descending=True).tolist()
     return whole[order], order
 
 
@@ -274,11 +328,7 @@ class Design:
 
     def coded(self, token_bytes: int) -> Layer:
         """The layer with a code of so many bytes a token, or the next fewer."""
-        spec = self.layer.spec
-        assert isinstance(spec, LatentSpec)
-        R, P = spec.kv_lora_rank, spec.qk_rope_head_dim
-        sections, parts = ((R, P // 2, P // 2), (R, P)) if P else ((R,), (R,))
-        return replace(self.layer, code=allot(self.table, sections, parts, token_bytes))
+        return replace(self.layer, code=allot(self.table, *_shape(self.layer.spec), token_bytes))
 
 
 def design(layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, root: Tensor) -> Design:
@@ -290,10 +340,16 @@ def design(layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, r
         rotation: the rotary tables of a window.
         root: ``[E, E]``, the root of the sensitivity.
     """
-    spec = layer.spec
-    assert isinstance(spec, LatentSpec)
-    R, P = spec.kv_lora_rank, spec.qk_rope_head_dim
     statistics = channel_statistics(layer, windows, rotation, root)
     turned, basis = decorrelated(layer, statistics)
     values = statistics.values.double() @ basis.mT
-    return Design(turned.float(), fit_scales(values, (R, P) if P else (R,)))
+    return Design(turned.float(), fit_scales(values, _shape(layer.spec)[1]))
+
+
+def _shape(spec: GroupedSpec | LatentSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sections and parts of a layer's code; see `TransformCode`."""
+    if isinstance(spec, LatentSpec):
+        R, P = spec.kv_lora_rank, spec.qk_rope_head_dim
+        return ((R, P // 2, P // 2), (R, P)) if P else ((R,), (R,))
+    K, D, V = spec.num_kv_heads, spec.head_dim, spec.value_dim
+    return (*(D,) * K, *(V,) * K), (K * D, K * V)

@@ -65,7 +65,13 @@ def sample_rows(tokens: int, count: int, window: int = 0) -> Tensor:
 
 
 def grouped_heads(
-    state: State, spec: GroupedSpec, inputs: Tensor, rows: Tensor, rotation: Rotation | None, norm_eps: float
+    state: State,
+    spec: GroupedSpec,
+    inputs: Tensor,
+    rows: Tensor,
+    rotation: Rotation | None,
+    norm_eps: float,
+    code: TransformCode | None = None,
 ) -> Heads:
     """The queries, keys and values of MHA, GQA or MQA.
 
@@ -76,12 +82,16 @@ def grouped_heads(
         rows: ``[S]``, the positions of the queries.
         rotation: the model's rotary tables.
         norm_eps: the epsilon of the norms of queries and keys.
+        code: rounds the keys before rotation and the values, those of the first tokens excepted.
     """
     H, K = spec.num_heads, spec.num_kv_heads
     query = _split(_project(state, "q_proj", inputs[rows]), H)  # [H, S, D]
     key, value = (_split(_project(state, name, inputs), K) for name in ("k_proj", "v_proj"))  # [K, T, D], [K, T, V]
     if spec.qk_norm is not None:
         query, key = (_normed(x, state[f"{n}_norm.weight"], spec, norm_eps) for x, n in ((query, "q"), (key, "k")))
+    if code is not None:
+        cached = coded(torch.cat((key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)), 1), code)
+        key, value = (_split(x, K) for x in cached.split_with_sizes((K * spec.head_dim, K * spec.value_dim), 1))
     if spec.rope is not None and rotation is not None:
         query, key = (
             _rotate(query, rotation, spec.rope.interleaved, rows),
@@ -189,7 +199,7 @@ class Layer:
         """The queries at positions ``rows``, and the keys and values, of one window's inputs ``[T, E]``."""
         if isinstance(self.spec, LatentSpec):
             return latent_heads(self.state, self.spec, inputs, rows, rotation, self.channels, self.code)
-        return grouped_heads(self.state, self.spec, inputs, rows, rotation, self.norm_eps)
+        return grouped_heads(self.state, self.spec, inputs, rows, rotation, self.norm_eps, self.code)
 
     def mixed(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:
         """The inputs of the output projection at every position: ``[T, H·V]``."""
