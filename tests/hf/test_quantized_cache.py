@@ -332,11 +332,14 @@ def test_limits_batches_and_latents_are_refused_by_name(spelling: str) -> None:
     cache.update(states[:1], states[:1], 0)
 
 
-def test_layers_that_are_not_quantised_are_refused_by_name() -> None:
+def test_each_kind_of_layer_is_quantised_or_refused_by_name() -> None:
     with pytest.raises(headwise.ArgumentError, match=r"quantize = 'kivi4': quantises none of this .* SlidingLayer$"):
         HeadwiseCache(config(sliding_window=9), quantize="kivi4")
     mixed = HeadwiseCache(tiny_family("gemma3_text", num_key_value_heads=HEADS), quantize="kivi4")
     assert [type(layer).__name__ for layer in mixed.layers] == ["SlidingLayer", "KiviLayer", "SlidingLayer"]
+    read_by_kernel = tiny_family("gemma3_text", num_key_value_heads=HEADS, attn_implementation="headwise")
+    kinds = [type(layer).__name__ for layer in HeadwiseCache(read_by_kernel, quantize="int8").layers]
+    assert kinds == ["TokenwiseSlidingLayer", "QuantizedLayer", "TokenwiseSlidingLayer"]
     with pytest.raises(headwise.ArgumentError, match=r"^quantize = 'int5': must be int8, int4,"):
         HeadwiseCache(config(), quantize="int5")
     states = torch.zeros(1, 1, 1, 80)

@@ -52,16 +52,9 @@ class LayerCache:
 
         Returns:
             ``[B, heads, T, width]`` for each.
-
-        Raises:
-            ArgumentError: the cache is quantised.
         """
         keys, values = new if self._tensors == 2 else (new[0], new[0][..., :0])
-        states = self._past.update(keys, values, self._layer_idx)
-        if states[0].dtype == torch.int8:
-            rule = "is for models whose own attention is headwise by name, not for converted layers"
-            raise ArgumentError("quantize", "int8", rule)
-        return self._trimmed(states)
+        return self._trimmed(self._past.update(keys, values, self._layer_idx))
 
     def views(self) -> tuple[Tensor, ...]:
         """Everything in the cache, ``[B, heads, T, width]`` for each cached tensor."""

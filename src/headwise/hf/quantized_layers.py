@@ -7,6 +7,7 @@ Shapes: B batch, K key–value heads, S new tokens, T cached tokens, D width of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -230,7 +231,7 @@ class KiviLayer(GrowingLayer):
         values = self.code.values.decode(self.values, self.recent_values.shape[3], self.recent_values.dtype)
         return torch.cat((keys, self.recent_keys), 2), torch.cat((values, self.recent_values), 2)
 
-    def _extend(self, name: str, new: Tensor, room: Any) -> None:
+    def _extend(self, name: str, new: Tensor, room: Callable[[int], int]) -> None:
         """Append to one of the tensors along its third dimension."""
         memory = self.rooms[self.tensor_names.index(name)]
         setattr(self, name, memory.append(getattr(self, name), new, room))
