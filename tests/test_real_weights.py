@@ -13,6 +13,7 @@ import torch
 
 import headwise
 from headwise.conversion import export_deepseek
+from headwise.hf import HeadwiseCache
 from headwise.measurement import cache_nbytes
 from tests.closeness import assert_close
 from tests.one_size import convert_to_one_size
@@ -241,3 +242,32 @@ def test_the_glassllm_folder_is_the_packages_model(tmp_path: Path) -> None:
     ids = torch.randint(0, 1024, (1, 60), generator=torch.Generator().manual_seed(2))
     expected = torch.from_numpy(oracle.forward(ids.numpy()).data)
     assert_close(logits(save_glassllm(tmp_path / "glass"), ids), expected, 1e-4)
+
+
+@pytest.mark.parametrize("cache_format", ["int4+hadamard", "kivi4"])
+@torch.inference_mode()
+def test_generating_from_a_quantised_cache_is_one_forward_of_what_is_stored(cache_format: str) -> None:
+    """In float64, so that no number falls to the other side of a code's edge for its rounding."""
+    model = headwise.load("smollm2-135m", dtype="float64")
+    ids = torch.randint(3, 49152, (2, 70), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
+        past_key_values=HeadwiseCache(model, quantize=cache_format),
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    mask = torch.cat((mask, torch.ones(2, out.sequences.shape[1] - 70, dtype=torch.long)), 1)
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    inputs = {"attention_mask": mask, "position_ids": places}
+    # No block of 64 fills after the prompt, so that kivi's codes are those of one forward too.
+    once = model(out.sequences, past_key_values=HeadwiseCache(model, quantize=cache_format), **inputs).logits
+    error = (torch.stack(out.logits, 1) - once[:, 69:-1]).abs().max()
+    effect = (model(out.sequences, **inputs).logits - once)[:, 69:-1].abs().max()
+    assert error < 1e-4
+    assert effect > 0.1

@@ -68,6 +68,19 @@ def test_an_encoder(cli: Callable[..., Result], tasks: Path) -> None:
     assert "MRR" in shown.out
 
 
+def test_a_quantised_cache_in_every_task(cli: Callable[..., Result], tasks: Path) -> None:
+    arguments = ("evaluate", "tiny", "--against", "tiny", "--cache", "int2", "--text", "text.txt", *SMALL)
+    arguments = (*arguments, "--choices", "choices.jsonl", "--planted", "128")
+    report = document(cli(*arguments, "--json"))
+    assert report["cache"] == report["choices"]["cache"] == report["planted"]["cache"] == "int2"
+    assert report["perplexity_ratio"] != 1
+    assert report["cache_bytes_per_token"] < report["reference_cache_bytes_per_token"]
+    depth = report["planted"]["depths"][0]
+    assert depth["nll"] != depth["reference_nll"]
+    shown = cli(*arguments)
+    assert "the model's cache in int2" in shown.out.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -82,6 +95,9 @@ def test_an_encoder(cli: Callable[..., Result], tasks: Path) -> None:
         (("--text", "text.txt", *SMALL, "--planted", "129"), "context = 129: must be at most 128"),
         (("--text", "text.txt", *SMALL, "--planted", "40"), "context = 40: must be at least"),
         (("--text", "text.txt", *SMALL, "--device", "nowhere"), "device = 'nowhere': must be a device"),
+        (("--text", "text.txt", *SMALL, "--cache", "int5"), "cache = 'int5': must be int8, int4, int3 or int2, with"),
+        (("--text", "text.txt", *SMALL, "--cache", "kivi8"), "cache = 'kivi8': must be int8, int4, int3 or int2"),
+        (("--retrieval", "passages.jsonl", "--cache", "int4"), "cache = 'int4': needs --text or --choices"),
         (("--choices", "choices.jsonl", "--device", "cuda:77"), "device = 'cuda:77': must be a device"),
     ],
     ids=str,

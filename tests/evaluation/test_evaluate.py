@@ -14,6 +14,7 @@ import torch
 import headwise
 from headwise.checkpoints import load_tokenizer
 from headwise.evaluation import evaluate, open_pair, score_window
+from headwise.hf import HeadwiseCache
 from headwise.texts import token_windows
 from tests.real_models import save_tiny
 
@@ -233,3 +234,46 @@ def test_decoding_is_timed_behind_the_text(root: Path, context: int, monkeypatch
     (prompt,) = prompts
     tokens = ids.flatten().tolist()
     assert prompt.tolist() == [(tokens * 3)[:context]]
+
+
+@pytest.mark.parametrize("cache", ["int4", "int8/int3+hadamard", "kivi4:16"])
+def test_a_quantised_cache_is_read_in_windows_whole_and_in_pieces(
+    root: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = root / "source"
+    pair = open_pair(source, against=source)
+    options = {"text": root / "text.txt", "window": 128, "windows": 2, "context": 20}
+    plain, evaluation = evaluate(pair, **options), evaluate(pair, **options, cache=cache)
+    ids = token_windows(load_tokenizer(source), TEXT, window=128, windows=2)
+    model = headwise.load(source)
+    with torch.inference_mode():
+        rows = [model(row[None], past_key_values=HeadwiseCache(model, quantize=cache)).logits for row in ids]
+    logits = torch.cat(rows).double().log_softmax(-1)[:, :-1]
+    nll = float(-logits.gather(-1, ids[:, 1:, None]).mean())
+    assert evaluation.cache == cache
+    assert evaluation.perplexity == pytest.approx(math.exp(nll), rel=1e-5)
+    assert evaluation.reference is not None
+    assert evaluation.reference.cache is None
+    assert evaluation.reference.perplexity == plain.perplexity != evaluation.perplexity
+    # Bytes in one head of width 8: codes, and scales of 4 bytes a group, or of a channel and 16 tokens.
+    key, value = {"int4": (4 + 4, 4 + 4), "int8/int3+hadamard": (8 + 4, 3 + 4), "kivi4:16": (4 + 8 * 4 / 16, 4 + 4)}[
+        cache
+    ]
+    assert evaluation.cache_bytes_per_token == 2 * 3 * (key + value)
+    assert evaluation.reference.cache_bytes_per_token == plain.cache_bytes_per_token
+    assert not model._forward_pre_hooks
+    monkeypatch.setattr("headwise.evaluation.scoring._WHOLE", 64)
+    monkeypatch.setattr("headwise.evaluation.scoring._PIECE", 32)
+    pieces = evaluate(pair, **options, cache=cache)
+    # A token-wise code is the same in pieces; kivi's latest block is read before it is full.
+    assert pieces.perplexity == pytest.approx(evaluation.perplexity, rel=1e-2 if "kivi" in cache else 1e-6)
+    assert pieces.cache_bytes_per_token == evaluation.cache_bytes_per_token
+    assert evaluate(pair, **options).perplexity == plain.perplexity
+
+
+def test_a_cache_that_cannot_be_is_refused(root: Path) -> None:
+    options = {"text": root / "text.txt", "window": 50, "windows": 1, "context": 10}
+    with pytest.raises(headwise.ArgumentError, match=r"^cache = 'int5': must be int8, int4, int3 or int2"):
+        evaluate(root / "source", **options, cache="int5")
+    with pytest.raises(headwise.ArgumentError, match=r"^quantize = 'int4': is for keys and values of heads"):
+        evaluate(root / "half", **options, cache="int4")

@@ -1,4 +1,4 @@
-"""A converted model with a coded cache: one forward, a cache of any kind, batches, beams and crops see the same values.
+"""A converted model with a coded cache: a forward, caches of all kinds, batches, beams and crops see the same values.
 
 In float64: a code changes by leaps, so that sums taken in another order may choose another one, and float64 leaves
 that to chance of 1e-13.
@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import headwise
+from headwise.caches.coded import CodedLayer
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import HeadwiseCache
-from headwise.hf.coded import CodedLayer
 from headwise.quantization import SINKS
 from headwise.quantization.files import FILE, read_codes
 

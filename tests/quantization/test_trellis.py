@@ -1,4 +1,4 @@
-"""Trellis codes: the compiled encoder, the one in torch, and a search of all paths agree; errors are those published."""
+"""Trellis codes: the compiled encoder, the one in torch and a search of all paths agree; errors are as published."""
 
 from __future__ import annotations
 

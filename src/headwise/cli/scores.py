@@ -24,7 +24,8 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
         columns: headings for the model and for its reference.
     """
     how = f"windows of {result.window}; {result.dtype}, {result.threads} thread{'s' * (result.threads != 1)}"
-    out.print(f"{result.tokens:,} tokens of {escape(result.text)}, {how}")
+    cache = "" if result.cache is None else f"; the model's cache in {result.cache}"
+    out.print(f"{result.tokens:,} tokens of {escape(result.text)}, {how}{cache}")
     table = _table("", result.against, columns)
     for score in result.texts if len(result.texts) > 1 else ():
         _row(table, f"perplexity of {escape(score.text)}", score, "perplexity", ".3f")
@@ -49,7 +50,8 @@ def _show_by_position(result: Evaluation) -> None:
 
 
 def _show_choices(result: ChoiceEvaluation) -> None:
-    out.print(f"{result.items:,} items of {escape(result.file)}, zero-shot")
+    cache = "" if result.cache is None else f"; the model's cache in {result.cache}"
+    out.print(f"{result.items:,} items of {escape(result.file)}, zero-shot{cache}")
     rates = {"accuracy": result.accuracy, "accuracy by length": result.accuracy_norm}
     _show_rates(rates, result.against)
 

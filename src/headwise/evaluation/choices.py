@@ -53,6 +53,7 @@ class ChoiceEvaluation:
         dtype: that both were run in.
         device: that both were run on.
         threads: the number of torch's threads.
+        cache: the format that the model's cache was stored in; None for the model's own numbers.
     """
 
     model: str
@@ -64,6 +65,7 @@ class ChoiceEvaluation:
     dtype: str
     device: str
     threads: int
+    cache: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements as JSON-able values."""
@@ -92,11 +94,15 @@ def evaluate_choices(
     items = read_choices(options.file, limit=options.limit)
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
     sequences = _sequences(pair.tokenizer, items, pair.positions)
-    check_vocabulary(pair.models, max(max(prompt + ending) for prompt, ending in sequences))
+    with pair.caching(options.cache):
+        check_vocabulary(pair.models, max(max(prompt + ending) for prompt, ending in sequences))
+        likelihoods = {
+            name: log_likelihoods(loaded, sequences, progress=progress) for name, loaded in pair.models.items()
+        }
     by_total: dict[str, list[bool]] = {}
     by_character: dict[str, list[bool]] = {}
-    for name, loaded in pair.models.items():
-        scores = iter(log_likelihoods(loaded, sequences, progress=progress))
+    for name in pair.models:
+        scores = iter(likelihoods[name])
         by_total[name], by_character[name] = [], []
         for item in items:
             totals = [next(scores) for _ in item.choices]
@@ -108,6 +114,7 @@ def evaluate_choices(
         items=len(items),
         accuracy=rate(by_total["model"], by_total.get("against"), seed=options.seed),
         accuracy_norm=rate(by_character["model"], by_character.get("against"), seed=options.seed),
+        cache=options.cache,
         **pair.about(),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.paired_results import Paired
 from headwise.evaluation.scoring import score_window
-from headwise.evaluation.speed import Speed, decode_times
+from headwise.evaluation.speed import Speed, allocated_bytes, decode_times
 from headwise.options import EvaluateOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
@@ -91,7 +91,9 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "decod
         kl: mean KL(reference ‖ model) a token, in nats.
         top1_agreement: fraction of positions where both rank the same token first.
         texts: the quality on each text.
-        cache_bytes_per_token: bytes of the cache's tensors over the number of cached tokens.
+        cache: the format that the model's cache was stored in; None for the model's own numbers.
+        cache_bytes_per_token: bytes of the cache's tensors over the number of cached tokens; for a ``cache``, of all
+            memory that it allocates for a window.
         context: tokens in the cache while decoding was timed.
         decode_ms: median milliseconds for one more token at that context.
         dtype: that both were run in.
@@ -110,6 +112,7 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "decod
     kl: float | None = None
     top1_agreement: float | None = None
     texts: tuple[TextScore, ...]
+    cache: str | None = None
     cache_bytes_per_token: float
     context: int
     decode_ms: float
@@ -152,12 +155,17 @@ def evaluate(model: str | Path | Pair, options: EvaluateOptions, *, progress: Pr
         (file, token_windows(pair.tokenizer, content, window=window, windows=options.windows, name=f"text {file}"))
         for file, content in zip(files, contents, strict=True)
     ]
-    return evaluate_windows(pair, batches, context=context, progress=progress)
+    return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress)
 
 
 @torch.inference_mode()
 def evaluate_windows(
-    pair: Pair, texts: Sequence[tuple[str, Tensor]], *, context: int | None = None, progress: Progress = silent
+    pair: Pair,
+    texts: Sequence[tuple[str, Tensor]],
+    *,
+    context: int | None = None,
+    cache: str | None = None,
+    progress: Progress = silent,
 ) -> Evaluation:
     """Evaluate a model on windows of tokens, beside its reference; see `evaluate`.
 
@@ -167,21 +175,26 @@ def evaluate_windows(
         pair: the model and its reference.
         texts: the name of each text, and its windows ``[n, W]``; W is the same for all.
         context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
+        cache: the format that the model's cache is stored in; the model's own numbers when None.
         progress: told of each window.
     """
     if context is None:
         context = CONTEXT if pair.positions is None else min(CONTEXT, pair.positions - 1)
-    check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
-    scores = _scores(pair, texts, progress)
     prompt = texts[0][1].flatten()[None, :context]
     prompt = prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
-    speed = decode_times(pair.models, prompt.to(pair.device), progress=progress)
+    with pair.caching(cache):
+        check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
+        scores = _scores(pair, texts, progress)
+        speed = decode_times(pair.models, prompt.to(pair.device), progress=progress)
+    if cache is not None:
+        allocated = allocated_bytes(pair.models["model"], texts[0][1][0], cache)
+        speed["model"] = replace(speed["model"], bytes_per_token=allocated)
     about = {"window": texts[0][1].shape[1], "context": context}
     reference = None
     if "against" in speed:
         alone = [(name, {"nll": score["reference_nll"]}) for name, score in scores]
         reference = _evaluation(alone, speed["against"], about | pair.about("against"))
-    return _evaluation(scores, speed["model"], about | pair.about(), reference)
+    return _evaluation(scores, speed["model"], about | pair.about() | {"cache": cache}, reference)
 
 
 def _scores(pair: Pair, texts: Sequence[tuple[str, Tensor]], progress: Progress) -> _Scores:

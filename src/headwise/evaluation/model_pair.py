@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -11,8 +13,9 @@ import torch
 
 from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer
 from headwise.errors import ArgumentError
-from headwise.hf import as_device, as_dtype, load, open_decoder
+from headwise.hf import as_device, as_dtype, default_cache, load, open_decoder
 from headwise.progress import Progress, silent
+from headwise.quantization.formats import parse_format
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +58,23 @@ class Pair:
         """The longest sequence that both models support; None where no config states one."""
         counts = (checkpoint.spec.max_position_embeddings for checkpoint in self.checkpoints.values())
         return min((count for count in counts if count is not None), default=None)
+
+    @contextmanager
+    def caching(self, cache: str | None) -> Iterator[None]:
+        """Run the model, and not its reference, with a quantised cache; see `headwise.hf.default_cache`.
+
+        Args:
+            cache: the format; the model's own cache when None.
+
+        Raises:
+            ArgumentError: there is no such format, or the model has no layer for it.
+        """
+        if cache is None:
+            yield
+            return
+        parse_format(cache, name="cache")
+        with default_cache(self.models["model"], cache):
+            yield
 
     def about(self, name: str = "model") -> dict[str, Any]:
         """The fields of an evaluation that describe its models and its run.

@@ -67,6 +67,7 @@ class PlantedEvaluation:
         dtype: that both were run in.
         device: that both were run on.
         threads: the number of torch's threads.
+        cache: the format that the model's cache was stored in; None for the model's own numbers.
     """
 
     model: str
@@ -82,6 +83,7 @@ class PlantedEvaluation:
     dtype: str
     device: str
     threads: int
+    cache: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements as JSON-able values."""
@@ -142,8 +144,9 @@ def evaluate_planted(
     if pair.positions is not None and context > pair.positions:
         raise ArgumentError("context", context, f"must be at most {pair.positions}, by the models' positions")
     stretches = token_windows(pair.tokenizer, content, window=context, windows=trials, name=f"text {options.text}")
-    check_vocabulary(pair.models, int(stretches.max()))
-    answers = _answers(pair, stretches, options, progress)
+    with pair.caching(options.cache):
+        check_vocabulary(pair.models, int(stretches.max()))
+        answers = _answers(pair, stretches, options, progress)
     at_all_depths = {name: [answer for row in rows for answer in row] for name, rows in answers.items()}
     generated = {name: [answer.found for answer in row] for name, row in at_all_depths.items()}
     first = {name: [answer.rank == 1 for answer in row] for name, row in at_all_depths.items()}
@@ -159,6 +162,7 @@ def evaluate_planted(
             _depth_score(depth, *(rows[index] for rows in (answers["model"], answers.get("against")) if rows))
             for index, depth in enumerate(options.depths)
         ),
+        cache=options.cache,
         **pair.about(),
     )
 

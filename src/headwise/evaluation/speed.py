@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from headwise.hf import HeadwiseCache
 from headwise.measurement import cache_nbytes, time_interleaved
 from headwise.progress import Progress, silent
+
+_PIECE = 1024
+"""Tokens in each call, so that a long window's hidden states are never all in memory."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,23 @@ class Speed:
 
     bytes_per_token: float
     decode_ms: float
+
+
+@torch.inference_mode()
+def allocated_bytes(model: Any, ids: Tensor, quantize: str) -> float:
+    """Bytes that a quantised cache allocates for a window of text, scales and recent tokens included, for each token.
+
+    For example ``allocated_bytes(load("./model"), torch.arange(2048), "int4")``.
+
+    Args:
+        model: a transformers model.
+        ids: ``[S]`` token ids; the cache has room for just so many.
+        quantize: see `headwise.hf.HeadwiseCache`.
+    """
+    cache = HeadwiseCache(model, max_length=len(ids), quantize=quantize)
+    for piece in torch.split(ids.to(model.device)[None], _PIECE, 1):
+        model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache.nbytes / len(ids)
 
 
 def decode_times(

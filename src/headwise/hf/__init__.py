@@ -1,7 +1,7 @@
 """Converted models in transformers: importing this package registers them with transformers' Auto classes."""
 
+from headwise.caches.cache import HeadwiseCache, default_cache
 from headwise.hf.attention import HostedAttention, HostedGroupedAttention, HostedLatentAttention, LayerCache
-from headwise.hf.cache import HeadwiseCache
 from headwise.hf.config import auto_class, model_class, stock_config
 from headwise.hf.generate import Generation, generate
 from headwise.hf.interface import attention_forward
@@ -26,6 +26,7 @@ __all__ = [
     "attention_forward",
     "auto_class",
     "check_complete",
+    "default_cache",
     "expected_tensors",
     "generate",
     "hosted_classes",

@@ -16,9 +16,9 @@ from transformers import EncoderDecoderCache
 from headwise.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from headwise.attention.base import AttentionLayer, CacheLike, Call, merge_heads, rotated, split_heads
 from headwise.attention.latent import constructor_arguments
+from headwise.caches.coded import CodedLayer, CodedStates, SlotRotation
 from headwise.checkpoints import family_of
 from headwise.errors import ArgumentError
-from headwise.hf.coded import CodedLayer, CodedStates, SlotRotation
 from headwise.hf.interface import as_bool
 from headwise.kernels.mask import causal_mask
 from headwise.quantization import TransformCode
@@ -54,16 +54,9 @@ class LayerCache:
 
         Returns:
             ``[B, heads, T, width]`` for each.
-
-        Raises:
-            ArgumentError: the cache is quantised.
         """
         keys, values = new if self._tensors == 2 else (new[0], new[0][..., :0])
-        states = self._past.update(keys, values, self._layer_idx)
-        if states[0].dtype == torch.int8:
-            rule = "is for models whose own attention is headwise by name, not for converted layers"
-            raise ArgumentError("quantize", "int8", rule)
-        return self._trimmed(states)
+        return self._trimmed(self._past.update(keys, values, self._layer_idx))
 
     def views(self) -> tuple[Tensor, ...]:
         """Everything in the cache, ``[B, heads, T, width]`` for each cached tensor."""
@@ -196,7 +189,7 @@ class HostedAttention(AttentionLayer):
 class CodedAttention(HostedAttention):
     """A layer that can cache its values in a code, as one tensor ``[B, 1, T, W]``.
 
-    Keys are coded before rotation, and rotated when they are read (`headwise.hf.coded`).
+    Keys are coded before rotation, and rotated when they are read (`headwise.caches.coded`).
     """
 
     code: TransformCode | None = None

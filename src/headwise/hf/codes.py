@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from headwise.caches.cache import HeadwiseCache
+from headwise.caches.coded import SlotRotation
 from headwise.checkpoints import Checkpoint
 from headwise.errors import CheckpointError
 from headwise.hf.attention import CodedAttention, HostedGroupedAttention
-from headwise.hf.cache import HeadwiseCache
-from headwise.hf.coded import SlotRotation
 from headwise.hf.models import replace_attention
 from headwise.quantization import TransformCode
 from headwise.quantization.files import FILE

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from headwise.caches.cache import NAME
 from headwise.errors import ArgumentError
 from headwise.kernels import attend, attend_quantized, attend_with_weights, dequantize, unpack
-
-NAME = "headwise"
-"""The value of ``attn_implementation``."""
 
 UNKNOWN = ("softcap", "position_bias", "s_aux", "cache")
 """Arguments of attention functions that are not supported: caps and biases of scores, sinks, paged caches."""

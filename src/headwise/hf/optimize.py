@@ -7,10 +7,9 @@ from typing import Any
 
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from headwise.caches.cache import NAME, HeadwiseCache
 from headwise.errors import ArgumentError, SpecError
-from headwise.hf.cache import HeadwiseCache
 from headwise.hf.deepseek import FAMILIES, take_over_attention
-from headwise.hf.interface import NAME
 from headwise.hf.linear import take_over_linears
 from headwise.specs import HOSTED_PREFIX
 

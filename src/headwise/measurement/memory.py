@@ -39,7 +39,9 @@ def cache_nbytes(value: Any) -> int:
     """
     layers = getattr(value, "layers", None)
     if isinstance(layers, list):
-        tensors = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
+        usual = ("keys", "values")
+        names = ((layer, name) for layer in layers for name in getattr(layer, "tensor_names", usual))
+        tensors = (getattr(layer, name, None) for layer, name in names)
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
     buffers = getattr(value, "buffers", None)
     return sum(tensor.nbytes for tensor in buffers) if isinstance(buffers, list) else 0

@@ -36,6 +36,17 @@ class ModelOptions(RunOptions):
     )
 
 
+class CacheOptions(Options):
+    """The format of the evaluated model's cache."""
+
+    cache: str | None = option(
+        "run the model, and not its reference, with its keys and values stored as int8, int4, int3, int2, fp8, kivi4,"
+        " kivi3 or kivi2, or in two formats, as int8/int4; docs/speed.md has all",
+        default=None,
+        metavar="FORMAT",
+    )
+
+
 class WindowOptions(Options):
     """The windows of text that are scored."""
 
@@ -46,7 +57,7 @@ class WindowOptions(Options):
     windows: int | None = option("how many windows of each text to evaluate on", default=6, rule=at_least(1))
 
 
-class TextOptions(ModelOptions, WindowOptions):
+class TextOptions(ModelOptions, CacheOptions, WindowOptions):
     """The windows of text that are scored, and the context at which decoding is timed."""
 
     context: int | None = option(
@@ -72,7 +83,7 @@ class SeedOptions(Options):
     seed: int = option("seed of bootstrap intervals, and of the codes of planted facts", default=0)
 
 
-class PlantedOptions(ModelOptions, SeedOptions):
+class PlantedOptions(ModelOptions, CacheOptions, SeedOptions):
     """The text, the planted facts and the questions of `headwise.evaluate_planted`.
 
     For example ``PlantedOptions(text="text.txt", against="smollm2-135m", context=4096)``.
@@ -97,7 +108,7 @@ class ItemOptions(RunOptions):
     )
 
 
-class ChoiceOptions(ItemOptions, ModelOptions, SeedOptions):
+class ChoiceOptions(ItemOptions, ModelOptions, CacheOptions, SeedOptions):
     """The items of `headwise.evaluate_choices`, and the models.
 
     For example ``ChoiceOptions(file="piqa.jsonl", against="smollm2-135m", limit=500)``.

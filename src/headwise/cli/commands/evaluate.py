@@ -37,6 +37,8 @@ class TaskOptions(TextOptions, ItemOptions):
             raise ArgumentError("text", None, "is required, unless --choices or --retrieval is given")
         if self.planted is not None and not self.text:
             raise ArgumentError("planted", self.planted, "needs --text, to plant the fact in")
+        if self.cache is not None and not (self.text or self.choices):
+            raise ArgumentError("cache", self.cache, "needs --text or --choices: an encoder has no cache")
 
 
 @app.command(epilog="Example: headwise evaluate ./smollm2-mla --against smollm2-135m --text text.txt --windows 6")
@@ -77,7 +79,7 @@ def _results(model: str, options: TaskOptions, progress: Progress) -> dict[str, 
             results["choices"] = evaluation.evaluate_choices(pair, items, progress=progress)
         if options.planted is not None:
             results["planted"] = evaluation.evaluate_planted(
-                pair, text=options.text[0], context=options.planted, progress=progress
+                pair, text=options.text[0], context=options.planted, cache=options.cache, progress=progress
             )
     if options.retrieval:
         results["retrieval"] = evaluation.evaluate_retrieval(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.hf.cache import GrowingLayer
+from headwise.caches.growing import GrowingLayer
 from headwise.quantization import SINKS, TransformCode
 
 
@@ -48,6 +48,8 @@ class CodedLayer(GrowingLayer):
         max_length: allocate memory for so many tokens, and refuse more; when None, memory is doubled as needed.
     """
 
+    tensor_names = ("keys", "values", "wide", "first")
+
     def __init__(self, code: TransformCode, max_length: int | None = None) -> None:
         super().__init__(max_length)
         self.code = code
@@ -78,11 +80,6 @@ class CodedLayer(GrowingLayer):
         assert self.wide is not None
         values = self.code.decode(self.keys, dtype)
         return overlaid(values, self.wide.to(dtype), self.first, 0)
-
-    @property
-    def more_bytes(self) -> int:
-        """Bytes of what is stored beside codes."""
-        return sum(tensor.nbytes for tensor in (self.wide, self.first) if tensor is not None)
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -1,0 +1,156 @@
+"""A transformers cache that appends tokens without copying those it has, and can quantise them.
+
+Shapes: B batch, K key–value heads, T cached tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from headwise.caches.growing import GrowingLayer, SlidingLayer
+from headwise.caches.quantized import KiviLayer, QuantizedLayer, TokenwiseLayer, TokenwiseSlidingLayer
+from headwise.errors import ArgumentError
+from headwise.quantization.formats import CacheFormat, TokenFormat, parse_format
+from headwise.quantization.kivi import KiviCode
+from headwise.specs import HOSTED_PREFIX
+
+NAME = "headwise"
+"""The value of ``attn_implementation`` by which a transformers model's attention is headwise's."""
+
+_FUSED = "int8"
+"""The format that headwise's attention reads without decoding it first."""
+
+
+class HeadwiseCache(DynamicCache):
+    """A `DynamicCache` with spare memory, to which tokens are appended in place.
+
+    transformers' `DynamicCache` concatenates all tokens into a new tensor for every token and layer. Beam search,
+    cropping, batches, sliding windows and left padding work as with that; layers of other kinds (recurrent states)
+    are transformers' own.
+
+    Quantised tokens are coded as they arrive, and attention of any implementation is given what the codes stand for.
+    The exception is ``int8`` for models whose attention is ``headwise`` (by name or `headwise.optimize`): their
+    kernel reads the codes, and a prompt attends to itself unquantised. Sliding windows are quantised too, except by
+    kivi. In an `EncoderDecoderCache`, this is for the decoder's own tokens, not for the encoder's.
+
+    Args:
+        model: the model to be run with the cache, or its config.
+        max_length: allocate memory for so many tokens, and refuse more. When None, memory is doubled as needed.
+        quantize: how keys and values are stored: ``int8``, ``int4``, ``int3``, ``int2`` (integers with a scale and a
+            zero point for each 64 channels of a token; ``int4:32`` for 32), ``int4+hadamard`` (rotated first),
+            ``fp8``, ``int8/int4`` (keys/values), ``kivi4``, ``kivi3`` or ``kivi2``
+            (`headwise.quantization.kivi.KiviCode`; ``kivi2:32:128`` for blocks of 32 and 128 recent tokens). As they
+            are when None.
+
+    Raises:
+        ArgumentError: ``max_length`` is not a whole number of at least 1, or ``quantize`` is no such format or
+            quantises none of the model's layers.
+
+    >>> model.generate(**inputs, past_key_values=HeadwiseCache(model, quantize="int4"))  # doctest: +SKIP
+    """
+
+    def __init__(self, model: Any, max_length: int | None = None, *, quantize: str | None = None) -> None:
+        code = None if quantize is None else parse_format(quantize)
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
+            raise ArgumentError("max_length", max_length, "must be a whole number of at least 1, or None")
+        config = getattr(model, "config", model)
+        if not hasattr(config, "get_text_config"):
+            raise ArgumentError("model", type(model).__name__, "must be a transformers model or config")
+        super().__init__(config=config)
+        self.max_length = max_length
+        fused = quantize == _FUSED and _reads_int8(config)
+        self.layers: list[Any] = [_with_room(layer, max_length, code, fused=fused) for layer in self.layers]
+        quantised = (QuantizedLayer, TokenwiseLayer, TokenwiseSlidingLayer, KiviLayer)
+        if code is not None and not any(isinstance(layer, quantised) for layer in self.layers):
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
+            raise ArgumentError("quantize", quantize, f"quantises none of this model's layers, all of kind {kinds}")
+        for module in model.modules() if isinstance(model, nn.Module) else ():
+            new_layer = getattr(module, "cache_layer", None)
+            coded = None if new_layer is None else new_layer(max_length)
+            if coded is not None and quantize is not None:
+                raise ArgumentError("quantize", quantize, "must be left out: the model's cache has codes of its own")
+            if coded is not None:
+                self.layers[int(module.layer_idx)] = coded  # type: ignore[arg-type]  # a number, of such modules
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache has been given, also where a sliding window has dropped them."""
+        return int(self.get_seq_length())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory allocated for keys and values, used or not; scales and recent tokens are included."""
+        tensors = [getattr(layer, name, None) for layer in self.layers for name in _names(layer)]
+        tensors += [room.memory for layer in self.layers for room in getattr(layer, "rooms", ())]
+        storages = (states.untyped_storage() for states in tensors if isinstance(states, Tensor))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def expect(self, tokens: int) -> None:
+        """Limit the memory that a growing cache allocates in advance.
+
+        Args:
+            tokens: the most tokens that the cache will hold; it still grows beyond them if it must.
+        """
+        for layer in self.layers:
+            if isinstance(layer, GrowingLayer):
+                layer.expected = tokens
+
+
+@contextmanager
+def default_cache(model: Any, quantize: str) -> Iterator[None]:
+    """Run every call of a model that is given no cache with a new quantised `HeadwiseCache`.
+
+    For example ``with default_cache(model, "int4"): model(ids)`` computes the logits that a prompt has with this
+    cache; the output has the cache in ``past_key_values``.
+
+    Args:
+        model: a transformers model.
+        quantize: see `HeadwiseCache`.
+
+    Raises:
+        ArgumentError: see `HeadwiseCache`.
+    """
+    HeadwiseCache(model, quantize=quantize)  # refuses a wrong format before any work
+
+    def give_cache(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if keywords.get("past_key_values") is None:
+            keywords = {**keywords, "past_key_values": HeadwiseCache(model, quantize=quantize), "use_cache": True}
+        return args, keywords
+
+    hook = model.register_forward_pre_hook(give_cache, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _names(layer: Any) -> tuple[str, ...]:
+    names: tuple[str, ...] = getattr(layer, "tensor_names", ("keys", "values"))
+    return names
+
+
+def _reads_int8(config: Any) -> bool:
+    """Whether the model's attention is headwise's by name; a converted model's layers take no codes."""
+    is_hosted = str(getattr(config, "model_type", "")).startswith(HOSTED_PREFIX)
+    return getattr(config, "_attn_implementation", None) == NAME and not is_hosted
+
+
+def _with_room(layer: Any, max_length: int | None, code: CacheFormat | None, *, fused: bool) -> Any:
+    """The layer of headwise's that replaces one of transformers' own; other kinds are returned as they are."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        if isinstance(code, TokenFormat):
+            return TokenwiseSlidingLayer(code, layer.sliding_window, max_length)
+        return SlidingLayer(layer.sliding_window, max_length)
+    if type(layer) is not DynamicLayer:
+        return layer
+    if code is None:
+        return GrowingLayer(max_length)
+    if isinstance(code, KiviCode):
+        return KiviLayer(code, max_length)
+    return QuantizedLayer(max_length) if fused else TokenwiseLayer(code, max_length)

@@ -1,0 +1,77 @@
+"""Formats of a cache of keys and values, and how a user spells them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from headwise.errors import ArgumentError
+from headwise.quantization import kivi
+from headwise.quantization.groups import BITS, GROUP, GROUPS, HADAMARD, Float8Code, GroupCode, TokenCode
+from headwise.quantization.kivi import KiviCode
+
+SPELLINGS = (
+    "int8, int4, int3 or int2, with :16, :32, :64 or :128 for the channels of a group and +hadamard for a rotation"
+    " (int4:32+hadamard); fp8; two of these for keys and values (int8/int4); or kivi4, kivi3 or kivi2, with the"
+    " tokens of a block and the latest tokens that stay as they are (kivi2:32:128)"
+)
+"""Every spelling of a format, in words."""
+
+_SIZE = "|".join(map(str, GROUPS))
+_INTEGERS = re.compile(rf"int({'|'.join(map(str, BITS))})(?::({_SIZE}))?({re.escape(HADAMARD)})?")
+_KIVI = re.compile(rf"kivi({'|'.join(map(str, kivi.BITS))})(?::({_SIZE})(?::([0-9]{{1,6}}))?)?")
+
+
+@dataclass(frozen=True)
+class TokenFormat:
+    """A format in which each token's keys and values are coded by themselves.
+
+    Attributes:
+        keys: the code of the keys.
+        values: the code of the values.
+    """
+
+    keys: TokenCode
+    values: TokenCode
+
+    def __str__(self) -> str:
+        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
+
+
+CacheFormat = TokenFormat | KiviCode
+"""A format of the keys and values of a cache."""
+
+
+def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
+    """Read a user's spelling of a cache format.
+
+    For example ``str(parse_format("int8/int8"))`` is ``"int8"``, and ``parse_format("kivi4").block`` is 64.
+
+    Args:
+        spelling: one of `SPELLINGS`.
+        name: what an error calls the argument.
+
+    Raises:
+        ArgumentError: it is not one of them.
+    """
+    if isinstance(spelling, str):
+        if (parts := _KIVI.fullmatch(spelling)) is not None:
+            bits, block, recent = parts.groups()
+            return KiviCode(int(bits), int(block or kivi.BLOCK), int(recent or 0))
+        codes = [_token_code(part) for part in spelling.split("/")]
+        match codes:
+            case [GroupCode() | Float8Code() as both]:
+                return TokenFormat(both, both)
+            case [GroupCode() | Float8Code() as keys, GroupCode() | Float8Code() as values]:
+                return TokenFormat(keys, values)
+    raise ArgumentError(name, spelling, f"must be {SPELLINGS}")
+
+
+def _token_code(spelling: str) -> GroupCode | Float8Code | None:
+    """The code of a part of a spelling; None where there is none."""
+    if spelling == str(Float8Code()):
+        return Float8Code()
+    if (parts := _INTEGERS.fullmatch(spelling)) is None:
+        return None
+    bits, group, rotation = parts.groups()
+    return GroupCode(int(bits), int(group or GROUP), rotation is not None)
