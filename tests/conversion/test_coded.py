@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import headwise
 from headwise.conversion.storage.activations import Activations
@@ -80,6 +81,37 @@ def test_more_bits_lose_less(tiny_llama: Path, text: Path, tmp_path: Path) -> No
     assert divergences[0] > 5 * divergences[1] > 25 * divergences[2]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phi3", "qwen2", "opt"])
+def test_a_model_keeps_its_attention_and_gets_codes(family: str, text: Path, tmp_path: Path) -> None:
+    source = save_family(tmp_path / family, family)
+    report = headwise.convert(source, tmp_path / "out", **{**OPTIONS, "to": "same"}, bits=3.5, calibrate=text)
+    assert not report.model_type.startswith("headwise_")
+    ids = torch.randint(2, 90, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = headwise.load(source, dtype=torch.float64)(ids).logits
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)(ids).logits
+        coded = headwise.load(tmp_path / "out", dtype=torch.float64)
+        rounded = coded(ids, use_cache=False).logits
+        cache = HeadwiseCache(coded)
+        steps = [coded(ids[:, :3], past_key_values=cache).logits]
+        steps += [coded(ids[:, at : at + 1], past_key_values=cache).logits for at in range(3, 20)]
+    size = float(expected.std())
+    # Refined to serve the codes, the weights serve a wide cache nearly as well as before.
+    assert float((stock - expected).std()) < 0.2 * size
+    assert 0 < float((rounded - expected).std()) < 0.5 * size
+    assert torch.allclose(torch.cat(steps, 1), rounded, atol=1e-9 * size)
+    assert all(type(layer).__name__ == "CodedLayer" for layer in cache.layers)
+    assert report.kv_bytes_per_token_after == sum(code.token_bytes for code in read_codes(tmp_path / "out").values())
+
+
+def test_fewer_heads_and_codes_together(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    report = headwise.convert(
+        tiny_llama, tmp_path / "out", **{**OPTIONS, "to": "gqa:1"}, kv_bytes=0.2, calibrate=text
+    )
+    assert report.kv_bytes_per_token_after <= 0.2 * 128
+    assert headwise.load(tmp_path / "out").config.num_key_value_heads == 1
+
+
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_killed_run_writes_the_same_codes(
     tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
@@ -106,8 +138,10 @@ def test_a_killed_run_writes_the_same_codes(
         ({"kv_budget": 0.5, "bits": 0.5}, "bits = 0.5: must be between 1 and 8"),
         ({"kv_budget": 0.5, "bits": 9.0}, "bits = 9.0: must be between 1 and 8"),
         ({"bits": 4.0}, "kv_budget = None: mla needs"),
-        ({"to": "mqa", "bits": 4.0}, "bits = 4.0: goes with mla"),
-        ({"to": "gqa:1", "kv_bytes": 0.3}, "kv_bytes = 0.3: goes with mla"),
+        ({"to": "same"}, "to = same: needs kv_bytes or bits"),
+        ({"to": "same", "bits": 4.0, "kv_bytes": 0.3}, "kv_bytes = 0.3: cannot be used with bits"),
+        ({"to": "same", "bits": 4.0, "kv_budget": 0.5}, "kv_budget = 0.5: goes with mla"),
+        ({"to": "same", "kv_bytes": 0.07}, "kv_bytes = 0.07: leaves less than a bit for each of 32 values"),
         ({"kv_bytes": 0.3, "calibrate": None, **NO_TEXT}, "calibrate = None: is required: the codes of a cache"),
         ({"kv_bytes": 0.3, "format": "deepseek"}, "format = deepseek: has no place for the codes"),
     ],

@@ -28,7 +28,8 @@ from headwise.processes import barrier, process_index
 from headwise.progress import Progress
 
 TOKENS = 512
-"""Tokens in a piece of held-out text. Single layers are tried on one piece, and whole allocations on others."""
+"""Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; whole allocations
+on others."""
 
 PIECES = 2
 """The number of pieces that an allocation is tried on."""
@@ -129,7 +130,8 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
 def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
     pieces = held_pieces(calibrator.windows[calibrator.train :], TOKENS, 1 + PIECES)
-    layers = trials.losses(Trial(calibrator.model, pieces[:1]))
+    # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
+    layers = trials.losses(Trial(calibrator.model, pieces if trials.plan.spends_bytes else pieces[:1]))
     if trials.plan.spends_bytes:
         return _coded(trials.plan, layers)
     even = [LayerSize(*layer.even[:2]) for layer in layers]

@@ -18,7 +18,7 @@ from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec
 
 POSITIONS = 128
-"""The number of positions whose next-token distributions are compared."""
+"""The number of positions of a piece whose next-token distributions are compared."""
 
 ROWS = 128
 """The number of queries of a piece at which a layer's own error is measured."""
@@ -90,7 +90,7 @@ class Trial:
     def divergences(self, streams: Sequence[Tensor]) -> list[float]:
         """The mean KL(source ‖ stream) a token, in nats, of each stream of last layers' outputs ``[N, T, E]``."""
         source = self.source.flatten(0, 1)  # [N T, E]
-        rows = sample_rows(len(source), POSITIONS)
+        rows = sample_rows(len(source), POSITIONS * len(self.pieces))
         totals = [0.0] * len(streams)
         for positions in torch.split(rows, PIECE):
             reference = self.model.finish(source[None, positions])[0].float().log_softmax(-1)
