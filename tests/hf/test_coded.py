@@ -7,6 +7,7 @@ that to chance of 1e-13.
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,39 @@ def test_damaged_codes_are_refused(coded: Path, tmp_path: Path) -> None:
     (folder / FILE).write_bytes(b"no codes")
     with pytest.raises(CheckpointError, match="damaged"):
         headwise.load(folder)
+
+
+@torch.no_grad()
+def test_a_call_without_a_cache_returns_codes(model: Any, ids: Tensor) -> None:
+    for out in (model(ids), model(ids, use_cache=True), model(ids, None)):
+        assert all(isinstance(layer, CodedLayer) for layer in out.past_key_values.layers)
+    assert model(ids, use_cache=False).past_key_values is None
+
+
+def test_derivatives_pass_the_rounding(model: Any, coded: Path, ids: Tensor) -> None:
+    wide = headwise.load(coded, dtype=torch.float64)
+    for layer in wide.model.layers:
+        layer.self_attn.set_code(None, None)
+    gradients = []
+    for one in (model, wide):
+        weight = one.model.layers[0].self_attn.kv_a_proj_with_mqa.weight
+        loss = one(ids, use_cache=False).logits[:, SINKS:].square().mean()
+        gradients.append(torch.autograd.grad(loss, weight)[0].flatten())
+    assert float(torch.cosine_similarity(*gradients, dim=0)) > 0.95
+
+
+@torch.no_grad()
+def test_a_new_process_can_be_sent_the_model(model: Any, ids: Tensor) -> None:
+    copied = pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_evaluation_reads_bytes_off_the_codes(coded: Path, tiny_llama_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    result = headwise.evaluate(
+        coded, against=tiny_llama_folder, text=tmp_path / "text.txt", window=64, windows=2, context=32
+    )
+    codes = read_codes(coded).values()
+    expected = sum(code.token_bytes + (2 * SINKS * code.width + 8) / 64 for code in codes)
+    assert result.cache_bytes_per_token == expected

@@ -109,7 +109,7 @@ class CodedLayer(GrowingLayer):
 
 
 def rounded(code: TransformCode, states: Tensor, first: Tensor, begin: int) -> Tensor:
-    """Values ``[B, 1, S, W]`` as a cache would give them back.
+    """Values ``[B, 1, S, W]`` as a cache would give them back; derivatives pass as if they were not rounded.
 
     Args:
         code: of the layer.
@@ -117,10 +117,11 @@ def rounded(code: TransformCode, states: Tensor, first: Tensor, begin: int) -> T
         first: int64 ``[B]``, the slot of each sequence's first token.
         begin: the slot of the first of the values.
     """
-    wide = _with_wide(
-        states.new_zeros(len(states), SINKS, states.shape[-1], dtype=torch.bfloat16), states, first, begin
-    )
-    return overlaid(code.rounded(states), wide.to(states.dtype), first, begin)
+    own = states.detach()
+    none = own.new_zeros(len(own), SINKS, own.shape[-1], dtype=torch.bfloat16)
+    wide = _with_wide(none, own, first, begin).to(own.dtype)
+    values = overlaid(code.rounded(own), wide, first, begin)
+    return states + (values - own) if states.requires_grad else values
 
 
 def overlaid(values: Tensor, wide: Tensor, first: Tensor, begin: int) -> Tensor:

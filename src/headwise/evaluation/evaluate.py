@@ -17,6 +17,7 @@ from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.paired_results import Paired
 from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import Speed, allocated_bytes, decode_times
+from headwise.hf import has_codes
 from headwise.options import EvaluateOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
@@ -186,7 +187,7 @@ def evaluate_windows(
         check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
         scores = _scores(pair, texts, progress)
         speed = decode_times(pair.models, prompt.to(pair.device), progress=progress)
-    if cache is not None:
+    if cache is not None or has_codes(pair.models["model"]):
         allocated = allocated_bytes(pair.models["model"], texts[0][1][0], cache)
         speed["model"] = replace(speed["model"], bytes_per_token=allocated)
     about = {"window": texts[0][1].shape[1], "context": context}

@@ -31,7 +31,7 @@ class Speed:
 
 
 @torch.inference_mode()
-def allocated_bytes(model: Any, ids: Tensor, quantize: str) -> float:
+def allocated_bytes(model: Any, ids: Tensor, quantize: str | None = None) -> float:
     """Bytes that a quantised cache allocates for a window of text, scales and recent tokens included, for each token.
 
     For example ``allocated_bytes(load("./model"), torch.arange(2048), "int4")``.
@@ -39,7 +39,7 @@ def allocated_bytes(model: Any, ids: Tensor, quantize: str) -> float:
     Args:
         model: a transformers model.
         ids: ``[S]`` token ids; the cache has room for just so many.
-        quantize: see `headwise.hf.HeadwiseCache`.
+        quantize: see `headwise.hf.HeadwiseCache`; None for a converted model's own codes.
     """
     cache = HeadwiseCache(model, max_length=len(ids), quantize=quantize)
     for piece in torch.split(ids.to(model.device)[None], _PIECE, 1):

@@ -2,6 +2,7 @@
 
 from headwise.caches.cache import HeadwiseCache, default_cache
 from headwise.hf.attention import HostedAttention, HostedGroupedAttention, HostedLatentAttention, LayerCache
+from headwise.hf.codes import has_codes
 from headwise.hf.config import auto_class, model_class, stock_config
 from headwise.hf.generate import Generation, generate
 from headwise.hf.interface import attention_forward
@@ -29,6 +30,7 @@ __all__ = [
     "default_cache",
     "expected_tensors",
     "generate",
+    "has_codes",
     "hosted_classes",
     "install_attention",
     "load",

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import torch
+
 from headwise.caches.cache import HeadwiseCache
 from headwise.caches.coded import SlotRotation
 from headwise.checkpoints import Checkpoint
@@ -44,11 +46,28 @@ def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkp
         layer.set_code(code, slots)
     model_class: Any = type(model)
     model.__class__ = _storing_codes(model_class)
+    model.register_forward_pre_hook(_give_cache, with_kwargs=True)
 
 
 def has_codes(model: Any) -> bool:
     """Whether values that the model caches are coded; see `set_codes`."""
     return any(isinstance(module, CodedAttention) and module.code is not None for module in model.modules())
+
+
+def _give_cache(
+    model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A cache of codes for a call that would make a dynamic one; training goes on without."""
+    wants_cache = keywords.get("use_cache")
+    wants_cache = model.config.use_cache if wants_cache is None else wants_cache
+    is_given = keywords.get("past_key_values") is not None or len(args) > _PLACE_OF_CACHE
+    if wants_cache and not is_given and not torch.is_grad_enabled() and has_codes(model):
+        keywords = {**keywords, "past_key_values": HeadwiseCache(model)}
+    return args, keywords
+
+
+_PLACE_OF_CACHE = 3
+"""The cache follows input ids, attention mask and position ids where arguments are given by their place."""
 
 
 def _replace_stock(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkpoint) -> None:
