@@ -9,9 +9,9 @@ Shapes: N pieces of T tokens, E hidden, R latent rank, P rotary dims.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ from headwise.conversion.calibration.sensitivity import refuse_no_numbers
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.methods import Evidence, LatentMethod
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize, Place, read_layer
-from headwise.conversion.solvers.code_design import design
-from headwise.conversion.solvers.layer import Layer, rotation_tables
+from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage.layers import LayerFiles
@@ -36,13 +35,6 @@ KEY_WEIGHTS = (KEY_WEIGHT, KEY_WEIGHT / 4, KEY_WEIGHT * 4)
 """The costs of an error of the keys relative to one of the values that are tried, the usual one first."""
 
 
-CODE_BITS = (2.0, 2.5, 3.0, 4.0, 5.0, 6.5)
-"""The numbers of bits a value, on average, of the codes that are tried at a layer's even size."""
-
-EVEN_BITS = 3.0
-"""The one of them that the whole model is run with."""
-
-
 class LayerLosses(NamedTuple):
     """The losses of one layer.
 
@@ -50,14 +42,48 @@ class LayerLosses(NamedTuple):
         even: the loss at its even size and the usual key weight.
         key_weight: the key weight that loses least at that size.
         nodes: the losses at several sizes, with that key weight, without codes.
-        rounding: the further loss at the even size with codes of `CODE_BITS` bits a value, on average; empty for a
-            cache without codes.
+        rounding: numbers of bits a value, on average, and the further loss with such codes; empty without codes.
     """
 
     even: Node
     key_weight: float
     nodes: list[Node]
-    rounding: list[float]
+    rounding: Sequence[tuple[float, float]] = ()
+
+
+@dataclass(frozen=True)
+class LayerTrial:
+    """The trial of one layer.
+
+    Attributes:
+        trial: pieces of text, before the layer.
+        index: the layer's number.
+        module: the layer's module.
+        source: its attention, float32.
+        evidence: its measurements on a text.
+        inputs: the inputs ``[W, E]`` of its attention on some calibration windows.
+    """
+
+    trial: Trial
+    index: int
+    module: nn.Module
+    source: Layer
+    evidence: Evidence
+    inputs: Mapping[int, Tensor]
+
+    @property
+    def metric(self) -> Tensor:
+        """``[E, E]``, the root of the layer's sensitivity."""
+        assert self.evidence.sensitivity is not None
+        return root(self.evidence.sensitivity).float()
+
+    def errors(self) -> Callable[[Layer], float]:
+        """See `Trial.errors`."""
+        return self.trial.errors(self.index, self.module, self.metric)
+
+    def replaced(self, layer: Layer) -> Tensor:
+        """See `Trial.replaced`."""
+        return self.trial.replaced(self.index, self.module, self.trial.source, layer)
 
 
 @dataclass(frozen=True)
@@ -76,6 +102,9 @@ class LayerTrials:
     files: LayerFiles
     progress: Progress
 
+    variants: ClassVar[int] = 1
+    """The number of streams of a layer's trial."""
+
     def losses(self, trial: Trial) -> list[LayerLosses]:
         """Measure each layer's losses at several sizes and key weights, and save its statistics.
 
@@ -91,15 +120,14 @@ class LayerTrials:
             module = self.calibrator.model.module(index)
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
-            count = len(sizes) + len(KEY_WEIGHTS) - 1 + (len(CODE_BITS) if self._is_coded else 0)
-            losses = torch.zeros(count, dtype=torch.float64)
+            losses = torch.zeros(self._count(sizes), dtype=torch.float64)
             streams = {replaced: trial.model.run(index, module, stream) for replaced, stream in streams.items()}
             is_mine = index % process_count() == process_index()
             saved_trial = None if self.files.load(index) is None else finished.load(index)
             if saved_trial is not None:
                 source_stream.skip(index, module)
                 if is_mine:
-                    losses, streams[index] = saved_trial[0]["losses"], saved_trial[0]["stream"]
+                    losses, own = saved_trial[0]["losses"], saved_trial[0]["streams"]
             else:
                 source, sensitivity = self._source(index), self.calibrator.sensitivity(index)
                 assert sensitivity is not None
@@ -108,18 +136,20 @@ class LayerTrials:
                     save_layer(self.files, index, statistics, sensitivity)
                 if is_mine:
                     evidence = Evidence(statistics, sensitivity)
-                    inputs = source_stream.inputs
-                    losses, streams[index] = self._try(trial, index, module, source, evidence, inputs)
-                    finished.save(index, {"losses": losses, "stream": streams[index]}, {})
+                    losses, own = self._try(LayerTrial(trial, index, module, source, evidence, source_stream.inputs))
+                    finished.save(index, {"losses": losses, "streams": own}, {})
                     del evidence
                 del source, statistics
+            if is_mine:
+                streams |= {index * self.variants + number: stream for number, stream in enumerate(own)}
             estimates.append(losses)
             trial.source = trial.model.run(index, module, trial.source)
         refuse_no_numbers(trial.source, layers)
-        divergences = _divergences(trial, streams, layers)
+        divergences = _divergences(trial, streams, layers * self.variants)
+        by_layer = [divergences[at : at + self.variants] for at in range(0, len(divergences), self.variants)]
         return [
-            _corrected(sizes, all_sum(losses).tolist(), divergence)
-            for sizes, losses, divergence in zip(layer_sizes, estimates, divergences, strict=True)
+            self._corrected(sizes, all_sum(losses).tolist(), measured)
+            for sizes, losses, measured in zip(layer_sizes, estimates, by_layer, strict=True)
         ]
 
     def divergences(self, trial: Trial, allocations: Sequence[Sequence[LayerSize]]) -> list[float]:
@@ -153,53 +183,53 @@ class LayerTrials:
         self.progress("spreading the cache", 2 * layers, 2 * layers)
         return _divergences(trial, streams, len(allocations))
 
-    def _try(
-        self,
-        trial: Trial,
-        index: int,
-        module: nn.Module,
-        source: Layer,
-        evidence: Evidence,
-        inputs: Mapping[int, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """A layer's estimated losses, and its output ``[N, T, E]`` with its attention replaced at its first size.
+    def _try(self, trial: LayerTrial) -> tuple[Tensor, Tensor]:
+        """A layer's estimated losses, and the stream ``[1, N, T, E]`` with its attention replaced at its first size.
 
         Losses are float64: of each size with the usual key weight, then of the first size with the other key weights.
         """
-        assert evidence.sensitivity is not None
-        sizes = self._sizes(index)
-        metric = root(evidence.sensitivity).float()
-        error = trial.errors(index, module, metric)
-        code_losses: list[float] = []
-        by_size, stream = {}, trial.source
-        for size, layer in self._solutions(index, source, sizes, evidence, KEY_WEIGHT):
+        sizes, error = self._sizes(trial.index), trial.errors()
+        by_size, stream = {}, torch.empty(0)
+        for size, layer in self._solutions(trial.index, trial.source, sizes, trial.evidence, KEY_WEIGHT):
             by_size[size] = error(layer)
             if size == sizes[0]:
-                if self._is_coded:
-                    assert isinstance(source.spec, GroupedSpec)
-                    rotation = rotation_tables(source.spec, self.calibrator.window)
-                    designed = design(layer.float(), inputs.values(), rotation, metric)
-                    layers = [designed.coded(int(sum(size) * bits / 8)) for bits in CODE_BITS]
-                    code_losses = [error(layer) for layer in layers]
-                    stream = trial.replaced(index, module, trial.source, layers[CODE_BITS.index(EVEN_BITS)])
-                else:
-                    stream = trial.replaced(index, module, trial.source, layer)
+                stream = trial.replaced(layer)
         del layer  # freed before others are solved
-        losses = [by_size[size] for size in sizes]
-        for key_weight in KEY_WEIGHTS[1:]:
-            losses += [error(layer) for _, layer in self._solutions(index, source, sizes[:1], evidence, key_weight)]
-        return torch.tensor([*losses, *code_losses], dtype=torch.float64), stream
+        losses = [by_size[size] for size in sizes] + self._by_key_weight(trial, error)
+        return torch.tensor(losses, dtype=torch.float64), stream[None]
 
-    @property
-    def _is_coded(self) -> bool:
-        return self.plan.spends_bytes
+    def _by_key_weight(self, trial: LayerTrial, error: Callable[[Layer], float]) -> list[float]:
+        """The loss of the first size with each other key weight."""
+        sizes = self._sizes(trial.index)[:1]
+        return [
+            error(layer)
+            for key_weight in KEY_WEIGHTS[1:]
+            for _, layer in self._solutions(trial.index, trial.source, sizes, trial.evidence, key_weight)
+        ]
+
+    def _count(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """The number of losses that a layer's trial has."""
+        return len(sizes) + len(KEY_WEIGHTS) - 1
+
+    def _corrected(
+        self, sizes: Sequence[tuple[int, int]], estimates: Sequence[float], divergences: Sequence[float]
+    ) -> LayerLosses:
+        """A layer's losses: its estimates, scaled by the divergence of the model with the layer at its even size.
+
+        Args:
+            sizes: R and P of each size, the even size first.
+            estimates: the estimate of each size with the usual key weight, then of the first with the others.
+            divergences: the logits' divergence, in nats a token, with each of the trial's streams.
+        """
+        usual, by_weight = estimates[0], [estimates[0], *estimates[len(sizes) :]]
+        scale = divergences[0] / usual if usual > 0 else 0.0
+        nodes, key_weight = scaled_nodes(sizes, estimates, by_weight, scale)
+        return LayerLosses(Node(*sizes[0], divergences[0]), key_weight, nodes)
 
     def _sizes(self, index: int) -> list[tuple[int, int]]:
         source, even = self.plan.before.layers[index], self.plan.after.layers[index]
         assert isinstance(source, GroupedSpec)
         assert isinstance(even, LatentSpec)
-        if self._is_coded:
-            return coded_sizes_to_try(source, even)
         return sizes_to_try(source, even)
 
     def _source(self, index: int) -> Layer:
@@ -227,47 +257,21 @@ def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]
     return [(R, P), *(size for size in sizes if size != (R, P))]
 
 
-def coded_sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
-    """R and P of each of a layer's trials with codes, the even size first."""
-    R, P = even.kv_lora_rank, even.qk_rope_head_dim
-    total, rotary = source.num_kv_heads * (source.head_dim + source.value_dim), rotary_width(source)
-    values = R + P
-    rotary_widths = sorted(
-        {
-            P,
-            *(
-                w
-                for w in (rotary, rotary // 2, rotary // 4, rotary // 8, rotary // 16)
-                if w and w % 2 == 0 and 0.12 * values <= w <= 0.5 * values
-            ),
-        }
-    )
-    least = max(8, values // 4 // 8 * 8)
-    sizes = {(R, P)}
-    for width in rotary_widths:
-        most = max(min(total - width, values), least + 8)
-        ranks = {least, least + (most - least) // 24 * 8, least + (most - least) // 12 * 8, most}
-        sizes |= {(rank, width) for rank in ranks}
-    return [(R, P), *sorted(sizes - {(R, P)})]
-
-
-def _corrected(sizes: Sequence[tuple[int, int]], estimates: Sequence[float], divergence: float) -> LayerLosses:
-    """A layer's losses: its estimates, scaled by the divergence of the model with the layer at its even size.
+def scaled_nodes(
+    sizes: Sequence[tuple[int, int]], estimates: Sequence[float], by_weight: Sequence[float], scale: float
+) -> tuple[list[Node], float]:
+    """The losses of a layer's sizes with the key weight that loses least, and that weight.
 
     Args:
-        sizes: R and P of each size, the even size first.
-        estimates: the estimate of each size with the usual key weight, then of the first with the other key weights.
-        divergence: the logits' divergence with the layer at its even size in the model, in nats a token.
+        sizes: R and P of each size.
+        estimates: the estimate of each size with the usual key weight.
+        by_weight: the estimate of the first size with each of `KEY_WEIGHTS`.
+        scale: what estimates are multiplied by.
     """
-    ends = len(sizes), len(sizes) + len(KEY_WEIGHTS) - 1
-    usual, by_weight, coded = estimates[0], [estimates[0], *estimates[ends[0] : ends[1]]], estimates[ends[1] :]
-    least = min(by_weight)
-    tried = coded[CODE_BITS.index(EVEN_BITS)] if coded else usual
-    scale = divergence / tried if tried > 0 else 0.0
+    usual, least = by_weight[0], min(by_weight)
     gain = least / usual if usual > 0 else 1.0  # of the best key weight; measured at one size, applied to all
     nodes = [Node(*size, scale * gain * loss) for size, loss in zip(sizes, estimates[: len(sizes)], strict=True)]
-    rounding = [scale * max(loss - usual, 1e-9) for loss in coded]
-    return LayerLosses(Node(*sizes[0], divergence), KEY_WEIGHTS[by_weight.index(least)], nodes, rounding)
+    return nodes, KEY_WEIGHTS[by_weight.index(least)]
 
 
 def _divergences(trial: Trial, streams: dict[int, Tensor], count: int) -> list[float]:

@@ -18,7 +18,8 @@ import torch
 
 from headwise.checkpoints.disk import clearly, write_whole
 from headwise.conversion.budget.allocation import allocate, coded_curve, curve, step_of
-from headwise.conversion.budget.layer_trials import CODE_BITS, LayerLosses, LayerTrials
+from headwise.conversion.budget.coded_trials import CodedTrials
+from headwise.conversion.budget.layer_trials import LayerLosses, LayerTrials
 from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize
@@ -112,7 +113,8 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
     file = folder / "spread.json"
     if not file.is_file():
         barrier()  # every process has looked for the file before the first one writes it
-        trials = LayerTrials(plan, calibrator, LayerFiles(folder / "spread"), progress)
+        kind = CodedTrials if plan.spends_bytes else LayerTrials
+        trials = kind(plan, calibrator, LayerFiles(folder / "spread"), progress)
         spread = _search(trials)
         if process_index() == 0:
             shutil.rmtree(folder / "spread", ignore_errors=True)
@@ -151,7 +153,7 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
     """The allocation of bytes to layers: sizes and bits in one."""
     assert plan.token_bytes is not None
     curves = [
-        coded_curve(layer.nodes, list(zip(CODE_BITS, layer.rounding, strict=True)), share, CODE_STEP)
+        coded_curve(layer.nodes, layer.rounding, share, CODE_STEP)
         for layer, share in zip(layers, plan.token_bytes, strict=True)
     ]
     nodes = allocate(curves)
