@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.kept import Kept, say
+from benchmarks.kept import Kept
 from torch import Tensor
 
 import headwise
@@ -61,7 +61,9 @@ def layer_calls(
     assert layout is not None
     wide, first = torch.zeros(1, SINKS, code.width, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
     query = torch.randn(1, HEADS, 1, code.width if content else rotary) / 10
-    latents = {kind: torch.randn(COPIES, 1, 1, tokens, code.width).to(kind) for kind in (torch.bfloat16, torch.float32)}
+    latents = {
+        kind: torch.randn(COPIES, 1, 1, tokens, code.width).to(kind) for kind in (torch.bfloat16, torch.float32)
+    }
     narrow = query.to(dtype)
 
     def coded(i: int) -> Tensor:
@@ -84,7 +86,9 @@ def layer_calls(
         "bfloat16": wide_way(torch.bfloat16),
         "float32": wide_way(torch.float32),
         "read codes": lambda i: as_words[i * part : (i + 1) * part].sum(),
-        "read bfloat16": lambda i: latents[torch.bfloat16][i].view(torch.int16).view(torch.int64).sum(),
+        "read bfloat16": lambda i: (
+            latents[torch.bfloat16][i].flatten()[: tokens * code.width // 4 * 4].view(torch.int64).sum()
+        ),
     }
 
 
@@ -155,7 +159,11 @@ def main() -> None:
                     for content in (False, True):
                         name = f"{shape}, {tokens}, {bits} bits, {dtype}, {'content' if content else 'rotary'}"
                         row = layer(shape, bits, tokens, dtype, options.rounds, content=content)
-                        print(name, {k: (round(v["ms"], 3), round(v["first_over_this"], 2)) for k, v in row.items()}, flush=True)
+                        print(
+                            name,
+                            {k: (round(v["ms"], 3), round(v["first_over_this"], 2)) for k, v in row.items()},
+                            flush=True,
+                        )
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import EncoderDecoderCache
 
 from headwise.attention import GroupedQueryAttention, MultiHeadLatentAttention
-from headwise.attention.base import AttentionLayer, CacheLike, Call, rotated
+from headwise.attention.base import AttentionLayer, CacheLike, Call, merge_heads, rotated
 from headwise.attention.latent import constructor_arguments
 from headwise.checkpoints import family_of
 from headwise.errors import ArgumentError
-from headwise.hf.coded import CodedLayer, CodedStates, SlotRotation
+from headwise.hf.coded import CodedLayer, CodedStates, SlotRotation, decoded
 from headwise.hf.interface import as_bool
 from headwise.kernels.mask import causal_mask
-from headwise.quantization import TransformCode
+from headwise.quantization import CodeReader, TransformCode
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, RopeSpec
 
 
@@ -201,8 +201,7 @@ class HostedLatentAttention(HostedAttention, MultiHeadLatentAttention):
         rope = RopeSpec(dim=spec.qk_rope_head_dim) if spec.qk_rope_head_dim else None
         super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope)
         self.host(spec, config, layer_idx, channels)
-        self.code: TransformCode | None = None
-        self.slots: SlotRotation | None = None
+        self.set_code(None, None)
 
     def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
         """Code the values that the layer caches; None stores them as they are.
@@ -212,6 +211,10 @@ class HostedLatentAttention(HostedAttention, MultiHeadLatentAttention):
             slots: the rotation of the model's slots, where the layer has rotary dims.
         """
         self.code, self.slots = code, slots
+        self.reader: CodeReader | None = None
+        if code is not None and (slots is not None or not self.channels):
+            tables = None if slots is None or not self.channels else lambda count: slots.tables(count, torch.empty(0))
+            self.reader = CodeReader(code, self.spec.kv_lora_rank, self.channels, tables)
 
     def cache_layer(self, max_length: int | None) -> CodedLayer | None:
         """The layer of a `HeadwiseCache` that stores this one's codes; None where values are stored as they are."""
@@ -228,16 +231,40 @@ class HostedLatentAttention(HostedAttention, MultiHeadLatentAttention):
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if self.code is not None and self.slots is not None and self.channels:
-            (values,) = memory
-            T, P = values.shape[2], self.spec.qk_rope_head_dim
-            channels = self._channels(values)
-            cos, sin = (table[..., channels] for table in self.slots.tables(max(T, call.total), values))
-            rotary_key = rotated(values[..., -P:], (cos[:, :T], sin[:, :T]), self.rope)
-            memory = (torch.cat((values[..., :-P], rotary_key), -1),)
-            begin = call.total - hidden_states.shape[1]
-            call = call._replace(rotation=(cos[:, begin : call.total], sin[:, begin : call.total]))
+        if self.code is None:
+            return super()._attend(hidden_states, memory, call)
+        begin = call.total - hidden_states.shape[1]
+        call = call._replace(rotation=self._slots(hidden_states, begin, call.total))
+        if len(memory) > 1:
+            if self._reads_codes(hidden_states, memory, call):
+                assert self.reader is not None
+                query = self._absorbed_query(*self._queries(hidden_states, call.rotation))
+                options = {"is_causal": call.is_causal, "has_sums": self.kv_b_proj.bias is not None}
+                mixed = self.reader.attend(query, memory, call.attention_mask, scale=self._scale(), **options)
+                out: Tensor = self.o_proj(merge_heads(self._decoded_values(mixed)))
+                return out
+            memory = (decoded(self.code, memory, hidden_states.dtype),)
+        (values,) = memory
+        rotation = self._slots(values, 0, values.shape[2])
+        if rotation is not None:
+            P = self.spec.qk_rope_head_dim
+            memory = (torch.cat((values[..., :-P], rotated(values[..., -P:], rotation, self.rope)), -1),)
         return super()._attend(hidden_states, memory, call)
+
+    def _slots(self, like: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin ``[1, end − begin, P/2]`` of slots; None without rotary dims."""
+        if self.slots is None or not self.channels:
+            return None
+        cos, sin = (table[:, begin:] for table in self.slots.tables(end, like))
+        channels = self._channels(cos)
+        return cos[..., channels], sin[..., channels]
+
+    def _reads_codes(self, states: Tensor, stored: tuple[Tensor, ...], call: Call) -> bool:
+        """Whether the compiled kernel attends to codes as they are stored."""
+        if self.reader is None or call.return_weights or self._dropout_p() or self.backend not in ("auto", "fused"):
+            return False
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (states, *self.parameters()))
+        return self.reader.can_read(states, stored, call.attention_mask, needs_grad=needs_grad)
 
 
 class HostedGroupedAttention(HostedAttention, GroupedQueryAttention):

@@ -25,6 +25,7 @@ struct CodedArguments {
   const float *cos, *sin;          // [slots, frequencies], rotation by a slot
   const int64_t* frequency;        // [P / 2], each pair's column in those
   int64_t count, P, bytes, frequencies;
+  int64_t has_sums;                // whether the sum of weights, 1 or 0, stands behind each row of the result
 };
 
 constexpr int SINKS = 4;  // tokens without codes
@@ -118,6 +119,7 @@ class CodedAttention {
       for (int64_t d = 0; d < a_.V; d++) mixture[d] += weight * partials[i].mixture[row * content_ + d];
     }
     for (int64_t d = 0; d < a_.V; d++) put(out + d, mixture[d] * c_.scale[d] + one * c_.offset[d]);
+    if (c_.has_sums) put(out + a_.V, one);
   }
 
  private:

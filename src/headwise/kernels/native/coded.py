@@ -19,8 +19,8 @@ CHANNELS = 16
 TURN = 32
 """Slots whose rotation a layout holds."""
 
-# `CodedArguments` of coded.cpp: `Arguments` of sight.h, eleven pointers, four sizes.
-_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d 11P 4q")
+# `CodedArguments` of coded.cpp: `Arguments` of sight.h, eleven pointers, four sizes, a flag.
+_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d 11P 5q")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +34,8 @@ class CodedLayout:
         rank: R.
         rotary: P.
         token_bytes: bytes of a token's codes.
-        blocks: int32 ``[blocks, 4]``, of each its first column, its channels, their bits, and the bit of the stream with
-            which the window of the first begins.
+        blocks: int32 ``[blocks, 4]``, of each its first column, its channels, their bits, and the bit of the
+            stream with which the window of the first begins.
         tables: int8 ``[9, 256]``, whole levels of the windows of codes of so many bits.
         gains: float32 ``[16]``, the gain of each number.
         scale: float32 ``[columns]``, of a whole level.
@@ -65,6 +65,8 @@ def attend_coded(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
+    *,
+    has_sums: bool = False,
 ) -> Tensor:
     """Attend to latents that are stored as codes.
 
@@ -79,9 +81,10 @@ def attend_coded(
         mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
         is_causal: apply the bottom-right causal mask.
         scale: multiplies the scores.
+        has_sums: add the sum of each row's weights, 1 or 0, as a last column.
 
     Returns:
-        The mixed latents ``[B, H, S, R]``; zeros where a query sees nothing.
+        The mixed latents ``[B, H, S, R]``, or ``R + 1``; zeros where a query sees nothing.
 
     Raises:
         MemoryError: the kernel could not allocate its working memory.
@@ -94,12 +97,13 @@ def attend_coded(
     codes = codes if codes.stride(3) == 1 else codes.contiguous()
     wide, first = wide.contiguous(), first.contiguous()
     cos, sin = (table.contiguous() for table in rotation)
-    out = query.new_empty(B, S, H, layout.rank).transpose(1, 2)
+    out = query.new_empty(B, S, H, layout.rank + has_sums).transpose(1, 2)
     if out.numel() == 0:
         return out
-    strides, pointer = (0, 0, 0, 0), 0
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    pointer = 0
     if mask is not None:
-            strides, pointer = _mask_strides(mask), mask.data_ptr()
+        strides, pointer = _mask_strides(mask), mask.data_ptr()
     layout_tensors = (layout.blocks, layout.tables, layout.gains, layout.scale, layout.offset, *layout.turn)
     arguments = _ARGUMENTS.pack(
         *(query.data_ptr(), codes.data_ptr(), wide.data_ptr(), out.data_ptr(), pointer, 0, 0),
@@ -114,7 +118,7 @@ def attend_coded(
         first.data_ptr(),
         *(tensor.data_ptr() for tensor in layout_tensors),
         *(cos.data_ptr(), sin.data_ptr(), frequency.data_ptr()),
-        *(len(layout.blocks), layout.rotary, layout.token_bytes, cos.shape[-1]),
+        *(len(layout.blocks), layout.rotary, layout.token_bytes, cos.shape[-1], has_sums),
     )
     status = library.headwise_coded(arguments, TYPES[query.dtype])
     if status == 1:
