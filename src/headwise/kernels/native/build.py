@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _SOURCES = ("attention.cpp", "coded.cpp", "linear.cpp", "trellis.cpp")
-_HEADERS = ("lanes.h", "levels.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h")
+_HEADERS = ("lanes.h", "levels.h", "matrix_tiles.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w", "-pipe"),

@@ -6,8 +6,9 @@
 // values, which are rotated by their slot: the key by the slot's place within a few, the query back by where these begin.
 #include <cmath>
 #include <new>
+#include <optional>
 
-#include "levels.h"
+#include "matrix_tiles.h"
 #include "parts.h"
 
 namespace {
@@ -42,6 +43,8 @@ class CodedAttention {
   const int64_t content_, half_, columns_;  // columns of a row of levels: the latent's, and the two halves of the rotary key
   const int64_t scored_;                    // columns of the latent that are scored: content_, or 0
   const int64_t D_;                         // of a key: its rotary halves, then its scored content
+  const bool tiles_;                        // whether mixtures are computed by matrix tiles
+  static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight
 
  public:
   explicit CodedAttention(const CodedArguments& c)
@@ -55,7 +58,12 @@ class CodedAttention {
         half_(up(c.P / 2, CHANNELS)),
         columns_(content_ + 2 * half_),
         scored_(a_.D > c.P ? content_ : 0),
-        D_(2 * half_ + scored_) {}
+        D_(2 * half_ + scored_),
+#if HAS_MATRIX_TILES
+        tiles_(rows_ >= 4 && may_use_tiles()) {}
+#else
+        tiles_(false) {}
+#endif
 
   void run() const {
     int64_t tokens = 0;
@@ -70,7 +78,7 @@ class CodedAttention {
   int64_t scratch_bytes() const {
     const int64_t rows = padded_rows();
     return 2 * up(rows * D_ * 4, 64) + 2 * up(rows * BLOCK * 4, 64) + up(rows * 4, 64) + KEYS * D_ * 4 +
-           up(BLOCK * columns_, 64) + up(SINKS * content_ * 4, 64) + 2 * BLOCK * 4 + up(BLOCK * (c_.bytes + OVERRUN), 64);
+           up(BLOCK * columns_, 64) + quads_bytes() + tiles_bytes() + up(SINKS * content_ * 4, 64) + 2 * BLOCK * 4 + up(BLOCK * (c_.bytes + OVERRUN), 64);
   }
 
   void attend(int64_t b, int64_t, Range tokens, const Partial& partial, char* scratch) const {
@@ -85,6 +93,8 @@ class CodedAttention {
     at.keep = (float*)take(rows * 4);
     at.keys = (float*)take(KEYS * D_ * 4);
     at.levels = (int8_t*)take(BLOCK * columns_);
+    at.quads = (int8_t*)take(quads_bytes());
+    at.tiles = take(tiles_bytes());
     at.wide = (float*)take(SINKS * content_ * 4);
     at.content_gain = (float*)take(BLOCK * 4);
     at.rotary_gain = (float*)take(BLOCK * 4);
@@ -97,6 +107,10 @@ class CodedAttention {
     std::copy_n(at.query, rows * D_, at.turned);
 
     const Range wide{c_.first[b], c_.first[b] + SINKS};
+#if HAS_MATRIX_TILES
+    std::optional<TileSetting> setting;
+    if (tiles_) setting.emplace();
+#endif
     attend_codes(tokens.cut({0, wide.from}), at, partial);
     attend_wide(tokens.cut(wide), at, partial);
     attend_codes(tokens.cut({wide.to, a_.T}), at, partial);
@@ -132,11 +146,20 @@ class CodedAttention {
     float* keep;               // [row], what partial results so far are multiplied by
     float* keys;               // [KEYS, D_]
     int8_t* levels;            // [BLOCK, columns_]
+    int8_t* quads;             // the latent's levels, for matrix tiles
+    char* tiles;               // memory for them to work in
     float* wide;               // [SINKS, content_], values without codes in levels
     float *content_gain, *rotary_gain;  // [BLOCK]
     uint8_t* copies;           // codes at the end of memory
   };
 
+  int64_t quads_bytes() const { return tiles_ ? BLOCK * content_ : 0; }
+  int64_t tiles_bytes() const {
+#if HAS_MATRIX_TILES
+    if (tiles_) return up(mix_tiles_bytes<PIECES>(rows_, content_), 64);
+#endif
+    return 0;
+  }
   int64_t padded_rows() const { return groups_ * 8 + rows_ - beside_; }
 
   // --- queries ---------------------------------------------------------------------------------------------------
@@ -202,6 +225,12 @@ class CodedAttention {
       decode(at, from, count);
       score_tokens(at, from, count, [&](int t, int n) { coded_keys(at, from, t, n); });
       for (int row = 0; row < rows_; row++) weigh(at, row, from, count, partial, at.content_gain);
+#if HAS_MATRIX_TILES
+      if (tiles_) {
+        mix_tiles<PIECES>(partial.mixture, rows_, at.weights, at.keep, at.quads, content_, at.tiles);
+        continue;
+      }
+#endif
       const int8_t* value[BLOCK];
       for (int t = 0; t < count; t++) value[t] = at.levels + t * columns_;
       Ahead none(at.levels, 0, 0, 0, 0);
@@ -227,7 +256,16 @@ class CodedAttention {
       const uint8_t numbers = *row[std::min(t, count - 1)];
       at.content_gain[t] = c_.gains[numbers & 15], at.rotary_gain[t] = c_.gains[numbers >> 4];
     }
-    for (int64_t i = 0; i < c_.count; i++) decode_block(c_.blocks[i], c_.tables, row, count, at.levels, columns_);
+    for (int64_t i = 0; i < c_.count; i++) {
+      const CodedBlock& block = c_.blocks[i];
+#if HAS_MATRIX_TILES
+      if (tiles_ && block.column < content_) {
+        decode_quads(block, c_.tables, row, count, at.quads + block.column * BLOCK);
+        if (!scored_) continue;
+      }
+#endif
+      decode_block(block, c_.tables, row, count, at.levels, columns_);
+    }
   }
 
   // Keys of tokens t … t + n − 1 of a block, whose levels and gains are there.

@@ -1,0 +1,145 @@
+// Mixtures of whole levels by the processor's matrix tiles (AMX).
+//
+// Weights become whole numbers of 8 bits a piece, three pieces where the result is float, so that every product and sum of a
+// block of tokens is exact. Levels lie in quads: [columns / 16, BLOCK / 4, 16, 4], four neighbouring tokens side by side.
+#pragma once
+
+#include "levels.h"
+#include "tiles.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__linux__) && HAS_BYTE_TABLES
+#define HAS_MATRIX_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define HAS_MATRIX_TILES 0
+#endif
+
+#if HAS_MATRIX_TILES
+namespace {
+
+constexpr int TILE = 16;             // rows of a tile, and its columns of 32 bits
+constexpr int QUADS = BLOCK * TILE;  // bytes of a block's levels of sixteen columns
+
+// Whether this process may use tiles: the kernel is asked once.
+inline bool may_use_tiles() {
+  static const bool may = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+  return may;
+}
+
+// Tiles of sixteen rows of 64 bytes, as long as this lives.
+class TileSetting {
+ public:
+  TileSetting() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
+    } setting;
+    asm volatile("" : : "r"(&setting) : "memory");
+    _tile_loadconfig(&setting);
+  }
+  ~TileSetting() { _tile_release(); }
+};
+
+// Decodes a block of channels to quads.
+INLINE void decode_quads(const CodedBlock& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* quads) {
+  alignas(64) static constexpr uint8_t BESIDE[64] = {
+      0, 16, 32, 48, 1, 17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21, 37, 53, 6,  22, 38, 54, 7,  23, 39, 55,
+      8, 24, 40, 56, 9, 25, 41, 57, 10, 26, 42, 58, 11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
+  const __m512i beside = _mm512_load_si512(BESIDE);
+  const BlockReader reader(block, tables);
+  for (int t = 0; t < count; t += 4)
+    _mm512_store_si512(quads + t * TILE, _mm512_permutexvar_epi8(beside, reader.read(at + t)));
+}
+
+// Whole weights of a block's tokens in PIECES pieces of 8 bits, the highest first, [piece, BLOCK]; returns the weight of 1.
+template <int PIECES>
+INLINE float whole_weights(const float* weights, uint8_t* pieces) {
+  Vector top = load(weights);
+  for (int t = W; t < BLOCK; t += W) top = larger(top, load(weights + t));
+  const float most = largest(top), whole = float((1 << (8 * PIECES)) - 1);
+  const Vector factor = all(most > 0 ? whole / most : 0.0f);
+  for (int t = 0; t < BLOCK; t += W) {
+    const Vector scaled = load(weights + t) * factor;
+    const __m512i number = _mm512_min_epi32(_mm512_cvtps_epi32((__m512)scaled), _mm512_set1_epi32((1 << (8 * PIECES)) - 1));
+    UNROLL for (int p = 0; p < PIECES; p++)
+      _mm_storeu_si128((__m128i*)(pieces + p * BLOCK + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(number, 8 * (PIECES - 1 - p))));
+  }
+  return most / whole;
+}
+
+// products[column block, row, column] = Σ pieces[row, t] · level for TILES tiles of rows.
+template <int TILES>
+INLINE void multiply_tiles(const uint8_t* pieces, const int8_t* quads, int blocks, int32_t* products, int64_t block_stride) {
+  asm volatile("" : : : "memory");  // what the compiler has not stored yet
+  _tile_loadd(4, pieces, BLOCK);
+  if constexpr (TILES == 2) _tile_loadd(5, pieces + TILE * BLOCK, BLOCK);
+  const auto two = [&](int i) __attribute__((always_inline)) {
+    const bool has_other = i + 1 < blocks;
+    _tile_loadd(6, quads + i * QUADS, 64);
+    _tile_zero(0);
+    _tile_dpbusd(0, 4, 6);
+    if constexpr (TILES == 2) {
+      _tile_zero(1);
+      _tile_dpbusd(1, 5, 6);
+    }
+    if (has_other) {
+      _tile_loadd(7, quads + (i + 1) * QUADS, 64);
+      _tile_zero(2);
+      _tile_dpbusd(2, 4, 7);
+      if constexpr (TILES == 2) {
+        _tile_zero(3);
+        _tile_dpbusd(3, 5, 7);
+      }
+    }
+    _tile_stored(0, products + i * block_stride, 64);
+    if constexpr (TILES == 2) _tile_stored(1, products + i * block_stride + TILE * TILE, 64);
+    if (has_other) {
+      _tile_stored(2, products + (i + 1) * block_stride, 64);
+      if constexpr (TILES == 2) _tile_stored(3, products + (i + 1) * block_stride + TILE * TILE, 64);
+    }
+  };
+  for (int i = 0; i < blocks; i += 2) two(i);
+  asm volatile("" : : : "memory");
+}
+
+// Bytes of memory that mix_tiles works in.
+template <int PIECES>
+int64_t mix_tiles_bytes(int64_t rows, int64_t columns) {
+  const int64_t padded = (rows * PIECES + TILE - 1) / TILE * TILE;
+  return padded * BLOCK + columns * padded * 4 + (rows * 4 + 63) / 64 * 64;
+}
+
+// out[r] = keep[r] · out[r] + Σ weights[r, t] · level[t]; weights are [rows, BLOCK], rows of out `columns` apart.
+template <int PIECES>
+void mix_tiles(float* out, int rows, const float* weights, const float* keep, const int8_t* quads, int64_t columns,
+               char* scratch) {
+  const int padded = (rows * PIECES + TILE - 1) / TILE * TILE, blocks = int(columns / TILE);
+  uint8_t* pieces = (uint8_t*)scratch;
+  int32_t* products = (int32_t*)(scratch + padded * BLOCK);
+  float* one = (float*)(scratch + padded * BLOCK + columns * padded * 4);
+  for (int r = 0; r < rows; r++) one[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces + r * PIECES * BLOCK);
+  const int64_t stride = int64_t(padded) * TILE;
+  int tile = 0;
+  for (; tile + 2 <= padded / TILE; tile += 2)
+    multiply_tiles<2>(pieces + tile * TILE * BLOCK, quads, blocks, products + tile * TILE * TILE, stride);
+  if (tile < padded / TILE)
+    multiply_tiles<1>(pieces + tile * TILE * BLOCK, quads, blocks, products + tile * TILE * TILE, stride);
+  for (int r = 0; r < rows; r++) {
+    const Vector kept = all(keep[r]), unit = all(one[r]);
+    for (int i = 0; i < blocks; i++) {
+      const int32_t* sum = products + i * stride + r * PIECES * TILE;
+      const auto piece = [&](int p) __attribute__((always_inline)) { return _mm512_loadu_si512(sum + p * TILE); };
+      // The two highest pieces' sums fit into 32 bits together.
+      const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(piece(0), 8), piece(1));
+      Vector total = (Vector)_mm512_cvtepi32_ps(high);
+      if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(piece(2));
+      float* at = out + r * columns + i * TILE;
+      store(at, load(at) * kept + total * unit);
+    }
+  }
+}
+
+}  // namespace
+#endif
