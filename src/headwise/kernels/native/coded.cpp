@@ -77,7 +77,7 @@ class CodedAttention {
   int64_t width() const { return content_; }
   int64_t scratch_bytes() const {
     const int64_t rows = padded_rows();
-    return 2 * up(rows * D_ * 4, 64) + 2 * up(rows * BLOCK * 4, 64) + up(rows * 4, 64) + KEYS * D_ * 4 +
+    return 2 * up(rows * D_ * 4, 64) + 2 * half_ * 4 + 2 * up(rows * BLOCK * 4, 64) + up(rows * 4, 64) + KEYS * D_ * 4 +
            up(BLOCK * columns_, 64) + quads_bytes() + tiles_bytes() + up(SINKS * content_ * 4, 64) + 2 * BLOCK * 4 + up(BLOCK * (c_.bytes + OVERRUN), 64);
   }
 
@@ -88,6 +88,8 @@ class CodedAttention {
     at.b = b;
     at.query = (float*)take(rows * D_ * 4);
     at.turned = (float*)take(rows * D_ * 4);
+    at.cos = (float*)take(half_ * 4);
+    at.sin = (float*)take(half_ * 4);
     at.scores = (float*)take(rows * BLOCK * 4);
     at.weights = (float*)take(rows * BLOCK * 4);
     at.keep = (float*)take(rows * 4);
@@ -105,6 +107,7 @@ class CodedAttention {
     if (!tokens.length()) return;
     read_query(b, at.query);
     std::copy_n(at.query, rows * D_, at.turned);
+    std::fill_n(at.cos, half_, 0.0f), std::fill_n(at.sin, half_, 0.0f);
 
     const Range wide{c_.first[b], c_.first[b] + SINKS};
 #if HAS_MATRIX_TILES
@@ -141,11 +144,12 @@ class CodedAttention {
   struct Place {
     int64_t b;
     float *query, *turned;     // as they are, and rotated back by `turn` slots
+    float *cos, *sin;          // [half_], of those slots
     int64_t turn = 0;
     float *scores, *weights;   // [row, BLOCK]
     float* keep;               // [row], what partial results so far are multiplied by
     float* keys;               // [KEYS, D_]
-    int8_t* levels;            // [BLOCK, columns_]
+    int8_t* levels;            // the latent's [BLOCK, content_], then [columns / CHANNELS, BLOCK, CHANNELS] of the rotary key
     int8_t* quads;             // the latent's levels, for matrix tiles
     char* tiles;               // memory for them to work in
     float* wide;               // [SINKS, content_], values without codes in levels
@@ -191,14 +195,14 @@ class CodedAttention {
   void turn_back(int64_t slot, Place& at) const {
     if (!c_.P || at.turn == slot) return;
     at.turn = slot;
-    const float *cos = c_.cos + slot * c_.frequencies, *sin = c_.sin + slot * c_.frequencies;
-    for (int64_t d = 0; d < c_.P / 2; d += 2) {
-      const bool has_two = d + 1 < c_.P / 2;
-      const float c[2] = {cos[c_.frequency[d]], has_two ? cos[c_.frequency[d + 1]] : 0.0f};
-      const float s[2] = {sin[c_.frequency[d]], has_two ? sin[c_.frequency[d + 1]] : 0.0f};
+    for (int64_t d = 0; d < c_.P / 2; d++) {
+      at.cos[d] = c_.cos[slot * c_.frequencies + c_.frequency[d]];
+      at.sin[d] = c_.sin[slot * c_.frequencies + c_.frequency[d]];
+    }
 #if HAS_LANES
+    for (int64_t d = 0; d < half_; d += 2) {
       int64_t both[2];
-      memcpy(both, c, 8), memcpy(both + 1, s, 8);
+      memcpy(both, at.cos + d, 8), memcpy(both + 1, at.sin + d, 8);
       const Vector c8 = (Vector)_mm512_set1_epi64(both[0]), s8 = (Vector)_mm512_set1_epi64(both[1]);
       for (int group = 0; group < groups_; group++) {
         const int64_t first = group * 8 * D_ + d / 2 * 16, second = first + half_ / 2 * 16;
@@ -206,14 +210,15 @@ class CodedAttention {
         store(at.turned + first, x * c8 + y * s8);
         store(at.turned + second, y * c8 - x * s8);
       }
-#endif
-      for (int row = beside_; row < rows_; row++)
-        for (int i = 0; i < 2; i++) {
-          const int64_t first = place(row, d + i), second = first + half_;
-          at.turned[first] = at.query[first] * c[i] + at.query[second] * s[i];
-          at.turned[second] = at.query[second] * c[i] - at.query[first] * s[i];
-        }
     }
+#endif
+    for (int row = beside_; row < rows_; row++)
+      for (int64_t d = 0; d < half_; d += W) {
+        const int64_t first = place(row, d), second = first + half_;
+        const Vector x = load(at.query + first), y = load(at.query + second), c = load(at.cos + d), s = load(at.sin + d);
+        store(at.turned + first, x * c + y * s);
+        store(at.turned + second, y * c - x * s);
+      }
   }
 
   // --- tokens ----------------------------------------------------------------------------------------------------
@@ -232,7 +237,7 @@ class CodedAttention {
       }
 #endif
       const int8_t* value[BLOCK];
-      for (int t = 0; t < count; t++) value[t] = at.levels + t * columns_;
+      for (int t = 0; t < count; t++) value[t] = at.levels + t * content_;
       Ahead none(at.levels, 0, 0, 0, 0);
       mix<A>(partial.mixture, rows_, Weights<float>{at.weights, BLOCK, 1}, at.keep, value, count, content_, none);
     }
@@ -264,21 +269,24 @@ class CodedAttention {
         if (!scored_) continue;
       }
 #endif
-      decode_block(block, c_.tables, row, count, at.levels, columns_);
+      if (block.column < content_)
+        decode_block(block, c_.tables, row, count, at.levels + block.column, content_);
+      else
+        decode_block(block, c_.tables, row, count, at.levels + block.column * BLOCK, CHANNELS);
     }
   }
 
   // Keys of tokens t … t + n − 1 of a block, whose levels and gains are there.
   void coded_keys(Place& at, int64_t from, int t, int n) const {
     const int64_t turn = (from + t) % TURN * half_;
-    const int8_t* levels = at.levels + t * columns_;
+    const int8_t* levels = at.levels + content_ * BLOCK + t * CHANNELS;
     for (int64_t d = 0; d < half_; d += W) {
       const float *scale = c_.scale + content_ + d, *offset = c_.offset + content_ + d;
       const Vector scale1 = load(scale), scale2 = load(scale + half_), offset1 = load(offset), offset2 = load(offset + half_);
       for (int i = 0; i < n; i++) {
-        const int8_t* level = levels + i * columns_ + content_ + d;
+        const int8_t* level = levels + d / CHANNELS * CHANNELS * BLOCK + i * CHANNELS + d % CHANNELS;
         const Vector gain = all(at.rotary_gain[t + i]);
-        const Vector x = load(level) * scale1 * gain + offset1, y = load(level + half_) * scale2 * gain + offset2;
+        const Vector x = load(level) * scale1 * gain + offset1, y = load(level + half_ * BLOCK) * scale2 * gain + offset2;
         const Vector c = load(c_.turn_cos + turn + i * half_ + d), s = load(c_.turn_sin + turn + i * half_ + d);
         store(at.keys + i * D_ + d, x * c - y * s);
         store(at.keys + i * D_ + half_ + d, y * c + x * s);
@@ -287,7 +295,7 @@ class CodedAttention {
     for (int i = 0; i < n; i++) {
       const Vector gain = all(at.content_gain[t + i]);
       for (int64_t d = 0; d < scored_; d += W)
-        store(at.keys + i * D_ + 2 * half_ + d, load(levels + i * columns_ + d) * gain);
+        store(at.keys + i * D_ + 2 * half_ + d, load(at.levels + (t + i) * content_ + d) * gain);
     }
   }
 

@@ -22,7 +22,7 @@ struct CodedBlock {
   int32_t first;                // the bit of the stream with which the first channel's window begins
 };
 
-// Decodes a block of `count` tokens, whose codes are `stride` bytes apart, to rows of levels that are `row` bytes apart.
+// Decodes a block of `count` tokens, whose codes are at `at`, to rows of levels that are `row` bytes apart.
 // Sixteen levels are written of each token, and of up to three tokens behind the last.
 #if HAS_BYTE_TABLES
 struct BlockReader {
@@ -72,9 +72,13 @@ struct BlockReader {
 INLINE void decode_block(const CodedBlock& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,
                          int64_t row) {
   const BlockReader reader(block, tables);
+  if (row == CHANNELS) {
+    for (int t = 0; t < count; t += 4) _mm512_storeu_si512(levels + t * CHANNELS, reader.read(at + t));
+    return;
+  }
   for (int t = 0; t < count; t += 4) {
     const __m512i four = reader.read(at + t);
-    int8_t* to = levels + t * row + block.column;
+    int8_t* to = levels + t * row;
     _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(four));
     _mm_storeu_si128((__m128i*)(to + row), _mm512_extracti32x4_epi32(four, 1));
     _mm_storeu_si128((__m128i*)(to + 2 * row), _mm512_extracti32x4_epi32(four, 2));
@@ -89,7 +93,7 @@ INLINE void decode_block(const CodedBlock& block, const int8_t* tables, const ui
     const int bit = block.first + c * block.bits, shift = 8 - bit % 8;
     for (int t = 0; t < count; t++) {
       const uint8_t* byte = at[t] + bit / 8;
-      levels[t * row + block.column + c] = table[(byte[0] << 8 | byte[1]) >> shift & 255];
+      levels[t * row + c] = table[(byte[0] << 8 | byte[1]) >> shift & 255];
     }
   }
 }

@@ -69,9 +69,11 @@ INLINE float whole_weights(const float* weights, uint8_t* pieces) {
   return most / whole;
 }
 
-// products[column block, row, column] = Σ pieces[row, t] · level for TILES tiles of rows.
-template <int TILES>
-INLINE void multiply_tiles(const uint8_t* pieces, const int8_t* quads, int blocks, int32_t* products, int64_t block_stride) {
+// products[column block, row, column] = Σ pieces[row, t] · level for TILES tiles of rows, two column blocks at a time; calls
+// done(i) for each block a while after its products are stored.
+template <int TILES, class F>
+INLINE void multiply_tiles(const uint8_t* pieces, const int8_t* quads, int blocks, int32_t* products, F done) {
+  constexpr int STRIDE = TILES * TILE * TILE;
   asm volatile("" : : : "memory");  // what the compiler has not stored yet
   _tile_loadd(4, pieces, BLOCK);
   if constexpr (TILES == 2) _tile_loadd(5, pieces + TILE * BLOCK, BLOCK);
@@ -93,51 +95,58 @@ INLINE void multiply_tiles(const uint8_t* pieces, const int8_t* quads, int block
         _tile_dpbusd(3, 5, 7);
       }
     }
-    _tile_stored(0, products + i * block_stride, 64);
-    if constexpr (TILES == 2) _tile_stored(1, products + i * block_stride + TILE * TILE, 64);
+    int32_t* to = products + i % 4 * STRIDE;
+    _tile_stored(0, to, 64);
+    if constexpr (TILES == 2) _tile_stored(1, to + TILE * TILE, 64);
     if (has_other) {
-      _tile_stored(2, products + (i + 1) * block_stride, 64);
-      if constexpr (TILES == 2) _tile_stored(3, products + (i + 1) * block_stride + TILE * TILE, 64);
+      _tile_stored(2, to + STRIDE, 64);
+      if constexpr (TILES == 2) _tile_stored(3, to + STRIDE + TILE * TILE, 64);
     }
+    asm volatile("" : : : "memory");
   };
-  for (int i = 0; i < blocks; i += 2) two(i);
-  asm volatile("" : : : "memory");
+  for (int i = 0; i < blocks; i += 2) {
+    two(i);
+    if (i) done(i - 2), done(i - 1);
+  }
+  for (int i = (blocks - 1) / 2 * 2; i < blocks; i++) done(i);
 }
 
 // Bytes of memory that mix_tiles works in.
 template <int PIECES>
 int64_t mix_tiles_bytes(int64_t rows, int64_t columns) {
-  const int64_t padded = (rows * PIECES + TILE - 1) / TILE * TILE;
-  return padded * BLOCK + columns * padded * 4 + (rows * 4 + 63) / 64 * 64;
+  const int64_t padded = (rows * PIECES + 2 * TILE - 1) / TILE * TILE;  // a group may read behind the last row
+  return padded * BLOCK + 4 * 2 * TILE * TILE * 4 + (rows * 4 + 63) / 64 * 64;
 }
 
 // out[r] = keep[r] · out[r] + Σ weights[r, t] · level[t]; weights are [rows, BLOCK], rows of out `columns` apart.
 template <int PIECES>
 void mix_tiles(float* out, int rows, const float* weights, const float* keep, const int8_t* quads, int64_t columns,
                char* scratch) {
-  const int padded = (rows * PIECES + TILE - 1) / TILE * TILE, blocks = int(columns / TILE);
+  const int padded = (rows * PIECES + 2 * TILE - 1) / TILE * TILE, blocks = int(columns / TILE);
   uint8_t* pieces = (uint8_t*)scratch;
   int32_t* products = (int32_t*)(scratch + padded * BLOCK);
-  float* one = (float*)(scratch + padded * BLOCK + columns * padded * 4);
+  float* one = (float*)(products + 4 * 2 * TILE * TILE);
   for (int r = 0; r < rows; r++) one[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces + r * PIECES * BLOCK);
-  const int64_t stride = int64_t(padded) * TILE;
-  int tile = 0;
-  for (; tile + 2 <= padded / TILE; tile += 2)
-    multiply_tiles<2>(pieces + tile * TILE * BLOCK, quads, blocks, products + tile * TILE * TILE, stride);
-  if (tile < padded / TILE)
-    multiply_tiles<1>(pieces + tile * TILE * BLOCK, quads, blocks, products + tile * TILE * TILE, stride);
-  for (int r = 0; r < rows; r++) {
-    const Vector kept = all(keep[r]), unit = all(one[r]);
-    for (int i = 0; i < blocks; i++) {
-      const int32_t* sum = products + i * stride + r * PIECES * TILE;
-      const auto piece = [&](int p) __attribute__((always_inline)) { return _mm512_loadu_si512(sum + p * TILE); };
-      // The two highest pieces' sums fit into 32 bits together.
-      const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(piece(0), 8), piece(1));
-      Vector total = (Vector)_mm512_cvtepi32_ps(high);
-      if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(piece(2));
-      float* at = out + r * columns + i * TILE;
-      store(at, load(at) * kept + total * unit);
-    }
+  // Rows whose pieces fit into two tiles.
+  constexpr int MOST = 2 * TILE / PIECES;
+  for (int first = 0; first < rows; first += MOST) {
+    const int some = std::min(MOST, rows - first);
+    const uint8_t* of_rows = pieces + first * PIECES * BLOCK;
+    const auto add = [&](int tiles, int i) __attribute__((always_inline)) {
+      const int32_t* sum = products + i % 4 * tiles * TILE * TILE;
+      for (int r = 0; r < some; r++, sum += PIECES * TILE) {
+        // The two highest pieces' sums fit into 32 bits together.
+        const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sum), 8), _mm512_load_si512(sum + TILE));
+        Vector total = (Vector)_mm512_cvtepi32_ps(high);
+        if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(sum + 2 * TILE));
+        float* at = out + (first + r) * columns + i * TILE;
+        store(at, load(at) * keep[first + r] + total * one[first + r]);
+      }
+    };
+    if (some * PIECES > TILE)
+      multiply_tiles<2>(of_rows, quads, blocks, products, [&](int i) { add(2, i); });
+    else
+      multiply_tiles<1>(of_rows, quads, blocks, products, [&](int i) { add(1, i); });
   }
 }
 
