@@ -278,18 +278,22 @@ class CodedAttention {
 
   // Keys of tokens t … t + n − 1 of a block, whose levels and gains are there.
   void coded_keys(Place& at, int64_t from, int t, int n) const {
-    const int64_t turn = (from + t) % TURN * half_;
+    // Local copies, which the compiler knows that no store changes.
+    const int64_t half = half_, stride = D_;
+    const float *cos = c_.turn_cos + (from + t) % TURN * half, *sin = c_.turn_sin + (from + t) % TURN * half;
+    const float* gains = at.rotary_gain + t;
     const int8_t* levels = at.levels + content_ * BLOCK + t * CHANNELS;
-    for (int64_t d = 0; d < half_; d += W) {
+    float* keys = at.keys;
+    for (int64_t d = 0; d < half; d += W) {
       const float *scale = c_.scale + content_ + d, *offset = c_.offset + content_ + d;
-      const Vector scale1 = load(scale), scale2 = load(scale + half_), offset1 = load(offset), offset2 = load(offset + half_);
+      const Vector scale1 = load(scale), scale2 = load(scale + half), offset1 = load(offset), offset2 = load(offset + half);
+      const int8_t *level1 = levels + d / CHANNELS * CHANNELS * BLOCK + d % CHANNELS, *level2 = level1 + half * BLOCK;
       for (int i = 0; i < n; i++) {
-        const int8_t* level = levels + d / CHANNELS * CHANNELS * BLOCK + i * CHANNELS + d % CHANNELS;
-        const Vector gain = all(at.rotary_gain[t + i]);
-        const Vector x = load(level) * scale1 * gain + offset1, y = load(level + half_ * BLOCK) * scale2 * gain + offset2;
-        const Vector c = load(c_.turn_cos + turn + i * half_ + d), s = load(c_.turn_sin + turn + i * half_ + d);
-        store(at.keys + i * D_ + d, x * c - y * s);
-        store(at.keys + i * D_ + half_ + d, y * c + x * s);
+        const Vector gain = all(gains[i]), c = load(cos + i * half + d), s = load(sin + i * half + d);
+        const Vector x = load(level1 + i * CHANNELS) * scale1 * gain + offset1;
+        const Vector y = load(level2 + i * CHANNELS) * scale2 * gain + offset2;
+        store(keys + i * stride + d, x * c - y * s);
+        store(keys + i * stride + half + d, y * c + x * s);
       }
     }
     for (int i = 0; i < n; i++) {
