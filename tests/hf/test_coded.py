@@ -82,7 +82,7 @@ def test_codes_are_read_as_they_are_stored(
     with torch.inference_mode():
         out = outputs(layer, states, mask)
         assert decoded == [LENGTHS[0]]  # the prompt alone
-        monkeypatch.setattr(HostedLatentAttention, "_reads_codes", lambda *_: False)
+        monkeypatch.setattr(HostedLatentAttention, "_readable", lambda *_: None)
         expected = outputs(layer, states, mask)
     assert len(decoded) == 1 + len(LENGTHS)
     seen = torch.ones(2, sum(LENGTHS), dtype=torch.bool) if mask is None else mask.bool()

@@ -211,10 +211,8 @@ class HostedLatentAttention(HostedAttention, MultiHeadLatentAttention):
             slots: the rotation of the model's slots, where the layer has rotary dims.
         """
         self.code, self.slots = code, slots
-        self.reader: CodeReader | None = None
-        if code is not None and (slots is not None or not self.channels):
-            tables = None if slots is None or not self.channels else lambda count: slots.tables(count, torch.empty(0))
-            self.reader = CodeReader(code, self.spec.kv_lora_rank, self.channels, tables)
+        tables = None if slots is None else slots.tables
+        self.reader = None if code is None else CodeReader(code, self.spec.kv_lora_rank, self.channels, tables)
 
     def cache_layer(self, max_length: int | None) -> CodedLayer | None:
         """The layer of a `HeadwiseCache` that stores this one's codes; None where values are stored as they are."""
@@ -236,11 +234,11 @@ class HostedLatentAttention(HostedAttention, MultiHeadLatentAttention):
         begin = call.total - hidden_states.shape[1]
         call = call._replace(rotation=self._slots(hidden_states, begin, call.total))
         if len(memory) > 1:
-            if self._reads_codes(hidden_states, memory, call):
-                assert self.reader is not None
+            reader = self._readable(hidden_states, memory, call)
+            if reader is not None:
                 query = self._absorbed_query(*self._queries(hidden_states, call.rotation))
                 options = {"is_causal": call.is_causal, "has_sums": self.kv_b_proj.bias is not None}
-                mixed = self.reader.attend(query, memory, call.attention_mask, scale=self._scale(), **options)
+                mixed = reader.attend(query, memory, call.attention_mask, scale=self._scale(), **options)
                 out: Tensor = self.o_proj(merge_heads(self._decoded_values(mixed)))
                 return out
             memory = (decoded(self.code, memory, hidden_states.dtype),)
@@ -259,12 +257,13 @@ class HostedLatentAttention(HostedAttention, MultiHeadLatentAttention):
         channels = self._channels(cos)
         return cos[..., channels], sin[..., channels]
 
-    def _reads_codes(self, states: Tensor, stored: tuple[Tensor, ...], call: Call) -> bool:
-        """Whether the compiled kernel attends to codes as they are stored."""
+    def _readable(self, states: Tensor, stored: tuple[Tensor, ...], call: Call) -> CodeReader | None:
+        """What attends to codes as they are stored; None where the compiled kernel cannot."""
         if self.reader is None or call.return_weights or self._dropout_p() or self.backend not in ("auto", "fused"):
-            return False
+            return None
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (states, *self.parameters()))
-        return self.reader.can_read(states, stored, call.attention_mask, needs_grad=needs_grad)
+        can_read = self.reader.can_read(states, stored, call.attention_mask, needs_grad=needs_grad)
+        return self.reader if can_read else None
 
 
 class HostedGroupedAttention(HostedAttention, GroupedQueryAttention):

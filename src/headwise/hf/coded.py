@@ -36,8 +36,7 @@ class SlotRotation:
             slots = torch.arange(max(256, 2 * count), device=like.device)[None]
             with torch.inference_mode(False), torch.no_grad():
                 kept = self._tables = self._rotary(like.new_empty(1, dtype=torch.float32), slots)
-        cos, sin = kept
-        return cos[:, :count].to(like.dtype), sin[:, :count].to(like.dtype)
+        return kept[0][:, :count].to(like.dtype), kept[1][:, :count].to(like.dtype)
 
 
 class CodedLayer(GrowingLayer):
@@ -70,7 +69,9 @@ class CodedLayer(GrowingLayer):
         if begin == 0 or self.first is None or self.wide is None:
             self.first = first.clone()
             self.wide = states.new_zeros(len(states), SINKS, states.shape[-1], dtype=torch.bfloat16)
-        self.wide = _with_wide(self.wide, states, self.first, begin)
+            self._last_wide = int(first.max()) + SINKS - 1  # the last slot that may have a wide value
+        if begin <= self._last_wide:
+            self.wide = _with_wide(self.wide, states, self.first, begin)
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,8 +196,9 @@ class CodedStates:
         """Append values ``[B, 1, S, W]``, and return those of all tokens, or `CodedLayer.stored`."""
         (states,) = new
         begin = self.length
-        first = first_slots(self._mask, len(states), states.device)
         layer = None if self._past is None else self._past.layers[self._layer_idx]
+        kept = layer.first if begin and isinstance(layer, CodedLayer) else None
+        first = first_slots(self._mask, len(states), states.device) if kept is None else kept
         if isinstance(layer, CodedLayer):
             layer.append(states, first)
             return layer.stored

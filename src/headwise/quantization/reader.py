@@ -25,7 +25,7 @@ class CodeReader:
         code: of the layer.
         rank: R.
         frequencies: each rotary pair's index among the model's frequencies.
-        tables: cos and sin ``[1, slots, F]`` of that many slots, float32; None without rotary dims.
+        tables: cos and sin ``[1, slots, F]`` of that many slots, in the dtype and on the device of a tensor.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class CodeReader:
         code: TransformCode,
         rank: int,
         frequencies: list[int],
-        tables: Callable[[int], tuple[Tensor, Tensor]] | None,
+        tables: Callable[[int, Tensor], tuple[Tensor, Tensor]] | None,
     ) -> None:
-        self._code, self._rank, self._tables = code, rank, tables
+        self._code, self._rank, self._tables = code, rank, tables if frequencies else None
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be used elsewhere
             self._frequency = torch.tensor(frequencies, dtype=torch.int64)
         self._layout: CodedLayout | None = None
@@ -62,7 +62,7 @@ class CodeReader:
         """cos and sin ``[TURN, P/2]`` of the first slots, without the factor of a scaled rotary embedding."""
         if self._tables is None:
             return None
-        cos, sin = (table[0, :TURN, self._frequency] for table in self._tables(TURN))
+        cos, sin = (table[0, :TURN, self._frequency] for table in self._tables(TURN, torch.empty(0)))
         return cos / cos[:1], sin / cos[:1]
 
     def attend(
@@ -92,7 +92,8 @@ class CodeReader:
         codes, wide, first = stored
         B, H, S, _ = query.shape
         mask = None if mask is None else as_bool_mask(mask, (B, H, S, codes.shape[2]))
-        cos, sin = 2 * (torch.empty(1, 1, 0),) if self._tables is None else self._tables(codes.shape[2])
+        like = torch.empty(1, 1, 0)
+        cos, sin = (like, like) if self._tables is None else self._tables(codes.shape[2], like)
         return attend_coded(
             *(query, codes, wide, first, self._layout, (cos[0], sin[0]), self._frequency),
             *(mask, is_causal, scale),
