@@ -39,11 +39,16 @@ class CodedAttention {
   const CodedArguments& c_;
   const Arguments& a_;
   const Sight sight_;
-  const int rows_, groups_, beside_;        // see Attention
+  const int rows_;
+  const bool tiles_;                        // whether matrix tiles are used
+  // Whether scores are computed by tiles too, of numbers rounded to bfloat16 as the queries are.
+  static constexpr bool CAN_ROUND = HAS_BFLOAT16_TILES && HAS_LANES && std::is_same_v<Q, bfloat16>;
+  const bool rounds_;
+  const int groups_, beside_;               // see Attention; where scores are computed by tiles, pairs of groups
   const int64_t content_, half_, columns_;  // columns of a row of levels: the latent's, and the two halves of the rotary key
   const int64_t scored_;                    // columns of the latent that are scored: content_, or 0
   const int64_t D_;                         // of a key: its rotary halves, then its scored content
-  const bool tiles_;                        // whether mixtures are computed by matrix tiles
+  const int64_t depth_;                     // D_, or where scores are computed by tiles a multiple of theirs
   static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight
 
  public:
@@ -52,18 +57,20 @@ class CodedAttention {
         a_(c.call),
         sight_(a_),
         rows_(int(a_.G * a_.S)),
-        groups_(!HAS_LANES ? 0 : rows_ < 8 ? rows_ > 4 : rows_ / 8 + (rows_ % 8 > 3)),
+#if HAS_MATRIX_TILES
+        tiles_(rows_ >= 4 && may_use_tiles()),
+#else
+        tiles_(false),
+#endif
+        rounds_(CAN_ROUND && tiles_),
+        groups_(!HAS_LANES ? 0 : rounds_ ? (rows_ + 15) / 16 * 2 : rows_ < 8 ? rows_ > 4 : rows_ / 8 + (rows_ % 8 > 3)),
         beside_(std::min(rows_, groups_ * 8)),
         content_(up(a_.V, CHANNELS)),
         half_(up(c.P / 2, CHANNELS)),
         columns_(content_ + 2 * half_),
         scored_(a_.D > c.P ? content_ : 0),
         D_(2 * half_ + scored_),
-#if HAS_MATRIX_TILES
-        tiles_(rows_ >= 4 && may_use_tiles()) {}
-#else
-        tiles_(false) {}
-#endif
+        depth_(up(D_, 32)) {}
 
   void run() const {
     int64_t tokens = 0;
@@ -77,7 +84,7 @@ class CodedAttention {
   int64_t width() const { return content_; }
   int64_t scratch_bytes() const {
     const int64_t rows = padded_rows();
-    return 2 * up(rows * D_ * 4, 64) + 2 * half_ * 4 + 2 * up(rows * BLOCK * 4, 64) + up(rows * 4, 64) + KEYS * D_ * 4 +
+    return 2 * up(rows * D_ * 4, 64) + rounded_bytes() + 2 * half_ * 4 + 2 * up(rows * BLOCK * 4, 64) + up(rows * 4, 64) + KEYS * D_ * 4 +
            up(BLOCK * columns_, 64) + quads_bytes() + tiles_bytes() + up(SINKS * content_ * 4, 64) + 2 * BLOCK * 4 + up(BLOCK * (c_.bytes + OVERRUN), 64);
   }
 
@@ -97,6 +104,7 @@ class CodedAttention {
     at.levels = (int8_t*)take(BLOCK * columns_);
     at.quads = (int8_t*)take(quads_bytes());
     at.tiles = take(tiles_bytes());
+    at.rounded = (bfloat16*)take(rounded_bytes());
     at.wide = (float*)take(SINKS * content_ * 4);
     at.content_gain = (float*)take(BLOCK * 4);
     at.rotary_gain = (float*)take(BLOCK * 4);
@@ -107,6 +115,7 @@ class CodedAttention {
     if (!tokens.length()) return;
     read_query(b, at.query);
     std::copy_n(at.query, rows * D_, at.turned);
+    round_query(at);
     std::fill_n(at.cos, half_, 0.0f), std::fill_n(at.sin, half_, 0.0f);
 
     const Range wide{c_.first[b], c_.first[b] + SINKS};
@@ -152,6 +161,7 @@ class CodedAttention {
     int8_t* levels;            // the latent's [BLOCK, content_], then [columns / CHANNELS, BLOCK, CHANNELS] of the rotary key
     int8_t* quads;             // the latent's levels, for matrix tiles
     char* tiles;               // memory for them to work in
+    bfloat16* rounded;         // queries, then KEYS keys, for scores by tiles
     float* wide;               // [SINKS, content_], values without codes in levels
     float *content_gain, *rotary_gain;  // [BLOCK]
     uint8_t* copies;           // codes at the end of memory
@@ -164,6 +174,7 @@ class CodedAttention {
 #endif
     return 0;
   }
+  int64_t rounded_bytes() const { return rounds_ ? (groups_ * 8 + KEYS) * depth_ * 2 : 0; }
   int64_t padded_rows() const { return groups_ * 8 + rows_ - beside_; }
 
   // --- queries ---------------------------------------------------------------------------------------------------
@@ -219,6 +230,17 @@ class CodedAttention {
         store(at.turned + first, x * c + y * s);
         store(at.turned + second, y * c - x * s);
       }
+    round_query(at);
+  }
+
+  void round_query(Place& at) const {
+#if HAS_BFLOAT16_TILES
+    if constexpr (CAN_ROUND)
+      if (rounds_) {
+        if (depth_ > D_) std::fill_n(at.rounded, groups_ * 8 * depth_, bfloat16{});
+        round_groups(at.turned, groups_ / 2, D_, depth_, at.rounded);
+      }
+#endif
   }
 
   // --- tokens ----------------------------------------------------------------------------------------------------
@@ -346,6 +368,20 @@ class CodedAttention {
       const float* key[KEYS];
       for (int i = 0; i < KEYS; i++) key[i] = at.keys + std::min(i, n - 1) * D_;
       Ahead none(at.keys, 0, 0, 0, 0);
+#if HAS_BFLOAT16_TILES
+      if constexpr (CAN_ROUND)
+        if (rounds_) {
+          alignas(64) float scores[KEYS * TILE];
+          bfloat16* keys = at.rounded + groups_ * 8 * depth_;
+          round_rows(at.keys, n, D_, depth_, keys);
+          for (int first = 0; first < rows_; first += TILE) {
+            score_tiles(keys, at.rounded + first * depth_, depth_, scores);
+            for (int row = first; row < std::min(first + TILE, rows_); row++)
+              for (int i = 0; i < n; i++) at.scores[row * BLOCK + t + i] = scores[i * TILE + row - first];
+          }
+          continue;
+        }
+#endif
 #if HAS_LANES
       if (groups_) {
         alignas(64) float scores[KEYS * 8];

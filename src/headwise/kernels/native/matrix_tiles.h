@@ -15,6 +15,12 @@
 #define HAS_MATRIX_TILES 0
 #endif
 
+#if HAS_MATRIX_TILES && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define HAS_BFLOAT16_TILES 1
+#else
+#define HAS_BFLOAT16_TILES 0
+#endif
+
 #if HAS_MATRIX_TILES
 namespace {
 
@@ -149,6 +155,43 @@ void mix_tiles(float* out, int rows, const float* weights, const float* keep, co
       multiply_tiles<1>(of_rows, quads, blocks, products, [&](int i) { add(1, i); });
   }
 }
+
+#if HAS_BFLOAT16_TILES
+constexpr int DEPTH = 32;  // dims of a tile of bfloat16
+
+// Rounds groups of eight rows, [group, D / 2, 8, 2], to tiles [sixteen rows, depth / 2, 16, 2]; `depth` is D or padded.
+INLINE void round_groups(const float* groups, int sixteens, int64_t D, int64_t depth, bfloat16* tiles) {
+  for (int i = 0; i < sixteens; i++)
+    for (int64_t d = 0; d < D; d += 2) {
+      const float* first = groups + 2 * i * 8 * D + d * 8;
+      const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(first + 8 * D), _mm512_loadu_ps(first));
+      _mm512_storeu_si512(tiles + (i * depth + d) * TILE, (__m512i)both);
+    }
+}
+
+// Rounds rows of D numbers, a multiple of 16, to rows of `depth`, a multiple of DEPTH.
+INLINE void round_rows(const float* rows, int count, int64_t D, int64_t depth, bfloat16* to) {
+  for (int i = 0; i < count; i++)
+    for (int64_t d = 0; d < depth; d += DEPTH) {
+      const __m512 first = _mm512_loadu_ps(rows + i * D + d);
+      const __m512 last = d + TILE < D ? _mm512_loadu_ps(rows + i * D + d + TILE) : _mm512_setzero_ps();
+      _mm512_storeu_si512(to + i * depth + d, (__m512i)_mm512_cvtne2ps_pbh(last, first));
+    }
+}
+
+// products[key, row] of sixteen keys and sixteen rows.
+INLINE void score_tiles(const bfloat16* keys, const bfloat16* rows, int64_t depth, float* products) {
+  asm volatile("" : : : "memory");
+  _tile_zero(0);
+  for (int64_t d = 0; d < depth; d += DEPTH) {
+    _tile_loadd(1, keys + d, depth * 2);
+    _tile_loadd(2, rows + d * TILE, 64);
+    _tile_dpbf16ps(0, 1, 2);
+  }
+  _tile_stored(0, products, 64);
+  asm volatile("" : : : "memory");
+}
+#endif
 
 }  // namespace
 #endif
