@@ -356,8 +356,9 @@ def test_without_it_auto_is_packed() -> None:
 SOURCE = Path(build.__file__).parent
 
 
+@pytest.mark.parametrize("source", ["watched.cpp", "watched_coded.cpp"])
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_sanitizers_find_nothing(sanitizer: str, tmp_path: Path) -> None:
+def test_sanitizers_find_nothing(sanitizer: str, source: str, tmp_path: Path) -> None:
     """Races by ThreadSanitizer, on threads it can see; reads past the end by AddressSanitizer."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -373,7 +374,7 @@ def test_sanitizers_find_nothing(sanitizer: str, tmp_path: Path) -> None:
         "-march=native",
         "-pthread",
     ]
-    command = [compiler, *flags, str(Path(__file__).with_name("watched.cpp")), f"-I{SOURCE}", "-o", str(program)]
+    command = [compiler, *flags, str(Path(__file__).with_name(source)), f"-I{SOURCE}", "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True)
     result = subprocess.run([program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")

@@ -141,9 +141,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
         (latent,) = memory  # [B, 1, T, R + P]
-        query = split_heads(self._query(hidden_states), self.spec.num_heads)  # [B, H, S, N + P]
-        q_nope, q_rope = query.split_with_sizes((self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim), dim=-1)
-        q_rope = rotated(q_rope, call.rotation, self.rope)
+        q_nope, q_rope = self._queries(hidden_states, call.rotation)
         impl: str = self.impl
         if impl == "auto":
             S, T = hidden_states.shape[1], latent.shape[2]
@@ -152,6 +150,12 @@ class MultiHeadLatentAttention(AttentionLayer):
         mixed, weights = (self._absorbed if impl == "absorbed" else self._expanded)(q_nope, q_rope, latent, call)
         out: Tensor = self.o_proj(merge_heads(mixed))
         return out if weights is None else (out, weights)
+
+    def _queries(self, hidden_states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """The content ``[B, H, S, N]`` and the rotated dims ``[B, H, S, P]`` of the queries."""
+        query = split_heads(self._query(hidden_states), self.spec.num_heads)  # [B, H, S, N + P]
+        q_nope, q_rope = query.split_with_sizes((self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim), dim=-1)
+        return q_nope, rotated(q_rope, rotation, self.rope)
 
     def _query(self, hidden_states: Tensor) -> Tensor:
         """Projected queries ``[B, S, H·(N + P)]``, through the query latent where there is one."""
@@ -189,25 +193,36 @@ class MultiHeadLatentAttention(AttentionLayer):
         Returns:
             Mixed values ``[B, H, S, V]``, and the weights or None.
         """
-        spec = self.spec
-        R, N = spec.kv_lora_rank, spec.qk_nope_head_dim
-        decoders = torch.unflatten(self.kv_b_proj.weight, 0, (spec.num_heads, N + spec.v_head_dim))
-        key_decoders, value_decoders = decoders.split_with_sizes((N, spec.v_head_dim), dim=1)  # [H, N, R], [H, V, R]
-        value_bias = None
+        R = self.spec.kv_lora_rank
         value = latent.narrow(-1, 0, R)  # [B, 1, T, R]
         if self.kv_b_proj.bias is not None:
-            value_bias = torch.unflatten(self.kv_b_proj.bias, 0, (spec.num_heads, -1))[:, N:]
             # A column of ones adds up each row's weights: 1, or 0 where nothing is seen, or what dropout left of it.
             value = torch.cat((value, torch.ones_like(latent[..., :1])), dim=-1)
-        if N:
-            query, key = torch.cat((per_head(q_nope, key_decoders), q_rope), dim=-1), latent  # [B, H, S, R + P]
-        else:
-            query, key = q_rope, latent[..., R:]
-        mixed, weights = self._kernel(query, key, value, call, self._scale())  # [B, H, S, R], or R + 1
-        if value_bias is None:
-            return per_head(mixed, value_decoders.transpose(1, 2)), weights
-        out = per_head(mixed[..., :R], value_decoders.transpose(1, 2))
-        return out + mixed[..., R:] * value_bias[:, None], weights
+        query = self._absorbed_query(q_nope, q_rope)
+        key = latent if self.spec.qk_nope_head_dim else latent[..., R:]
+        mixed, weights = self._kernel(query, key, value, call, self._scale())
+        return self._decoded_values(mixed), weights
+
+    def _absorbed_query(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
+        """Queries of latents and rotary keys ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where they have no content."""
+        if not self.spec.qk_nope_head_dim:
+            return q_rope
+        return torch.cat((per_head(q_nope, self._decoders()[0]), q_rope), dim=-1)
+
+    def _decoded_values(self, mixed: Tensor) -> Tensor:
+        """Values ``[B, H, S, V]`` of mixed latents ``[B, H, S, R]``, or R + 1 with the sums of weights for a bias."""
+        R, decoders = self.spec.kv_lora_rank, self._decoders()[1].transpose(1, 2)
+        if self.kv_b_proj.bias is None:
+            return per_head(mixed, decoders)
+        bias = torch.unflatten(self.kv_b_proj.bias, 0, (self.spec.num_heads, -1))[:, self.spec.qk_nope_head_dim :]
+        return per_head(mixed[..., :R], decoders) + mixed[..., R:] * bias[:, None]
+
+    def _decoders(self) -> tuple[Tensor, Tensor]:
+        """The rows of kv_b_proj of each head's keys ``[H, N, R]`` and values ``[H, V, R]``."""
+        spec = self.spec
+        decoders = torch.unflatten(self.kv_b_proj.weight, 0, (spec.num_heads, -1))
+        keys, values = decoders.split_with_sizes((spec.qk_nope_head_dim, spec.v_head_dim), dim=1)
+        return keys, values
 
     def _scale(self) -> float:
         scale = self.spec.softmax_scale

@@ -32,12 +32,11 @@ class SlotRotation:
     def tables(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin ``[1, count, frequencies]`` of slots 0 … count − 1, of the dtype and device of ``like``."""
         kept = self._tables
-        if kept is None or kept[0].shape[1] < count or kept[0].dtype != like.dtype or kept[0].device != like.device:
+        if kept is None or kept[0].shape[1] < count or kept[0].device != like.device:
             slots = torch.arange(max(256, 2 * count), device=like.device)[None]
             with torch.inference_mode(False), torch.no_grad():
-                kept = self._tables = self._rotary(like.new_empty(1), slots)
-        cos, sin = kept
-        return cos[:, :count], sin[:, :count]
+                kept = self._tables = self._rotary(like.new_empty(1, dtype=torch.float32), slots)
+        return kept[0][:, :count].to(like.dtype), kept[1][:, :count].to(like.dtype)
 
 
 class CodedLayer(GrowingLayer):
@@ -72,14 +71,16 @@ class CodedLayer(GrowingLayer):
         if begin == 0 or self.first is None or self.wide is None:
             self.first = first.clone()
             self.wide = states.new_zeros(len(states), SINKS, states.shape[-1], dtype=torch.bfloat16)
-        self.wide = _with_wide(self.wide, states, self.first, begin)
+            self._last_wide = int(first.max()) + SINKS - 1  # the last slot that may have a wide value
+        if begin <= self._last_wide:
+            self.wide = _with_wide(self.wide, states, self.first, begin)
 
-    def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The values of all tokens ``[B, 1, T, W]``, before rotation."""
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is stored: codes ``[B, 1, T, bytes]``, wide values ``[B, SINKS, W]`` and first slots ``[B]``."""
         assert self.first is not None
         assert self.wide is not None
-        values = self.code.decode(self.keys, dtype)
-        return overlaid(values, self.wide.to(dtype), self.first, 0)
+        return self.keys, self.wide, self.first
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -106,6 +107,18 @@ class CodedLayer(GrowingLayer):
         if self.wide is not None and self.first is not None:
             indices = indices.to(self.wide.device)
             self.wide, self.first = self.wide[indices], self.first[indices]
+
+
+def decoded(code: TransformCode, stored: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """The values of all tokens ``[B, 1, T, W]``, before rotation.
+
+    Args:
+        code: of the layer.
+        stored: see `CodedLayer.stored`.
+        dtype: of the values.
+    """
+    codes, wide, first = stored
+    return overlaid(code.decode(codes, dtype), wide.to(dtype), first, 0)
 
 
 def rounded(code: TransformCode, states: Tensor, first: Tensor, begin: int) -> Tensor:
@@ -178,14 +191,15 @@ class CodedStates:
         return 0 if self._past is None else int(self._past.get_seq_length(self._layer_idx))
 
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append values ``[B, 1, S, W]``, and return those of all tokens, ``[B, 1, T, W]``."""
+        """Append values ``[B, 1, S, W]``, and return those of all tokens, or `CodedLayer.stored`."""
         (states,) = new
         begin = self.length
-        first = first_slots(self._mask, len(states), states.device)
         layer = None if self._past is None else self._past.layers[self._layer_idx]
+        kept = layer.first if begin and isinstance(layer, CodedLayer) else None
+        first = first_slots(self._mask, len(states), states.device) if kept is None else kept
         if isinstance(layer, CodedLayer):
             layer.append(states, first)
-            return (layer.decoded(states.dtype),)
+            return layer.stored
         values = rounded(self._code, states, first, begin)
         if self._past is None:
             return (values,)
@@ -193,6 +207,6 @@ class CodedStates:
         return (stored if self._mask is not None else stored[:, :, : begin + states.shape[2]],)
 
     def views(self) -> tuple[Tensor, ...]:
-        """All values, of a cache that holds some."""
+        """All values, of a cache that holds some, or `CodedLayer.stored`."""
         layer = self._past.layers[self._layer_idx]
-        return (layer.decoded(torch.float32) if isinstance(layer, CodedLayer) else layer.keys,)
+        return layer.stored if isinstance(layer, CodedLayer) else (layer.keys,)

@@ -16,12 +16,12 @@ from transformers import EncoderDecoderCache
 from headwise.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from headwise.attention.base import AttentionLayer, CacheLike, Call, merge_heads, rotated, split_heads
 from headwise.attention.latent import constructor_arguments
-from headwise.caches.coded import CodedLayer, CodedStates, SlotRotation
+from headwise.caches.coded import CodedLayer, CodedStates, SlotRotation, decoded
 from headwise.checkpoints import family_of
 from headwise.errors import ArgumentError
 from headwise.hf.interface import as_bool
 from headwise.kernels.mask import causal_mask
-from headwise.quantization import TransformCode
+from headwise.quantization import CodeReader, TransformCode
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, RopeSpec
 
 
@@ -213,17 +213,28 @@ class CodedAttention(HostedAttention):
             return super()._cache(past, mask)
         return CodedStates(self.code, past, self.layer_idx, mask)
 
-    def _slot_tables(self, values: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of the slots of all tokens, ``[1, T, P/2]`` each, for cached values ``[B, 1, T, W]``."""
-        if self.slots is None or self.rope is None:
+    def _by_slot(self, states: Tensor, call: Call) -> Call:
+        """The call with its queries rotated by their slots, as coded keys are."""
+        return call._replace(rotation=self._slots(states, call.total - states.shape[1], call.total))
+
+    def _values(self, memory: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """The values of all tokens ``[B, 1, T, W]``, before rotation, out of codes or as another cache holds them."""
+        assert self.code is not None
+        return memory[0] if len(memory) == 1 else decoded(self.code, memory, dtype)
+
+    def _slots(self, like: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin ``[1, end − begin, P/2]`` of slots; None without rotary dims."""
+        if self.slots is None or not self.channels:
             return None
-        tables = self.slots.tables(max(values.shape[2], call.total), values)
-        cos, sin = (table[..., self._channels(values)] for table in tables)
-        return cos, sin
+        cos, sin = (table[:, begin:] for table in self.slots.tables(end, like))
+        channels = self._channels(cos)
+        return cos[..., channels], sin[..., channels]
 
 
 class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
     """MLA in the place of a transformers model's attention; arguments as for `HostedAttention.host`."""
+
+    reader: CodeReader | None = None
 
     def __init__(self, spec: LatentSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         # cos and sin come from the model; the two dims of a rotary pair are half a head apart
@@ -231,18 +242,40 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
         super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope)
         self.host(spec, config, layer_idx, channels)
 
+    def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
+        """See `CodedAttention.set_code`."""
+        super().set_code(code, slots)
+        tables = None if slots is None else slots.tables
+        self.reader = None if code is None else CodeReader(code, self.spec.kv_lora_rank, self.channels, tables)
+
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
         return super()._states_to_cache(states, rotation if self.code is None else None)
 
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if self.code is not None and (tables := self._slot_tables(memory[0], call)) is not None:
-            (values,), P = memory, self.spec.qk_rope_head_dim
-            rotary_key = rotated(values[..., -P:], _part(tables, 0, values.shape[2]), self.rope)
-            memory = (torch.cat((values[..., :-P], rotary_key), -1),)
-            call = call._replace(rotation=_part(tables, call.total - hidden_states.shape[1], call.total))
-        return super()._attend(hidden_states, memory, call)
+        if self.code is None:
+            return super()._attend(hidden_states, memory, call)
+        call = self._by_slot(hidden_states, call)
+        if len(memory) > 1 and (reader := self._readable(hidden_states, memory, call)) is not None:
+            query = self._absorbed_query(*self._queries(hidden_states, call.rotation))
+            options = {"is_causal": call.is_causal, "has_sums": self.kv_b_proj.bias is not None}
+            mixed = reader.attend(query, memory, call.attention_mask, scale=self._scale(), **options)
+            out: Tensor = self.o_proj(merge_heads(self._decoded_values(mixed)))
+            return out
+        values, P = self._values(memory, hidden_states.dtype), self.spec.qk_rope_head_dim
+        rotation = self._slots(values, 0, values.shape[2])
+        if rotation is not None:
+            values = torch.cat((values[..., :-P], rotated(values[..., -P:], rotation, self.rope)), -1)
+        return super()._attend(hidden_states, (values,), call)
+
+    def _readable(self, states: Tensor, stored: tuple[Tensor, ...], call: Call) -> CodeReader | None:
+        """What attends to codes as they are stored; None where the compiled kernel cannot."""
+        if self.reader is None or call.return_weights or self._dropout_p() or self.backend not in ("auto", "fused"):
+            return None
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (states, *self.parameters()))
+        can_read = self.reader.can_read(states, stored, call.attention_mask, needs_grad=needs_grad)
+        return self.reader if can_read else None
 
 
 class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
@@ -271,20 +304,13 @@ class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if self.code is not None:
-            values, K = memory[0], self.spec.num_kv_heads
-            widths = (K * self.spec.head_dim, K * self.spec.value_dim)
-            key, value = (split_heads(part[:, 0], K) for part in values.split_with_sizes(widths, -1))
-            if (tables := self._slot_tables(values, call)) is not None:
-                key = rotated(key, _part(tables, 0, key.shape[2]), self.rope)
-                call = call._replace(rotation=_part(tables, call.total - hidden_states.shape[1], call.total))
-            memory = (key, value)
-        return super()._attend(hidden_states, memory, call)
-
-
-def _part(tables: tuple[Tensor, Tensor], start: int, stop: int) -> tuple[Tensor, Tensor]:
-    cos, sin = tables
-    return cos[:, start:stop], sin[:, start:stop]
+        if self.code is None:
+            return super()._attend(hidden_states, memory, call)
+        values, K = self._values(memory, hidden_states.dtype), self.spec.num_kv_heads
+        widths = (K * self.spec.head_dim, K * self.spec.value_dim)
+        key, value = (split_heads(part[:, 0], K) for part in values.split_with_sizes(widths, -1))
+        key = rotated(key, self._slots(values, 0, key.shape[2]), self.rope)
+        return super()._attend(hidden_states, (key, value), self._by_slot(hidden_states, call))
 
 
 def _dropout(config: Any) -> float:

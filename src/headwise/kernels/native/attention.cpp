@@ -6,47 +6,11 @@
 // unit, their partial results are combined at the end. A prompt has enough units for each thread to take whole ones.
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <new>
 
-#include "sight.h"
-#include "threads.h"
+#include "parts.h"
 
 namespace {
-
-// Memory to work in, which grows when needed and is kept for the next call.
-class ScratchMemory {
- public:
-  ~ScratchMemory() { free(at_); }
-  char* at_least(size_t bytes) {
-    if (bytes > size_) {
-      free(at_);
-      size_ = (bytes + 4095) / 4096 * 4096;
-      at_ = (char*)aligned_alloc(64, size_);
-      if (!at_) {
-        size_ = 0;
-        throw std::bad_alloc();
-      }
-    }
-    return at_;
-  }
-
- private:
-  char* at_ = nullptr;
-  size_t size_ = 0;
-};
-
-constexpr double LOG2E = 1.4426950408889634;
-
-int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// A thread's partial result for a unit: for each row the values summed with weights 2^(score − high), the highest score
-// `high` and the sum of the weights. The sum is kept in W lanes, and scores are exponents of two.
-struct Partial {
-  float *mixture, *high, *sum;
-  static int64_t floats(int64_t rows, int64_t V) { return up(rows * V, 16) + up(rows, 16) + up(rows * W, 16); }
-  Partial(float* at, int64_t rows, int64_t V) : mixture(at), high(at + up(rows * V, 16)), sum(high + up(rows, 16)) {}
-};
 
 // One call. A: arithmetic; T: type of stored keys and values; Q: type of queries and output.
 template <class A, class T, class Q>
@@ -85,59 +49,16 @@ class Attention {
   void run() const {
     int64_t tokens = 0;
     for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length() * a_.K;
-    const int threads = threads_for(tokens);
-    // A thread's memory: partial results for a unit that no other thread shares, for its first unit and for its last
-    // one, then a list of partial results to combine, then scratch memory.
-    const int64_t part = Partial::floats(rows_, V_) * sizeof(float), list = up(threads * sizeof(Partial), 64);
-    const int64_t each = up(3 * part + list + scratch_bytes(), 4096);
-    static thread_local ScratchMemory memory;
-    char* scratch = memory.at_least(threads * each);
-    const auto partial_of = [&](int thread, int which) {
-      return Partial((float*)(scratch + thread * each + which * part), rows_, V_);
-    };
-    const auto share = [&](int thread) { return Range{tokens * thread / threads, tokens * (thread + 1) / threads}; };
-
-    in_threads(threads, [&](int thread) {
-      each_unit([&](int64_t b, int64_t k, Range unit) {
-        const Range mine = unit.cut(share(thread));
-        if (unit.length() ? !mine.length() : thread != 0) return;
-        const bool is_whole = mine.length() == unit.length();
-        const Partial partial = partial_of(thread, is_whole ? 0 : mine.from > unit.from ? 1 : 2);
-        const int64_t start = sight_.range(b).from - unit.from;
-        attend(b, k, {mine.from + start, mine.to + start}, partial, scratch + thread * each + 3 * part + list);
-        if (is_whole)
-          for (int row = 0; row < rows_; row++) finish(b, k, row, &partial, 1);
-      });
-    });
-    if (threads == 1) return;
-    in_threads(threads, [&](int thread) {
-      Partial* partials = (Partial*)(scratch + thread * each + 3 * part);
-      int64_t number = 0;
-      each_unit([&](int64_t b, int64_t k, Range unit) {
-        int count = 0;
-        for (int other = 0; other < threads; other++) {
-          const Range theirs = unit.cut(share(other));
-          if (theirs.length() && theirs.length() < unit.length())
-            partials[count++] = partial_of(other, theirs.from > unit.from ? 1 : 2);
-        }
-        for (int row = 0; row < rows_ && count; row++)
-          if (number++ % threads == thread) finish(b, k, row, partials, count);
-      });
-    });
+    in_parts(*this, a_.B, a_.K, tokens, threads_for(tokens));
   }
+
+  Range range(int64_t b) const { return sight_.range(b); }
+  int rows() const { return rows_; }
+  int64_t width() const { return V_; }
 
  private:
-  // f(b, k, range) for each unit, where `range` is its tokens' place among those of all units
-  template <class F>
-  void each_unit(F f) const {
-    int64_t at = 0;
-    for (int64_t b = 0; b < a_.B; b++)
-      for (int64_t k = 0; k < a_.K; k++) {
-        const int64_t length = sight_.range(b).length();
-        f(b, k, Range{at, at + length});
-        at += length;
-      }
-  }
+  template <class Work>
+  friend void in_parts(const Work&, int64_t, int64_t, int64_t, int);
 
   int threads_for(int64_t tokens) const {
     const double bytes = double(tokens) * (a_.D + a_.V) * sizeof(T), flops = 2.0 * tokens * rows_ * (a_.D + a_.V);

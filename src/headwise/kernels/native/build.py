@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_SOURCES = ("attention.cpp", "linear.cpp", "trellis.cpp")
-_HEADERS = ("lanes.h", "sight.h", "threads.h", "tiles.h", "vectors.h")
+_SOURCES = ("attention.cpp", "coded.cpp", "linear.cpp", "trellis.cpp")
+_HEADERS = ("lanes.h", "levels.h", "matrix_tiles.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w", "-pipe"),
@@ -245,6 +245,7 @@ def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.headwise_attention.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     library.headwise_linear.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.headwise_coded.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.headwise_trellis.argtypes = [ctypes.c_char_p]
     return library
 

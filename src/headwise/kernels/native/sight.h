@@ -75,6 +75,17 @@ class Sight {
     }
   }
 
+  // Sets one row's scores of `count` tokens from `first` on that the mask of all rows hides to −∞; blocks of other calls
+  // leave such tokens out.
+  void hide_shared(int64_t b, int64_t first, int count, float* scores) const {
+    if (!shares_mask()) return;
+    const uint8_t* mask = a_.mask + b * a_.mask_stride[0] + first * a_.mask_stride[3];
+    if (a_.mask_stride[3] == 1)
+      for (int t = 0; t < count; t++) scores[t] = mask[t] ? scores[t] : NOTHING;
+    else
+      for (int t = 0; t < count; t++) scores[t] = mask[t * a_.mask_stride[3]] ? scores[t] : NOTHING;
+  }
+
 #if HAS_LANES
   // Sets a group's scores with tokens that its rows do not see to −∞.
   void hide_in_group(int64_t b, int64_t k, int group, const int32_t* token, int count, float* scores) const {

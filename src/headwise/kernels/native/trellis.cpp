@@ -3,11 +3,20 @@
 // A code of b bits is appended to the stream of a row's codes, and the last eight bits of the stream, its window, say
 // which level of a table of 256 it stands for. So a value's level depends on the codes before it too, and the codes of a
 // row are chosen together.
+//
+// Without products and sums that are rounded once, so that codes are the same on every machine.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
+
 #include <cstring>
 #include <new>
 #include <vector>
 
 #include "threads.h"
+#include "vectors.h"
 
 namespace {
 
@@ -25,26 +34,91 @@ struct TrellisArguments {
 
 constexpr int WINDOWS = 256;
 
+// For each lane the least of COUNT costs, STRIDE apart, and which it is; the first of equal ones.
+struct Least {
+  Vector cost;
+  Whole from;
+};
+template <int FIRST, int COUNT, int STRIDE>
+INLINE Least least_of(const float* cost) {
+  if constexpr (COUNT == 1) {
+    return {load(cost + FIRST * STRIDE), Whole{} + FIRST};
+  } else {
+    const Least a = least_of<FIRST, COUNT / 2, STRIDE>(cost), b = least_of<FIRST + COUNT / 2, COUNT / 2, STRIDE>(cost);
+    const Whole is_less = b.cost < a.cost;
+    return {is_less ? b.cost : a.cost, is_less ? b.from : a.from};
+  }
+}
+
+template <size_t... L>
+INLINE Whole lane_numbers(std::index_sequence<L...>) {
+  return Whole{int32_t(L)...};
+}
+
+template <int BY>
+constexpr int lane_behind(int lane) {
+  return (lane + BY) % W;
+}
+
+// The least of the lanes that lie STATES apart, in the first STATES lanes; of equal ones that of the lowest branch.
+template <int BY, int STATES>
+INLINE Least least_of_lanes(Least a) {
+  if constexpr (BY < STATES) {
+    return a;
+  } else {
+    const Vector cost = picked<lane_behind<BY>>(a.cost, a.cost);
+    const Whole from = (Whole)picked<lane_behind<BY>>((Vector)a.from, (Vector)a.from);
+    const Whole is_less = (cost < a.cost) | ((cost == a.cost) & (from < a.from));
+    return least_of_lanes<BY / 2, STATES>({is_less ? cost : a.cost, is_less ? from : a.from});
+  }
+}
+
+// Lane `lane` of a vector of windows comes from this lane of its states.
+template <int OFFSET, int BRANCHES>
+constexpr int state_of(int lane) {
+  return OFFSET + lane / BRANCHES;
+}
+
+// The costs of the windows of vector I and those behind it, from the least costs of their states.
+template <int K, int I = 0>
+INLINE void extend(const float* least, float* cost, const float* table, float value, float weight) {
+  if constexpr (I < WINDOWS / W) {
+    constexpr int BRANCHES = 1 << K, STATE = I * W / BRANCHES;
+    const Vector error = load(table + I * W) - value;
+    Vector before;
+    if constexpr (BRANCHES >= W) {
+      before = all(least[STATE]);
+    } else {
+      const Vector states = load(least + STATE / W * W);
+      before = picked<state_of<STATE % W, BRANCHES>>(states, states);
+    }
+    store(cost + I * W, before + error * error * weight);
+    extend<K, I + 1>(least, cost, table, value, weight);
+  }
+}
+
 // One code of K bits: the least cost of every window, and for every state the bits it drops on the way there.
 template <int K>
 void step(float* cost, uint8_t* dropped, const float* table, float value, float weight) {
-  constexpr int STATES = WINDOWS >> K, BRANCHES = 1 << K;
-  float least[STATES];
-  int32_t from[STATES];
-  for (int s = 0; s < STATES; s++) least[s] = cost[s], from[s] = 0;
-  for (int h = 1; h < BRANCHES; h++)
-    for (int s = 0; s < STATES; s++) {
-      const float other = cost[h * STATES + s];
-      const bool is_less = other < least[s];
-      least[s] = is_less ? other : least[s];
-      from[s] = is_less ? h : from[s];
+  constexpr int STATES = WINDOWS >> K;
+  alignas(64) float least[STATES < W ? W : STATES];
+  if constexpr (STATES >= W) {
+    for (int s = 0; s < STATES; s += W) {
+      const Least best = least_of<0, 1 << K, STATES>(cost + s);
+      store(least + s, best.cost);
+      const Bytes from = __builtin_convertvector(best.from, Bytes);
+      memcpy(dropped + s, &from, W);
     }
-  for (int s = 0; s < STATES; s++) dropped[s] = uint8_t(from[s]);
-  for (int s = 0; s < STATES; s++)
-    for (int u = 0; u < BRANCHES; u++) {
-      const float error = table[s * BRANCHES + u] - value;
-      cost[s * BRANCHES + u] = least[s] + weight * error * error;
-    }
+  } else {
+    // A vector holds several branches of each state.
+    Least best = least_of<0, WINDOWS / W, W>(cost);
+    best.from = best.from * (W / STATES) + lane_numbers(std::make_index_sequence<W>()) / STATES;
+    best = least_of_lanes<W / 2, STATES>(best);
+    store(least, best.cost);
+    const Bytes from = __builtin_convertvector(best.from, Bytes);
+    memcpy(dropped, &from, W);
+  }
+  extend<K>(least, cost, table, value, weight);
 }
 
 void step_of(int bits, float* cost, uint8_t* dropped, const float* table, float value, float weight) {
@@ -67,7 +141,7 @@ void encode_row(const TrellisArguments& a, int64_t row, std::vector<uint8_t>& dr
   for (int64_t i = 0; i < a.width; i++) {
     const float gain = a.gains ? a.gains[row * a.width + i] : 1.f;
     step_of(a.bits[i], cost, &dropped[i * (WINDOWS / 2)], a.tables + a.bits[i] * WINDOWS, values[i],
-            a.weights[i] * gain * gain);
+            a.weights[i] * (gain * gain));
   }
   int window = 0;
   for (int w = 1; w < WINDOWS; w++)

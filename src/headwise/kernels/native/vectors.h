@@ -51,9 +51,18 @@ INLINE Vector load(const bfloat16* at) {
   const Halves bits = *(const LooseHalves*)at;
   return (Vector)(__builtin_convertvector(bits, Bits) << 16);
 }
+INLINE Vector from_bytes(Bytes numbers) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)numbers));
+#elif defined(__AVX2__)
+  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)numbers)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(numbers, Whole), Vector);  // at once, GCC takes them one by one
+#endif
+}
 INLINE Vector load(const int8_t* at) {
   const Bytes numbers = *(const LooseBytes*)at;
-  return __builtin_convertvector(numbers, Vector);
+  return from_bytes(numbers);
 }
 INLINE void store(float* at, Vector x) { *(LooseVector*)at = x; }
 
@@ -98,7 +107,7 @@ INLINE void put(float16* at, float x) { *at = (float16)x; }
 INLINE Vector load(const float* at, int count) { return (Vector)_mm512_maskz_loadu_ps((__mmask16)((1 << count) - 1), at); }
 INLINE Vector load(const int8_t* at, int count) {
   const Bytes numbers = (Bytes)_mm_maskz_loadu_epi8((__mmask16)((1 << count) - 1), at);
-  return __builtin_convertvector(numbers, Vector);
+  return from_bytes(numbers);
 }
 template <class T>
 INLINE Vector load(const T* at, int count) {

@@ -1,0 +1,136 @@
+"""Call the compiled kernel of attention to coded latents, ``coded.cpp``.
+
+Shapes: B batch, H query heads, S new tokens, T all tokens, R latent rank, P rotary dims, F frequencies of the model.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.kernels.native.build import TYPES, are_plain, built
+
+CHANNELS = 16
+"""Channels in a block, at most."""
+
+TURN = 32
+"""Slots whose rotation a layout holds."""
+
+# `CodedArguments` of coded.cpp: `Arguments` of sight.h, eleven pointers, four sizes, a flag.
+_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d 11P 5q")
+
+
+@dataclass(frozen=True, eq=False)
+class CodedLayout:
+    """How the kernel reads a layer's codes.
+
+    Levels lie in rows of columns: the latent's channels, then the two halves of the rotary key, each padded to a
+    multiple of `CHANNELS`.
+
+    Attributes:
+        rank: R.
+        rotary: P.
+        token_bytes: bytes of a token's codes.
+        blocks: int32 ``[blocks, 4]``, of each its first column, its channels, their bits, and the bit of the
+            stream with which the window of the first begins.
+        tables: int8 ``[9, 256]``, whole levels of the windows of codes of so many bits.
+        gains: float32 ``[16]``, the gain of each number.
+        scale: float32 ``[columns]``, of a whole level.
+        offset: float32 ``[columns]``.
+        turn: float32 ``[2, TURN, P/2]``, padded, cos and sin of the first slots.
+    """
+
+    rank: int
+    rotary: int
+    token_bytes: int
+    blocks: Tensor
+    tables: Tensor
+    gains: Tensor
+    scale: Tensor
+    offset: Tensor
+    turn: Tensor
+
+
+def attend_coded(
+    query: Tensor,
+    codes: Tensor,
+    wide: Tensor,
+    first: Tensor,
+    layout: CodedLayout,
+    rotation: tuple[Tensor, Tensor],
+    frequency: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    *,
+    has_sums: bool = False,
+) -> Tensor:
+    """Attend to latents that are stored as codes.
+
+    Args:
+        query: absorbed and rotated, ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where it has no content.
+        codes: uint8 ``[B, 1, T, bytes]``.
+        wide: bfloat16 ``[B, sinks, R + P]``, values of each sequence's first tokens, which replace their codes.
+        first: int64 ``[B]``, the slot of each sequence's first token.
+        layout: of the codes.
+        rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
+        frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
+        mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
+        is_causal: apply the bottom-right causal mask.
+        scale: multiplies the scores.
+        has_sums: add the sum of each row's weights, 1 or 0, as a last column.
+
+    Returns:
+        The mixed latents ``[B, H, S, R]``, or ``R + 1``; zeros where a query sees nothing.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
+    """
+    library = built().library
+    assert library is not None
+    B, H, S, D = query.shape
+    T = codes.shape[2]
+    query = query if query.stride(3) == 1 else query.contiguous()
+    codes = codes if codes.stride(3) == 1 else codes.contiguous()
+    wide, first = wide.contiguous(), first.contiguous()
+    cos, sin = (table.contiguous() for table in rotation)
+    out = query.new_empty(B, S, H, layout.rank + has_sums).transpose(1, 2)
+    if out.numel() == 0:
+        return out
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    pointer = 0
+    if mask is not None:
+        strides, pointer = _mask_strides(mask), mask.data_ptr()
+    layout_tensors = (layout.blocks, layout.tables, layout.gains, layout.scale, layout.offset, *layout.turn)
+    arguments = _ARGUMENTS.pack(
+        *(query.data_ptr(), codes.data_ptr(), wide.data_ptr(), out.data_ptr(), pointer, 0, 0),
+        *(B, 1, H, S, T, D, layout.rank),
+        *query.stride()[:3],
+        *out.stride()[:3],
+        *codes.stride()[:3],
+        *(0,) * 9,
+        *strides,
+        *(is_causal, 0, torch.get_num_threads()),
+        scale,
+        first.data_ptr(),
+        *(tensor.data_ptr() for tensor in layout_tensors),
+        *(cos.data_ptr(), sin.data_ptr(), frequency.data_ptr()),
+        *(len(layout.blocks), layout.rotary, layout.token_bytes, cos.shape[-1], has_sums),
+    )
+    status = library.headwise_coded(arguments, TYPES[query.dtype])
+    if status == 1:
+        raise MemoryError("no memory to attend in")
+    assert status == 0
+    return out
+
+
+def can_attend_coded(*tensors: Tensor | None) -> bool:
+    """Whether the kernel is there and can read the elements of all tensors."""
+    return built().library is not None and are_plain(*tensors)
+
+
+def _mask_strides(mask: Tensor) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))

@@ -1,0 +1,102 @@
+// Levels of trellis codes: a token's codes are a stream of bits, and each channel's level is that of its window.
+//
+// A channel's window is the last eight bits of the stream up to and including its own bits. Channels lie in blocks of up
+// to sixteen of one number of bits.
+#pragma once
+
+#include "vectors.h"
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__)
+#define HAS_BYTE_TABLES 1  // tables of 256 bytes in registers
+#else
+#define HAS_BYTE_TABLES 0
+#endif
+
+namespace {
+
+constexpr int CHANNELS = 16;  // in a block, at most
+constexpr int OVERRUN = 32;   // bytes behind a token's codes that may be read
+
+struct CodedBlock {
+  int32_t column, width, bits;  // where its levels go, its channels, the bits of a channel
+  int32_t first;                // the bit of the stream with which the first channel's window begins
+};
+
+// Decodes a block of `count` tokens, whose codes are at `at`, to rows of levels that are `row` bytes apart.
+// Sixteen levels are written of each token, and of up to three tokens behind the last.
+#if HAS_BYTE_TABLES
+struct BlockReader {
+  __m512i order, shifts, last_shifts, table[4];
+  int64_t byte;
+  bool is_whole_byte;
+
+  INLINE BlockReader(const CodedBlock& block, const int8_t* tables) : byte(block.first / 8), is_whole_byte(block.bits == 8) {
+    // Of each token the sixteen bytes from the block's first window on. Eight channels' windows lie in eight bytes, which
+    // are turned round so that the first bit is the highest.
+    const int bit = block.first % 8, half = bit + 8 * block.bits, b = block.bits;
+    uint64_t turned[2], shift[2], last[2] = {0, 0};
+    for (int h = 0; h < 2; h++) {
+      const int begin = h ? half / 8 : 0, offset = h ? half % 8 : bit;
+      turned[h] = shift[h] = 0;
+      for (int i = 0; i < 8; i++) {
+        turned[h] |= uint64_t(begin + 7 - i) << (8 * i);
+        shift[h] |= uint64_t((56 - offset - i * b) & 63) << (8 * i);
+      }
+      last[h] = uint64_t((8 - offset) & 63) << 56;  // where the last channel ends behind the eight bytes: one byte on
+    }
+    order = _mm512_broadcast_i32x4(_mm_set_epi64x(turned[1], turned[0]));
+    shifts = _mm512_broadcast_i32x4(_mm_set_epi64x(shift[1], shift[0]));
+    last_shifts = _mm512_broadcast_i32x4(_mm_set_epi64x(last[1], last[0]));
+    for (int i = 0; i < 4; i++) table[i] = _mm512_loadu_si512(tables + 256 * b + 64 * i);
+  }
+
+  static INLINE __m512i bytes(const uint8_t* const* at, int64_t byte) {
+    __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)(at[0] + byte)));
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i*)(at[1] + byte)), 1);
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i*)(at[2] + byte)), 2);
+    return _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i*)(at[3] + byte)), 3);
+  }
+
+  // The levels of sixteen channels of four tokens.
+  INLINE __m512i read(const uint8_t* const* at) const {
+    __m512i windows = _mm512_multishift_epi64_epi8(shifts, _mm512_shuffle_epi8(bytes(at, byte), order));
+    if (is_whole_byte) {
+      const __m512i next = _mm512_multishift_epi64_epi8(last_shifts, _mm512_shuffle_epi8(bytes(at, byte + 1), order));
+      windows = _mm512_mask_blend_epi8(0x8080808080808080ull, windows, next);
+    }
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(windows), _mm512_permutex2var_epi8(table[0], windows, table[1]),
+                                  _mm512_permutex2var_epi8(table[2], windows, table[3]));
+  }
+};
+
+INLINE void decode_block(const CodedBlock& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,
+                         int64_t row) {
+  const BlockReader reader(block, tables);
+  if (row == CHANNELS) {
+    for (int t = 0; t < count; t += 4) _mm512_storeu_si512(levels + t * CHANNELS, reader.read(at + t));
+    return;
+  }
+  for (int t = 0; t < count; t += 4) {
+    const __m512i four = reader.read(at + t);
+    int8_t* to = levels + t * row;
+    _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(four));
+    _mm_storeu_si128((__m128i*)(to + row), _mm512_extracti32x4_epi32(four, 1));
+    _mm_storeu_si128((__m128i*)(to + 2 * row), _mm512_extracti32x4_epi32(four, 2));
+    _mm_storeu_si128((__m128i*)(to + 3 * row), _mm512_extracti32x4_epi32(four, 3));
+  }
+}
+#else
+INLINE void decode_block(const CodedBlock& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,
+                         int64_t row) {
+  const int8_t* table = tables + 256 * block.bits;
+  for (int c = 0; c < block.width; c++) {
+    const int bit = block.first + c * block.bits, shift = 8 - bit % 8;
+    for (int t = 0; t < count; t++) {
+      const uint8_t* byte = at[t] + bit / 8;
+      levels[t * row + c] = table[(byte[0] << 8 | byte[1]) >> shift & 255];
+    }
+  }
+}
+#endif
+
+}  // namespace

@@ -1,0 +1,197 @@
+// Mixtures of whole levels by the processor's matrix tiles (AMX).
+//
+// Weights become whole numbers of 8 bits a piece, three pieces where the result is float, so that every product and sum of a
+// block of tokens is exact. Levels lie in quads: [columns / 16, BLOCK / 4, 16, 4], four neighbouring tokens side by side.
+#pragma once
+
+#include "levels.h"
+#include "tiles.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__linux__) && HAS_BYTE_TABLES
+#define HAS_MATRIX_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define HAS_MATRIX_TILES 0
+#endif
+
+#if HAS_MATRIX_TILES && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define HAS_BFLOAT16_TILES 1
+#else
+#define HAS_BFLOAT16_TILES 0
+#endif
+
+#if HAS_MATRIX_TILES
+namespace {
+
+constexpr int TILE = 16;             // rows of a tile, and its columns of 32 bits
+constexpr int QUADS = BLOCK * TILE;  // bytes of a block's levels of sixteen columns
+
+// Whether this process may use tiles: the kernel is asked once.
+inline bool may_use_tiles() {
+  static const bool may = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+  return may;
+}
+
+// Tiles of sixteen rows of 64 bytes, as long as this lives.
+class TileSetting {
+ public:
+  TileSetting() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
+    } setting;
+    asm volatile("" : : "r"(&setting) : "memory");
+    _tile_loadconfig(&setting);
+  }
+  ~TileSetting() { _tile_release(); }
+};
+
+// Decodes a block of channels to quads.
+INLINE void decode_quads(const CodedBlock& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* quads) {
+  alignas(64) static constexpr uint8_t BESIDE[64] = {
+      0, 16, 32, 48, 1, 17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21, 37, 53, 6,  22, 38, 54, 7,  23, 39, 55,
+      8, 24, 40, 56, 9, 25, 41, 57, 10, 26, 42, 58, 11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
+  const __m512i beside = _mm512_load_si512(BESIDE);
+  const BlockReader reader(block, tables);
+  for (int t = 0; t < count; t += 4)
+    _mm512_store_si512(quads + t * TILE, _mm512_permutexvar_epi8(beside, reader.read(at + t)));
+}
+
+// Whole weights of a block's tokens in PIECES pieces of 8 bits, the highest first, [piece, BLOCK]; returns the weight of 1.
+template <int PIECES>
+INLINE float whole_weights(const float* weights, uint8_t* pieces) {
+  Vector top = load(weights);
+  for (int t = W; t < BLOCK; t += W) top = larger(top, load(weights + t));
+  const float most = largest(top), whole = float((1 << (8 * PIECES)) - 1);
+  const Vector factor = all(most > 0 ? whole / most : 0.0f);
+  for (int t = 0; t < BLOCK; t += W) {
+    const Vector scaled = load(weights + t) * factor;
+    const __m512i number = _mm512_min_epi32(_mm512_cvtps_epi32((__m512)scaled), _mm512_set1_epi32((1 << (8 * PIECES)) - 1));
+    UNROLL for (int p = 0; p < PIECES; p++)
+      _mm_storeu_si128((__m128i*)(pieces + p * BLOCK + t), _mm512_cvtepi32_epi8(_mm512_srli_epi32(number, 8 * (PIECES - 1 - p))));
+  }
+  return most / whole;
+}
+
+// products[column block, row, column] = Σ pieces[row, t] · level for TILES tiles of rows, two column blocks at a time; calls
+// done(i) for each block a while after its products are stored.
+template <int TILES, class F>
+INLINE void multiply_tiles(const uint8_t* pieces, const int8_t* quads, int blocks, int32_t* products, F done) {
+  constexpr int STRIDE = TILES * TILE * TILE;
+  asm volatile("" : : : "memory");  // what the compiler has not stored yet
+  _tile_loadd(4, pieces, BLOCK);
+  if constexpr (TILES == 2) _tile_loadd(5, pieces + TILE * BLOCK, BLOCK);
+  const auto two = [&](int i) __attribute__((always_inline)) {
+    const bool has_other = i + 1 < blocks;
+    _tile_loadd(6, quads + i * QUADS, 64);
+    _tile_zero(0);
+    _tile_dpbusd(0, 4, 6);
+    if constexpr (TILES == 2) {
+      _tile_zero(1);
+      _tile_dpbusd(1, 5, 6);
+    }
+    if (has_other) {
+      _tile_loadd(7, quads + (i + 1) * QUADS, 64);
+      _tile_zero(2);
+      _tile_dpbusd(2, 4, 7);
+      if constexpr (TILES == 2) {
+        _tile_zero(3);
+        _tile_dpbusd(3, 5, 7);
+      }
+    }
+    int32_t* to = products + i % 4 * STRIDE;
+    _tile_stored(0, to, 64);
+    if constexpr (TILES == 2) _tile_stored(1, to + TILE * TILE, 64);
+    if (has_other) {
+      _tile_stored(2, to + STRIDE, 64);
+      if constexpr (TILES == 2) _tile_stored(3, to + STRIDE + TILE * TILE, 64);
+    }
+    asm volatile("" : : : "memory");
+  };
+  for (int i = 0; i < blocks; i += 2) {
+    two(i);
+    if (i) done(i - 2), done(i - 1);
+  }
+  for (int i = (blocks - 1) / 2 * 2; i < blocks; i++) done(i);
+}
+
+// Bytes of memory that mix_tiles works in.
+template <int PIECES>
+int64_t mix_tiles_bytes(int64_t rows, int64_t columns) {
+  const int64_t padded = (rows * PIECES + 2 * TILE - 1) / TILE * TILE;  // a group may read behind the last row
+  return padded * BLOCK + 4 * 2 * TILE * TILE * 4 + (rows * 4 + 63) / 64 * 64;
+}
+
+// out[r] = keep[r] · out[r] + Σ weights[r, t] · level[t]; weights are [rows, BLOCK], rows of out `columns` apart.
+template <int PIECES>
+void mix_tiles(float* out, int rows, const float* weights, const float* keep, const int8_t* quads, int64_t columns,
+               char* scratch) {
+  const int padded = (rows * PIECES + 2 * TILE - 1) / TILE * TILE, blocks = int(columns / TILE);
+  uint8_t* pieces = (uint8_t*)scratch;
+  int32_t* products = (int32_t*)(scratch + padded * BLOCK);
+  float* one = (float*)(products + 4 * 2 * TILE * TILE);
+  for (int r = 0; r < rows; r++) one[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces + r * PIECES * BLOCK);
+  // Rows whose pieces fit into two tiles.
+  constexpr int MOST = 2 * TILE / PIECES;
+  for (int first = 0; first < rows; first += MOST) {
+    const int some = std::min(MOST, rows - first);
+    const uint8_t* of_rows = pieces + first * PIECES * BLOCK;
+    const auto add = [&](int tiles, int i) __attribute__((always_inline)) {
+      const int32_t* sum = products + i % 4 * tiles * TILE * TILE;
+      for (int r = 0; r < some; r++, sum += PIECES * TILE) {
+        // The two highest pieces' sums fit into 32 bits together.
+        const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sum), 8), _mm512_load_si512(sum + TILE));
+        Vector total = (Vector)_mm512_cvtepi32_ps(high);
+        if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(sum + 2 * TILE));
+        float* at = out + (first + r) * columns + i * TILE;
+        store(at, load(at) * keep[first + r] + total * one[first + r]);
+      }
+    };
+    if (some * PIECES > TILE)
+      multiply_tiles<2>(of_rows, quads, blocks, products, [&](int i) { add(2, i); });
+    else
+      multiply_tiles<1>(of_rows, quads, blocks, products, [&](int i) { add(1, i); });
+  }
+}
+
+#if HAS_BFLOAT16_TILES
+constexpr int DEPTH = 32;  // dims of a tile of bfloat16
+
+// Rounds groups of eight rows, [group, D / 2, 8, 2], to tiles [sixteen rows, depth / 2, 16, 2]; `depth` is D or padded.
+INLINE void round_groups(const float* groups, int sixteens, int64_t D, int64_t depth, bfloat16* tiles) {
+  for (int i = 0; i < sixteens; i++)
+    for (int64_t d = 0; d < D; d += 2) {
+      const float* first = groups + 2 * i * 8 * D + d * 8;
+      const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(first + 8 * D), _mm512_loadu_ps(first));
+      _mm512_storeu_si512(tiles + (i * depth + d) * TILE, (__m512i)both);
+    }
+}
+
+// Rounds rows of D numbers, a multiple of 16, to rows of `depth`, a multiple of DEPTH.
+INLINE void round_rows(const float* rows, int count, int64_t D, int64_t depth, bfloat16* to) {
+  for (int i = 0; i < count; i++)
+    for (int64_t d = 0; d < depth; d += DEPTH) {
+      const __m512 first = _mm512_loadu_ps(rows + i * D + d);
+      const __m512 last = d + TILE < D ? _mm512_loadu_ps(rows + i * D + d + TILE) : _mm512_setzero_ps();
+      _mm512_storeu_si512(to + i * depth + d, (__m512i)_mm512_cvtne2ps_pbh(last, first));
+    }
+}
+
+// products[key, row] of sixteen keys and sixteen rows.
+INLINE void score_tiles(const bfloat16* keys, const bfloat16* rows, int64_t depth, float* products) {
+  asm volatile("" : : : "memory");
+  _tile_zero(0);
+  for (int64_t d = 0; d < depth; d += DEPTH) {
+    _tile_loadd(1, keys + d, depth * 2);
+    _tile_loadd(2, rows + d * TILE, 64);
+    _tile_dpbf16ps(0, 1, 2);
+  }
+  _tile_stored(0, products, 64);
+  asm volatile("" : : : "memory");
+}
+#endif
+
+}  // namespace
+#endif

@@ -1,0 +1,59 @@
+"""A code as the compiled attention kernel reads it (`headwise.kernels.native.coded`).
+
+Shapes: R latent rank, P rotary dims.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.kernels.native.coded import CHANNELS, TURN, CodedLayout
+from headwise.quantization.transform_code import GAIN_STEP, GAIN_ZERO, TransformCode, blocks
+from headwise.quantization.trellis import UNIT, tables
+
+
+def kernel_layout(code: TransformCode, rank: int, rotation: tuple[Tensor, Tensor] | None) -> CodedLayout | None:
+    """How the kernel reads a code; None where it cannot.
+
+    Args:
+        code: of a latent and, behind it, a rotary key whose halves are sections.
+        rank: R.
+        rotation: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
+    """
+    P = code.width - rank
+    sections, parts = ((rank, P // 2, P // 2), (rank, P)) if P else ((rank,), (rank,))
+    if code.sections != sections or code.parts != parts or (P > 0) != (rotation is not None):
+        return None
+    return CodedLayout(
+        rank,
+        P,
+        code.token_bytes,
+        _blocks(code),
+        (tables() / UNIT).round().to(torch.int8),
+        GAIN_STEP ** (torch.arange(16.0) - GAIN_ZERO),
+        _columns(code.scale * UNIT, sections),
+        _columns(code.offset, sections),
+        torch.zeros(2, TURN, 0) if rotation is None else torch.stack([_padded(table) for table in rotation]),
+    )
+
+
+def _blocks(code: TransformCode) -> Tensor:
+    """`CodedLayout.blocks`."""
+    rows: list[tuple[int, int, int, int]] = []
+    column = first = 0
+    for bits, (begin, end) in zip(code.bits, blocks(code.sections), strict=True):
+        rows.append((column, end - begin, bits, first + bits))
+        column += CHANNELS
+        first += (end - begin) * bits
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def _columns(channels: Tensor, sections: tuple[int, ...]) -> Tensor:
+    """Numbers of channels at the columns of their levels."""
+    return torch.cat([_padded(section) for section in channels.float().split_with_sizes(sections)])
+
+
+def _padded(x: Tensor) -> Tensor:
+    return F.pad(x, (0, -x.shape[-1] % CHANNELS)).contiguous()

@@ -1,0 +1,101 @@
+"""Attention to a layer's codes as they are stored, where the compiled kernel can read them.
+
+Shapes: B batch, H query heads, S new tokens, T all tokens, R latent rank, P rotary dims, F frequencies of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from headwise.kernels.mask import as_bool_mask
+from headwise.kernels.native import are_plain, why_not
+from headwise.kernels.native.coded import TURN, CodedLayout, attend_coded
+from headwise.kernels.packed import FEW_TOKENS
+from headwise.quantization.layout import kernel_layout
+from headwise.quantization.transform_code import TransformCode
+
+
+class CodeReader:
+    """Attends to the codes of one layer.
+
+    Args:
+        code: of the layer.
+        rank: R.
+        frequencies: each rotary pair's index among the model's frequencies.
+        tables: cos and sin ``[1, slots, F]`` of that many slots, in the dtype and on the device of a tensor.
+    """
+
+    def __init__(
+        self,
+        code: TransformCode,
+        rank: int,
+        frequencies: list[int],
+        tables: Callable[[int, Tensor], tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        self._code, self._rank, self._tables = code, rank, tables if frequencies else None
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be used elsewhere
+            self._frequency = torch.tensor(frequencies, dtype=torch.int64)
+        self._layout: CodedLayout | None = None
+
+    def can_read(self, states: Tensor, stored: tuple[Tensor, ...], mask: Tensor | None, *, needs_grad: bool) -> bool:
+        """Whether the kernel can attend to the codes, and is the fastest way: for few queries.
+
+        Args:
+            states: ``[B, S, hidden size]`` of the new tokens.
+            stored: codes, wide values and first slots; see `attend`.
+            mask: of the call.
+            needs_grad: whether gradients are needed.
+        """
+        if states.shape[1] > FEW_TOKENS or why_not(states.dtype, states.device, needs_grad=needs_grad) is not None:
+            return False
+        if not are_plain(states, *stored, mask):
+            return False
+        if self._layout is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._layout = kernel_layout(self._code, self._rank, self._turn())
+        return self._layout is not None
+
+    def _turn(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin ``[TURN, P/2]`` of the first slots, without the factor of a scaled rotary embedding."""
+        if self._tables is None:
+            return None
+        cos, sin = (table[0, :TURN, self._frequency] for table in self._tables(TURN, torch.empty(0)))
+        return cos / cos[:1], sin / cos[:1]
+
+    def attend(
+        self,
+        query: Tensor,
+        stored: tuple[Tensor, ...],
+        mask: Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float,
+        has_sums: bool,
+    ) -> Tensor:
+        """Attend to codes that `can_read` said yes to; see `attend_coded`.
+
+        Args:
+            query: absorbed and rotated by slots, ``[B, H, S, R + P]`` or ``[B, H, S, P]``.
+            stored: codes ``[B, 1, T, bytes]``, wide values ``[B, sinks, R + P]`` and first slots ``[B]``.
+            mask: ``[B, T]`` or broadcastable to ``[B, H, S, T]``.
+            is_causal: apply the bottom-right causal mask.
+            scale: multiplies the scores.
+            has_sums: add the sum of each row's weights as a last column.
+
+        Returns:
+            The mixed latents ``[B, H, S, R]``, or ``R + 1``.
+        """
+        assert self._layout is not None
+        codes, wide, first = stored
+        B, H, S, _ = query.shape
+        mask = None if mask is None else as_bool_mask(mask, (B, H, S, codes.shape[2]))
+        like = torch.empty(1, 1, 0)
+        cos, sin = (like, like) if self._tables is None else self._tables(codes.shape[2], like)
+        return attend_coded(
+            *(query, codes, wide, first, self._layout, (cos[0], sin[0]), self._frequency),
+            *(mask, is_causal, scale),
+            has_sums=has_sums,
+        )
