@@ -1,4 +1,7 @@
-"""One pass over the calibration windows, for all methods: moments, derivatives, thresholds, levels, frequencies.
+"""What all methods need of the calibration windows: moments, derivatives, thresholds, levels, frequencies.
+
+Moments are of all windows, the rest is of the first `WINDOWS`: so many tokens have derivatives in the authors' code
+of Palu and of KVQuant. Derivatives are taken in bfloat16, everything else in float32.
 
 The result is tensors by name, where a layer's begin with its number:
 
@@ -11,8 +14,8 @@ The result is tensors by name, where a layer's begin with its number:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,16 +48,16 @@ class _Recorder:
 
         def listener(name: str) -> Callable[..., None]:
             def hear(_: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-                if name == "keys":
-                    x = inputs[0].detach()[0]
-                    self.moments += (x.mT @ x).double()
-                if name != "queries":
+                if torch.is_grad_enabled() and output.requires_grad:
                     output.retain_grad()
+                elif name == "keys":
+                    self.moments += (inputs[0][0].mT @ inputs[0][0]).double()
                 self.outputs[name] = output
 
             return hear
 
         names = {**PROJECTIONS, "queries": "q_proj"}
+        self.outputs.clear()
         hooks = [getattr(self.attention, of).register_forward_hook(listener(name)) for name, of in names.items()]
         try:
             yield
@@ -62,25 +65,27 @@ class _Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def take(self, window: int) -> None:
-        """Keep what is needed of a window that has gone through the model and back."""
+    def keep_states(self, names: Iterable[str]) -> None:
+        """Keep the outputs of some projections for a window that has gone through the model."""
+        for name in names:
+            self.states[name].append(self.outputs[name][0].half())
+
+    def keep_derivatives(self) -> None:
+        """Keep the derivatives by a window that has gone through the model and back."""
         for name, of in PROJECTIONS.items():
-            weight, output = getattr(self.attention, of).weight, self.outputs[name]
+            weight = getattr(self.attention, of).weight
             self.squares[name] += weight.grad.square()
             weight.grad = None
-            if window < WINDOWS:
-                self.states[name].append(output.detach()[0].half())
-                self.derivatives[name].append(output.grad[0].square())
-        if window < ELITE_WINDOWS:
-            self.states["queries"].append(self.outputs["queries"].detach()[0].half())
-        self.outputs.clear()
+            gradient = self.outputs[name].grad
+            assert gradient is not None
+            self.derivatives[name].append(gradient[0].float().square())
 
-    def result(self, windows: int, rotary: Rotary) -> dict[str, Tensor]:
+    def result(self, rotary: Rotary) -> dict[str, Tensor]:
         """The layer's statistics."""
         found = {"moments": self.moments}
         tokens = rotary.cos.shape[1]
         for name in PROJECTIONS:
-            found[f"{name}.fisher"] = (self.squares[name] / windows).sqrt().mean(1)
+            found[f"{name}.fisher"] = (self.squares[name] / len(self.derivatives[name])).sqrt().mean(1)
             states, weights = torch.cat(self.states[name]).float(), torch.cat(self.derivatives[name])
             first = torch.arange(len(states)) % tokens < SINKS
             found |= calibrated(name, states, weights, first)
@@ -105,25 +110,33 @@ def collect(model: Any, windows: Tensor, progress: Callable[[str], None] = lambd
         for of in PROJECTIONS.values():
             getattr(recorder.attention, of).weight.requires_grad_(True)
     for window, ids in enumerate(windows):
-        _through(model, ids, recorders)
+        with ExitStack() as stack, torch.no_grad():
+            for recorder in recorders:
+                stack.enter_context(recorder.listening())
+            model.model(ids[None], use_cache=False)
         for recorder in recorders:
-            recorder.take(window)
+            recorder.keep_states(_wanted(window))
+        if window < WINDOWS:
+            _differentiate(model, ids, recorders)
         progress(f"calibration window {window + 1} of {len(windows)}")
     model.requires_grad_(False)
     return _results(model, windows, recorders, progress)
 
 
-def _through(model: Any, ids: Tensor, recorders: list[_Recorder]) -> None:
-    """A window through the model and its loss's derivatives back."""
-    listening = [recorder.listening() for recorder in recorders]
-    for one in listening:
-        one.__enter__()
-    try:
-        logits = model(ids[None], use_cache=False).logits[0, :-1]
-        F.cross_entropy(logits, ids[1:]).backward()
-    finally:
-        for one in listening:
-            one.__exit__(None, None, None)
+def _wanted(window: int) -> list[str]:
+    return [*PROJECTIONS] * (window < WINDOWS) + ["queries"] * (window < ELITE_WINDOWS)
+
+
+def _differentiate(model: Any, ids: Tensor, recorders: list[_Recorder]) -> None:
+    """Take the derivatives of a window's loss."""
+    with ExitStack() as stack:
+        for recorder in recorders:
+            stack.enter_context(recorder.listening())
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids[None], use_cache=False).logits[0, :-1]
+        F.cross_entropy(logits.float(), ids[1:]).backward()
+    for recorder in recorders:
+        recorder.keep_derivatives()
 
 
 @torch.no_grad()
@@ -134,7 +147,7 @@ def _results(
     rotary = Rotary(*model.model.rotary_emb(torch.zeros(1, tokens, 1), torch.arange(tokens)[None]))
     found = {}
     for index, recorder in enumerate(recorders):
-        for name, tensor in recorder.result(len(windows), rotary).items():
+        for name, tensor in recorder.result(rotary).items():
             found[f"{index}.{name}"] = tensor.contiguous()
         recorder.states.clear()
         recorder.derivatives.clear()

@@ -1,9 +1,10 @@
 """CARE (Zhou et al. 2026, arXiv:2603.17946): covariance-aware factors, and ranks by energy under one budget.
 
-As its authors' code has it for one-shot results: W_k and W_v apart, each by the SVD of ``√C Wᵀ``, where C is the inputs'
-second moments with a tenth of their mean on the diagonal; CARE-U gives every layer one rank, CARE-E adds ranks one at a
-time where the share of the layer's remaining energy, weighted by how many layers follow and by the ranks it has, is
-largest, between half and twice the mean. Keys are rotated after they are rebuilt. Nothing is trained ("healed").
+As its authors' code has it for one-shot results: W_k and W_v apart, each by the SVD of ``√C Wᵀ``, where C is the
+inputs' second moments with a tenth of their mean on the diagonal. CARE-U gives every layer one rank. CARE-E adds
+ranks one at a time where the share of the layer's remaining energy, weighted by how many layers follow and by the
+ranks it has, is largest, between half and twice the mean. Keys are rotated after they are rebuilt. Nothing is
+trained.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ def designs(study: Study, fraction: float) -> list[Design]:
     """CARE-U and CARE-E of a fraction of the bytes."""
     rank = max(round(fraction * study.full / BF16 / 2 / study.layers), 1)
     roots = [_root(study.moments(index)) for index in range(study.layers)]
-    weights = {name: study.weights(name) for name in ("k_proj", "v_proj")}
+    kinds = [study.weights(name) for name in ("k_proj", "v_proj")]
     designs = []
     for way in ("CARE-U", "CARE-E"):
         ranks, projections = [], []
-        for name in weights:
+        for weights in kinds:
             kind = [rank] * study.layers
             if way == "CARE-E":
-                pairs = zip(weights[name], roots, strict=True)
+                pairs = zip(weights, roots, strict=True)
                 kind = allocated([torch.linalg.svdvals(weight @ root) for weight, root in pairs], rank)
             ranks += kind
-            of = zip(weights[name], roots, kind, strict=True)
+            of = zip(weights, roots, kind, strict=True)
             projections.append([Projection([whitened(*one)]) for one in of])
         design = [LowRank(*pair) for pair in zip(*projections, strict=True)]
         designs.append(Design(design, ranks_bytes(ranks), {"way": way, "ranks": [min(ranks), max(ranks)]}))

@@ -1,10 +1,11 @@
 """EliteKV (Zhou et al. 2025, arXiv:2503.01586): few rotated frequencies in each head, and one latent for the rest.
 
 RoPElite chooses each head's frequencies one by one: the one that brings the scores nearest, in mean absolute
-difference before the softmax, to those of a model that rotates all. The other dims of the key lose their rotation, and
-share a latent with the values by the SVD of the stacked weights (J-LRD). How many frequencies a head keeps is chosen by
-perplexity, as the paper does. The paper's heads all have their own keys; with groups of query heads the differences are
-summed over the heads that share a key. The authors then train on 0.6 % of the original data; here nothing is trained.
+difference before the softmax, to those of a model that rotates all. The other dims of the key lose their rotation,
+and share a latent with the values by the SVD of the stacked weights (J-LRD). How many frequencies a head keeps is
+chosen by perplexity, as the paper does. The paper's heads all have their own keys; with groups of query heads the
+differences are summed over the heads that share a key. The authors then train on 0.6 % of the original data; here
+nothing is trained.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KVQuant (Hooper et al. 2024, arXiv:2401.18079): non-uniform levels, keys per channel before rotation, outliers apart.
+"""KVQuant (Hooper et al. 2024, arXiv:2401.18079): non-uniform levels, keys per channel before rotation.
 
 As its authors' code has it: levels in [-1, 1] for each projection of each layer, by k-means weighted with squared
 derivatives of the loss, on 16 windows; keys are scaled to it per channel by fixed percentiles, values per token by
@@ -6,8 +6,8 @@ their own range; 1 % of numbers, outside the percentiles, are kept apart in 16 b
 levels of 2 bits are shifted and scaled to the mean and deviation they should have (Q-Norm).
 
 Bytes of an outlier: its 16-bit number and a byte for its channel, and a byte a token for the number of a key's
-outliers. The authors have 16-bit channels and 32-bit counts, for wider models. A token's values have a 16-bit scale and
-offset. Outliers of keys are counted on the windows that are evaluated.
+outliers. The authors have 16-bit channels and 32-bit counts, for wider models. A token's values have a 16-bit scale
+and offset. Outliers of keys are counted on the windows that are evaluated.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """SVD-LLM V2 (Wang et al. 2025, arXiv:2503.12340) on the key and value projections.
 
 Each projection is truncated by two SVDs, of the inputs' second moments and of ``W U S^{1/2}``. The compression ratio
-of each is in proportion to 1 / log L among the projections of one kind, where L is the norm of the error that an equal
-ratio would make on the calibration text. The paper compresses weights, so its ratio counts parameters; here it counts
-the cache. Keys are rotated after they are rebuilt. Nothing is updated after the truncation, as in the paper's V2.
+of each is in proportion to 1 / log L among the projections of one kind, where L is the norm of the error that an
+equal ratio would make on the calibration text. The paper compresses weights, so its ratio counts parameters; here it
+counts the cache. Keys are rotated after they are rebuilt. Nothing is updated after the truncation, as in the paper's
+V2.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def best_folds(study: Study, rotary: int, collapse: int) -> list[int]:
     for fold in FOLDS:
         if fold % collapse == 0 and str(fold) not in losses:
             with simulated(study.model, _layers(study, rotary, fold)):
-                losses[str(fold)] = mean_nll(study.model, study.valid)
+                losses[str(fold)] = mean_nll(study.model, study.valid, coarse=True)
             write_whole(path, json.dumps(losses).encode())
     return [int(fold) for fold in sorted(losses, key=losses.__getitem__)[:TRIED_FOLDS]]
 

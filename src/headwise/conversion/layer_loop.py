@@ -60,9 +60,7 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
         solution = calibrator.coded(place, solution, target.token_bytes)
     refined = calibrator.refine(place, solution)
     about = {**refined.about(), **channel_losses}
-    layer = ConvertedLayer(
-        place, layout.stored(place, refined.layer), refined.layer.channels, about, refined.layer.code
-    )
+    layer = ConvertedLayer(place, layout.stored(place, refined.layer), refined.layer.channels, about, refined.layer.code)
     if process_index() == 0:
         store.save(layer)
     calibrator.advance(place, refined)

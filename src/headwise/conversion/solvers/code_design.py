@@ -266,14 +266,8 @@ def allot(table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], 
     by_channel = torch.cat([torch.full((b - a,), n) for n, (a, b) in zip(bits, spans, strict=True)])
     scale = torch.stack([table.scales[n] for n in WIDTHS])[torch.searchsorted(torch.tensor(WIDTHS), by_channel)]
     return TransformCode(
-        table.offset,
-        scale.gather(0, torch.arange(len(by_channel))[None])[0]
-        if scale.dim() > 2
-        else torch.stack([table.scales[int(n)][i] for i, n in enumerate(by_channel)]),
-        tuple(bits),
-        sections,
-        parts,
-    )
+        table.offset, scale.gather(0, torch.arange(len(by_channel))[None])[0] if scale.dim() > 2 else
+        torch.stack([table.scales[int(n)][i] for i, n in enumerate(by_channel)]), tuple(bits), sections, parts)
 
 
 def design(
