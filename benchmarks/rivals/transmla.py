@@ -60,7 +60,7 @@ def designs(study: Study, fraction: float) -> list[Design]:
     found = []
     for collapse in COLLAPSE:
         rotary = spec.head_dim // collapse
-        if cached - rotary < 8:
+        if cached <= rotary:
             continue
         for fold in best_folds(study, rotary, collapse):
             layers = _layers(
@@ -75,8 +75,9 @@ def best_folds(study: Study, rotary: int, collapse: int) -> list[int]:
     """The folds whose models lose least with a rotary key of that width, before any truncation."""
     path = study.work / f"transmla-{rotary}.json"
     losses = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    frequencies = _spec(study).head_dim // 2
     for fold in FOLDS:
-        if fold % collapse == 0 and str(fold) not in losses:
+        if fold % collapse == 0 == frequencies % fold and str(fold) not in losses:
             with simulated(study.model, _layers(study, rotary, fold)):
                 losses[str(fold)] = mean_nll(study.model, study.valid, coarse=True)
             write_whole(path, json.dumps(losses).encode())
