@@ -1,9 +1,12 @@
 """TransMLA (Meng et al. 2025, arXiv:2502.07864) as its authors' code calibrates it.
 
 Two passes: the first PCA, of keys (RoRoPE), is of the source's activations, all layers at once; the second, of keys
-without rotation and values, is of the activations of the model that has lost those rotations. The number of folded
-frequencies is chosen by the perplexity of that model, as the code's ``--freqfold auto`` does, and the two best are
-tried at each size. `headwise.conversion.methods.transmla` solves each layer.
+without rotation and values, is of the activations of the model that has lost those rotations, on as many tokens as
+the authors take. `headwise.conversion.methods.transmla` solves each layer.
+
+The authors choose the number of folded frequencies by the perplexity of the model before truncation; here the two
+best of those for each width of the rotary key are truncated, and the two best of all are recalibrated. Widths are the
+authors', a head's dims over 1, 2 or 4, and three quarters of them, which is better at some sizes.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.specs import GroupedSpec, as_latent, read_config
 
 FOLDS = (1, 2, 4, 8, 16, 32)
-TRIED_FOLDS = 2
-COLLAPSE = (1, 2, 4)
-"""A head's dims over those of the rotary key, as the authors' code names it."""
+BEST = 2
+"""The number of the best settings that go to the next round."""
+PARTS = (1, 0.75, 0.5, 0.25)
+"""The rotary key's width over a head's dims."""
+WINDOWS = 16
+"""Windows of the second pass."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +60,35 @@ class _Recorded:
 
 
 def designs(study: Study, fraction: float) -> list[Design]:
-    """Caches of a fraction of the bytes, with each width of the rotary key and its best folds."""
-    spec = _spec(study)
+    """Caches of a fraction of the bytes, with the best widths of the rotary key and folds."""
+    head_dim = _spec(study).head_dim
     cached = round(fraction * study.full / BF16 / study.layers)
+    widths = [int(part * head_dim) for part in PARTS if part * head_dim < cached]
+    tried = [(rotary, fold) for rotary in widths for fold in best_folds(study, rotary)]
+    best = sorted(tried, key=lambda way: _loss(study, _layers(study, *way, rank=cached - way[0])))[:BEST]
     found = []
-    for collapse in COLLAPSE:
-        rotary = spec.head_dim // collapse
-        if cached <= rotary:
-            continue
-        for fold in best_folds(study, rotary, collapse):
-            layers = _layers(
-                study, rotary, fold, rank=cached - rotary, recalibrated=recalibrated(study, rotary, fold)
-            )
-            settings = {"freqfold": fold, "qk_rope_head_dim": rotary, "kv_lora_rank": cached - rotary}
-            found.append(Design(layers, BF16 * cached * study.layers, settings))
+    for rotary, fold in best:
+        layers = _layers(study, rotary, fold, rank=cached - rotary, recalibrated=recalibrated(study, rotary, fold))
+        settings = {"freqfold": fold, "qk_rope_head_dim": rotary, "kv_lora_rank": cached - rotary}
+        found.append(Design(layers, BF16 * cached * study.layers, settings))
     return found
 
 
-def best_folds(study: Study, rotary: int, collapse: int) -> list[int]:
+def best_folds(study: Study, rotary: int) -> list[int]:
     """The folds whose models lose least with a rotary key of that width, before any truncation."""
     path = study.work / f"transmla-{rotary}.json"
     losses = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     frequencies = _spec(study).head_dim // 2
     for fold in FOLDS:
-        if fold % collapse == 0 == frequencies % fold and str(fold) not in losses:
-            with simulated(study.model, _layers(study, rotary, fold)):
-                losses[str(fold)] = mean_nll(study.model, study.valid, coarse=True)
+        if frequencies % fold == 0 and str(fold) not in losses:
+            losses[str(fold)] = _loss(study, _layers(study, rotary, fold))
             write_whole(path, json.dumps(losses).encode())
-    return [int(fold) for fold in sorted(losses, key=losses.__getitem__)[:TRIED_FOLDS]]
+    return [int(fold) for fold in sorted(losses, key=losses.__getitem__)[:BEST]]
+
+
+def _loss(study: Study, layers: Sequence[Rival]) -> float:
+    with simulated(study.model, layers):
+        return mean_nll(study.model, study.valid, coarse=True)
 
 
 @torch.no_grad()
@@ -91,7 +98,7 @@ def recalibrated(study: Study, rotary: int, fold: int) -> list[Tensor]:
     if not path.exists():
         layers = [_Recorded(layer, torch.zeros_like(study.moments(0))) for layer in _layers(study, rotary, fold)]
         with simulated(study.model, layers):
-            for ids in study.windows:
+            for ids in study.windows[:WINDOWS]:
                 study.model.model(ids[None], use_cache=False)
         save_file({str(index): layer.moments for index, layer in enumerate(layers)}, path)
     tensors = load_file(path)
