@@ -253,7 +253,7 @@ def rivals(document: Document) -> str:
         ]
         for row in rows
     ]
-    head = ["budget", "method", "settings", "bytes", *map(_text_name, original["texts"])]
+    head = ["budget", "method", "settings", "bytes", *(_text_name(f"{name}.txt") for name in original["texts"])]
     return table(head, lines, left=3)
 
 
