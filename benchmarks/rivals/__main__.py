@@ -152,8 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"METHOD {unknown[0]!r}: must be one of {', '.join(METHODS)}")
     bench = Bench(options)
     bench.measure_original()
-    for method in options.methods:
-        for fraction in options.bytes:
+    for fraction in options.bytes:
+        for method in options.methods:
             if options.again or f"{method}/{fraction:g}" not in bench.kept.rows:
                 bench.measure(method, fraction)
 
