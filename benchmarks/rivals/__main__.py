@@ -124,6 +124,8 @@ class Bench:
     def _study(self) -> Study:
         options = self.options
         model = headwise.load(options.source, dtype=torch.float32).eval()
+        if model.config.model_type != "llama" or model.config.attention_bias:
+            raise SystemExit(f"--source {options.source!r}: must be a llama model without attention biases")
         train = data.wikitext("train", options.cache)
         windows = calibration_windows(self.tokenizer, [train], tokens=options.tokens, window=options.window)
         options.work.mkdir(parents=True, exist_ok=True)

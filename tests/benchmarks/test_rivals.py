@@ -264,3 +264,20 @@ def test_unknown_methods_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         rivals.main(["kivi"])
     assert "METHOD 'kivi': must be one of kvquant" in capsys.readouterr().err
+
+
+def test_models_with_biases_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "source", "qwen2")
+    texts = ("wikitext-2.train", "wikitext-2.valid", "wikitext-2.test", "brown", "austen")
+    for name in texts:
+        (tmp_path / f"{name}.txt").write_text(TEXT * 40)
+    options = [
+        "--source",
+        str(tmp_path / "source"),
+        "--cache",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "rivals.json"),
+    ]
+    with pytest.raises(SystemExit, match="must be a llama model without attention biases"):
+        rivals.main(options)
