@@ -251,7 +251,7 @@ def test_the_command_keeps_rows_and_goes_on(
     options += ["--json", str(result), "--window", "64", "--windows", "1", "--tokens", "256"]
     rivals.main(["care", "kvquant", *options, "--bytes", "0.5", "0.05"])
     rows = json.loads(result.read_text())["rows"]
-    assert list(rows) == ["original", "care/0.5", "care/0.05", "kvquant/0.5"]
+    assert list(rows) == ["original", "care/0.5", "kvquant/0.5", "care/0.05"]
     assert "kvquant/0.05: the method has no cache of so few bytes" in capsys.readouterr().out
     assert rows["care/0.5"]["fraction"] == pytest.approx(0.5, abs=0.03)
     assert set(rows["care/0.5"]["texts"]) == {"wikitext-2.test", "brown", "austen"}
