@@ -58,7 +58,7 @@ def run() -> dict[str, Any]:
     """The commit, command, machine and versions of a measurement."""
     return {
         "commit": _commit(),
-        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"benchmarks.{_module()}", *sys.argv[1:]]),
         "machine": machine(),
         "versions": {
             "headwise": headwise.__version__,
@@ -67,6 +67,12 @@ def run() -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def _module() -> str:
+    """The module of `benchmarks` that is run, a file or a folder."""
+    program = Path(sys.argv[0])
+    return program.parent.name if program.stem == "__main__" else program.stem
 
 
 def _commit() -> str | None:

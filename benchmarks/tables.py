@@ -24,6 +24,16 @@ from headwise.texts.overlap import SHARED
 RESULTS = Path("benchmarks/results")
 Document = dict[str, Any]
 
+RIVALS = {
+    "kvquant": "KVQuant",
+    "palu": "Palu",
+    "care": "CARE",
+    "svd-llm-v2": "SVD-LLM V2",
+    "elitekv": "EliteKV",
+    "transmla": "TransMLA",
+}
+"""The labels of `benchmarks.rivals`."""
+
 METHODS = {
     method.name: method.label
     for method in sorted(all_methods(), key=lambda method: (not method.is_default, "mla" not in method.targets))
@@ -228,6 +238,25 @@ def samples(document: Document) -> str:
     return table(["articles of WikiText-2 train", *names], [*lines, ["all", *spread]])
 
 
+def rivals(document: Document) -> str:
+    """The table of published caches by the bytes that were asked for, the best on the first text first."""
+    original = document["rows"]["original"]
+    rows = [row for row in document["rows"].values() if "method" in row]
+    rows.sort(key=lambda row: (-row["wanted"], next(iter(row["texts"].values()))["perplexity_ratio"]))
+    lines = [
+        [
+            f"{100 * row['wanted']:g} %",
+            RIVALS[row["method"]],
+            _settings(row["settings"]),
+            f"{100 * row['fraction']:.1f} %",
+            *(_ratio(score["perplexity_ratio"]) for score in row["texts"].values()),
+        ]
+        for row in rows
+    ]
+    head = ["budget", "method", "settings", "bytes", *(_text_name(f"{name}.txt") for name in original["texts"])]
+    return table(head, lines, left=3)
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
     "conversion-short": ("conversion.json", conversion_short),
@@ -235,6 +264,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "positions": ("long.json", positions),
     "planted": ("long.json", planted),
     "ablation": ("ablation.json", ablation),
+    "rivals": ("rivals.json", rivals),
     "samples": ("samples.json", samples),
     "large": ("large.json", large),
     "kills": ("kills.json", kills),
@@ -321,6 +351,23 @@ def _method(row: dict[str, Any]) -> str:
     elif row["qk_rope_head_dim"] is not None:
         name += f" ({row['qk_rope_head_dim']} rotated)"
     return name
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    """A cache's settings in words."""
+    words = {
+        "bits": "{} bits",
+        "outliers": "{:.0%} outliers",
+        "mean_rank": "mean rank {:.0f}",
+        "way": "{}",
+        "ranks": "ranks {0[0]} to {0[1]}",
+        "frequencies": "{} frequencies a head",
+        "latent": "latent {}",
+        "freqfold": "FreqFold {}",
+        "qk_rope_head_dim": "{} rotated",
+        "kv_lora_rank": "latent {}",
+    }
+    return ", ".join(word.format(settings[name]) for name, word in words.items() if name in settings)
 
 
 def _piqa(row: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from benchmarks.tables import (
     planted,
     positions,
     retrieval,
+    rivals,
 )
 
 from headwise.texts.overlap import SHARED
@@ -200,4 +201,24 @@ def test_speeds_are_multiples_of_headwises_time_and_of_the_limit() -> None:
         "| SDPA | 9.0 | 9.0 |",
         "| Flex |  |  |",
         "| (limit: weights and cache read once) | 1.6 | 2.5 |",
+    ]
+
+
+def test_rivals_by_budget_the_best_first() -> None:
+    def rival(method: str, wanted: float, ratio: float, settings: dict[str, Any]) -> dict[str, Any]:
+        texts = {"wikitext-2.test": {"perplexity_ratio": ratio}, "brown": {"perplexity_ratio": 2 * ratio}}
+        return {"method": method, "wanted": wanted, "fraction": wanted - 0.004, "settings": settings, "texts": texts}
+
+    rows = {
+        "original": {"texts": {"wikitext-2.test": {"nll": 3.0}, "brown": {"nll": 3.1}}, "fraction": 1.0},
+        "care/0.125": rival("care", 0.125, 12.0, {"way": "CARE-E", "ranks": [12, 48]}),
+        "care/0.25": rival("care", 0.25, 2.0, {"way": "CARE-U", "ranks": [48, 48]}),
+        "kvquant/0.25": rival("kvquant", 0.25, 1.1, {"bits": 4, "outliers": 0.01}),
+    }
+    assert rivals({"rows": rows}).splitlines() == [
+        "| budget | method | settings | bytes | WikiText-2 | Brown |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+        "| 25 % | KVQuant | 4 bits, 1% outliers | 24.6 % | ×1.100 | ×2.200 |",
+        "| 25 % | CARE | CARE-U, ranks 48 to 48 | 24.6 % | ×2.000 | ×4.000 |",
+        "| 12.5 % | CARE | CARE-E, ranks 12 to 48 | 12.1 % | ×12 | ×24 |",
     ]

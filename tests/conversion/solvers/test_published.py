@@ -205,10 +205,20 @@ def test_mha2mla_written_out(rope: str, rope_dim: int, rank: int) -> None:
 @pytest.mark.parametrize("rope", list(ROPES))
 @pytest.mark.parametrize("fold", [1, 2, 4])
 @pytest.mark.parametrize(("rope_dim", "rank"), [(8, 9), (4, 3), (16, 5)])
-def test_transmla_written_out(rope: str, fold: int, rope_dim: int, rank: int) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["one text", "recalibrated"])
+def test_transmla_written_out(rope: str, fold: int, rope_dim: int, rank: int, again: bool) -> None:
     example = Example(rope, seed=1)
     target = as_latent(example.spec, rank, rope_dim)
-    tensors, channels = transmla(example.state, example.spec, target, moments=example.gram, freqfold=fold)
+    # The inputs of the model that has lost rotations, whose activations the second PCA is of.
+    inputs = Example(rope, seed=2).x if again else example.x
+    tensors, channels = transmla(
+        example.state,
+        example.spec,
+        target,
+        moments=example.gram,
+        recalibrated=inputs.mT @ inputs / len(inputs) if again else None,
+        freqfold=fold,
+    )
     output = example.run(target, tensors, channels)
 
     rotated, rest = [], []  # each component: its key channel, each head's query for it, and its frequency
@@ -241,10 +251,13 @@ def test_transmla_written_out(rope: str, fold: int, rope_dim: int, rank: int) ->
     parts = [part for channel, _, _ in rest for part in (channel.real, channel.imag)]
     keys = torch.stack(parts, dim=1) if parts else torch.zeros(30, 0, dtype=torch.float64)
     values = example.values()
-    ratio = float(keys.norm() / values.norm()) if parts else 1.0
-    cached = torch.cat((keys / ratio, values), dim=1)
-    directions = torch.linalg.svd(cached, full_matrices=False)[2][:rank]
-    decoded = cached @ directions.mT @ directions
+    to_inputs = torch.linalg.pinv(example.x)
+    calibrated_keys, calibrated_values = (inputs @ (to_inputs @ part) for part in (keys, values))
+    # The authors' code compares the mean over channels of their norms over tokens.
+    ratio = float(calibrated_keys.norm(dim=0).mean() / calibrated_values.norm(dim=0).mean()) if parts else 1.0
+    calibrated = torch.cat((calibrated_keys / ratio, calibrated_values), dim=1)
+    directions = torch.linalg.svd(calibrated, full_matrices=False)[2][:rank]
+    decoded = torch.cat((keys / ratio, values), dim=1) @ directions.mT @ directions
     keys, values = decoded[:, : len(parts)] * ratio, decoded[:, len(parts) :]
 
     scores = []

@@ -89,6 +89,7 @@ def transmla(
     target: LatentSpec,
     *,
     moments: Tensor,
+    recalibrated: Tensor | None = None,
     freqfold: int = 1,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Convert one layer to MLA by TransMLA.
@@ -101,6 +102,9 @@ def transmla(
         target: the MLA layer's spec, from `headwise.specs.as_latent`.
         moments: ``[E, E]`` or ``[E + 1, E + 1]``, E[x xᵀ] on a text: keys and values are linear in x, so that their
             PCA follows from it.
+        recalibrated: E[x xᵀ] in the same shape, of the model whose layers have all lost the rotations that the
+            targets drop, and no rank: the authors run the text through it a second time before the PCA of the latent.
+            When None, that PCA uses ``moments`` too.
         freqfold: the number of neighbouring frequencies that are treated as one. The authors report the best of
             several by perplexity.
 
@@ -113,7 +117,8 @@ def transmla(
     _, w_k, _ = projections(state, target)
     gram = input_gram(moments, w_k)
     channels = rotate_rope(rotated_pairs(w_k, source), gram, target.qk_rope_head_dim // 2, freqfold=freqfold)
-    return latent_layer(state, source, target, channels, gram, balance=True)
+    latent_gram = gram if recalibrated is None else input_gram(recalibrated, w_k)
+    return latent_layer(state, source, target, channels, latent_gram, balance=True)
 
 
 def rotate_rope(keys: Tensor, gram: Tensor, pairs: int, *, freqfold: int = 1) -> OrthogonalChannels:

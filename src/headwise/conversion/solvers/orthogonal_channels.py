@@ -11,7 +11,6 @@ dim, E hidden, E' = E or E + 1 (a column for the biases), P rotary dims, R laten
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -102,7 +101,7 @@ def latent_layer(
         target: the MLA layer's spec.
         channels: the channels of the keys, and which of them stay rotated.
         gram: ``[E', E']``, the second moments of the PCA.
-        balance: whether keys and values are scaled to one mean length before the PCA.
+        balance: whether keys and values are scaled to one magnitude of their channels before the PCA.
 
     Returns:
         Tensors by the MLA layer's names, and the model frequency of each rotary pair.
@@ -116,7 +115,7 @@ def latent_layer(
     q_rope = torch.einsum("ckf,kgfe->kgce", matrix[kept], queries).flatten(0, 1)  # [H, P/2, E']
 
     rest = to_real(keys[~kept])  # [2C - P, E']
-    key_scale = _norm(rest, gram) / _norm(w_v, gram) if balance and len(rest) else 1.0
+    key_scale = _magnitude(rest, gram) / _magnitude(w_v, gram) if balance and len(rest) else 1.0
     stacked = torch.cat((rest / key_scale, w_v))  # [2C - P + K V, E']
     basis = principal(stacked, gram, target.kv_lora_rank)  # [2C - P + K V, R]
     back = _back_to_heads(channels, interleaved=source.rope.interleaved)  # [K D, 2C - P]
@@ -151,7 +150,10 @@ def input_gram(moments: Tensor | None, weight: Tensor) -> Tensor:
     return torch.eye(size, dtype=torch.float64) if moments is None else moments[:size, :size].double()
 
 
-def _norm(rows: Tensor, gram: Tensor) -> float:
-    """The root mean square length of ``rows x``, in place of the paper's mean length; 1 if it is 0."""
-    energy = float(((rows @ gram) * rows).sum())
-    return math.sqrt(energy) if energy > NOTHING else 1.0
+def _magnitude(rows: Tensor, gram: Tensor) -> float:
+    """The mean over channels of the root mean square of ``rows x``, as TransMLA's code has it; 1 if it is 0.
+
+    The paper's mean length would count keys, whose many channels are mostly small after RoRoPE, as larger.
+    """
+    energies = ((rows @ gram) * rows).sum(-1)
+    return float(energies.sqrt().mean()) if float(energies.sum()) > NOTHING else 1.0
