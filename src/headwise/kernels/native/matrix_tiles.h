@@ -49,7 +49,7 @@ class TileSetting {
 };
 
 // Decodes a block of channels to quads.
-INLINE void decode_quads(const CodedBlock& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* quads) {
+INLINE void decode_quads(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* quads) {
   alignas(64) static constexpr uint8_t BESIDE[64] = {
       0, 16, 32, 48, 1, 17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21, 37, 53, 6,  22, 38, 54, 7,  23, 39, 55,
       8, 24, 40, 56, 9, 25, 41, 57, 10, 26, 42, 58, 11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
