@@ -290,8 +290,12 @@ class CodedAttention {
       const BlockPlan& block = at.plans[i];
 #if HAS_MATRIX_TILES
       if (tiles_ && block.column < content_) {
-        decode_quads(block, c_.tables, row, count, at.quads + block.column * BLOCK);
-        if (!scored_) continue;
+        int8_t *quads = at.quads + block.column * BLOCK, *levels = at.levels + block.column;
+        if (scored_)
+          decode_quads<true>(block, c_.tables, row, count, quads, levels, content_);
+        else
+          decode_quads<false>(block, c_.tables, row, count, quads, levels, content_);
+        continue;
       }
 #endif
       if (block.column < content_)

@@ -78,6 +78,14 @@ struct BlockReader {
   }
 };
 
+// Stores the levels of four tokens `row` bytes apart.
+INLINE void store_rows(__m512i four, int8_t* to, int64_t row) {
+  _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(four));
+  _mm_storeu_si128((__m128i*)(to + row), _mm512_extracti32x4_epi32(four, 1));
+  _mm_storeu_si128((__m128i*)(to + 2 * row), _mm512_extracti32x4_epi32(four, 2));
+  _mm_storeu_si128((__m128i*)(to + 3 * row), _mm512_extracti32x4_epi32(four, 3));
+}
+
 // Decodes a block of `count` tokens, whose codes are at `at`, to rows of levels that are `row` bytes apart. Sixteen levels
 // may be written of each token, and of up to three tokens behind the last.
 INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,
@@ -87,14 +95,7 @@ INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uin
     for (int t = 0; t < count; t += 4) _mm512_storeu_si512(levels + t * CHANNELS, reader.read(at + t));
     return;
   }
-  for (int t = 0; t < count; t += 4) {
-    const __m512i four = reader.read(at + t);
-    int8_t* to = levels + t * row;
-    _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(four));
-    _mm_storeu_si128((__m128i*)(to + row), _mm512_extracti32x4_epi32(four, 1));
-    _mm_storeu_si128((__m128i*)(to + 2 * row), _mm512_extracti32x4_epi32(four, 2));
-    _mm_storeu_si128((__m128i*)(to + 3 * row), _mm512_extracti32x4_epi32(four, 3));
-  }
+  for (int t = 0; t < count; t += 4) store_rows(reader.read(at + t), levels + t * row, row);
 }
 #else
 INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,
