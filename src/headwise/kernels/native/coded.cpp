@@ -30,7 +30,7 @@ struct CodedArguments {
 };
 
 constexpr int SINKS = 4;  // tokens without codes
-constexpr int TURN = 32;  // slots that share a rotated query
+constexpr int TURN = 64;  // slots that share a rotated query
 constexpr int KEYS = 16;  // tokens whose keys are computed at a time
 
 template <class Q>
@@ -84,7 +84,7 @@ class CodedAttention {
   int64_t width() const { return content_; }
   int64_t scratch_bytes() const {
     const int64_t rows = padded_rows();
-    return 2 * up(rows * D_ * 4, 64) + rounded_bytes() + 2 * half_ * 4 + 2 * up(rows * BLOCK * 4, 64) + up(rows * 4, 64) + KEYS * D_ * 4 +
+    return up(c_.count * sizeof(BlockPlan), 64) + 2 * up(rows * D_ * 4, 64) + rounded_bytes() + 2 * half_ * 4 + 2 * up(rows * BLOCK * 4, 64) + up(rows * 4, 64) + KEYS * D_ * 4 +
            up(BLOCK * columns_, 64) + quads_bytes() + tiles_bytes() + up(SINKS * content_ * 4, 64) + 2 * BLOCK * 4 + up(BLOCK * (c_.bytes + OVERRUN), 64);
   }
 
@@ -108,6 +108,8 @@ class CodedAttention {
     at.wide = (float*)take(SINKS * content_ * 4);
     at.content_gain = (float*)take(BLOCK * 4);
     at.rotary_gain = (float*)take(BLOCK * 4);
+    at.plans = (BlockPlan*)take(c_.count * sizeof(BlockPlan));
+    for (int64_t i = 0; i < c_.count; i++) new (at.plans + i) BlockPlan(c_.blocks[i]);
     at.copies = (uint8_t*)take(BLOCK * (c_.bytes + OVERRUN));
     std::fill_n(partial.high, rows_, NOTHING);
     std::fill_n(partial.sum, rows_ * W, 0.0f);
@@ -164,6 +166,7 @@ class CodedAttention {
     bfloat16* rounded;         // queries, then KEYS keys, for scores by tiles
     float* wide;               // [SINKS, content_], values without codes in levels
     float *content_gain, *rotary_gain;  // [BLOCK]
+    BlockPlan* plans;          // of the blocks
     uint8_t* copies;           // codes at the end of memory
   };
 
@@ -206,29 +209,29 @@ class CodedAttention {
   void turn_back(int64_t slot, Place& at) const {
     if (!c_.P || at.turn == slot) return;
     at.turn = slot;
-    for (int64_t d = 0; d < c_.P / 2; d++) {
-      at.cos[d] = c_.cos[slot * c_.frequencies + c_.frequency[d]];
-      at.sin[d] = c_.sin[slot * c_.frequencies + c_.frequency[d]];
-    }
+    // Local copies, which the compiler knows that no store changes.
+    const float *query = at.query, *all_cos = c_.cos + slot * c_.frequencies, *all_sin = c_.sin + slot * c_.frequencies;
+    const int64_t *frequency = c_.frequency, half = half_, pairs = c_.P / 2;
+    float *turned = at.turned, *cos = at.cos, *sin = at.sin;
+    for (int64_t d = 0; d < pairs; d++) cos[d] = all_cos[frequency[d]], sin[d] = all_sin[frequency[d]];
 #if HAS_LANES
-    for (int64_t d = 0; d < half_; d += 2) {
-      int64_t both[2];
-      memcpy(both, at.cos + d, 8), memcpy(both + 1, at.sin + d, 8);
-      const Vector c8 = (Vector)_mm512_set1_epi64(both[0]), s8 = (Vector)_mm512_set1_epi64(both[1]);
-      for (int group = 0; group < groups_; group++) {
-        const int64_t first = group * 8 * D_ + d / 2 * 16, second = first + half_ / 2 * 16;
-        const Vector x = load(at.query + first), y = load(at.query + second);
-        store(at.turned + first, x * c8 + y * s8);
-        store(at.turned + second, y * c8 - x * s8);
+    for (int group = 0; group < groups_; group++)
+      for (int64_t d = 0; d < half; d += 2) {
+        int64_t both[2];
+        memcpy(both, cos + d, 8), memcpy(both + 1, sin + d, 8);
+        const Vector c = (Vector)_mm512_set1_epi64(both[0]), s = (Vector)_mm512_set1_epi64(both[1]);
+        const int64_t first = group * 8 * D_ + d * 8, second = first + half * 8;
+        const Vector x = load(query + first), y = load(query + second);
+        store(turned + first, x * c + y * s);
+        store(turned + second, y * c - x * s);
       }
-    }
 #endif
     for (int row = beside_; row < rows_; row++)
-      for (int64_t d = 0; d < half_; d += W) {
-        const int64_t first = place(row, d), second = first + half_;
-        const Vector x = load(at.query + first), y = load(at.query + second), c = load(at.cos + d), s = load(at.sin + d);
-        store(at.turned + first, x * c + y * s);
-        store(at.turned + second, y * c - x * s);
+      for (int64_t d = 0; d < half; d += W) {
+        const int64_t first = place(row, d), second = first + half;
+        const Vector x = load(query + first), y = load(query + second), c = load(cos + d), s = load(sin + d);
+        store(turned + first, x * c + y * s);
+        store(turned + second, y * c - x * s);
       }
     round_query(at);
   }
@@ -284,11 +287,15 @@ class CodedAttention {
       at.content_gain[t] = c_.gains[numbers & 15], at.rotary_gain[t] = c_.gains[numbers >> 4];
     }
     for (int64_t i = 0; i < c_.count; i++) {
-      const CodedBlock& block = c_.blocks[i];
+      const BlockPlan& block = at.plans[i];
 #if HAS_MATRIX_TILES
       if (tiles_ && block.column < content_) {
-        decode_quads(block, c_.tables, row, count, at.quads + block.column * BLOCK);
-        if (!scored_) continue;
+        int8_t *quads = at.quads + block.column * BLOCK, *levels = at.levels + block.column;
+        if (scored_)
+          decode_quads<true>(block, c_.tables, row, count, quads, levels, content_);
+        else
+          decode_quads<false>(block, c_.tables, row, count, quads, levels, content_);
+        continue;
       }
 #endif
       if (block.column < content_)
@@ -373,11 +380,12 @@ class CodedAttention {
         if (rounds_) {
           alignas(64) float scores[KEYS * TILE];
           bfloat16* keys = at.rounded + groups_ * 8 * depth_;
+          float* to = at.scores + t;
           round_rows(at.keys, n, D_, depth_, keys);
           for (int first = 0; first < rows_; first += TILE) {
             score_tiles(keys, at.rounded + first * depth_, depth_, scores);
             for (int row = first; row < std::min(first + TILE, rows_); row++)
-              for (int i = 0; i < n; i++) at.scores[row * BLOCK + t + i] = scores[i * TILE + row - first];
+              for (int i = 0; i < n; i++) to[row * BLOCK + i] = scores[i * TILE + row - first];
           }
           continue;
         }

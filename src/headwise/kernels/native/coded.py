@@ -16,7 +16,7 @@ from headwise.kernels.native.build import TYPES, are_plain, built
 CHANNELS = 16
 """Channels in a block, at most."""
 
-TURN = 32
+TURN = 64
 """Slots whose rotation a layout holds."""
 
 # `CodedArguments` of coded.cpp: `Arguments` of sight.h, eleven pointers, four sizes, a flag.

@@ -22,32 +22,41 @@ struct CodedBlock {
   int32_t first;                // the bit of the stream with which the first channel's window begins
 };
 
-// Decodes a block of `count` tokens, whose codes are at `at`, to rows of levels that are `row` bytes apart.
-// Sixteen levels are written of each token, and of up to three tokens behind the last.
+// Of each token a block's reader takes sixteen bytes from the block's first window on. Eight channels' windows lie in eight
+// of them, which are turned round so that the first bit is the highest.
+struct BlockPlan : CodedBlock {
+#if HAS_BYTE_TABLES
+  uint64_t turned[2], shift[2];
+  uint64_t last[2];  // where the last channel ends behind the eight bytes: its shift one byte on
+
+  explicit BlockPlan(const CodedBlock& block) : CodedBlock(block) {
+    const int half = first % 8 + 8 * bits;
+    for (int h = 0; h < 2; h++) {
+      const int begin = h ? half / 8 : 0, offset = h ? half % 8 : first % 8;
+      turned[h] = shift[h] = 0;
+      for (int i = 0; i < 8; i++) {
+        turned[h] |= uint64_t(begin + 7 - i) << (8 * i);
+        shift[h] |= uint64_t((56 - offset - i * bits) & 63) << (8 * i);
+      }
+      last[h] = uint64_t((8 - offset) & 63) << 56;
+    }
+  }
+#else
+  explicit BlockPlan(const CodedBlock& block) : CodedBlock(block) {}
+#endif
+};
+
 #if HAS_BYTE_TABLES
 struct BlockReader {
   __m512i order, shifts, last_shifts, table[4];
   int64_t byte;
   bool is_whole_byte;
 
-  INLINE BlockReader(const CodedBlock& block, const int8_t* tables) : byte(block.first / 8), is_whole_byte(block.bits == 8) {
-    // Of each token the sixteen bytes from the block's first window on. Eight channels' windows lie in eight bytes, which
-    // are turned round so that the first bit is the highest.
-    const int bit = block.first % 8, half = bit + 8 * block.bits, b = block.bits;
-    uint64_t turned[2], shift[2], last[2] = {0, 0};
-    for (int h = 0; h < 2; h++) {
-      const int begin = h ? half / 8 : 0, offset = h ? half % 8 : bit;
-      turned[h] = shift[h] = 0;
-      for (int i = 0; i < 8; i++) {
-        turned[h] |= uint64_t(begin + 7 - i) << (8 * i);
-        shift[h] |= uint64_t((56 - offset - i * b) & 63) << (8 * i);
-      }
-      last[h] = uint64_t((8 - offset) & 63) << 56;  // where the last channel ends behind the eight bytes: one byte on
-    }
-    order = _mm512_broadcast_i32x4(_mm_set_epi64x(turned[1], turned[0]));
-    shifts = _mm512_broadcast_i32x4(_mm_set_epi64x(shift[1], shift[0]));
-    last_shifts = _mm512_broadcast_i32x4(_mm_set_epi64x(last[1], last[0]));
-    for (int i = 0; i < 4; i++) table[i] = _mm512_loadu_si512(tables + 256 * b + 64 * i);
+  INLINE BlockReader(const BlockPlan& plan, const int8_t* tables) : byte(plan.first / 8), is_whole_byte(plan.bits == 8) {
+    order = _mm512_broadcast_i32x4(_mm_set_epi64x(plan.turned[1], plan.turned[0]));
+    shifts = _mm512_broadcast_i32x4(_mm_set_epi64x(plan.shift[1], plan.shift[0]));
+    last_shifts = _mm512_broadcast_i32x4(_mm_set_epi64x(plan.last[1], plan.last[0]));
+    for (int i = 0; i < 4; i++) table[i] = _mm512_loadu_si512(tables + 256 * plan.bits + 64 * i);
   }
 
   static INLINE __m512i bytes(const uint8_t* const* at, int64_t byte) {
@@ -69,24 +78,27 @@ struct BlockReader {
   }
 };
 
-INLINE void decode_block(const CodedBlock& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,
+// Stores the levels of four tokens `row` bytes apart.
+INLINE void store_rows(__m512i four, int8_t* to, int64_t row) {
+  _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(four));
+  _mm_storeu_si128((__m128i*)(to + row), _mm512_extracti32x4_epi32(four, 1));
+  _mm_storeu_si128((__m128i*)(to + 2 * row), _mm512_extracti32x4_epi32(four, 2));
+  _mm_storeu_si128((__m128i*)(to + 3 * row), _mm512_extracti32x4_epi32(four, 3));
+}
+
+// Decodes a block of `count` tokens, whose codes are at `at`, to rows of levels that are `row` bytes apart. Sixteen levels
+// may be written of each token, and of up to three tokens behind the last.
+INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,
                          int64_t row) {
   const BlockReader reader(block, tables);
   if (row == CHANNELS) {
     for (int t = 0; t < count; t += 4) _mm512_storeu_si512(levels + t * CHANNELS, reader.read(at + t));
     return;
   }
-  for (int t = 0; t < count; t += 4) {
-    const __m512i four = reader.read(at + t);
-    int8_t* to = levels + t * row;
-    _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(four));
-    _mm_storeu_si128((__m128i*)(to + row), _mm512_extracti32x4_epi32(four, 1));
-    _mm_storeu_si128((__m128i*)(to + 2 * row), _mm512_extracti32x4_epi32(four, 2));
-    _mm_storeu_si128((__m128i*)(to + 3 * row), _mm512_extracti32x4_epi32(four, 3));
-  }
+  for (int t = 0; t < count; t += 4) store_rows(reader.read(at + t), levels + t * row, row);
 }
 #else
-INLINE void decode_block(const CodedBlock& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,
+INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,
                          int64_t row) {
   const int8_t* table = tables + 256 * block.bits;
   for (int c = 0; c < block.width; c++) {

@@ -48,15 +48,20 @@ class TileSetting {
   ~TileSetting() { _tile_release(); }
 };
 
-// Decodes a block of channels to quads.
-INLINE void decode_quads(const CodedBlock& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* quads) {
+// Decodes a block of channels to quads, and when ROWS to rows of levels too that are `row` bytes apart.
+template <bool ROWS>
+INLINE void decode_quads(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* quads,
+                         int8_t* levels, int64_t row) {
   alignas(64) static constexpr uint8_t BESIDE[64] = {
       0, 16, 32, 48, 1, 17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21, 37, 53, 6,  22, 38, 54, 7,  23, 39, 55,
       8, 24, 40, 56, 9, 25, 41, 57, 10, 26, 42, 58, 11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
   const __m512i beside = _mm512_load_si512(BESIDE);
   const BlockReader reader(block, tables);
-  for (int t = 0; t < count; t += 4)
-    _mm512_store_si512(quads + t * TILE, _mm512_permutexvar_epi8(beside, reader.read(at + t)));
+  for (int t = 0; t < count; t += 4) {
+    const __m512i four = reader.read(at + t);
+    _mm512_store_si512(quads + t * TILE, _mm512_permutexvar_epi8(beside, four));
+    if constexpr (ROWS) store_rows(four, levels + t * row, row);
+  }
 }
 
 // Whole weights of a block's tokens in PIECES pieces of 8 bits, the highest first, [piece, BLOCK]; returns the weight of 1.
