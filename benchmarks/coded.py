@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.kept import Kept
 from torch import Tensor
 
 import headwise
 from headwise.hf import HeadwiseCache
 from headwise.kernels import attend
-from headwise.kernels.native.coded import TURN, attend_coded
+from headwise.kernels.native.codes.attention import TURN, attend_coded
 from headwise.measurement.timing import seconds
 from headwise.quantization import SINKS, TransformCode
 from headwise.quantization.layout import kernel_layout

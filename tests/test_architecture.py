@@ -48,7 +48,7 @@ EXEMPT = {
     "kernels/backend_choice.py": "SDPA's signature",
     "kernels/gpu/kernels.py": "a GPU kernel",
     "kernels/native/attention.py": "a kernel's call",
-    "kernels/native/coded.py": "a kernel's call",
+    "kernels/native/codes/attention.py": "a kernel's call",
     "cost/layer.py:forward_flops": "a formula: each keyword is one of its letters, or says which terms count",
     "cost/reports/complexity.py:complexity": "the letters of forward_flops, and which layer of a model",
     "bench/decode.py:bench_decode": "a grid: each keyword is one of its axes",

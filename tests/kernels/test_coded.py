@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.attention.rope import rotate
 from headwise.kernels.native import built
-from headwise.kernels.native.coded import TURN, attend_coded
+from headwise.kernels.native.codes.attention import TURN, attend_coded
 from headwise.quantization import SINKS, TransformCode
 from headwise.quantization.layout import kernel_layout
 from headwise.quantization.transform_code import blocks

@@ -1,5 +1,5 @@
 // Attends to coded latents of several shapes on four threads, with a sanitizer watching, and compares with plain loops.
-#include "coded.cpp"
+#include "codes/coded.cpp"
 
 #include <cstdio>
 #include <random>

@@ -1,4 +1,4 @@
-"""A code as the compiled attention kernel reads it (`headwise.kernels.native.coded`).
+"""A code as the compiled attention kernel reads it (`headwise.kernels.native.codes.attention`).
 
 Shapes: R latent rank, P rotary dims.
 """
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.kernels.native.coded import CHANNELS, TURN, CodedLayout
+from headwise.kernels.native.codes.attention import CHANNELS, TURN, CodedLayout
 from headwise.quantization.transform_code import GAIN_STEP, GAIN_ZERO, TransformCode, blocks
 from headwise.quantization.trellis import UNIT, tables
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.kernels.mask import as_bool_mask
 from headwise.kernels.native import are_plain, why_not
-from headwise.kernels.native.coded import TURN, CodedLayout, attend_coded
+from headwise.kernels.native.codes.attention import TURN, CodedLayout, attend_coded
 from headwise.kernels.packed import FEW_TOKENS
 from headwise.quantization.layout import kernel_layout
 from headwise.quantization.transform_code import TransformCode

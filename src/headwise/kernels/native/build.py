@@ -25,8 +25,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_SOURCES = ("attention.cpp", "coded.cpp", "linear.cpp", "trellis.cpp")
-_HEADERS = ("lanes.h", "levels.h", "matrix_tiles.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h")
+_SOURCES = ("attention.cpp", "linear.cpp", "codes/coded.cpp", "codes/trellis.cpp")
+_HEADERS = (
+    *("lanes.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h"),
+    *("codes/levels.h", "codes/matrix_tiles.h"),
+)
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w", "-pipe"),
@@ -171,7 +174,7 @@ def _fingerprint(command: list[str]) -> str:
     """A hash of everything the library depends on: sources, command, compiler, processor and torch."""
     digest = hashlib.sha256()
     for name in (*_SOURCES, *_HEADERS):
-        digest.update(Path(__file__).with_name(name).read_bytes())
+        digest.update((Path(__file__).parent / name).read_bytes())
     compiler = Path(command[0]).resolve()
     digest.update(f"{command} {compiler} {compiler.stat().st_mtime_ns} {_processor()} {torch.__version__}".encode())
     return digest.hexdigest()[:20]
@@ -193,7 +196,7 @@ def _compile(command: list[str], path: Path) -> None:
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
-        sources = (str(Path(__file__).with_name(name)) for name in _SOURCES)
+        sources = (str(Path(__file__).parent / name) for name in _SOURCES)
         _run([*command, *sources, "-o", temporary])
         _load(Path(temporary))  # fails if the compiler wrote something else
         with open(temporary, "r+b") as file:

@@ -4,7 +4,7 @@
 // to sixteen of one number of bits.
 #pragma once
 
-#include "vectors.h"
+#include "../vectors.h"
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)
 #define HAS_BYTE_TABLES 1  // tables of 256 bytes in registers

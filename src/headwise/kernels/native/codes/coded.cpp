@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "matrix_tiles.h"
-#include "parts.h"
+#include "../parts.h"
 
 namespace {
 

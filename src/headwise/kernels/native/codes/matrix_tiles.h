@@ -5,7 +5,7 @@
 #pragma once
 
 #include "levels.h"
-#include "tiles.h"
+#include "../tiles.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__linux__) && HAS_BYTE_TABLES
 #define HAS_MATRIX_TILES 1

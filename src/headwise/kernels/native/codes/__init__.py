@@ -1,0 +1,1 @@
+"""Kernels of caches of codes: attention over them, and the encoder of the trellis."""
