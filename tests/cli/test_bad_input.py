@@ -323,7 +323,7 @@ def test_a_matrix_that_cannot_be_decomposed(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (("--to", "mlaa"), "to = 'mlaa': must be mha, gqa:K, mqa or mla"),
+        (("--to", "mlaa"), "to = 'mlaa': must be mha, gqa:K, mqa, mla or same"),
         (("--to", "gqa"), "to = 'gqa': must be"),
         (("--to", ""), "to = '': must be"),
         (("--to", "gqa:0"), "num_kv_heads = 0: must divide the 4 query heads"),
@@ -333,7 +333,7 @@ def test_a_matrix_that_cannot_be_decomposed(
         (("--to", "gqa:x"), "to = 'gqa:x': must be"),
         (("--to", "gqa:" + "9" * 5000), "to = 'gqa:999"),
         (("--to", "gqa:٢"), "to = 'gqa:٢': must be"),
-        (("--to", "mla"), "kv_budget = None: mla needs kv_budget, or kv_lora_rank and qk_rope_head_dim"),
+        (("--to", "mla"), "kv_budget = None: mla needs kv_budget, kv_bytes, or kv_lora_rank and qk_rope_head_dim"),
         (("--to", "mla", "--kv-budget", "0"), "kv_budget = 0.0: must be a fraction above 0 and at most 1"),
         (("--to", "mla", "--kv-budget", "2"), "kv_budget = 2.0: must be"),
         (("--to", "mla", "--kv-budget", "-1"), "kv_budget = -1.0: must be"),

@@ -27,6 +27,8 @@ CONVERT: dict[str, tuple[dict[str, Any], Any]] = {
     "kv_budget": (MLA, 0.6),
     "kv_lora_rank": (SIZED, 9),
     "qk_rope_head_dim": (SIZED, 6),
+    "kv_bytes": ({**STUDY, "to": "mla", "kv_bytes": 0.3}, 0.2),
+    "bits": ({**SIZED, **STUDY, "bits": 4}, 3),
     "calibrate": ({**MLA, **STUDY}, "other.txt"),
     "calibration_tokens": ({**MLA, **STUDY}, 500),
     "calibration_window": ({**MLA, **STUDY}, 64),

@@ -124,7 +124,7 @@ def test_own_fields_stand_before_inherited_ones_and_have_their_help() -> None:
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"to": "mlaa"}, "to = 'mlaa': must be mha, gqa:K, mqa or mla, K the number of key–value heads"),
+        ({"to": "mlaa"}, "to = 'mlaa': must be mha, gqa:K, mqa, mla or same, K the number of key–value heads"),
         ({"kv_budget": 7.0}, "kv_budget = 7.0: must be a fraction above 0 and at most 1"),
         ({"kv_budget": float("nan")}, "kv_budget = nan: must be a fraction above 0 and at most 1"),
         ({"calibration_tokens": 1}, "calibration_tokens = 1: must be at least 2"),

@@ -50,7 +50,7 @@ def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkp
 
 
 def has_codes(model: Any) -> bool:
-    """Whether values that the model caches are coded; see `set_codes`."""
+    """Whether cached values are coded, as in ``has_codes(headwise.load("folder"))``; see `set_codes`."""
     return any(isinstance(module, CodedAttention) and module.code is not None for module in model.modules())
 
 
