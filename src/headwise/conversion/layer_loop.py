@@ -56,9 +56,7 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
     evidence = calibrator.evidence(place, source)
     solution = plan.method.solve(source, target, evidence)
     channel_losses = compare_own_channels(plan.method, source, target, evidence, solution, calibrator)
-    if target.token_bytes is not None:
-        solution = calibrator.coded(place, solution, target.token_bytes)
-    refined = calibrator.refine(place, solution)
+    refined = calibrator.refine(place, solution, target.token_bytes)
     about = {**refined.about(), **channel_losses}
     layer = ConvertedLayer(
         place, layout.stored(place, refined.layer), refined.layer.channels, about, refined.layer.code

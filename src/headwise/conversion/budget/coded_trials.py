@@ -102,25 +102,24 @@ def _smaller(losses: Sequence[float], target: float) -> int:
     return min(numbers, key=lambda number: abs(math.log(losses[number] / target)), default=0)
 
 
+ROTARY_PARTS = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+"""The parts of a source's rotary keys that may keep their rotation."""
+
+
 def coded_sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
-    """R and P of each of a layer's trials with codes, the even size first."""
+    """R and P of each of a layer's trials with codes, the even size first.
+
+    Codes of few bits leave room for a latent as wide as the source's cache, which loses nothing.
+    """
     R, P = even.kv_lora_rank, even.qk_rope_head_dim
-    total, rotary = source.num_kv_heads * (source.head_dim + source.value_dim), rotary_width(source)
-    values = R + P
-    rotary_widths = sorted(
-        {
-            P,
-            *(
-                w
-                for w in (rotary, rotary // 2, rotary // 4, rotary // 8, rotary // 16)
-                if w and w % 2 == 0 and 0.12 * values <= w <= 0.5 * values
-            ),
-        }
-    )
+    values, rotary = R + P, rotary_width(source)
+    total = source.num_kv_heads * (source.head_dim + source.value_dim)
+    most_values = min(total, values + values // 2)
+    widths = {int(part * rotary) // 2 * 2 for part in ROTARY_PARTS if rotary}
+    widths = {P, *(width for width in widths if 0.12 * values <= width <= 0.55 * most_values)}
     least = max(8, values // 4 // 8 * 8)
     sizes = {(R, P)}
-    for width in rotary_widths:
-        most = max(min(total - width, values), least + 8)
-        ranks = {least, least + (most - least) // 24 * 8, least + (most - least) // 12 * 8, most}
-        sizes |= {(rank, width) for rank in ranks}
+    for width in sorted(widths):
+        most = max(most_values - width, least + 8)
+        sizes |= {(least + (most - least) * third // 24 * 8, width) for third in range(3)} | {(most, width)}
     return [(R, P), *sorted(sizes - {(R, P)})]

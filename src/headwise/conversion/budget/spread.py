@@ -9,6 +9,7 @@ Shapes: R latent rank, P rotary dims.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ import torch
 
 from headwise.checkpoints.disk import clearly, write_whole
 from headwise.conversion.budget.allocation import allocate, coded_curve, curve, step_of
-from headwise.conversion.budget.coded_trials import CodedTrials
+from headwise.conversion.budget.coded_trials import EVEN_BITS, CodedTrials
 from headwise.conversion.budget.layer_trials import LayerLosses, LayerTrials
 from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.calibration.text import TextCalibrator
@@ -37,6 +38,10 @@ PIECES = 2
 
 CODE_STEP = 2
 """The bytes a token of one step of an allocation of bytes."""
+
+TRUST = 0.5
+"""The power to which layers keep their distance from the geometric mean of what rounding loses. Of 0, 0.5, 0.8 and 1,
+it lost least on two texts."""
 
 MARGIN = 0.02
 """The share of the even allocation's loss that another allocation must be predicted to save to be tried."""
@@ -152,9 +157,17 @@ def _search(trials: LayerTrials) -> Spread:
 def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
     """The allocation of bytes to layers: sizes and bits in one."""
     assert plan.token_bytes is not None
+    # What one layer's rounding loses was measured on little text, and allocations follow it half of the way.
+    logs = [math.log(next(loss for bits, loss in layer.rounding if bits == EVEN_BITS)) for layer in layers]
+    mean = sum(logs) / len(logs)
     curves = [
-        coded_curve(layer.nodes, layer.rounding, share, CODE_STEP)
-        for layer, share in zip(layers, plan.token_bytes, strict=True)
+        coded_curve(
+            layer.nodes,
+            [(bits, loss * math.exp((1 - TRUST) * (mean - log))) for bits, loss in layer.rounding],
+            share,
+            CODE_STEP,
+        )
+        for layer, share, log in zip(layers, plan.token_bytes, logs, strict=True)
     ]
     nodes = allocate(curves)
     even = [next((c.node for c in curve if c.steps == 0), curve[0].node) for curve in curves]

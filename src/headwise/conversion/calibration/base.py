@@ -22,8 +22,9 @@ class Refined:
     Attributes:
         layer: the refined layer.
         errors: the mean levelled cost (`Cost`) of a token of the held-out windows after each step that was tried:
-            ``solved``, ``refine``, ``refit``; estimated nats where there are sensitivities.
-        chosen: the step with the least error, whose result is the layer; None where nothing was measured.
+            ``solved``, ``refine``, ``code``, ``refit``; estimated nats where there are sensitivities.
+        chosen: the step whose result is the layer: the one with the least error, or among those with a code; None
+            where nothing was measured.
     """
 
     layer: Layer
@@ -65,18 +66,14 @@ class Calibrator:
         """
         return Evidence()
 
-    def coded(self, place: Place, layer: Layer, token_bytes: int) -> Layer:
-        """Put a solution into the basis of a code of its cache, and give it that code.
+    def refine(self, place: Place, layer: Layer, token_bytes: int | None = None) -> Refined:
+        """Refine a solution on the text, if there is one.
 
         Args:
             place: the layer's place in the model.
             layer: the solution.
-            token_bytes: the bytes of a token's codes.
+            token_bytes: the bytes of a token's codes, which need a text; None for a cache without codes.
         """
-        raise NotImplementedError
-
-    def refine(self, place: Place, layer: Layer) -> Refined:
-        """Refine a solution on the text, if there is one."""
         return Refined(layer)
 
     def advance(self, place: Place, refined: Refined) -> None:

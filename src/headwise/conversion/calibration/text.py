@@ -157,29 +157,30 @@ class TextCalibrator(Calibrator):
         return Evidence(statistics, sensitivity)
 
     @torch.no_grad()
-    def coded(self, place: Place, layer: Layer, token_bytes: int) -> Layer:
-        """See `solvers.code_design`."""
-        current = self._current_layer(place)
+    def refine(self, place: Place, layer: Layer, token_bytes: int | None = None) -> Refined:
+        """The solution or its descent, by their errors on held-out windows; then coded; then refitted or not.
 
-        windows = map(self._inputs.read, range(min(self.train, CODE_WINDOWS)))
-        return design(layer.float(), windows, current.rotation, current.cost.metric).coded(token_bytes)
-
-    @torch.no_grad()
-    def refine(self, place: Place, layer: Layer) -> Refined:
-        """The solution, its descent or its refit, whichever has the least error on held-out windows."""
+        The code comes after the descent. Its basis has channels of very different sizes, which one learning rate for
+        a tensor does not suit; and a descent hardly lowers what rounding loses.
+        """
         current = self._current_layer(place)
-        self._best = best = self._candidate(layer.float(), "solved")
+        best = self._candidate(layer.float(), "solved")
         cost = current.cost.limited(self._held_costs(best.output, current.cost))
         errors = {"solved": self._held_error(best, cost)}
         chosen = "solved"
-        for stage in ("refine", "refit"):
-            if stage not in self.stages:
-                continue
-            candidate = self._refitted(best, cost) if stage == "refit" else self._descended(best, cost)
-            least_error = min(errors.values())
-            errors[stage] = self._held_error(candidate, cost)
-            if errors[stage] < least_error:
-                chosen, best = stage, candidate
+        if "refine" in self.stages:
+            candidate = self._descended(best, cost)
+            errors["refine"] = self._held_error(candidate, cost)
+            if errors["refine"] < errors["solved"]:
+                chosen, best = "refine", candidate
+        if token_bytes is not None:
+            chosen, best = "code", self._coded(best.layer, token_bytes)
+            errors["code"] = self._held_error(best, cost)
+        if "refit" in self.stages:
+            candidate = self._refitted(best, cost)
+            errors["refit"] = self._held_error(candidate, cost)
+            if errors["refit"] < errors[chosen]:
+                chosen, best = "refit", candidate
         self._best = best
         return Refined(best.layer, errors, chosen)
 
@@ -281,6 +282,13 @@ class TextCalibrator(Calibrator):
         all_sum(refit.error)
         state = {**state, **{name: tensor.float() for name, tensor in refit.solve().items()}}
         return replace(candidate, layer=replace(candidate.layer, state=state))
+
+    def _coded(self, layer: Layer, token_bytes: int) -> Candidate:
+        """The layer with a code of its cache, in that code's basis; see `solvers.code_design`."""
+        assert self._current is not None
+        windows = map(self._inputs.read, range(min(self.train, CODE_WINDOWS)))
+        designed = design(layer, windows, self._current.rotation, self._current.cost.metric)
+        return self._candidate(designed.coded(token_bytes), "code")
 
     def _descended(self, candidate: Candidate, cost: Cost) -> Candidate:
         """The candidate after its descent on the training windows."""
