@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.kept import Kept, say
 from benchmarks.shared import exam_windows, shared_fractions
@@ -21,6 +22,7 @@ from benchmarks.shared import exam_windows, shared_fractions
 import headwise
 from benchmarks import data
 from headwise.checkpoints import open_checkpoint
+from headwise.evaluation import evaluate_choices, open_pair
 from headwise.texts import read_text
 from headwise.texts.calibration_texts import CalibrationTexts
 
@@ -69,19 +71,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         text = options.work / f"{name.replace(' ', '-')}.txt"
         text.write_text(sample(train, name), encoding="utf-8")
-        kept.add(name, measure(options, text))
+        kept.add(name, measure(options, text, {"to": "mla", "kv_budget": options.kv_budget}))
         ratios = ", ".join(f"{score['perplexity_ratio']:.4f}" for score in kept.rows[name]["evaluate"]["texts"])
         say(f"{name:16} {ratios}")
 
 
-def measure(options: argparse.Namespace, text: Path) -> dict[str, object]:
-    """Convert with one sample and evaluate the result; the converted folder is removed."""
+def measure(options: argparse.Namespace, text: Path, target: Mapping[str, Any], *, items: int = 0) -> dict[str, Any]:
+    """Convert with one sample and evaluate the result; the converted folder is removed.
+
+    Args:
+        options: ``source``, ``tokens``, ``windows``, ``window`` and ``cache``.
+        text: the sample.
+        target: options of the conversion.
+        items: the number of PIQA's questions that are asked too.
+    """
     folder = text.with_suffix("")
     report = headwise.convert(
         options.source,
         folder,
-        to="mla",
-        kv_budget=options.kv_budget,
+        **target,
         calibrate=text,
         calibration_tokens=options.tokens,
         evaluate=False,
@@ -101,8 +109,12 @@ def measure(options: argparse.Namespace, text: Path) -> dict[str, object]:
         checkpoint, {str(path): path for path in exams}, window=options.window, windows=options.windows
     )
     shared = shared_fractions(checkpoint, windows, CalibrationTexts((text,), options.tokens, None))
+    row = {"conversion": report.to_dict(), "evaluate": result.to_dict(), "shared": shared}
+    if items:
+        pair = open_pair(folder, against=options.source, dtype="float32")
+        row["choices"] = evaluate_choices(pair, file=data.piqa(options.cache), limit=items).to_dict()
     shutil.rmtree(folder)
-    return {"conversion": report.to_dict(), "evaluate": result.to_dict(), "shared": shared}
+    return row
 
 
 if __name__ == "__main__":

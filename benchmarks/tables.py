@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,24 @@ def rivals(document: Document) -> str:
     return table(head, lines, left=3)
 
 
+def budgets(document: Document) -> str:
+    """The table of budgets of bytes: the median of the samples' ratios on each text, and their range."""
+    lines = []
+    for budget in sorted({row["budget"] for row in document["rows"].values()}, reverse=True):
+        rows = [row for row in document["rows"].values() if row["budget"] == budget]
+        evaluations = [row["evaluate"] for row in rows]
+        source = evaluations[0]["reference_cache_bytes_per_token"] / 2  # evaluated in float32
+        stored = max(evaluation["cache_bytes_per_token"] for evaluation in evaluations) / source
+        ratios = zip(*([score["perplexity_ratio"] for score in e["texts"]] for e in evaluations), strict=True)
+        cells = [f"{_ratio(statistics.median(column))} ({min(column):.3f}–{max(column):.3f})" for column in ratios]
+        asked = [row["choices"]["accuracy"] for row in rows if "choices" in row]
+        rates = (f"{100 * asked[0][name]:.1f} %" for name in ("rate", "reference_rate")) if asked else ()
+        piqa = " of ".join(rates)
+        lines.append([f"{100 * budget:g} %", f"{100 * stored:.2f} %", str(len(rows)), *cells, piqa])
+    names = [_text_name(score["text"]) for score in evaluations[0]["texts"]]
+    return table(["budget", "bytes", "samples", *names, "PIQA"], lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
     "conversion-short": ("conversion.json", conversion_short),
@@ -264,6 +283,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "positions": ("long.json", positions),
     "planted": ("long.json", planted),
     "ablation": ("ablation.json", ablation),
+    "budgets": ("budgets.json", budgets),
     "rivals": ("rivals.json", rivals),
     "samples": ("samples.json", samples),
     "large": ("large.json", large),

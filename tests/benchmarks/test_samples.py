@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import samples, tables
+from benchmarks import budgets, samples, tables
 from tests.real_models import save_tiny
 
 TITLES = [f"Title {number}" for number in range(9)]
@@ -38,15 +38,25 @@ def test_the_samples_of_one_kind_share_nothing_and_leave_nothing_out() -> None:
         )
 
 
-def test_each_sample_is_a_row_and_a_killed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cache, kept = tmp_path / "cache", tmp_path / "samples.json"
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """Options that are common to both benchmarks: a tiny model, and short texts."""
+    cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "wikitext-2.train.txt").write_text(WIKITEXT * 20)
     for place, name in enumerate(("wikitext-2.test", "brown", "austen")):
         (cache / f"{name}.txt").write_text(f"Text {place} of another kind, with words of its own. " * 30)
-    command = ["--source", save_tiny(tmp_path / "source"), "--cache", cache, "--json", kept, "--work", tmp_path / "w"]
+    command = ["--source", save_tiny(tmp_path / "source"), "--cache", cache, "--work", tmp_path / "w"]
     sizes = ["--tokens", "256", "--window", "64", "--windows", "2", "--samples", "articles 1 of 3", "part 2 of 2"]
-    samples.main([*map(str, command), *sizes])
+    return [*map(str, command), *sizes]
+
+
+def test_each_sample_is_a_row_and_a_killed_run_goes_on(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "samples.json"
+    command = [*command, "--json", str(kept)]
+    samples.main(command)
     document = json.loads(kept.read_text())
     assert list(document["rows"]) == ["articles 1 of 3", "part 2 of 2"]
     assert not list((tmp_path / "w").glob("*/config.json"))
@@ -55,5 +65,23 @@ def test_each_sample_is_a_row_and_a_killed_run_goes_on(tmp_path: Path, capsys: p
     ratios = [row["evaluate"]["texts"][0]["perplexity_ratio"] for row in document["rows"].values()]
     assert f"×{min(ratios):.3f} to ×{max(ratios):.3f}" in shown[-1]
     capsys.readouterr()
-    samples.main([*map(str, command), *sizes])
+    samples.main(command)
+    assert capsys.readouterr().out == ""
+
+
+def test_each_budget_and_sample_is_a_row(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "budgets.json"
+    command = [*command, "--json", str(kept), "--kv-bytes", "0.3", "0.2", "--items", "0"]
+    budgets.main(command)
+    document = json.loads(kept.read_text())
+    names = ("articles 1 of 3", "part 2 of 2")
+    assert list(document["rows"]) == [f"{budget}/{name}" for name in names for budget in (0.3, 0.2)]
+    shown = tables.budgets(document).splitlines()
+    assert [line.split(" | ")[0] for line in shown[2:]] == ["| 30 %", "| 20 %"]
+    ratios = [row["evaluate"]["texts"][0]["perplexity_ratio"] for row in document["rows"].values()][::2]
+    assert f"({min(ratios):.3f}–{max(ratios):.3f})" in shown[2]
+    capsys.readouterr()
+    budgets.main(command)
     assert capsys.readouterr().out == ""
