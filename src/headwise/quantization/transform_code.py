@@ -24,6 +24,9 @@ SINKS = 4
 """The first tokens of a sequence, which are stored without codes: attention rests on them, and their values are
 unlike any others."""
 
+CONTEXT = 2048
+"""The number of tokens that the first ones' bytes are counted over where a cache's bytes a token are planned."""
+
 GAIN_STEP = 1.25
 GAIN_ZERO = 5
 """The gain number g stands for ``GAIN_STEP ** (g − GAIN_ZERO)``; a byte holds the numbers of two gains."""
@@ -122,3 +125,8 @@ def blocks(sections: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         for first in range(start, start + width, BLOCK):
             yield first, min(first + BLOCK, start + width)
         start += width
+
+
+def wide_bytes(values: int) -> float:
+    """Bytes a token, at `CONTEXT` tokens, of the first tokens' values, which are stored in bfloat16."""
+    return 2 * SINKS * values / CONTEXT

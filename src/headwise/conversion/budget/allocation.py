@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from headwise.errors import ArgumentError
-from headwise.quantization import SINKS
+from headwise.quantization import wide_bytes
 
 STEP = 8
 """The cached values a token of one step; 2 where the even share of some layer is below `COARSE`."""
@@ -92,7 +92,13 @@ layers. What rounding loses hardly changes."""
 
 
 def coded_curve(
-    nodes: Sequence[Node], rounding: Sequence[tuple[float, float]], share: int, step: int, *, refined: float = REFINED
+    nodes: Sequence[Node],
+    rounding: Sequence[tuple[float, float]],
+    share: int,
+    step: int,
+    *,
+    values: int,
+    refined: float = REFINED,
 ) -> list[Choice]:
     """The best size and number of bits for each number of bytes a token, from the smallest up.
 
@@ -101,8 +107,10 @@ def coded_curve(
     Args:
         nodes: the losses at some sizes, without codes; every rotary width has a smallest and a largest rank.
         rounding: numbers of bits a value, rising, and the rounding's loss at each.
-        share: the layer's even share, in bytes a token at `CONTEXT` tokens, the wide first ones included.
+        share: the layer's even share, in bytes a token of codes.
         step: bytes of a step.
+        values: the values of the even size. The first tokens are stored wide, and a smaller size may spend what it
+            saves of them.
         refined: the part of a size's loss that counts.
     """
     sizes: dict[tuple[int, int], float] = {}
@@ -117,11 +125,11 @@ def coded_curve(
     bits, logs = [b for b, _ in rounding], [math.log(loss) for _, loss in rounding]
     best: dict[int, Node] = {}
     for (rank, rotary), loss in sizes.items():
-        values = rank + rotary
-        wide = wide_bytes(values)
+        count = rank + rotary
+        saved = wide_bytes(values) - wide_bytes(count)
         for steps in range(-(share * 3 // 4) // step, 2 * share // step):
-            token_bytes = math.floor(share + steps * step - wide)
-            average = 8 * (token_bytes - 1) / values
+            token_bytes = math.floor(share + steps * step + saved)
+            average = 8 * (token_bytes - 1) / count
             if not bits[0] <= average <= 8:
                 continue
             place = min(max(bisect.bisect_right(bits, average), 1), len(bits) - 1)
@@ -130,15 +138,6 @@ def coded_curve(
             if steps not in best or total < best[steps].loss:
                 best[steps] = Node(rank, rotary, total, token_bytes)
     return [Choice(steps, best[steps]) for steps in sorted(best)]
-
-
-CONTEXT = 2048
-"""The number of tokens that the wide first tokens of a cache are counted over."""
-
-
-def wide_bytes(values: int) -> float:
-    """Bytes a token, at `CONTEXT` tokens, of the first tokens' values, which are stored in bfloat16."""
-    return 2 * SINKS * values / CONTEXT
 
 
 def allocate(curves: Sequence[Sequence[Choice]]) -> list[Node]:

@@ -9,7 +9,6 @@ Shapes: R latent rank, P rotary dims.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -157,17 +156,9 @@ def _search(trials: LayerTrials) -> Spread:
 def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
     """The allocation of bytes to layers: sizes and bits in one."""
     assert plan.token_bytes is not None
-    # What one layer's rounding loses was measured on little text, and allocations follow it half of the way.
-    logs = [math.log(next(loss for bits, loss in layer.rounding if bits == EVEN_BITS)) for layer in layers]
-    mean = sum(logs) / len(logs)
     curves = [
-        coded_curve(
-            layer.nodes,
-            [(bits, loss * math.exp((1 - TRUST) * (mean - log))) for bits, loss in layer.rounding],
-            share,
-            CODE_STEP,
-        )
-        for layer, share, log in zip(layers, plan.token_bytes, logs, strict=True)
+        coded_curve(layer.nodes, rounding, share, CODE_STEP, values=layer.even.values)
+        for layer, rounding, share in zip(layers, _roundings(layers), plan.token_bytes, strict=True)
     ]
     nodes = allocate(curves)
     even = [next((c.node for c in curve if c.steps == 0), curve[0].node) for curve in curves]
@@ -179,6 +170,20 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
         None,
         tuple(node.token_bytes for node in nodes if node.token_bytes is not None),
     )
+
+
+def _roundings(layers: Sequence[LayerLosses]) -> list[list[tuple[float, float]]]:
+    """What rounding loses in each layer at each number of bits, out of measurements on little text.
+
+    All layers get the mean course over bits; of its own level, each keeps the power `TRUST` of the distance from the
+    mean (both means are geometric).
+    """
+    bits = [number for number, _ in layers[0].rounding]
+    logs = torch.tensor([[loss for _, loss in layer.rounding] for layer in layers], dtype=torch.float64).log()
+    levels = logs[:, bits.index(EVEN_BITS)]
+    course = (logs - levels[:, None]).mean(0)
+    levels = levels.mean() + TRUST * (levels - levels.mean())
+    return [list(zip(bits, losses, strict=True)) for losses in (levels[:, None] + course).exp().tolist()]
 
 
 def _spread(

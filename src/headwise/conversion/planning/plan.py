@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +19,16 @@ from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.cost import formulas
 from headwise.errors import ArgumentError
 from headwise.hf import check_complete
+from headwise.quantization import wide_bytes
 from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, as_latent
 
 Calibration = Literal["text", "statistics"]
 
 _CODE_STAGES = ("sensitivity", "sequence", "refine", "refit")
 """The stages of a method that has none, where its result gets codes."""
+
+ENOUGH_BITS = 4.5
+"""The bits for each value of a whole cache above which ranks are left as they are."""
 
 _NEEDS_TEXT = ("spread", "sequence", "refine", "refit")
 """Stages that run the model on a text; the others can use saved statistics."""
@@ -99,8 +104,14 @@ class ConversionPlan:
 
     @property
     def spends_bytes(self) -> bool:
-        """Whether ranks, rotary widths and bits are chosen together, for a number of bytes."""
-        return self.token_bytes is not None and self.bits is None and "spread" in self.method.stages
+        """Whether ranks, rotary widths and bits are chosen together, for a number of bytes.
+
+        With `ENOUGH_BITS` for each of the source's values, no smaller rank is worth what it loses.
+        """
+        if self.token_bytes is None or self.bits is not None or "spread" not in self.method.stages:
+            return False
+        values = [formulas(layer).cache_values(layer) for layer in self.before.layers]
+        return any(8 * count < ENOUGH_BITS * own for count, own in zip(self.token_bytes, values, strict=True))
 
     @property
     def possible_stages(self) -> tuple[str, ...]:
@@ -205,10 +216,10 @@ def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, .
         else:
             assert target.kv_bytes is not None
             share = code_bytes(old, target.kv_bytes)
-            if target.mechanism != "mla" and share < _code_bytes(1, values):
+            if target.mechanism != "mla" and share - math.ceil(wide_bytes(values)) < _code_bytes(1, values):
                 rule = f"leaves less than a bit for each of {values} values that a layer caches"
                 raise ArgumentError("kv_bytes", target.kv_bytes, rule)
-            shares.append(min(share, _code_bytes(8, values)))
+            shares.append(min(share - math.ceil(wide_bytes(values)), _code_bytes(8, values)))
     return tuple(shares)
 
 
