@@ -47,7 +47,7 @@ def test_a_page(cli: Callable[..., Result], model: Path, here: Path) -> None:
     arguments = [argument for argument in FRONTIER if argument != "--no-plot"]
     result = cli(*arguments, "--target", "mqa")
     assert result.status == 0, result.err
-    assert "<h2>What to convert to</h2>" in (here / "out/frontier.html").read_text()
+    assert "<h2>What to do</h2>" in (here / "out/frontier.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from headwise.checkpoints import open_checkpoint, versions
 from headwise.checkpoints.disk import lock_folder, refuse_file, remove_locked, unlock
 from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, refuse_unexamined
 from headwise.errors import ArgumentError, CheckpointError, StorageError
-from headwise.frontiers.ladder import Candidate, list_candidates
+from headwise.frontiers.candidate import Candidate
+from headwise.frontiers.ladder import list_candidates
 from headwise.frontiers.page import markdown, page, refuse_no_plotly
 from headwise.frontiers.points import Frontier, collect
 from headwise.frontiers.results import RESULTS, Setting, result_of, write_file
