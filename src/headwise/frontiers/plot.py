@@ -95,7 +95,7 @@ def _cache_axis(points: list[Point], frontier: Frontier) -> dict[str, Any]:
         "type": "log",
         "tickvals": [tick * source_bytes for tick in ticks],
         "ticktext": [f"{tick * source_bytes:,.0f}<br>{100 * tick:.4g}%" for tick in ticks],
-        "range": [math.log10(low * source_bytes / 1.12), math.log10(high * source_bytes * 1.12)],
+        "range": [math.log10(low * source_bytes / 1.4), math.log10(high * source_bytes * 1.12)],
     }
 
 
@@ -117,7 +117,8 @@ def _marks(points: list[Point], kind: str, colour: str, frontier: Frontier) -> d
         "x": [point.cache_bytes_per_token for point in points],
         "y": [point.perplexity_ratio for point in points],
         "text": [point.target for point in points],
-        "textposition": "top right",
+        # The best points have nothing below and to the left of them, where a name would cover another.
+        "textposition": ["top right" if point.dominated else "bottom left" for point in points],
         "textfont": {"color": [_faded(colour, point) for point in points], "size": 13},
         "marker": {
             "size": 13,
