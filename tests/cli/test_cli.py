@@ -61,9 +61,10 @@ CONVERT = {
     "seconds",
     "peak_rss_bytes",
     "evaluation",
+    "plain",
     "stock",
 }
-MEASURED = {"seconds", "peak_rss_bytes", "evaluation"}
+MEASURED = {"seconds", "peak_rss_bytes", "evaluation", "plain"}
 EVALUATE = {
     "tokens",
     "perplexity",
@@ -182,7 +183,9 @@ def test_a_conversion_prints_its_proof(cli: Callable[..., Result], here: Path, t
     lines = result.out.splitlines()
     (about,) = [at for at, line in enumerate(lines) if line.startswith("381 tokens of text.txt, windows of 128;")]
     assert lines[about + 1].split() == ["converted", "original"]
-    assert [line.split()[0] for line in lines[about + 3 :]] == ["perplexity", "cache", "decode", "perplexity"]
+    proof, plain = lines[about + 3 : about + 7], " ".join(lines[about + 7 :])
+    assert [line.split()[0] for line in proof] == ["perplexity", "cache", "decode", "perplexity"]
+    assert plain.startswith("at these bytes plain quantisation loses ")
     assert "top-1 agreement" in lines[-1]
     assert "tokens of" not in cli("convert", "tiny", "out", *MLA, "--overwrite", "--no-evaluate").out
     result = cli("convert", "tiny", "out", *MLA, "--overwrite", "--format", "deepseek", "--no-evaluate")

@@ -11,6 +11,7 @@ from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.budget.spread import Spread
 from headwise.conversion.output.card import parameters_of
 from headwise.conversion.output.formats import OutputFormat, StockReport
+from headwise.conversion.plain_comparison import PlainComparison
 from headwise.conversion.planning.plan import ConversionPlan
 from headwise.cost import model as cost
 from headwise.documents import as_document
@@ -49,6 +50,8 @@ class Conversion:
         peak_rss_bytes: the peak resident memory of the process up to the written folder; None with ``dry_run``.
         dry_run: whether nothing was written.
         evaluation: the result beside its source, on text that it was not calibrated on; None if it was skipped.
+        plain: the source with its cache quantised to about as many bytes, on the same text; None if it was not
+            evaluated or its cache is no larger.
         stock: the loss by a stock folder's format; None except for ``format="deepseek"``.
         spread: the allocation of an MLA's cache to layers; None if none was searched.
         notes: notes for the user.
@@ -74,6 +77,7 @@ class Conversion:
     peak_rss_bytes: int | None = None
     dry_run: bool = False
     evaluation: Evaluation | None = None
+    plain: PlainComparison | None = None
     stock: StockReport | None = None
     spread: Spread | None = None
     notes: tuple[str, ...]

@@ -58,3 +58,5 @@ def _show(report: Conversion) -> None:
         out.print(f"note: {note}", markup=False)
     if report.evaluation is not None:
         show_text(report.evaluation, columns=("converted", "original"))
+    if report.plain is not None:
+        out.print(report.plain.line, markup=False)
