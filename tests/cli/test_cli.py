@@ -435,3 +435,11 @@ def test_an_encoder_is_converted_and_caches_nothing(cli: Callable[..., Result], 
     assert "note: not evaluated: model_type = 'bert': is an encoder" in result.out
     assert "every token sees every other" in cli("inspect", "out").out
     assert "model_type = 'headwise_bert': is an encoder" in cli("generate", "out", "--prompt", "a").err
+
+
+def test_the_share_of_codes_is_of_a_bfloat16_cache(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
+    options = ("--to", "same", "--bits", "4", "--calibrate", "text.txt", "--dry-run")
+    report = document(cli("convert", "tiny", "out", *options, "--json"))
+    assert report["coded"]
+    share = report["kv_bytes_per_token_after"] / (report["kv_bytes_per_token_before"] / 2)  # the model is float32
+    assert f" B in codes ({share:.1%} of bfloat16)" in cli("convert", "tiny", "out", *options).out

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.conversion.budget.coded_trials import CODE_BITS
 from headwise.conversion.budget.spread import TOKENS
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
@@ -132,8 +131,7 @@ def _time_on_text(
         later_windows = model.num_layers / 4 * min(TOKENS / windows.shape[1], 1.0)
         by_layer += _TRIALS * _time_layer(plan, NOTHING_KNOWN) + by_window * (sensitivity_count + later_windows)
         if plan.spends_bytes:
-            # A design and codes of several numbers of bits, each on as much text as the two timed windows or less.
-            by_layer += len(CODE_BITS) * coding
+            by_layer += coding  # codes of a few numbers of bits on a little text take about as long
     return by_layer * plan.before.num_layers + backward * sensitivity_count / processes
 
 

@@ -38,6 +38,7 @@ class Conversion:
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype, without cross-attention.
         kv_bytes_per_token_after: cache bytes a token of the result, likewise; in codes where it has them, each
             sequence's first tokens apart.
+        coded: whether the result's cache is stored in codes.
         parameters_before: the number of parameters of the source.
         parameters_after: the number of parameters of the result.
         disk_bytes: the size of the result's weights.
@@ -66,6 +67,7 @@ class Conversion:
     dtype: str
     kv_bytes_per_token_before: int
     kv_bytes_per_token_after: int
+    coded: bool = False
     parameters_before: int
     parameters_after: int
     disk_bytes: int
@@ -121,6 +123,7 @@ def describe(
         dtype=dtype,
         kv_bytes_per_token_before=cost.cache_bytes_per_token(plan.before, dtype),
         kv_bytes_per_token_after=cost.cache_bytes_per_token(after, dtype) if code_bytes is None else code_bytes,
+        coded=code_bytes is not None,
         parameters_before=parameters_of(plan.checkpoint.tensors),
         parameters_after=parameters_of(tensors),
         disk_bytes=sum(info.nbytes for info in tensors.values()),
