@@ -10,7 +10,7 @@ import torch
 import headwise
 from headwise.checkpoints import Checkpoint, open_checkpoint
 from headwise.cost import model as cost
-from headwise.evaluation.plain_cache import FORMATS, bfloat16_bytes, margin, nearest_format, stored_bytes
+from headwise.evaluation.plain_cache import PLAIN_FORMATS, bfloat16_bytes, margin, nearest_format, stored_bytes
 from headwise.quantization.formats import TokenFormat, parse_format
 from headwise.quantization.kivi import KiviCode
 from tests.real_models import save_tiny
@@ -29,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def test_bytes_are_those_of_the_codes_and_bfloat16_for_the_rest(source: Checkpoint) -> None:
     assert bfloat16_bytes(source, 128) == cost.cache_bytes_per_token(source.spec) == LAYERS * HEADS * 2 * WIDTH * 2
-    for spelling in FORMATS:
+    for spelling in PLAIN_FORMATS:
         code = parse_format(spelling)
         if isinstance(code, TokenFormat):
             expected = code.keys.token_bytes(WIDTH) + code.values.token_bytes(WIDTH)
@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_codes_and_bfloat16_for_the_rest(source: Checkpoi
 
 
 def test_formats_run_from_the_most_bytes_to_the_least(source: Checkpoint) -> None:
-    sizes = [bfloat16_bytes(source, 2048, spelling) for spelling in FORMATS]
+    sizes = [bfloat16_bytes(source, 2048, spelling) for spelling in PLAIN_FORMATS]
     assert sizes == sorted(sizes, reverse=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import STAGES
-from headwise.evaluation.plain_cache import FORMATS
+from headwise.evaluation.plain_cache import PLAIN_FORMATS
 from headwise.frontiers.candidate import Candidate, read_target
 from headwise.frontiers.ladder import BYTES, list_candidates
 from tests.real_models import save_tiny
@@ -120,7 +120,7 @@ def test_the_ladder(heads: int, grouped: list[str], tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source", hidden_size=144, num_attention_heads=12, num_key_value_heads=heads)
     candidates, notes = list_candidates(open_checkpoint(source))
     coded = [f"mla@{share:g}" for share in BYTES]
-    ladder = [*FORMATS, "mla:0.5", "mla:0.25", *grouped, *coded]
+    ladder = [*PLAIN_FORMATS, "mla:0.5", "mla:0.25", *grouped, *coded]
     # Heads of 12 channels cannot be rotated by a Hadamard matrix.
     assert [candidate.target for candidate in candidates] == [name for name in ladder if "hadamard" not in name]
     assert [note.partition(" (")[0] for note in notes] == ["not tried: int4+hadamard/int4"]
@@ -129,7 +129,7 @@ def test_the_ladder(heads: int, grouped: list[str], tmp_path: Path) -> None:
 def test_targets_that_a_family_cannot_have_are_left_out_and_noted(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_family(tmp_path / "source", "qwen3"))
     candidates, notes = list_candidates(checkpoint)
-    formats = [name for name in FORMATS if "hadamard" not in name]  # for heads of 14 channels
+    formats = [name for name in PLAIN_FORMATS if "hadamard" not in name]  # for heads of 14 channels
     assert [candidate.target for candidate in candidates] == [*formats, "mqa"]
     latent = ", ".join(("mla:0.5", "mla:0.25", *(f"mla@{share:g}" for share in BYTES)))
     assert [note.partition(" (")[0] for note in notes] == [

@@ -19,7 +19,7 @@ from headwise.evaluation.speed import allocated_bytes
 from headwise.hf import HeadwiseCache, has_codes, stock_config
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 
-FORMATS = ("int8", "int8/int4", "kivi4", "int4+hadamard/int4", "kivi3:32", "kivi3", "kivi2:32", "kivi2")
+PLAIN_FORMATS = ("int8", "int8/int4", "kivi4", "int4+hadamard/int4", "kivi3:32", "kivi3", "kivi2:32", "kivi2")
 """The formats that conversions are compared with, from the most bytes to the least; of equal bytes the best first."""
 
 SAME_BYTES = 1.01
@@ -74,7 +74,7 @@ def stored_bytes(model: object, checkpoint: Checkpoint, ids: Tensor, quantize: s
 
 
 def nearest_format(checkpoint: Checkpoint, tokens: int, most: float) -> str | None:
-    """The one of `FORMATS` to compare a smaller cache with: the largest that is no larger, or else the smallest.
+    """The one of `PLAIN_FORMATS` to compare a cache with: the largest that is no larger, or else the smallest.
 
     For example ``nearest_format(open_checkpoint("smollm2-135m"), 2048, 7_000)`` is ``"kivi4"``.
 
@@ -87,7 +87,7 @@ def nearest_format(checkpoint: Checkpoint, tokens: int, most: float) -> str | No
         The format; None where none suits the model.
     """
     sizes = {}
-    for spelling in FORMATS:
+    for spelling in PLAIN_FORMATS:
         try:
             sizes[spelling] = bfloat16_bytes(checkpoint, tokens, spelling)
         except HeadwiseError:  # such as a rotation of heads whose width is no power of two

@@ -11,7 +11,7 @@ from headwise.checkpoints import Checkpoint
 from headwise.conversion.methods import all_methods
 from headwise.conversion.planning.plan import ConversionPlan, make_plan
 from headwise.errors import ArgumentError, HeadwiseError
-from headwise.evaluation.plain_cache import FORMATS, bfloat16_bytes
+from headwise.evaluation.plain_cache import PLAIN_FORMATS, bfloat16_bytes
 from headwise.frontiers.candidate import Candidate, read_target
 from headwise.specs import GroupedSpec
 
@@ -84,7 +84,12 @@ def default_targets(checkpoint: Checkpoint) -> list[str]:
     fewest = min(heads, default=1)
     divisors = [count for count in range(fewest - 1, 1, -1) if fewest % count == 0]
     grouped = [f"gqa:{count}" for count in divisors] + (["mqa"] if fewest > 1 else [])
-    return [*FORMATS, *(f"mla:{budget:g}" for budget in BUDGETS), *grouped, *(f"mla@{share:g}" for share in BYTES)]
+    return [
+        *PLAIN_FORMATS,
+        *(f"mla:{budget:g}" for budget in BUDGETS),
+        *grouped,
+        *(f"mla@{share:g}" for share in BYTES),
+    ]
 
 
 def _ablations(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:
