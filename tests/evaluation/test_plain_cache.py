@@ -10,7 +10,7 @@ import torch
 import headwise
 from headwise.checkpoints import Checkpoint, open_checkpoint
 from headwise.cost import model as cost
-from headwise.evaluation.plain_cache import PLAIN_FORMATS, bfloat16_bytes, margin, nearest_format, stored_bytes
+from headwise.evaluation.plain_cache import PLAIN_FORMATS, bfloat16_bytes, margin, nearest_format
 from headwise.quantization.formats import TokenFormat, parse_format
 from headwise.quantization.kivi import KiviCode
 from tests.real_models import save_tiny
@@ -56,19 +56,6 @@ def test_a_window_that_slides_holds_its_own_tokens_only(tmp_path: Path) -> None:
     assert bfloat16_bytes(sliding, 512, "int8") < bfloat16_bytes(sliding, 512)
     with pytest.raises(headwise.ArgumentError, match="quantises none of this model's layers"):
         bfloat16_bytes(sliding, 64, "kivi4")
-
-
-def test_a_loaded_model_has_the_bytes_of_its_codes_or_of_its_checkpoint(source: Checkpoint, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    report = headwise.convert(
-        source.path, tmp_path / "out", to="same", bits=4, calibrate=text, calibration_tokens=512, evaluate=False
-    )
-    ids = torch.arange(100) % 20 + 2
-    coded = stored_bytes(headwise.load(report.output), open_checkpoint(report.output), ids)
-    first_tokens = LAYERS * (4 * HEADS * 2 * WIDTH * 2 + 8) / 100  # four of them wide, and where they begin
-    assert coded == pytest.approx(report.kv_bytes_per_token_after + first_tokens)
-    assert stored_bytes(headwise.load(source.path), source, ids, "int8") == bfloat16_bytes(source, 100, "int8")
 
 
 def test_the_nearest_format_is_the_largest_that_is_no_larger(source: Checkpoint, tmp_path: Path) -> None:

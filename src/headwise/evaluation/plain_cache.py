@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from headwise.checkpoints import Checkpoint
 from headwise.errors import HeadwiseError, SpecError
-from headwise.evaluation.speed import allocated_bytes
-from headwise.hf import HeadwiseCache, has_codes, stock_config
+from headwise.hf import HeadwiseCache, stock_config
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 
 PLAIN_FORMATS = ("int8", "int8/int4", "kivi4", "int4+hadamard/int4", "kivi3:32", "kivi3", "kivi2:32", "kivi2")
@@ -34,7 +32,7 @@ def bfloat16_bytes(checkpoint: Checkpoint, tokens: int, quantize: str | None = N
     ``bfloat16_bytes(open_checkpoint("smollm2-135m"), 2048, "kivi4")`` is 6,480, of 23,040 without a format.
 
     Args:
-        checkpoint: the model, without codes of its own.
+        checkpoint: the model; codes of its own, whose bytes an `Evaluation` has, are not counted.
         tokens: W; scales of blocks of tokens, sliding windows and recent tokens weigh more where there are few.
         quantize: the format, see `headwise.hf.HeadwiseCache`; None for the cache as it is.
 
@@ -55,22 +53,6 @@ def bfloat16_bytes(checkpoint: Checkpoint, tokens: int, quantize: str | None = N
             sizes[kind] = cache.nbytes - before
         total += sizes[kind]
     return total / tokens
-
-
-def stored_bytes(model: object, checkpoint: Checkpoint, ids: Tensor, quantize: str | None = None) -> float:
-    """Bytes a token of a loaded model's cache: in its own codes where it has them, otherwise see `bfloat16_bytes`.
-
-    For example ``stored_bytes(headwise.load("./model"), open_checkpoint("./model"), torch.arange(2048))``.
-
-    Args:
-        model: a transformers model.
-        checkpoint: the folder that it was loaded from.
-        ids: ``[W]`` token ids.
-        quantize: the format of a model without codes.
-    """
-    if has_codes(model):
-        return allocated_bytes(model, ids)
-    return bfloat16_bytes(checkpoint, len(ids), quantize)
 
 
 def nearest_format(checkpoint: Checkpoint, tokens: int, most: float) -> str | None:

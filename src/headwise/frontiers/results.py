@@ -17,8 +17,9 @@ from headwise.checkpoints.disk import clearly, write_whole
 from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import Exam
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
-from headwise.evaluation.plain_cache import bfloat16_bytes, stored_bytes
+from headwise.evaluation.plain_cache import bfloat16_bytes
 from headwise.frontiers.candidate import Candidate
+from headwise.hf import has_codes
 from headwise.options import FrontierOptions
 from headwise.progress import Progress
 from headwise.texts import NO_TEXTS, CalibrationTexts, open_windows
@@ -87,14 +88,16 @@ def _document(
     """Evaluate a candidate beside the source; see `result_of`."""
     pair = open_pair(model, against=setting.source, dtype=_name(setting.dtype), progress=setting.progress)
     evaluation = evaluate_windows(pair, setting.exam, cache=candidate.cache, progress=setting.progress).to_dict()
-    ids = setting.exam[0][1][0]
+    tokens = evaluation["window"]
+    is_coded = has_codes(pair.models["model"])  # and as large in every dtype
+    taken = None if is_coded else bfloat16_bytes(pair.checkpoints["model"], tokens, candidate.cache)
     document: dict[str, Any] = {
         "conversion": conversion,
         # The path of a model that is removed is no part of the result.
         "evaluation": {**evaluation, "model": candidate.slug},
         "cache": {
-            "bytes_per_token": stored_bytes(pair.models["model"], pair.checkpoints["model"], ids, candidate.cache),
-            "source_bytes_per_token": bfloat16_bytes(setting.checkpoint, len(ids)),
+            "bytes_per_token": evaluation["cache_bytes_per_token"] if taken is None else taken,
+            "source_bytes_per_token": bfloat16_bytes(setting.checkpoint, tokens),
         },
     }
     if candidate.is_variant:
