@@ -61,9 +61,10 @@ CONVERT = {
     "seconds",
     "peak_rss_bytes",
     "evaluation",
+    "plain",
     "stock",
 }
-MEASURED = {"seconds", "peak_rss_bytes", "evaluation"}
+MEASURED = {"seconds", "peak_rss_bytes", "evaluation", "plain"}
 EVALUATE = {
     "tokens",
     "perplexity",
@@ -182,8 +183,10 @@ def test_a_conversion_prints_its_proof(cli: Callable[..., Result], here: Path, t
     lines = result.out.splitlines()
     (about,) = [at for at, line in enumerate(lines) if line.startswith("381 tokens of text.txt, windows of 128;")]
     assert lines[about + 1].split() == ["converted", "original"]
-    assert [line.split()[0] for line in lines[about + 3 :]] == ["perplexity", "cache", "decode", "perplexity"]
-    assert "top-1 agreement" in lines[-1]
+    proof, plain = lines[about + 3 : about + 7], " ".join(lines[about + 7 :])
+    assert [line.split()[0] for line in proof] == ["perplexity", "cache", "decode", "perplexity"]
+    assert plain.startswith("at these bytes plain quantisation loses ")
+    assert "top-1 agreement" in proof[-1]
     assert "tokens of" not in cli("convert", "tiny", "out", *MLA, "--overwrite", "--no-evaluate").out
     result = cli("convert", "tiny", "out", *MLA, "--overwrite", "--format", "deepseek", "--no-evaluate")
     assert "transformers loads it as deepseek_v3" in result.out
@@ -432,3 +435,11 @@ def test_an_encoder_is_converted_and_caches_nothing(cli: Callable[..., Result], 
     assert "note: not evaluated: model_type = 'bert': is an encoder" in result.out
     assert "every token sees every other" in cli("inspect", "out").out
     assert "model_type = 'headwise_bert': is an encoder" in cli("generate", "out", "--prompt", "a").err
+
+
+def test_the_share_of_codes_is_of_a_bfloat16_cache(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
+    options = ("--to", "same", "--bits", "4", "--calibrate", "text.txt", "--dry-run")
+    report = document(cli("convert", "tiny", "out", *options, "--json"))
+    assert report["coded"]
+    share = report["kv_bytes_per_token_after"] / (report["kv_bytes_per_token_before"] / 2)  # the model is float32
+    assert f" B in codes ({share:.1%} of bfloat16)" in cli("convert", "tiny", "out", *options).out

@@ -34,6 +34,17 @@ def test_a_ladder(cli: Callable[..., Result], model: Path, here: Path) -> None:
     assert sorted(path.name for path in (here / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
 
 
+def test_formats_and_a_verdict(cli: Callable[..., Result], model: Path, here: Path) -> None:
+    result = cli(*FRONTIER, "--evaluate", "exam.txt", "--target", "int8/int8", "--target", "mla@0.3")
+    assert result.status == 0, result.err
+    for shown in ("\nint8 ", "\nmla@0.3 ", "of a bfloat16 cache: down to ", "convert and quantise"):
+        assert shown in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+    document = json.loads((here / "out/frontier.json").read_text())
+    assert [point["kind"] for point in document["points"]] == ["quantised", "both"]
+    assert document["verdict"][0]["most"] == 1
+
+
 def test_methods(cli: Callable[..., Result], model: Path, here: Path) -> None:
     result = cli(*FRONTIER, "--methods", "--target", "mqa")
     assert result.status == 0, result.err
@@ -47,7 +58,7 @@ def test_a_page(cli: Callable[..., Result], model: Path, here: Path) -> None:
     arguments = [argument for argument in FRONTIER if argument != "--no-plot"]
     result = cli(*arguments, "--target", "mqa")
     assert result.status == 0, result.err
-    assert "<h2>What to convert to</h2>" in (here / "out/frontier.html").read_text()
+    assert "<h2>What to do</h2>" in (here / "out/frontier.html").read_text()
 
 
 @pytest.mark.parametrize(

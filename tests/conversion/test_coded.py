@@ -48,6 +48,16 @@ def test_allocated_bytes_are_the_budget(tiny_llama: Path, text: Path, tmp_path: 
     assert fraction * source_bytes - 6 <= report.kv_bytes_per_token_after <= fraction * source_bytes
 
 
+@pytest.mark.parametrize(
+    "target", [{"to": "mla", "kv_bytes": 0.4}, {"to": "same", "bits": 4}, {"to": "mla", "kv_budget": 0.5, "bits": 4}]
+)
+def test_a_dry_run_estimates_codes_too(tiny_llama: Path, text: Path, tmp_path: Path, target: dict[str, Any]) -> None:
+    dry = headwise.convert(tiny_llama, tmp_path / "out", calibrate=text, dry_run=True, **{**OPTIONS, **target})
+    assert dry.seconds > 0
+    assert dry.kv_bytes_per_token_after < dry.kv_bytes_per_token_before
+    assert not (tmp_path / "out").exists()
+
+
 def test_bits_go_with_a_size(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     headwise.convert(tiny_llama, tmp_path / "out", kv_budget=0.75, bits=2.5, calibrate=text, **OPTIONS)
     spec = read_config(json.loads((tmp_path / "out" / "config.json").read_text()))

@@ -9,7 +9,9 @@ import pytest
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import STAGES
-from headwise.frontiers.ladder import Candidate, list_candidates, read_target
+from headwise.evaluation.plain_cache import PLAIN_FORMATS
+from headwise.frontiers.candidate import Candidate, read_target
+from headwise.frontiers.ladder import BYTES, list_candidates
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
@@ -24,6 +26,12 @@ from tests.tiny_families import save_family
         ("gqa:02", "gqa:2"),
         ("mqa", "mqa"),
         (" mha ", "mha"),
+        ("MLA@ .250", "mla@0.25"),
+        ("same@0.28", "same@0.28"),
+        ("gqa:02@.1", "gqa:2@0.1"),
+        ("int8/int8", "int8"),
+        ("INT4 + hadamard / int4", "int4+hadamard/int4"),
+        ("kivi4:64", "kivi4"),
     ],
 )
 def test_a_target_is_always_written_alike(written: str, meant: str) -> None:
@@ -31,7 +39,11 @@ def test_a_target_is_always_written_alike(written: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "written", ["", "mla", "mla:", "mla:0", "mla:1.01", "mla:nan", "mla:1+", "mla:+2", "gqa", "gqa:x", "mqa:1", "kqa"]
+    "written",
+    [
+        *("", "mla", "mla:", "mla:0", "mla:1.01", "mla:nan", "mla:1+", "mla:+2", "gqa", "gqa:x", "mqa:1", "kqa"),
+        *("mla@", "mla@2", "mla@x", "mla:@0.5", "mla:0.5@0.25", "mqa@", "same", "@0.5", "int5", "kivi4/int8"),
+    ],
 )
 def test_what_is_no_target_is_refused(written: str) -> None:
     with pytest.raises(headwise.ArgumentError, match=r"target = .*: must be mla:F"):
@@ -48,6 +60,23 @@ def test_options_are_those_of_convert() -> None:
         "without": ("refit",),
     }
     assert Candidate("gqa:2", "mean").options() == {"to": "gqa:2", "method": "mean", "without": ()}
+    assert Candidate("mla@0.25").options() == {"to": "mla", "kv_bytes": 0.25, "method": None, "without": ()}
+    assert Candidate("same@0.25").options() == {"to": "same", "kv_bytes": 0.25, "method": None, "without": ()}
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "cache"),
+    [
+        ("mla:0.5", "converted", None),
+        ("mqa", "converted", None),
+        ("mla@0.25", "both", None),
+        ("gqa:2@0.25", "both", None),
+        ("same@0.25", "quantised", None),
+        ("int8/int4", "quantised", "int8/int4"),
+    ],
+)
+def test_a_target_is_a_conversion_a_format_or_both(target: str, kind: str, cache: str | None) -> None:
+    assert (Candidate(target).kind, Candidate(target).cache) == (kind, cache)
 
 
 def test_no_two_ways_share_a_file_name(tmp_path: Path) -> None:
@@ -90,17 +119,24 @@ def test_each_stage_that_a_target_has_is_left_out_once(tmp_path: Path) -> None:
 def test_the_ladder(heads: int, grouped: list[str], tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source", hidden_size=144, num_attention_heads=12, num_key_value_heads=heads)
     candidates, notes = list_candidates(open_checkpoint(source))
-    latent = ["mla:0.75", "mla:0.5", "mla:0.33", "mla:0.25"]
-    assert [candidate.target for candidate in candidates] == latent + grouped
-    assert notes == []
+    coded = [f"mla@{share:g}" for share in BYTES]
+    ladder = [*PLAIN_FORMATS, "mla:0.5", "mla:0.25", *grouped, *coded]
+    # Heads of 12 channels cannot be rotated by a Hadamard matrix.
+    assert [candidate.target for candidate in candidates] == [name for name in ladder if "hadamard" not in name]
+    assert [note.partition(" (")[0] for note in notes] == ["not tried: int4+hadamard/int4"]
 
 
 def test_targets_that_a_family_cannot_have_are_left_out_and_noted(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_family(tmp_path / "source", "qwen3"))
     candidates, notes = list_candidates(checkpoint)
-    assert [candidate.target for candidate in candidates] == ["mqa"]
-    assert [note.partition(" (")[0] for note in notes] == [f"not tried: mla:{f}" for f in (0.75, 0.5, 0.33, 0.25)]
-    assert "cannot be converted to mla yet" in notes[0]
+    formats = [name for name in PLAIN_FORMATS if "hadamard" not in name]  # for heads of 14 channels
+    assert [candidate.target for candidate in candidates] == [*formats, "mqa"]
+    latent = ", ".join(("mla:0.5", "mla:0.25", *(f"mla@{share:g}" for share in BYTES)))
+    assert [note.partition(" (")[0] for note in notes] == [
+        "not tried: int4+hadamard/int4",
+        f"not tried: {latent}",
+    ]
+    assert "cannot be converted to mla yet" in notes[1]
     with pytest.raises(headwise.SpecError, match="cannot be converted to mla yet"):
         list_candidates(checkpoint, ["mqa", "mla:0.5"])
     ways, _ = list_candidates(checkpoint, methods=True)
@@ -113,6 +149,20 @@ def test_published_methods_that_have_no_step_for_a_model_are_left_out(tmp_path: 
     )
     assert all(candidate.method is None for candidate in candidates)
     assert notes[0].startswith("not tried: mha2mla (method = 'mha2mla': needs rotary embeddings on all")
+
+
+def test_a_format_has_no_methods_to_compare(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_tiny(tmp_path / "source"))
+    with pytest.raises(headwise.ArgumentError, match="target = 'kivi4': is no conversion"):
+        list_candidates(checkpoint, ["mqa", "kivi4"], methods=True)
+    coded, _ = list_candidates(checkpoint, ["mla@0.5"], methods=True)
+    assert Candidate("mla@0.5", without=("refit",)) in coded
+
+
+def test_a_format_that_does_not_suit_the_heads_is_refused(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_family(tmp_path / "source", "qwen3"))
+    with pytest.raises(headwise.ArgumentError, match="needs heads whose width is a power of two"):
+        list_candidates(checkpoint, ["int4+hadamard"])
 
 
 def test_a_size_the_source_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import headwise
 from headwise.frontiers import page as frontier_page
-from headwise.frontiers.ladder import Candidate
+from headwise.frontiers.candidate import Candidate
 from headwise.frontiers.page import markdown, page
 from tests.frontiers.test_points import found, result
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.frontiers.ladder import Candidate
+from headwise.frontiers.candidate import Candidate
 from headwise.frontiers.page import markdown, tables, title
 from headwise.frontiers.plot import figure
 from headwise.frontiers.points import Frontier, advice, collect, dominates, shown
@@ -41,7 +41,13 @@ def result(spot: Spot, texts: tuple[str, ...] = ("a/one.txt",), mechanism: str =
             "threads": 1,
             "texts": scores,
         },
+        "cache": {"bytes_per_token": spot[0], "source_bytes_per_token": WHOLE},
     }
+
+
+def plain(spot: Spot) -> dict[str, Any]:
+    """The result of a format of the source's cache."""
+    return {**result(spot), "conversion": None}
 
 
 def found(
@@ -101,9 +107,9 @@ def test_a_ladder_is_shown_from_the_most_cache_to_the_least() -> None:
 def test_advice_is_the_smallest_cache_within_each_loss() -> None:
     lines = advice(ladder((750.0, 1.04), (500.0, 1.15), (250.0, 1.6), (1000.0, 1.0)))
     assert lines == [
-        "perplexity up by at most 5%: mla:0.1, 75% of the cache (× 1.040)",
-        "perplexity up by at most 15%: mla:0.2, 50% of the cache (× 1.150)",
-        "perplexity up by at most 50%: mla:0.2, 50% of the cache (× 1.150)",
+        "perplexity up by at most 5%: mla:0.1, 75.0% of the cache (× 1.040)",
+        "perplexity up by at most 15%: mla:0.2, 50.0% of the cache (× 1.150)",
+        "perplexity up by at most 50%: mla:0.2, 50.0% of the cache (× 1.150)",
     ]
     assert advice(ladder((750.0, 2.0)))[0].endswith(": nothing that was tried")
 
@@ -142,31 +148,68 @@ def test_a_broken_model_has_its_place_in_the_table_and_in_json() -> None:
 def test_the_table_has_each_text() -> None:
     candidates = [(Candidate("mqa"), result((500.0, 1.25), ("x/one.txt", "y/two.txt after 1,024 tokens"), "mqa"))]
     (table,) = tables(found(candidates))
-    assert table[0] == ("", "attention", "cache B/token", "share", "× one.txt", "× two.txt", "KL", "top-1", "s")
-    assert table[1] == ("original", "GQA 4/2 × 8", "1,000", "100%", "1", "1", "0", "100%", "")
-    assert table[2] == ("mqa", "MLA 1 + 2", "500", "50%", "1.2500", "1.2500", "0.2500", "75.0%", "4")
+    assert table[0] == (
+        "",
+        "attention",
+        "kind",
+        "cache B/token",
+        "share",
+        "× one.txt",
+        "× two.txt",
+        "KL",
+        "top-1",
+        "s",
+    )
+    assert table[1] == ("original", "GQA 4/2 × 8", "", "1,000", "100%", "1", "1", "0", "100%", "")
+    numbers = ("500", "50.0%", "1.2500", "1.2500", "0.2500", "75.0%")
+    assert table[2] == ("mqa", "MLA 1 + 2", "converted", *numbers, "4")
     twins = [(Candidate("mqa"), result((500.0, 1.25), ("x/one.txt", "y/one.txt")))]
-    assert tables(found(twins))[0][0][4:6] == ("× x/one.txt", "× y/one.txt")
+    assert tables(found(twins))[0][0][5:7] == ("× x/one.txt", "× y/one.txt")
 
 
-def test_the_plot_has_a_trace_a_mechanism_the_source_and_the_best_for_each_cache() -> None:
+def test_the_table_has_formats_without_a_conversion() -> None:
+    candidates = [(Candidate("kivi4"), plain((300.0, 1.25))), (Candidate("mla@0.25"), result((260.0, 1.25)))]
+    (table,) = tables(found(candidates))
+    assert table[2][:5] == ("kivi4", "GQA 4/2 × 8", "quantised", "300", "30.0%")
+    assert table[2][-1] == ""
+    assert table[3][:5] == ("mla@0.25", "MLA 1 + 2", "both", "260", "26.0%")
+    only_formats = found(candidates[:1])
+    assert only_formats.points[0].mechanism == "GQA"
+    assert only_formats.verdict == ()
+    assert "No conversion used a calibration text" in markdown(only_formats)
+
+
+def test_the_documents_have_the_verdict() -> None:
+    candidates = [(Candidate("kivi4"), plain((300.0, 1.25))), (Candidate("mla@0.15"), result((150.0, 4.0)))]
+    both = found(candidates)
+    line = "of a bfloat16 cache: down to 30% quantise, then down to 15% convert and quantise"
+    assert f"- {line}\n" in markdown(both)
+    document = both.to_dict()
+    assert document["advice"][0] == line
+    assert document["verdict"][1] == {"most": 0.3, "least": 0.15, "kinds": ["both"], "best": ["mla@0.15"]}
+    assert [point["kind"] for point in document["points"]] == ["quantised", "both"]
+
+
+def test_the_plot_has_a_trace_a_kind_the_source_and_the_best_for_each_cache() -> None:
     candidates = [
-        (Candidate("mla:0.5"), result((500.0, 1.1))),
+        (Candidate("mla@0.5"), result((500.0, 1.1))),
         (Candidate("gqa:2"), result((500.0, 1.9), mechanism="gqa")),
-        (Candidate("mqa"), result((250.0, 2.5), mechanism="mqa")),
+        (Candidate("kivi2"), plain((125.0, 2.5))),
     ]
     drawn = figure(found(candidates))
     traces = {trace["name"]: trace for trace in drawn["data"]}  # the points come after their legend
-    assert list(traces) == ["best so far", "MLA", "GQA", "MQA", "original"]
-    assert (traces["best so far"]["x"], traces["best so far"]["y"]) == ([250.0, 500.0, 1000.0], [2.5, 1.1, 1.0])
-    assert traces["MLA"]["marker"]["opacity"] == [1.0]
-    assert traces["GQA"]["marker"]["opacity"][0] < 0.5
+    assert list(traces) == ["best so far", "quantised", "converted", "converted and quantised", "original"]
+    assert (traces["best so far"]["x"], traces["best so far"]["y"]) == ([125.0, 500.0, 1000.0], [2.5, 1.1, 1.0])
+    both, converted = traces["converted and quantised"], traces["converted"]
+    assert both["marker"]["opacity"] == [1.0]
+    assert converted["marker"]["opacity"][0] < 0.5
     assert (traces["original"]["x"], traces["original"]["y"]) == ([1000.0], [1.0])
-    for said in ("<b>mla:0.5</b>", "500 B a token, 50%", "KL 0.2500", "top-1 agreement 75.0%"):
-        assert said in traces["MLA"]["customdata"][0]
-    assert "another conversion has no more of either" in traces["GQA"]["customdata"][0]
-    assert drawn["layout"]["yaxis"]["type"] == "log"
-    assert drawn["layout"]["xaxis"]["ticktext"][-1] == "1,000<br>100%"
+    for said in ("<b>mla@0.5</b>", "500 B a token, 50.0%", "KL 0.2500", "top-1 agreement 75.0%", "converted in 4 s"):
+        assert said in both["customdata"][0]
+    assert "another point has no more of either" in converted["customdata"][0]
+    assert "converted in" not in traces["quantised"]["customdata"][0]
+    assert drawn["layout"]["yaxis"]["type"] == drawn["layout"]["xaxis"]["type"] == "log"
+    assert drawn["layout"]["xaxis"]["ticktext"] == ["125<br>12.5%", "250<br>25%", "500<br>50%", "1,000<br>100%"]
 
 
 @given(st.lists(st.floats(0.5, 1e6), min_size=1, max_size=6))

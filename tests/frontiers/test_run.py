@@ -18,6 +18,7 @@ import torch
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.frontiers import results
+from headwise.quantization.kivi import KiviCode
 from headwise.texts.calibration_texts import CalibrationTexts, open_windows
 from tests.conversion.test_resumed import StoppedError
 from tests.real_models import save_tiny
@@ -116,14 +117,45 @@ def test_it_is_what_convert_and_evaluate_say(place: Path, tmp_path: Path) -> Non
         assert point.perplexity_ratio == evaluation.perplexity_ratio
         assert (point.kl, point.top1_agreement) == (evaluation.kl, evaluation.top1_agreement)
         assert point.ratios == {score.text: score.perplexity_ratio for score in evaluation.texts}
-        assert point.cache_bytes_per_token == evaluation.cache_bytes_per_token
+        itemsize = open_checkpoint(place / "source").dtype.itemsize
+        assert point.cache_bytes_per_token == evaluation.cache_bytes_per_token * 2 / itemsize  # as in bfloat16
         assert evaluation.reference is not None
-        assert frontier.cache_bytes_per_token == evaluation.reference.cache_bytes_per_token
+        assert frontier.cache_bytes_per_token == evaluation.reference.cache_bytes_per_token * 2 / itemsize
         assert point.cache_fraction == point.cache_bytes_per_token / frontier.cache_bytes_per_token
+        assert point.conversion is not None
         assert point.conversion["parameters_after"] == conversion.parameters_after
     assert frontier.perplexities == {score.text: score.perplexity for score in evaluation.reference.texts}
     assert json.loads(json.dumps(frontier.to_dict())) == document(tmp_path / "out")
     assert document(tmp_path / "out")["versions"]["torch"] == torch.__version__
+
+
+def test_formats_and_codes_are_measured_beside_conversions(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of 48 tokens leave KIVI with 16 that fill no block, and are counted as bfloat16."""
+    frontier = climb(place, tmp_path / "out", targets=["kivi4:32", "mqa", "mla@0.5", "same@0.5"])
+    assert [point.kind for point in frontier.points] == ["quantised", "converted", "both", "quantised"]
+    kivi, _, both, same = frontier.points
+    of_format = headwise.evaluate(
+        place / "source", against=place / "source", text=place / "exam.txt", window=48, windows=2, cache="kivi4:32"
+    )
+    assert (kivi.perplexity_ratio, kivi.kl) == (of_format.perplexity_ratio, of_format.kl)
+    assert (kivi.conversion, kivi.seconds) == (None, 0)
+    heads = 4
+    code = KiviCode(4, 32)
+    recent = min(31, 48) * 2 * 8 * 2  # room for those that wait for a block: keys and values of 8 channels
+    assert kivi.cache_bytes_per_token == heads * (code.block_bytes(8, 8) + recent) / 48
+    for point in (both, same):
+        assert point.conversion is not None
+        assert point.conversion["kv_bytes_per_token_after"] < point.cache_bytes_per_token  # and the first tokens
+        assert point.evaluation["cache_bytes_per_token"] == point.cache_bytes_per_token
+        assert point.cache_fraction < 1
+    assert frontier.verdict[0].most == 1
+    conversions, evaluations = counted(monkeypatch, "convert"), counted(monkeypatch, "evaluate_windows")
+    changed = climb(place, tmp_path / "out", targets=["kivi4:32"], calibration_tokens=300)
+    assert changed.points[0].evaluation == kivi.evaluation  # nothing is calibrated: the result is still the one
+    assert not conversions
+    assert not evaluations
 
 
 STOPS = [
@@ -235,7 +267,8 @@ def test_models_are_kept_when_asked_for(place: Path, tmp_path: Path, monkeypatch
     assert len(conversions) == 1
     other = climb(place, tmp_path / "out", targets=["mqa"], keep=True, calibration_tokens=300)
     assert len(conversions) == 2  # another model takes its place
-    assert other.points[0].conversion["calibration_tokens"] == 300 != kept.points[0].conversion["calibration_tokens"]
+    tokens = [found.points[0].conversion or {} for found in (kept, other)]
+    assert [one["calibration_tokens"] for one in tokens] == [256, 300]
 
 
 def test_without_a_text_to_measure_on_it_is_what_calibration_leaves(place: Path, tmp_path: Path) -> None:

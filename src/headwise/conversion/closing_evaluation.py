@@ -131,29 +131,40 @@ def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationText
     return [] if note is None else [note]
 
 
-def prove(output: Path, source: str | Path, exam: Exam, progress: Progress = silent) -> Evaluation | str:
-    """Evaluate a written folder beside its source.
+def prove(
+    output: str | Path,
+    source: str | Path,
+    exam: Exam,
+    progress: Progress = silent,
+    *,
+    cache: str | None = None,
+    dtype: str | None = None,
+) -> Evaluation | str:
+    """Evaluate a written folder, or the source with its cache in a format, beside the source.
 
     Args:
-        output: the folder.
+        output: the folder, or the source.
         source: the source that it was converted from.
         exam: the windows, from `choose_exam`.
         progress: told of each window.
+        cache: the format that the cache is stored in; as it is when None.
+        dtype: to run both models in; the wider of their stored ones when None.
 
     Returns:
         The evaluation, or a note why there is none.
     """
+    undone = "not evaluated" if cache is None else f"not compared with {cache}"
     try:
-        pair = open_pair(output, against=source, progress=progress)
+        pair = open_pair(output, against=source, dtype=dtype, progress=progress)
         memory = sum(info.numel for checkpoint in pair.checkpoints.values() for info in checkpoint.tensors.values())
         memory *= pair.dtype.itemsize
         if (free := available_bytes()) is not None and free < memory:
             # Converting holds one layer: memory that suffices for it may not suffice for two whole models.
-            return f"not evaluated: both models take {memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
-        return evaluate_windows(pair, exam, progress=progress)
+            return f"{undone}: both models take {memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
+        return evaluate_windows(pair, exam, cache=cache, progress=progress)
     except KeyboardInterrupt as stopped:
         stopped.add_note("interrupted during the evaluation, which --no-evaluate leaves out")
         raise
     except Exception as error:  # no error of the evaluation may cost the user the converted folder
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return f"not evaluated: {kind}{' '.join(str(error).split())}"
+        return f"{undone}: {kind}{' '.join(str(error).split())}"

@@ -17,6 +17,7 @@ from headwise.conversion.estimate import estimate_seconds
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
+from headwise.conversion.plain_comparison import compare_plain
 from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_inputs
 from headwise.conversion.planning.target import Target, parse_target
 from headwise.conversion.report import Conversion, describe, notes_before
@@ -49,8 +50,9 @@ def convert(
     key–value heads. Other results, and MLA, are the family's model with headwise's attention: load them with
     ``headwise.load``, or with transformers after ``import headwise.hf``.
 
-    ``calibrate`` and ``evaluate`` take the sources that `headwise.texts.read_source` reads. ``evaluate=False`` skips
-    the evaluation; if an evaluation is not possible, a note of the report says why.
+    ``calibrate`` and ``evaluate`` take the sources that `headwise.texts.read_source` reads. The evaluation also
+    measures what plain quantisation of the source loses at these bytes. ``evaluate=False`` skips both; if one of them
+    is not possible, a note of the report says why.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
@@ -288,7 +290,7 @@ def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str],
 
 
 def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progress: Progress) -> Conversion:
-    """The report with an evaluation of the folder beside its source, or with a note why there is none."""
+    """The report with evaluations of the folder and of plain quantisation, or with notes why there are none."""
     if prepared.options.evaluate is False:
         return report
     if prepared.no_exam:
@@ -296,7 +298,18 @@ def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progre
     evaluation = prove(writer.folder, report.source, prepared.exam, progress)
     if isinstance(evaluation, str):
         return replace(report, notes=(*report.notes, evaluation))
-    return replace(report, evaluation=replace(evaluation, model=report.output))
+    report = replace(report, evaluation=replace(evaluation, model=report.output))
+    plain = compare_plain(
+        prepared.plan.checkpoint,
+        writer.folder,
+        prepared.exam,
+        evaluation,
+        is_coded=prepared.plan.token_bytes is not None,
+        progress=progress,
+    )
+    if isinstance(plain, str):
+        return replace(report, notes=(*report.notes, plain))
+    return replace(report, plain=plain)
 
 
 def _card_facts(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str], report: Conversion) -> CardFacts:
@@ -317,4 +330,5 @@ def _card_facts(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str
     facts = replace(facts, code_bytes=written.code_bytes)
     if report.evaluation is None:
         return facts
-    return replace(facts, evaluation=report.evaluation.to_dict(), seconds=report.seconds)
+    plain = None if report.plain is None else report.plain.line
+    return replace(facts, evaluation=report.evaluation.to_dict(), plain=plain, seconds=report.seconds)

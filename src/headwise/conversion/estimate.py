@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ _TRIALS = 9
 """The number of solutions of a layer that take as long as the trials of its size: seven solutions, and the others cut
 from them."""
 
-_PARTS = 5
+_PARTS = 6
 """The number of parts of an estimate that progress is told of."""
 
 
@@ -67,10 +68,15 @@ def estimate_seconds(
 
 
 def _time_layer(plan: ConversionPlan, calibrator: Calibrator) -> float:
-    """Seconds to convert one layer: most of the time of a search for an allocation, too."""
+    """Seconds to convert one layer without codes: most of the time of a search for an allocation, too."""
     start = time.perf_counter()
-    convert_layer(OutputLayout(plan), calibrator, LayerStore(None), Place(0))
+    convert_layer(OutputLayout(_without_codes(plan)), calibrator, LayerStore(None), Place(0))
     return time.perf_counter() - start
+
+
+def _without_codes(plan: ConversionPlan) -> ConversionPlan:
+    """The plan without codes, which are designed on a text."""
+    return replace(plan, token_bytes=None, bits=None)
 
 
 def _time_copy(plan: ConversionPlan) -> float:
@@ -100,7 +106,7 @@ def _time_on_text(
     stages = [stage for stage in plan.stages if stage != "sensitivity"]
     with temporary_folder() as folder:
 
-        def time_layer(part: int, count: int, steps: int) -> float:
+        def time_layer(part: int, count: int, steps: int, layout: OutputLayout = layout) -> float:
             progress("estimating", part, _PARTS)
             sample = windows[torch.arange(count * processes) % len(windows)]
             part_folder = folder / str(part)
@@ -111,6 +117,9 @@ def _time_on_text(
             return time.perf_counter() - start
 
         more_windows, more_steps, base = time_layer(2, 3, _FEW), time_layer(3, 2, _MORE), time_layer(4, 2, _FEW)
+        coding = 0.0
+        if plan.token_bytes is not None:
+            coding = max(base - time_layer(5, 2, _FEW, OutputLayout(_without_codes(plan))), 0.0)
     by_window = max(more_windows - base, 0.0) / processes
     by_step = max(more_steps - base, 0.0) / (_MORE - _FEW)
     fixed = max(base - 2 * processes * by_window - _FEW * by_step, 0.0)
@@ -121,6 +130,8 @@ def _time_on_text(
         # On average half of all layers run behind a layer that is tried; a timed window is two streams.
         later_windows = model.num_layers / 4 * min(TOKENS / windows.shape[1], 1.0)
         by_layer += _TRIALS * _time_layer(plan, NOTHING_KNOWN) + by_window * (sensitivity_count + later_windows)
+        if plan.spends_bytes:
+            by_layer += coding  # codes of a few numbers of bits on a little text take about as long
     return by_layer * plan.before.num_layers + backward * sensitivity_count / processes
 
 

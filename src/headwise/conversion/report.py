@@ -11,6 +11,7 @@ from headwise.checkpoints.gguf import GgufCheckpoint
 from headwise.conversion.budget.spread import Spread
 from headwise.conversion.output.card import parameters_of
 from headwise.conversion.output.formats import OutputFormat, StockReport
+from headwise.conversion.plain_comparison import PlainComparison
 from headwise.conversion.planning.plan import ConversionPlan
 from headwise.cost import model as cost
 from headwise.documents import as_document
@@ -37,6 +38,7 @@ class Conversion:
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype, without cross-attention.
         kv_bytes_per_token_after: cache bytes a token of the result, likewise; in codes where it has them, each
             sequence's first tokens apart.
+        coded: whether the result's cache is stored in codes.
         parameters_before: the number of parameters of the source.
         parameters_after: the number of parameters of the result.
         disk_bytes: the size of the result's weights.
@@ -49,6 +51,8 @@ class Conversion:
         peak_rss_bytes: the peak resident memory of the process up to the written folder; None with ``dry_run``.
         dry_run: whether nothing was written.
         evaluation: the result beside its source, on text that it was not calibrated on; None if it was skipped.
+        plain: the source with its cache quantised to about as many bytes, on the same text; None if it was not
+            evaluated or its cache is no larger.
         stock: the loss by a stock folder's format; None except for ``format="deepseek"``.
         spread: the allocation of an MLA's cache to layers; None if none was searched.
         notes: notes for the user.
@@ -63,6 +67,7 @@ class Conversion:
     dtype: str
     kv_bytes_per_token_before: int
     kv_bytes_per_token_after: int
+    coded: bool = False
     parameters_before: int
     parameters_after: int
     disk_bytes: int
@@ -74,6 +79,7 @@ class Conversion:
     peak_rss_bytes: int | None = None
     dry_run: bool = False
     evaluation: Evaluation | None = None
+    plain: PlainComparison | None = None
     stock: StockReport | None = None
     spread: Spread | None = None
     notes: tuple[str, ...]
@@ -117,6 +123,7 @@ def describe(
         dtype=dtype,
         kv_bytes_per_token_before=cost.cache_bytes_per_token(plan.before, dtype),
         kv_bytes_per_token_after=cost.cache_bytes_per_token(after, dtype) if code_bytes is None else code_bytes,
+        coded=code_bytes is not None,
         parameters_before=parameters_of(plan.checkpoint.tensors),
         parameters_after=parameters_of(tensors),
         disk_bytes=sum(info.nbytes for info in tensors.values()),

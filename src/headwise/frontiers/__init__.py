@@ -1,4 +1,4 @@
-"""Many conversions of one model, each evaluated: quality against bytes of cache."""
+"""Many ways to make one model's cache smaller, each evaluated: quality against bytes of cache."""
 
 from headwise.frontiers.points import Frontier, Point
 from headwise.frontiers.run import frontier

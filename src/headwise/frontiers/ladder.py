@@ -2,102 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from headwise.checkpoints import Checkpoint
-from headwise.conversion.methods import Method, all_methods, find_method
+from headwise.conversion.methods import all_methods
 from headwise.conversion.planning.plan import ConversionPlan, make_plan
-from headwise.conversion.planning.target import Target, parse_target
 from headwise.errors import ArgumentError, HeadwiseError
+from headwise.evaluation.plain_cache import PLAIN_FORMATS, bfloat16_bytes
+from headwise.frontiers.candidate import Candidate, read_target
 from headwise.specs import GroupedSpec
 
-BUDGETS = (0.75, 0.5, 0.33, 0.25)
+BUDGETS = (0.5, 0.25)
 """The fractions of the source's cache that MLA candidates have."""
 
-TARGETS = "mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or mha"
+BYTES = (0.5, 0.28, 0.25, 0.19, 0.15, 0.125, 0.094, 0.0625)
+"""The fractions of the bytes of the source's cache in bfloat16 that MLA candidates with codes have."""
 
+_METHODS_AT = "mla:0.5"
+"""The target that methods are compared at where the user names none."""
 
-@dataclass(frozen=True)
-class Candidate:
-    """One conversion to try.
-
-    Attributes:
-        target: ``mla:F``, ``mla:R+P``, ``gqa:K``, ``mqa`` or ``mha``.
-        method: the spelling of a method; headwise's own when None.
-        without: the stages to leave out.
-    """
-
-    target: str
-    method: str | None = None
-    without: tuple[str, ...] = ()
-
-    @property
-    def way(self) -> str:
-        """The method and the missing stages, in words."""
-        if self.method is not None:
-            return self.method
-        if self._is_without_any_stage:
-            return "headwise without any stage"
-        return " ".join(("headwise", *(("without", ", ".join(self.without)) if self.without else ())))
-
-    @property
-    def _is_without_any_stage(self) -> bool:
-        """Whether all stages of headwise's own method for the target are left out."""
-        mechanism = self.parsed().mechanism
-        defaults = (method for method in all_methods() if method.is_default and mechanism in method.targets)
-        return any(set(self.without) == set(method.stages) for method in defaults if method.stages)
-
-    @property
-    def parsed_method(self) -> Method | None:
-        """The method; None for headwise's own."""
-        return None if self.method is None else find_method(self.method)
-
-    @property
-    def is_variant(self) -> bool:
-        """Whether it is one of several variants of a method, of which the best is shown."""
-        return self.parsed_method is not None and bool(self.parsed_method.variants)
-
-    @property
-    def slug(self) -> str:
-        """A name for files, which tells it from other candidates."""
-        parts = (self.target, *([] if self.way == "headwise" else [self.way]))
-        return re.sub(r"[^a-z0-9.+]+", "-", "-".join(parts))
-
-    def options(self) -> dict[str, Any]:
-        """Its arguments of `headwise.convert`."""
-        return {**_options(self.target), "method": self.method, "without": self.without}
-
-    def parsed(self) -> Target:
-        """The target as a `Target`."""
-        return parse_target(**_options(self.target))
-
-
-def read_target(text: str) -> str:
-    """A user's target in its one spelling, such as ``mla:0.5`` for ``MLA: .50``.
-
-    Raises:
-        ArgumentError: it is no target.
-    """
-    target = re.sub(r"\s", "", text).lower()
-    kind, _, size = target.partition(":")
-    try:
-        if kind == "mla" and "+" in size:
-            rank, rope = map(int, size.split("+"))
-            target = f"mla:{rank}+{rope}"
-        elif kind == "mla":
-            target = f"mla:{float(size):.12g}"
-        elif kind == "gqa":
-            target = f"gqa:{int(size)}"
-        parse_target(**_options(target))
-    except (ValueError, OverflowError) as error:
-        reason = f"; {error.field} {error.rule}" if isinstance(error, HeadwiseError) and error.field != "to" else ""
-        raise ArgumentError("target", text, f"must be {TARGETS}{reason}") from None
-    return target
+_TRIED = 256
+"""Tokens of a cache by which a format is found to suit a model."""
 
 
 def list_candidates(
@@ -107,30 +35,33 @@ def list_candidates(
 
     Args:
         checkpoint: the source.
-        targets: the targets that the user names; without any, a ladder: MLA at each of `BUDGETS`, GQA at each proper
-            divisor of the key–value heads, and MQA (with ``methods``, only MLA at half the cache, or the ladder's
-            first possible target).
+        targets: the targets that the user names; without any, those of `default_targets` (with ``methods``, only MLA
+            at half the cache, or the ladder's first possible conversion).
         methods: whether each target is also tried without each of its stages, without all of them, and by the
             published methods.
         dtype: the dtype of the results; the source's when None.
 
     Raises:
-        ArgumentError: a name is no target, or a layer cannot have the size.
+        ArgumentError: a name is no target, a layer cannot have the size, or with ``methods``, a target is no
+            conversion.
         SpecError: the source cannot be converted to any of the targets.
     """
     refusals: dict[str, HeadwiseError] = {}
     if targets:
         candidates = [Candidate(target) for target in dict.fromkeys(map(read_target, targets))]
         for candidate in candidates:
-            make_plan(checkpoint, candidate.parsed(), dtype=dtype)
+            if methods and candidate.cache is not None:
+                raise ArgumentError("target", candidate.target, "is no conversion, and has no methods to compare")
+            _check(candidate, checkpoint, dtype)
     else:
-        candidates = _possible(
-            [Candidate(target) for target in default_targets(checkpoint)], checkpoint, dtype, refusals
-        )
+        ladder = [Candidate(target) for target in default_targets(checkpoint)]
+        if methods:
+            ladder = [candidate for candidate in ladder if candidate.kind == "converted"]
+        candidates = _possible(ladder, checkpoint, dtype, refusals)
         if not candidates:
             raise next(iter(refusals.values()))
         if methods:
-            candidates = sorted(candidates, key=lambda candidate: candidate.target != "mla:0.5")[:1]
+            candidates = sorted(candidates, key=lambda candidate: candidate.target != _METHODS_AT)[:1]
     if methods:
         candidates = [
             variant
@@ -140,16 +71,25 @@ def list_candidates(
                 *_possible(_baselines(candidate), checkpoint, dtype, refusals),
             )
         ]
-    return candidates, [f"not tried: {name} ({error})" for name, error in refusals.items()]
+    return candidates, _notes(refusals)
 
 
 def default_targets(checkpoint: Checkpoint) -> list[str]:
-    """The ladder of targets for a user who names none."""
+    """The ladder of targets for a user who names none, in the order in which they are tried.
+
+    What takes minutes comes before what takes hours: formats of the source's cache; MLA at each of `BUDGETS`, GQA at
+    each proper divisor of the key–value heads, and MQA; and MLA with codes at each of `BYTES`.
+    """
     heads = {layer.num_kv_heads for layer in checkpoint.spec.layers if isinstance(layer, GroupedSpec)}
     fewest = min(heads, default=1)
     divisors = [count for count in range(fewest - 1, 1, -1) if fewest % count == 0]
     grouped = [f"gqa:{count}" for count in divisors] + (["mqa"] if fewest > 1 else [])
-    return [*(f"mla:{budget:g}" for budget in BUDGETS), *grouped]
+    return [
+        *PLAIN_FORMATS,
+        *(f"mla:{budget:g}" for budget in BUDGETS),
+        *grouped,
+        *(f"mla@{share:g}" for share in BYTES),
+    ]
 
 
 def _ablations(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:
@@ -186,7 +126,7 @@ def _possible(
     possible = []
     for candidate in candidates:
         try:
-            make_plan(checkpoint, candidate.parsed(), dtype=dtype, method=candidate.method)
+            _check(candidate, checkpoint, dtype)
         except HeadwiseError as error:
             refusals[candidate.method or candidate.target] = error
         else:
@@ -194,12 +134,22 @@ def _possible(
     return possible
 
 
-def _options(target: str) -> dict[str, Any]:
-    """A target as keywords of `parse_target` and `headwise.convert`."""
-    kind, _, size = target.partition(":")
-    if kind != "mla":
-        return {"to": target}
-    if "+" in size:
-        rank, rope = map(int, size.split("+"))
-        return {"to": "mla", "kv_lora_rank": rank, "qk_rope_head_dim": rope}
-    return {"to": "mla", "kv_budget": float(size)}
+def _check(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
+    """Refuse a candidate that the source cannot become, before any weight is read.
+
+    Raises:
+        ArgumentError: a layer cannot have the size, or the format does not suit its heads.
+        SpecError: a layer is of a kind that is not converted, or not quantised.
+    """
+    if candidate.cache is None:
+        make_plan(checkpoint, candidate.parsed(), dtype=dtype, method=candidate.method)
+    else:
+        bfloat16_bytes(checkpoint, _TRIED, candidate.cache)
+
+
+def _notes(refusals: dict[str, HeadwiseError]) -> list[str]:
+    """A note for each reason, with all candidates that are left out for it."""
+    by_reason: dict[str, list[str]] = {}
+    for name, error in refusals.items():
+        by_reason.setdefault(str(error), []).append(name)
+    return [f"not tried: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]

@@ -39,9 +39,10 @@ def tables(frontier: Frontier) -> list[list[tuple[str, ...]]]:
     if not frontier.methods:
         parts = [("", shown(frontier))]
     texts = (f"× {short(text, frontier)}" for text in frontier.texts)
-    heading = ("attention", "cache B/token", "share", *texts, "KL", "top-1", "s")
-    source_bytes = f"{frontier.cache_bytes_per_token:,.0f}"
-    source = ("original", frontier.label, source_bytes, "100%", *("1" for _ in frontier.texts), "0", "100%", "")
+    kind = () if frontier.methods else ("kind",)
+    heading = ("attention", *kind, "cache B/token", "share", *texts, "KL", "top-1", "s")
+    numbers = (f"{frontier.cache_bytes_per_token:,.0f}", "100%", *("1" for _ in frontier.texts), "0", "100%", "")
+    source = ("original", frontier.label, *("" for _ in kind), *numbers)
     return [[(head, *heading), source, *(_cells(point, frontier) for point in points)] for head, points in parts]
 
 
@@ -49,12 +50,13 @@ def _cells(point: Point, frontier: Frontier) -> tuple[str, ...]:
     return (
         name(point, frontier),
         point.label,
+        *(() if frontier.methods else (point.kind,)),
         f"{point.cache_bytes_per_token:,.0f}",
-        f"{point.cache_fraction:.0%}",
+        f"{point.cache_fraction:.1%}",
         *(ratio_text(point.ratios[text]) for text in frontier.texts),
         f"{point.kl:.4f}",
         f"{point.top1_agreement:.1%}",
-        f"{point.seconds:,.0f}",
+        "" if point.conversion is None else f"{point.seconds:,.0f}",
     )
 
 
@@ -69,13 +71,16 @@ def how(frontier: Frontier) -> str:
     """The measurement, in a few sentences."""
     texts = "; ".join(f"{short(text, frontier)}: {frontier.perplexities[text]:.3f}" for text in frontier.texts)
     libraries = ", ".join(f"{library} {version}" for library, version in sorted(frontier.versions.items()))
+    conversions = [point.conversion for point in frontier.points if point.conversion is not None]
     tokens, window = max(
-        (point.conversion["calibration_tokens"], point.conversion["calibration_window"]) for point in frontier.points
+        ((one["calibration_tokens"], one["calibration_window"]) for one in conversions), default=(0, 0)
     )
     calibration = f"Calibrated on {tokens:,} tokens of {', '.join(map(last_name, frontier.calibrate))}"
     calibration += f" in windows of {window}, without training"
     return (
-        f"×: perplexity over the original's ({texts}), on {frontier.tokens:,} tokens in windows of {frontier.window}."
+        f"Cache B/token: bytes that the cache allocates for a window of {frontier.window} tokens, over these tokens,"
+        " with scales and tokens stored as they are; numbers that are not in codes count as bfloat16. Share: of the"
+        f" original's in bfloat16. ×: perplexity over the original's ({texts}), on {frontier.tokens:,} tokens."
         " KL, in nats a token, and top-1, how often both predict the same token first, are over all texts. s: seconds"
         f" to convert. {calibration if tokens else 'No conversion used a calibration text'}."
         f" {frontier.dtype}, {frontier.threads} threads; {libraries}."
@@ -87,9 +92,10 @@ def markdown(frontier: Frontier) -> str:
     lines = [f"# {title(frontier)}"]
     if recommendations := advice(frontier):
         lines += ["", *(f"- {line}" for line in recommendations)]
+    words = 2 if frontier.methods else 3  # columns of words, before those of numbers
     for table in tables(frontier):
         heading, *rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table)
-        lines += ["", heading, "|" + "|".join(["---", "---", *["---:"] * (len(table[0]) - 2)]) + "|", *rows]
+        lines += ["", heading, "|" + "|".join([*["---"] * words, *["---:"] * (len(table[0]) - words)]) + "|", *rows]
     lines += ["", how(frontier)]
     lines += ["", *(f"- {note}" for note in frontier.notes)] if frontier.notes else []
     return "\n".join(lines) + "\n"
@@ -106,13 +112,13 @@ def page(frontier: Frontier) -> str:
         full_html=False,
         div_id="plot",
     )
-    recommendations = "" if frontier.methods else f"<h2>What to convert to</h2>\n{_list(advice(frontier))}\n"
+    recommendations = "" if frontier.methods else f"<h2>What to do</h2>\n{_list(advice(frontier))}\n"
     notes = f"{_list(frontier.notes)}\n" if frontier.notes else ""
     faint = {name(point, frontier) for point in frontier.points if point.dominated and not frontier.methods}
     return web_page(
         title(frontier),
         f"<p>{escape(_lead(frontier))}</p>\n{plot}\n{recommendations}"
-        f"<h2>All conversions</h2>\n{''.join(_table(table, faint) for table in tables(frontier))}"
+        f"<h2>All that was tried</h2>\n{''.join(_table(table, faint) for table in tables(frontier))}"
         f'<p class="small">{escape(how(frontier))}</p>\n{notes}',
         _STYLE,
     )
@@ -131,8 +137,8 @@ def _lead(frontier: Frontier) -> str:
     if frontier.methods:
         return "Each row is a method at the same cache. Further left is better; headwise's own is the diamond."
     return (
-        "Each point is a conversion. Lower is better, further left is smaller. Faint points are dominated: another"
-        " conversion has no more cache and loses no more."
+        "Each point is a conversion, a format of the original's cache, or both. Lower is better, further left is"
+        " smaller. Faint points are dominated: another point has no more cache and loses no more."
     )
 
 

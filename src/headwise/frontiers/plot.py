@@ -6,9 +6,18 @@ import math
 from html import escape
 from typing import Any
 
+from headwise.frontiers.candidate import Kind
 from headwise.frontiers.points import Frontier, Point, name, ratio_text, short, shown, targets
 
-COLOURS = {"MLA": "#3f7fd9", "GQA": "#d98218", "MQA": "#c2487f", "MHA": "#2f9e76"}
+COLOURS: dict[Kind, str] = {"quantised": "#d98218", "converted": "#c2487f", "both": "#3f7fd9"}
+_LEGEND: dict[Kind, str] = {
+    "quantised": "quantised",
+    "converted": "converted",
+    "both": "converted and quantised",
+}
+_TARGETS = ("#3f7fd9", "#d98218", "#c2487f", "#2f9e76")
+"""The colours of targets, where methods are compared."""
+
 _GREY = "#8b919b"
 _FAINT = 0.4
 _DIGITS = (1.0, 2.0, 5.0, 3.0, 1.5, 7.0, 1.2, 1.1, 4.0, 1.05, 1.3, 1.02, 1.01)
@@ -37,10 +46,10 @@ def _ladder(frontier: Frontier) -> dict[str, Any]:
             "showlegend": False,
         }
     ]
-    for mechanism, colour in COLOURS.items():
-        mechanism_points = [point for point in points if point.mechanism == mechanism]
-        if mechanism_points:
-            traces += [_legend(mechanism, colour), _marks(mechanism_points, mechanism, colour, frontier)]
+    for kind, colour in COLOURS.items():
+        points_of_kind = [point for point in points if point.kind == kind]
+        if points_of_kind:
+            traces += [_legend(_LEGEND[kind], colour), _marks(points_of_kind, _LEGEND[kind], colour, frontier)]
     traces.append(
         {
             "type": "scatter",
@@ -75,40 +84,41 @@ def _ladder(frontier: Frontier) -> dict[str, Any]:
 
 
 def _cache_axis(points: list[Point], frontier: Frontier) -> dict[str, Any]:
-    """The axis of bytes of cache a token, with ticks at round shares of the source's."""
+    """The axis of bytes of cache a token, on a log scale, with ticks at halves of the source's."""
     source_bytes = frontier.cache_bytes_per_token
-    largest = max([source_bytes, *(point.cache_bytes_per_token for point in points)])
-    ratio = largest / source_bytes
-    step = 0.25 if largest <= 1.5 * source_bytes else 0.5 if largest <= 3 * source_bytes else math.ceil(ratio / 6)
-    ticks = [step * count for count in range(int(ratio / step + 1e-9) + 1)]
-    title = f"cache bytes a token ({frontier.dtype}), and their share of the original's"
+    shares = [1.0, *(point.cache_bytes_per_token / source_bytes for point in points)]
+    low, high = min(*shares, 0.5), max(shares)
+    ticks = [2.0**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
+    title = "cache bytes a token, and their share of the original's in bfloat16 (log scale)"
     return {
         "title": {"text": title, "standoff": 12},
+        "type": "log",
         "tickvals": [tick * source_bytes for tick in ticks],
-        "ticktext": [f"{tick * source_bytes:,.0f}<br>{tick:.0%}" for tick in ticks],
-        "range": [0, largest * 1.08],
+        "ticktext": [f"{tick * source_bytes:,.0f}<br>{100 * tick:.4g}%" for tick in ticks],
+        "range": [math.log10(low * source_bytes / 1.4), math.log10(high * source_bytes * 1.12)],
     }
 
 
-def _legend(mechanism: str, colour: str) -> dict[str, Any]:
-    """A mechanism's entry in the legend, apart from its points, whose first may be faint."""
+def _legend(kind: str, colour: str) -> dict[str, Any]:
+    """A kind's entry in the legend, apart from its points, whose first may be faint."""
     marker = {"size": 13, "color": colour}
-    place = {"x": [None], "y": [None], "legendgroup": mechanism}
-    return {"type": "scatter", "mode": "markers", "name": mechanism, "marker": marker, **place}
+    place = {"x": [None], "y": [None], "legendgroup": kind}
+    return {"type": "scatter", "mode": "markers", "name": kind, "marker": marker, **place}
 
 
-def _marks(points: list[Point], mechanism: str, colour: str, frontier: Frontier) -> dict[str, Any]:
-    """One mechanism's points, dominated ones faint."""
+def _marks(points: list[Point], kind: str, colour: str, frontier: Frontier) -> dict[str, Any]:
+    """The points of one kind, dominated ones faint."""
     return {
         "type": "scatter",
         "mode": "markers+text",
-        "name": mechanism,
-        "legendgroup": mechanism,
+        "name": kind,
+        "legendgroup": kind,
         "showlegend": False,
         "x": [point.cache_bytes_per_token for point in points],
         "y": [point.perplexity_ratio for point in points],
         "text": [point.target for point in points],
-        "textposition": "top right",
+        # The best points have nothing below and to the left of them, where a name would cover another.
+        "textposition": ["top right" if point.dominated else "bottom left" for point in points],
         "textfont": {"color": [_faded(colour, point) for point in points], "size": 13},
         "marker": {
             "size": 13,
@@ -123,7 +133,7 @@ def _marks(points: list[Point], mechanism: str, colour: str, frontier: Frontier)
 
 def _methods(frontier: Frontier) -> dict[str, Any]:
     rows = [point for point in shown(frontier) if math.isfinite(point.perplexity_ratio)]
-    colours = [*COLOURS.values(), _GREY]
+    colours = [*_TARGETS, _GREY]
     names = list(dict.fromkeys(name(point, frontier) for point in rows))
     traces = []
     for index, target in enumerate(targets(frontier)):
@@ -207,13 +217,13 @@ def _hover(point: Point, frontier: Frontier) -> str:
     is_dominated = point.dominated and not frontier.methods
     lines = [
         f"<b>{escape(_full_name(point, frontier))}</b> · {escape(point.label)}",
-        f"{point.cache_bytes_per_token:,.0f} B a token, {point.cache_fraction:.0%} of the original's",
+        f"{point.cache_bytes_per_token:,.0f} B a token, {point.cache_fraction:.1%} of the original's in bfloat16",
         f"perplexity × {ratio_text(point.perplexity_ratio)}{' over all' if len(ratios) > 1 else ''}",
         *(ratios if len(ratios) > 1 else []),
         f"KL {point.kl:.4f} nats a token",
         f"top-1 agreement {point.top1_agreement:.1%}",
-        f"converted in {point.seconds:,.0f} s",
-        *(["dominated: another conversion has no more of either"] if is_dominated else []),
+        *([] if point.conversion is None else [f"converted in {point.seconds:,.0f} s"]),
+        *(["dominated: another point has no more of either"] if is_dominated else []),
     ]
     return "<br>".join(lines)
 

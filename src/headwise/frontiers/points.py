@@ -1,4 +1,4 @@
-"""The result of a frontier: a point for each conversion, the points that others dominate, and recommendations."""
+"""The result of a frontier: a point for each candidate, the points that others dominate, and recommendations."""
 
 from __future__ import annotations
 
@@ -11,39 +11,42 @@ from typing import Any
 from headwise.conversion.methods import find_method
 from headwise.documents import finite
 from headwise.errors import ArgumentError
-from headwise.frontiers.ladder import Candidate
+from headwise.frontiers.candidate import Candidate, Kind
+from headwise.frontiers.verdict import Measured, SizeRange, size_ranges, verdict_lines
 
 LOSSES = (1.05, 1.15, 1.5)
 """The ratios of perplexity that recommendations are made for."""
 
-_MECHANISMS = {"mla": "MLA", "gqa": "GQA", "mqa": "MQA", "mha": "MHA"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One conversion, evaluated beside the source.
+    """One conversion, or the source with its cache in a format of fewer bits, evaluated beside the source.
 
     Attributes:
         target: the target, as `read_target` spells it.
-        way: ``headwise``, ``headwise without`` some stages, or a published method.
-        label: the mechanism and sizes of a converted layer.
-        mechanism: ``MLA``, ``GQA``, ``MQA`` or ``MHA``.
-        cache_bytes_per_token: the bytes of the cache's tensors, a token.
-        cache_fraction: these bytes as a fraction of the source's.
+        kind: ``quantised``, ``converted`` or ``both``.
+        way: ``headwise``, ``headwise without`` some stages, a published method, or ``plain quantisation``.
+        label: the mechanism and sizes of a layer.
+        mechanism: ``MLA``, ``GQA``, ``MQA``, ``MHA`` or another, in capitals.
+        cache_bytes_per_token: bytes a token that the cache allocates for an evaluation window: codes, scales, tokens
+            that are stored as they are; numbers that are not in codes count as bfloat16.
+        cache_fraction: these bytes as a fraction of the source's cache in bfloat16.
         perplexity_ratio: the conversion's perplexity over the source's, on all texts.
         ratios: the ratio on each text.
-        kl: the mean KL(source ‖ conversion) a token, in nats.
+        kl: the mean KL(source ‖ point) a token, in nats.
         top1_agreement: the fraction of positions where both predict the same token first.
         held_out_loss: nats a token on windows that the calibration held out, by which the best variant of a method
             is chosen; None for methods without variants.
-        seconds: the seconds of the conversion without its evaluation; of a continued conversion, the last run's.
+        seconds: the seconds of the conversion without its evaluation; of a continued conversion, the last run's; 0
+            without a conversion.
         dominated: whether another point, or the source itself, has no more cache and no more perplexity, and less of
             one.
-        conversion: the report of `headwise.convert`.
+        conversion: the report of `headwise.convert`; None without a conversion.
         evaluation: the report of the evaluation.
     """
 
     target: str
+    kind: Kind
     way: str
     label: str
     mechanism: str
@@ -56,13 +59,13 @@ class Point:
     held_out_loss: float | None
     seconds: float
     dominated: bool
-    conversion: dict[str, Any]
+    conversion: dict[str, Any] | None
     evaluation: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """Conversions of one model, evaluated on the same texts.
+    """Conversions of one model, and formats of its cache, evaluated on the same texts.
 
     Attributes:
         source: the source, as the user named it.
@@ -74,11 +77,12 @@ class Frontier:
         perplexities: the source's perplexity on each text.
         tokens: the number of scored predictions, on all texts.
         window: tokens in each evaluation window.
-        cache_bytes_per_token: the source's cache bytes a token.
-        dtype: the dtype of the caches and of the models that were run.
+        cache_bytes_per_token: the source's cache bytes a token, in bfloat16.
+        dtype: the dtype that models were run in.
         threads: the number of torch's threads.
         versions: the versions of headwise and of the libraries it used.
         points: the points, in the order they were tried.
+        verdict: the ranges of cache sizes and what loses least in each (`size_ranges`); empty for methods.
         notes: notes for the user.
     """
 
@@ -96,12 +100,13 @@ class Frontier:
     threads: int
     versions: dict[str, str]
     points: tuple[Point, ...]
+    verdict: tuple[SizeRange, ...]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The frontier as JSON-able values, with None in place of infinities and NaN."""
+        """The frontier and its `advice` as JSON-able values, with None in place of infinities and NaN."""
         document: dict[str, Any] = finite(asdict(self))
-        return document
+        return {**document, "advice": advice(self)}
 
 
 def collect(
@@ -118,7 +123,7 @@ def collect(
     """Make a frontier of results.
 
     Args:
-        results: each candidate with its ``conversion`` and ``evaluation``.
+        results: each candidate with what `result_of` returns.
         source: the source, as the user named it.
         label: the mechanism and sizes of the source's layers.
         calibrate: the calibration texts.
@@ -127,31 +132,11 @@ def collect(
         versions: the versions of headwise and of the libraries it used.
         notes: notes for the user.
     """
-    spots = [
-        (float(result["evaluation"]["cache_bytes_per_token"]), float(result["evaluation"]["perplexity_ratio"]))
-        for _, result in results
-    ]
     first = results[0][1]["evaluation"]
-    source_bytes = float(first["reference_cache_bytes_per_token"])
+    source_bytes = float(results[0][1]["cache"]["source_bytes_per_token"])
+    spots = [_spot(result) for _, result in results]
     points = tuple(
-        Point(
-            target=candidate.target,
-            way=candidate.way,
-            label=result["conversion"]["label"],
-            mechanism=_MECHANISMS[result["conversion"]["mechanism"]],
-            cache_bytes_per_token=spot[0],
-            cache_fraction=spot[0] / source_bytes,
-            perplexity_ratio=spot[1],
-            ratios={text["text"]: text["perplexity_ratio"] for text in result["evaluation"]["texts"]},
-            kl=result["evaluation"]["kl"],
-            top1_agreement=result["evaluation"]["top1_agreement"],
-            held_out_loss=result.get("held_out_loss"),
-            seconds=result["conversion"]["seconds"],
-            dominated=any(dominates(other, spot) for other in [(source_bytes, 1.0), *spots]),
-            conversion=dict(result["conversion"]),
-            evaluation=dict(result["evaluation"]),
-        )
-        for (candidate, result), spot in zip(results, spots, strict=True)
+        _point(candidate, result, label, source_bytes, [(source_bytes, 1.0), *spots]) for candidate, result in results
     )
     return Frontier(
         source=source,
@@ -167,9 +152,56 @@ def collect(
         dtype=first["dtype"],
         threads=first["threads"],
         points=points,
+        verdict=() if methods else size_ranges(list(map(_measured, points)), first["tokens"]),
         versions=versions,
         notes=tuple(notes),
     )
+
+
+def _spot(result: Mapping[str, Any]) -> tuple[float, float]:
+    """The bytes of a result's cache, a token, and its ratio of perplexities."""
+    return float(result["cache"]["bytes_per_token"]), float(result["evaluation"]["perplexity_ratio"])
+
+
+def _point(
+    candidate: Candidate,
+    result: Mapping[str, Any],
+    label: str,
+    source_bytes: float,
+    others: Sequence[tuple[float, float]],
+) -> Point:
+    """The point of one result.
+
+    Args:
+        candidate: what was tried.
+        result: what `result_of` returned for it.
+        label: the source's.
+        source_bytes: bytes a token of the source's cache, in bfloat16.
+        others: the bytes and ratios of the source and of all results.
+    """
+    spot, conversion, evaluation = _spot(result), result["conversion"], result["evaluation"]
+    return Point(
+        target=candidate.target,
+        kind=candidate.kind,
+        way=candidate.way,
+        label=label if conversion is None else conversion["label"],
+        mechanism=label.partition(" ")[0] if conversion is None else conversion["mechanism"].upper(),
+        cache_bytes_per_token=spot[0],
+        cache_fraction=spot[0] / source_bytes,
+        perplexity_ratio=spot[1],
+        ratios={text["text"]: text["perplexity_ratio"] for text in evaluation["texts"]},
+        kl=evaluation["kl"],
+        top1_agreement=evaluation["top1_agreement"],
+        held_out_loss=result.get("held_out_loss"),
+        seconds=0.0 if conversion is None else conversion["seconds"],
+        dominated=any(dominates(other, spot) for other in others),
+        conversion=None if conversion is None else dict(conversion),
+        evaluation=dict(evaluation),
+    )
+
+
+def _measured(point: Point) -> Measured:
+    return Measured(point.target, point.kind, point.cache_fraction, point.perplexity_ratio, point.kl)
 
 
 def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
@@ -224,16 +256,16 @@ def short(text: str, frontier: Frontier) -> str:
 
 
 def advice(frontier: Frontier) -> list[str]:
-    """Recommended conversions, in words: the smallest cache within each of `LOSSES`; none for methods."""
-    lines: list[str] = []
+    """Recommendations in words: the verdict, then the smallest cache within each of `LOSSES`; none for methods."""
     if frontier.methods:
-        return lines
+        return []
+    lines = verdict_lines(frontier.verdict)
     for loss in LOSSES:
         within = [point for point in frontier.points if point.perplexity_ratio <= loss and point.cache_fraction < 1]
         best = min(within, key=lambda point: (point.cache_bytes_per_token, point.perplexity_ratio), default=None)
         recommendation = "nothing that was tried"
         if best is not None:
-            recommendation = f"{best.target}, {best.cache_fraction:.0%} of the cache (× {best.perplexity_ratio:.3f})"
+            recommendation = f"{best.target}, {best.cache_fraction:.1%} of the cache (× {best.perplexity_ratio:.3f})"
         lines.append(f"perplexity up by at most {loss - 1:.0%}: {recommendation}")
     return lines
 

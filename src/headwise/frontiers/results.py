@@ -1,4 +1,4 @@
-"""The result of one candidate: converted and evaluated now, or saved by an earlier run of the same frontier."""
+"""The result of one candidate: made and evaluated now, or saved by an earlier run of the same frontier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from headwise.checkpoints.disk import clearly, write_whole
 from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import Exam
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
-from headwise.frontiers.ladder import Candidate
+from headwise.evaluation.plain_cache import bfloat16_bytes
+from headwise.frontiers.candidate import Candidate
+from headwise.hf import has_codes
 from headwise.options import FrontierOptions
 from headwise.progress import Progress
 from headwise.texts import NO_TEXTS, CalibrationTexts, open_windows
@@ -54,30 +56,60 @@ class Setting:
 
 
 def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
-    """A candidate's conversion and evaluation, from this run or an earlier one.
+    """A candidate's conversion, if it is one, and its evaluation, from this run or an earlier one.
 
     The model is removed once it has been evaluated, unless ``setting.options.keep``.
+
+    Returns:
+        ``conversion``, the report of `headwise.convert`, None for a format of the source's cache; ``evaluation``;
+        ``cache``, bytes a token of the candidate's cache and of the source's, where numbers that are not in codes are
+        bfloat16; ``held_out_loss`` for variants of a method.
     """
     run = _identity(candidate, setting)
     file = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
-    model = setting.models / candidate.slug
     result = _read(file)
+    if candidate.cache is not None:
+        return result or _saved(_document(candidate, setting.source, None, setting), file)
+    model = setting.models / candidate.slug
     conversion = _converted(model, run)
     if conversion is None and (result is None or setting.options.keep):
         conversion = _convert(candidate, model, run, setting)
     if result is None:
-        pair = open_pair(model, against=setting.source, dtype=_name(setting.dtype), progress=setting.progress)
-        evaluation = evaluate_windows(pair, setting.exam, progress=setting.progress).to_dict()
-        # The path of a model that is removed is no part of the result.
-        document: dict[str, Any] = {"conversion": conversion, "evaluation": {**evaluation, "model": candidate.slug}}
-        if candidate.is_variant:
-            document["held_out_loss"] = _held_out_loss(pair, setting)
-        write_file(file, json.dumps(document, indent=2))
-        result = _read(file)
-        assert result is not None
+        result = _saved(_document(candidate, model, conversion, setting), file)
     if not setting.options.keep:
         shutil.rmtree(model, ignore_errors=True)
         _stamp(model).unlink(missing_ok=True)
+    return result
+
+
+def _document(
+    candidate: Candidate, model: str | Path, conversion: dict[str, Any] | None, setting: Setting
+) -> dict[str, Any]:
+    """Evaluate a candidate beside the source; see `result_of`."""
+    pair = open_pair(model, against=setting.source, dtype=_name(setting.dtype), progress=setting.progress)
+    evaluation = evaluate_windows(pair, setting.exam, cache=candidate.cache, progress=setting.progress).to_dict()
+    tokens = evaluation["window"]
+    is_coded = has_codes(pair.models["model"])  # and as large in every dtype
+    taken = None if is_coded else bfloat16_bytes(pair.checkpoints["model"], tokens, candidate.cache)
+    document: dict[str, Any] = {
+        "conversion": conversion,
+        # The path of a model that is removed is no part of the result.
+        "evaluation": {**evaluation, "model": candidate.slug},
+        "cache": {
+            "bytes_per_token": evaluation["cache_bytes_per_token"] if taken is None else taken,
+            "source_bytes_per_token": bfloat16_bytes(setting.checkpoint, tokens),
+        },
+    }
+    if candidate.is_variant:
+        document["held_out_loss"] = _held_out_loss(pair, setting)
+    return document
+
+
+def _saved(document: dict[str, Any], file: Path) -> dict[str, Any]:
+    """A result as it is read again from the file that it is written to."""
+    write_file(file, json.dumps(document, indent=2))
+    result = _read(file)
+    assert result is not None
     return result
 
 
@@ -128,6 +160,7 @@ def _identity(candidate: Candidate, setting: Setting) -> str:
         "window": None,
         "windows": None,
         "dtype": _name(setting.dtype),
+        "cache_bytes": "bfloat16",  # results of other units are measured again
         "candidate": [
             candidate.target,
             candidate.method,
@@ -139,9 +172,10 @@ def _identity(candidate: Candidate, setting: Setting) -> str:
 
 
 def _texts(candidate: Candidate, setting: Setting) -> CalibrationTexts:
-    """The calibration texts of a candidate; none for a method that uses none."""
+    """The calibration texts of a candidate; none for a format of the cache, or for a method that uses none."""
     method = candidate.parsed_method
-    return NO_TEXTS if method is not None and not method.uses_text else setting.calibrate
+    is_without = candidate.cache is not None or (method is not None and not method.uses_text)
+    return NO_TEXTS if is_without else setting.calibrate
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

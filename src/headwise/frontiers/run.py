@@ -1,4 +1,4 @@
-"""`frontier`: convert one model to many targets, and evaluate each on the same texts: quality against cache."""
+"""`frontier`: try many ways to make one model's cache smaller, each on the same texts: quality against cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from headwise.checkpoints import open_checkpoint, versions
 from headwise.checkpoints.disk import lock_folder, refuse_file, remove_locked, unlock
 from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, refuse_unexamined
 from headwise.errors import ArgumentError, CheckpointError, StorageError
-from headwise.frontiers.ladder import Candidate, list_candidates
+from headwise.frontiers.candidate import Candidate
+from headwise.frontiers.ladder import list_candidates
 from headwise.frontiers.page import markdown, page, refuse_no_plotly
 from headwise.frontiers.points import Frontier, collect
 from headwise.frontiers.results import RESULTS, Setting, result_of, write_file
@@ -30,9 +31,12 @@ _MODELS, _WORK = "models", ".headwise-work"
 def frontier(
     source: str | Path, output: str | Path, options: FrontierOptions, *, progress: Progress = silent
 ) -> Frontier:
-    """Convert a model to a ladder of targets, and evaluate each beside the model on text that is not calibrated on.
+    """Quantise a model's cache, convert the model, or both, and evaluate each result beside the model.
 
-    For example ``frontier("smollm2-135m", "./out", calibrate="text.txt", targets=["mla:0.5", "mqa"])``.
+    For example ``frontier("smollm2-135m", "./out", calibrate="text.txt", targets=["kivi4", "mla:0.5", "mla@0.25"])``.
+
+    All are evaluated on the same text, which none is calibrated on, and compared by the bytes that their caches
+    allocate, where numbers that are not in codes count as bfloat16.
 
     ``output`` gets ``frontier.json``, ``frontier.md`` and ``frontier.html`` (with ``methods``, ``methods.json`` and
     so on). Each result is saved there as soon as it is measured, under a digest of all that decides it: a run that

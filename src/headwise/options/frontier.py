@@ -13,7 +13,7 @@ from headwise.options.evaluate import WindowOptions
 class FrontierOptions(RequiredTextOptions, WindowOptions, ConversionOptions):
     """The targets and methods that `headwise.frontier` tries, and the texts it uses.
 
-    For example ``FrontierOptions(calibrate="text.txt", evaluate="other.txt", targets=["mla:0.5", "mqa"])``.
+    For example ``FrontierOptions(calibrate="text.txt", evaluate="other.txt", targets=["kivi4", "mla@0.25"])``.
     """
 
     evaluate: str | Path | Sequence[str | Path] | None = option(
@@ -25,7 +25,8 @@ class FrontierOptions(RequiredTextOptions, WindowOptions, ConversionOptions):
     )
     targets: Sequence[str] = option(
         "a target to try: mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or "
-        "mha; a ladder of them when left out",
+        "mha; mla@F, gqa:K@F, mqa@F, mha@F or same@F (a cache in codes, F of the bytes of the source's in bfloat16); "
+        "or a format of the source's own cache, such as int8 or kivi4; a ladder of them when left out",
         default=(),
         flag="--target",
         identity=False,  # as for methods: they say which results there are, and decide none

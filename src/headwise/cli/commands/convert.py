@@ -39,12 +39,18 @@ def convert(
 
 
 def _show(report: Conversion) -> None:
+    from headwise.cost.layer import dtype_bytes
     from headwise.specs import HOSTED_PREFIX
 
     before, after = report.kv_bytes_per_token_before, report.kv_bytes_per_token_after
     dry_run = " (dry run)" if report.dry_run else ""
     out.print(f"[bold]{escape(report.source)}[/bold] → {report.label} in {escape(report.output)}{dry_run}")
-    if before:  # an encoder has no cache
+    if report.coded:  # as large in every dtype, so that its share is of a cache as it would be served
+        of_bfloat16 = after / (before * dtype_bytes("bfloat16") / dtype_bytes(report.dtype))
+        out.print(
+            f"cache a token  {before:,} ({report.dtype}) → {after:,} B in codes ({of_bfloat16:.1%} of bfloat16)"
+        )
+    elif before:  # an encoder has no cache
         out.print(f"cache a token  {before:,} → {after:,} B ({after / before:.0%}, {report.dtype})")
     out.print(f"parameters     {report.parameters_before:,} → {report.parameters_after:,}")
     out.print(f"on disk        {bytes_text(report.disk_bytes)}")
@@ -58,3 +64,5 @@ def _show(report: Conversion) -> None:
         out.print(f"note: {note}", markup=False)
     if report.evaluation is not None:
         show_text(report.evaluation, columns=("converted", "original"))
+    if report.plain is not None:
+        out.print(report.plain.line, markup=False)

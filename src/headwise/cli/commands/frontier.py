@@ -20,7 +20,7 @@ def frontier(
     options: FrontierOptions,
     as_json: Json = False,
 ) -> None:
-    """Convert to a ladder of targets and evaluate each: quality against cache, as a table, JSON and a plot."""
+    """Quantise the cache, convert, or both, at several sizes: quality against cache, as a table, JSON and a plot."""
     with progress_bar() as progress:
         from headwise.frontiers import frontier as measure
         from headwise.frontiers.page import how, tables, title
@@ -32,12 +32,13 @@ def frontier(
         return
     out.print(f"[bold]{escape(title(result))}[/bold]")
     for headings, *rows in tables(result):
-        table = numbers_table(*(escape(heading) for heading in _narrow(headings)))
-        for column, heading in zip(table.columns, _narrow(headings), strict=True):
+        implied = 1 if result.methods else 2  # columns that the target implies, left out to fit a terminal
+        table = numbers_table(*(escape(heading) for heading in _without(headings, implied)))
+        for column, heading in zip(table.columns, _without(headings, implied), strict=True):
             # Headings with × hold the name of a text, which may be long.
             column.no_wrap, column.overflow = not heading.startswith("×"), "fold"
         for row in rows:
-            table.add_row(*map(escape, _narrow(row)))
+            table.add_row(*map(escape, _without(row, implied)))
         out.print(table)
     for line in advice(result):
         out.print(line, markup=False)
@@ -48,6 +49,6 @@ def frontier(
     out.print(f"{escape(output)}: {name}.json, {name}.md{f', {name}.html' if options.plot else ''}")
 
 
-def _narrow(row: tuple[str, ...]) -> tuple[str, ...]:
-    """Leave out the column with the layers' mechanism, which the target implies, to fit a terminal."""
-    return (row[0], *row[2:])
+def _without(row: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Leave out so many columns after the first."""
+    return (row[0], *row[1 + count :])

@@ -43,6 +43,7 @@ class CardFacts:
         calibration_tokens: the number of calibration tokens; 0 without a text.
         calibration_window: tokens in each calibration window.
         evaluation: an `Evaluation` as a dict; None if the result was not evaluated.
+        plain: what plain quantisation of the source loses at these bytes, in words; None if that was not measured.
         base_model: the source's name on the hub, if it has one (`base_model_of`).
         license: the licence that the source's card names (`source_license`).
         versions: the versions of headwise and its libraries, by name.
@@ -65,6 +66,7 @@ class CardFacts:
     calibration_tokens: int = 0
     calibration_window: int = 0
     evaluation: Mapping[str, Any] | None = None
+    plain: str | None = None
     base_model: str | None = None
     license: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +86,7 @@ def model_card(facts: CardFacts) -> str:
     parts = {
         "": [_introduction(facts)],
         "Attention": _attention(facts),
-        "Measured": list(_measured(facts.evaluation)),
+        "Measured": list(_measured(facts.evaluation, facts.plain)),
         "How it was made": list(_making(facts)),
         "How to load it": _loading(facts),
         "What it is not": list(_limits(facts)),
@@ -222,8 +224,9 @@ def _totals(facts: CardFacts) -> Iterator[str]:
         new = model_cost.cache_bytes_per_token(after, dtype)
         lines.append(f"- cache a token, all layers: {old:,} → {new:,} bytes in {dtype} ({new / old:.1%})")
         if facts.code_bytes is not None:
-            share = f"{facts.code_bytes / old:.1%}"
-            lines.append(f"- stored in codes, as `headwise.load` does: {facts.code_bytes:,} bytes a token ({share})")
+            of_bfloat16 = facts.code_bytes / model_cost.cache_bytes_per_token(before, "bfloat16")
+            codes = f"{facts.code_bytes:,} bytes a token ({of_bfloat16:.1%} of the source's in bfloat16)"
+            lines.append(f"- stored in codes, as `headwise.load` does: {codes}")
     else:
         lines.append("- cache: none (an encoder has none)")
     if old := model_cost.source_cache_bytes_per_token(before, dtype):
@@ -235,7 +238,7 @@ def _totals(facts: CardFacts) -> Iterator[str]:
     yield "\n".join(lines)
 
 
-def _measured(evaluation: Mapping[str, Any] | None) -> Iterator[str]:
+def _measured(evaluation: Mapping[str, Any] | None, plain: str | None) -> Iterator[str]:
     if evaluation is None:
         yield "Not measured."
         return
@@ -254,7 +257,7 @@ def _measured(evaluation: Mapping[str, Any] | None) -> Iterator[str]:
         )
         rows.append(f"| {' | '.join(cells)} |")
     yield "\n".join(rows)
-    lines = []
+    lines = [] if plain is None else [f"- {_line(plain)}"]
     if window := evaluation.get("window"):
         lines.append(f"- windows of {window} tokens, in {evaluation.get('dtype', 'their dtype')}")
     if (after := evaluation.get("decode_ms")) is not None:

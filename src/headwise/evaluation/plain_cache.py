@@ -1,0 +1,104 @@
+"""Plain quantisation: a model's cache in one of the field's formats, which needs no conversion, and what it takes.
+
+Caches are compared as a server would store them: what is in codes takes the codes' bytes, and all other numbers are
+bfloat16, whatever dtype a model is evaluated in.
+
+Shapes: K key–value heads, D width of a key, V width of a value, W tokens of a window.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from headwise.checkpoints import Checkpoint
+from headwise.errors import HeadwiseError, SpecError
+from headwise.hf import HeadwiseCache, stock_config
+from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
+
+PLAIN_FORMATS = ("int8", "int8/int4", "kivi4", "int4+hadamard/int4", "kivi3:32", "kivi3", "kivi2:32", "kivi2")
+"""The formats that conversions are compared with, from the most bytes to the least; of equal bytes the best first."""
+
+SAME_BYTES = 1.01
+"""A cache that takes at most this many times the bytes of another is no larger: sizes cannot be met exactly."""
+
+
+@torch.inference_mode()
+def bfloat16_bytes(checkpoint: Checkpoint, tokens: int, quantize: str | None = None) -> float:
+    """Bytes a token that a model's cache allocates, where numbers that are not in codes are bfloat16.
+
+    They are read off a cache of the model's shapes that is filled with zeros; no weight is read. For example
+    ``bfloat16_bytes(open_checkpoint("smollm2-135m"), 2048, "kivi4")`` is 6,480, of 23,040 without a format.
+
+    Args:
+        checkpoint: the model; codes of its own, whose bytes an `Evaluation` has, are not counted.
+        tokens: W; scales of blocks of tokens, sliding windows and recent tokens weigh more where there are few.
+        quantize: the format, see `headwise.hf.HeadwiseCache`; None for the cache as it is.
+
+    Raises:
+        ArgumentError: the format does not suit the model's heads.
+        SpecError: a layer is of a kind whose cache is not quantised.
+    """
+    cache = HeadwiseCache(stock_config(checkpoint.config), max_length=tokens, quantize=quantize)
+    sizes: dict[tuple[object, ...], int] = {}  # of layers that are alike, one is filled
+    total = 0
+    for index, layer in enumerate(checkpoint.spec.layers):
+        shapes = _shapes(layer)
+        kind = (shapes, layer.sliding_window)
+        if kind not in sizes:
+            before = cache.nbytes
+            keys, values = (torch.zeros(1, heads, tokens, width, dtype=torch.bfloat16) for heads, width in shapes)
+            cache.update(keys, values, index)
+            sizes[kind] = cache.nbytes - before
+        total += sizes[kind]
+    return total / tokens
+
+
+def nearest_format(checkpoint: Checkpoint, tokens: int, most: float) -> str | None:
+    """The one of `PLAIN_FORMATS` to compare a cache with: the largest that is no larger, or else the smallest.
+
+    For example ``nearest_format(open_checkpoint("smollm2-135m"), 2048, 7_000)`` is ``"kivi4"``.
+
+    Args:
+        checkpoint: the model that would be quantised.
+        tokens: see `bfloat16_bytes`.
+        most: bytes a token of the other cache.
+
+    Returns:
+        The format; None where none suits the model.
+    """
+    sizes = {}
+    for spelling in PLAIN_FORMATS:
+        try:
+            sizes[spelling] = bfloat16_bytes(checkpoint, tokens, spelling)
+        except HeadwiseError:  # such as a rotation of heads whose width is no power of two
+            continue
+    within = {spelling: size for spelling, size in sizes.items() if size <= SAME_BYTES * most}
+    if within:
+        return max(within, key=within.__getitem__)
+    return min(sizes, key=sizes.__getitem__, default=None)
+
+
+def margin(kl: float, other_kl: float, tokens: int) -> float:
+    """How far the logarithms of two models' perplexities may lie apart by chance: two standard errors.
+
+    A token's cost in a model that lies KL from the source differs from its cost in the source by a mean of about KL
+    and a variance of about 2 KL (both by the second order of the divergence). The errors of two ways to store a cache
+    are taken as independent. For example ``margin(0.01, 0.02, 12_282)`` is 0.0044.
+
+    Args:
+        kl: mean KL(source ‖ model) a token, in nats.
+        other_kl: that of the other model.
+        tokens: the number of predictions that both were scored on.
+    """
+    return 2 * math.sqrt(2 * (max(kl, 0.0) + max(other_kl, 0.0)) / tokens)
+
+
+def _shapes(layer: AttentionSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The heads and widths of a layer's keys and values in a transformers cache: (K, D) and (K, V)."""
+    if isinstance(layer, GroupedSpec) and not layer.shares_kv:
+        return (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.value_dim)
+    if isinstance(layer, LatentSpec):
+        return (1, layer.kv_lora_rank + layer.qk_rope_head_dim), (1, 0)
+    raise SpecError("attention", layer.label, "has no cache of keys and values that could be measured")

@@ -1,0 +1,91 @@
+"""The bytes of a cache where numbers are bfloat16, the format nearest to them, and what chance may do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise
+from headwise.checkpoints import Checkpoint, open_checkpoint
+from headwise.cost import model as cost
+from headwise.evaluation.plain_cache import PLAIN_FORMATS, bfloat16_bytes, margin, nearest_format
+from headwise.quantization.formats import TokenFormat, parse_format
+from headwise.quantization.kivi import KiviCode
+from tests.real_models import save_tiny
+from tests.tiny_families import save_family
+
+WIDTH, HEADS, LAYERS = 64, 2, 3
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A model with heads as wide as those of real ones."""
+    folder = tmp_path_factory.mktemp("plain") / "source"
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": HEADS, "num_hidden_layers": LAYERS}
+    return open_checkpoint(save_tiny(folder, hidden_size=4 * WIDTH, **sizes))
+
+
+def test_bytes_are_those_of_the_codes_and_bfloat16_for_the_rest(source: Checkpoint) -> None:
+    assert bfloat16_bytes(source, 128) == cost.cache_bytes_per_token(source.spec) == LAYERS * HEADS * 2 * WIDTH * 2
+    for spelling in PLAIN_FORMATS:
+        code = parse_format(spelling)
+        if isinstance(code, TokenFormat):
+            expected = code.keys.token_bytes(WIDTH) + code.values.token_bytes(WIDTH)
+            assert bfloat16_bytes(source, 100, spelling) == LAYERS * HEADS * expected
+        else:
+            assert isinstance(code, KiviCode)
+            block = code.block_bytes(WIDTH, WIDTH)
+            assert bfloat16_bytes(source, 2 * code.block, spelling) == LAYERS * HEADS * block / code.block
+            # Tokens that fill no block yet have room for as many as ever wait, in bfloat16.
+            waiting = (code.block - 1) * 2 * WIDTH * 2
+            assert bfloat16_bytes(source, 129, spelling) * 129 == LAYERS * HEADS * (
+                128 // code.block * block + waiting
+            )
+
+
+def test_formats_run_from_the_most_bytes_to_the_least(source: Checkpoint) -> None:
+    sizes = [bfloat16_bytes(source, 2048, spelling) for spelling in PLAIN_FORMATS]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_window_that_slides_holds_its_own_tokens_only(tmp_path: Path) -> None:
+    sliding = open_checkpoint(save_family(tmp_path / "source", "mistral"))
+    assert bfloat16_bytes(sliding, 512) < cost.cache_bytes_per_token(sliding.spec) / 4
+    assert bfloat16_bytes(sliding, 512, "int8") < bfloat16_bytes(sliding, 512)
+    with pytest.raises(headwise.ArgumentError, match="quantises none of this model's layers"):
+        bfloat16_bytes(sliding, 64, "kivi4")
+
+
+def test_the_nearest_format_is_the_largest_that_is_no_larger(source: Checkpoint, tmp_path: Path) -> None:
+    whole = bfloat16_bytes(source, 2048)
+    for share, nearest in [
+        (0.9, "int8"),
+        (0.5, "int8/int4"),
+        (0.30, "kivi4"),
+        (0.28, "kivi4"),  # which has 28.1 %
+        (0.27, "kivi3:32"),
+        (0.19, "kivi2:32"),
+        (0.06, "kivi2"),
+    ]:
+        assert nearest_format(source, 2048, share * whole) == nearest, share
+    odd = open_checkpoint(save_family(tmp_path / "source", "qwen3"))  # heads that no rotation suits
+    assert nearest_format(odd, 2048, 1e9) == "int8"
+
+
+def test_the_margin_is_two_standard_errors_of_a_difference_of_logits() -> None:
+    """A token drawn from the source costs more in each of two models whose logits have small errors of their own."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20_000, 50, generator=generator, dtype=torch.float64)
+    drawn = logits.softmax(-1).multinomial(1, generator=generator)
+    costs, divergences = [], []
+    for size in (0.1, 0.2):
+        errors = size * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+        model = (logits + errors).log_softmax(-1)
+        costs.append(-model.gather(-1, drawn))
+        source = logits.log_softmax(-1)
+        divergences.append(float((source.exp() * (source - model)).sum(-1).mean()))
+    difference = costs[1] - costs[0]
+    measured = 2 * float(difference.std()) / len(difference) ** 0.5
+    assert margin(*divergences, len(difference)) == pytest.approx(measured, rel=0.05)
