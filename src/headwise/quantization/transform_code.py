@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from headwise.quantization.trellis import decode, encode
+from headwise.quantization.trellis import NOISE, REACH, decode, encode
 
 BLOCK = 16
 """Channels that share a number of bits, so that a kernel decodes them together; a section's last block may be
@@ -30,6 +30,9 @@ CONTEXT = 2048
 GAIN_STEP = 1.25
 GAIN_ZERO = 5
 """The gain number g stands for ``GAIN_STEP ** (g − GAIN_ZERO)``; a byte holds the numbers of two gains."""
+
+GAINS_TRIED = (0, 1, 2, 3, 4, 5)
+"""Numbers of gains that are tried for a token, from that of its values' root mean square."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +83,7 @@ class TransformCode:
 
     def encode(self, states: Tensor) -> Tensor:
         """Codes of some tokens: uint8 ``[…, token_bytes]`` of values ``[…, W]``."""
-        normal, gains, starts = self._normalised(states)
+        normal, gains, starts = self.normalised(states)
         _, codes = encode(normal, self.weights, self.channel_bits, starts, gains)
         assert codes is not None
         return torch.cat((starts[:, None], codes), -1).view(*states.shape[:-1], -1)
@@ -93,19 +96,39 @@ class TransformCode:
 
     def rounded(self, states: Tensor) -> Tensor:
         """What becomes of values ``[…, W]`` when they are coded: `decode` of `encode`, without the bytes."""
-        normal, gains, starts = self._normalised(states)
+        normal, gains, starts = self.normalised(states)
         levels, _ = encode(normal, self.weights, self.channel_bits, starts, gains, pack=False)
         return (levels * gains * self.scale + self.offset).to(states.dtype).view(states.shape)
 
-    def _normalised(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Values over their scales and gains, and the gains, each ``[n, W]``; and the byte of each token's gains."""
+    def normalised(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values ``[…, W]`` over scales and gains, and the gains, each ``[n, W]``; a byte a token: its gains.
+
+        A token's gain is the one of least expected error: small gains make small errors but few large values fit.
+        """
         normal = (states.reshape(-1, self.width).float() - self.offset) / self.scale
         squares = torch.stack([part.square().mean(-1) for part in normal.split_with_sizes(self.parts, -1)], -1)
-        exponents = squares.clamp_min(1e-12).log() / (2 * math.log(GAIN_STEP))
-        numbers = (exponents.round() + GAIN_ZERO).clamp(0, 15).to(torch.uint8)  # [n, parts]
-        starts = (numbers << self._places).sum(-1).to(torch.uint8)
+        middle = (squares.clamp_min(1e-12).log() / (2 * math.log(GAIN_STEP))).round() + GAIN_ZERO  # [n, parts]
+        numbers, least = middle, torch.full_like(middle, torch.inf)
+        size, noise, reach = normal.abs(), self._noise, self._reach
+        for step in GAINS_TRIED:
+            tried = (middle + step).clamp(0, 15)
+            gains = self._spread(tried)
+            error = (noise * gains.square()).addcmul_(excess := (size - reach * gains).relu_(), excess)
+            costs = [part.sum(-1) for part in (error * self.weights).split_with_sizes(self.parts, -1)]
+            cost = torch.stack(costs, -1)
+            numbers = torch.where(cost < least, tried, numbers)
+            least = torch.minimum(cost, least)
+        starts = (numbers.to(torch.uint8) << self._places).sum(-1).to(torch.uint8)
         gains = self._gains(starts)
         return normal / gains, gains, starts
+
+    @cached_property
+    def _noise(self) -> Tensor:
+        return torch.tensor(NOISE, device=self.offset.device)[self.channel_bits.long()]
+
+    @cached_property
+    def _reach(self) -> Tensor:
+        return torch.tensor(REACH, device=self.offset.device)[self.channel_bits.long()]
 
     @cached_property
     def _places(self) -> Tensor:
@@ -113,9 +136,12 @@ class TransformCode:
 
     def _gains(self, starts: Tensor) -> Tensor:
         """The gain of every channel, ``[…, W]``, from the byte of a token's gains ``[…]``."""
-        numbers = (starts[..., None] >> self._places) & 15
-        widths = torch.tensor(self.parts, device=starts.device)
-        return (GAIN_STEP ** (numbers.float() - GAIN_ZERO)).repeat_interleave(widths, -1, output_size=self.width)
+        return self._spread(((starts[..., None] >> self._places) & 15).float())
+
+    def _spread(self, numbers: Tensor) -> Tensor:
+        """The gain of every channel, ``[…, W]``, from the numbers of a token's gains ``[…, parts]``."""
+        widths = torch.tensor(self.parts, device=numbers.device)
+        return (GAIN_STEP ** (numbers - GAIN_ZERO)).repeat_interleave(widths, -1, output_size=self.width)
 
 
 def blocks(sections: tuple[int, ...]) -> Iterator[tuple[int, int]]:

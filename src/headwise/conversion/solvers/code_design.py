@@ -21,18 +21,23 @@ from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.quantization import SINKS, TransformCode
 from headwise.quantization.transform_code import BLOCK, blocks
+from headwise.quantization.trellis import encode
 from headwise.specs import GroupedSpec, LatentSpec
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 """The numbers of bits of a channel. None may be dropped: the rank is the better place to save."""
 
-RATIOS = (0.9, 1.0, 1.12, 1.3)
-"""Scales that are tried, as multiples of a channel's standard deviation."""
+RATIOS = (0.85, 1.0, 1.15, 1.35, 1.6, 2.0, 2.7, 3.6)
+"""Scales that are tried, as multiples of a channel's standard deviation. Some channels are near 0 for most tokens and
+far from it for a few."""
 
 FLATTENED = 0.85
 """The power of a channel's variance by which bits are shared out: the metric says too little of weak channels."""
 
-SAMPLE = 1024
+ROUNDS = 3
+"""The number of times that scales are fitted to gains, which depend on them."""
+
+SAMPLE = 2048
 """The number of tokens that scales are fitted to."""
 
 
@@ -54,10 +59,13 @@ class ChannelStatistics:
     Attributes:
         values: float32 ``[n, W]``, cached values of tokens behind the sinks, before rotation.
         metric: float64 ``[W, W]``, the mean outer product of the derivative of the output's cost by them.
+        importance: float32 ``[n]``, the cost of an error of each token, over the mean. That of the tokens that
+            attention rests on is a hundred times the others'.
     """
 
     values: Tensor
     metric: Tensor
+    importance: Tensor
 
 
 def channel_statistics(
@@ -88,9 +96,14 @@ def channel_statistics(
     all_gradients = torch.cat(gradients)
     size = all_gradients.square().sum(-1)
     limit = OUTLIER * size.median()
-    all_gradients *= (limit / size.clamp_min(limit)).sqrt()[:, None]
-    metric = (all_gradients.mT @ all_gradients).double() / len(all_gradients)
-    return ChannelStatistics(torch.cat(values), metric)
+    limited = all_gradients * (limit / size.clamp_min(limit)).sqrt()[:, None]
+    metric = (limited.mT @ limited).double() / len(limited)
+    ridge = 1e-6 * metric.trace() / len(metric) * torch.eye(len(metric), dtype=metric.dtype)
+    whitened = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(metric + ridge).float(), all_gradients.mT, upper=False
+    )
+    importance = whitened.square().mean(0)
+    return ChannelStatistics(torch.cat(values), metric, importance / importance.mean())
 
 
 def decorrelated(layer: Layer, statistics: ChannelStatistics) -> tuple[Layer, Tensor]:
@@ -183,18 +196,18 @@ def _key_basis(spec: GroupedSpec, covariance: Tensor, metric: Tensor) -> Tensor:
 
 
 def _uncorrelated(covariance: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
-    """The map to channels, most important first, that are uncorrelated and cost the same, and its inverse.
+    """The map to channels, least important first, that are uncorrelated and cost the same, and its inverse.
 
     Args:
         covariance: ``[n, n]``, real or complex.
         metric: ``[n, n]``.
     """
+    # The path of a trellis code is the freer the more codes precede it: important channels come last.
     values, vectors = torch.linalg.eigh(metric)
     root = values.clamp_min(1e-6 * float(values[-1].clamp_min(1e-300))).sqrt()
     forward = (vectors * root) @ vectors.mH
     backward = (vectors / root) @ vectors.mH
     _, directions = torch.linalg.eigh(forward @ covariance @ forward)
-    directions = directions.flip(1)
     return directions.mH @ forward, backward @ directions
 
 
@@ -219,7 +232,7 @@ def _rotary_basis(
     cross = mapped[:pairs, pairs:].diagonal()
     angle = 0.5 * torch.atan2(2 * cross, re - im)
     whole = torch.exp(-1j * angle)[:, None] * whole
-    order = list(range(pairs)) if keeps_order else torch.argsort(re + im, descending=True).tolist()
+    order = list(range(pairs)) if keeps_order else torch.argsort(re + im).tolist()
     return whole[order], order
 
 
@@ -244,34 +257,61 @@ class ScaleTable:
         scales: ``[9, W]``, by number of bits.
         errors: ``[9, W]``, mean squared errors in the channel's own unit.
         variance: ``[W]``.
+        sample: ``[n, W]``, the values that scales are fitted to.
+        weights: ``[n]``, those of their errors, of sum 1.
     """
 
     offset: Tensor
     scales: Tensor
     errors: Tensor
     variance: Tensor
+    sample: Tensor
+    weights: Tensor
 
 
-def fit_scales(values: Tensor, parts: tuple[int, ...]) -> ScaleTable:
+def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor) -> ScaleTable:
     """Fit the scales of all channels, each number of bits by itself.
 
     Args:
         values: ``[n, W]``, cached values in the basis of the code.
         parts: see `TransformCode`.
+        importance: ``[n]``, weights of their errors.
     """
     offset = values.mean(0).float()
-    sample = values[:: max(1, len(values) // SAMPLE)].float()
     deviation = (values - values.mean(0)).square().mean(0).sqrt().float().clamp_min(1e-20)
+    sample, weights = _sample(values, importance)
     width = len(offset)
-    scales, errors = torch.ones(9, width), torch.full((9, width), torch.inf)
+    scales, errors = torch.ones(9, width), torch.zeros(9, width)
     for bits in WIDTHS:
-        for ratio in RATIOS:
-            code = TransformCode(offset, deviation * ratio, (bits,) * -(-width // BLOCK), (width,), parts)
-            error = (code.rounded(sample) - sample).square().mean(0)
-            is_better = error < errors[bits]
-            errors[bits] = torch.where(is_better, error, errors[bits])
-            scales[bits] = torch.where(is_better, code.scale, scales[bits])
-    return ScaleTable(offset, scales, errors, deviation.square())
+        code = TransformCode(offset, deviation, (bits,) * -(-width // BLOCK), (width,), parts)
+        scales[bits], errors[bits] = _best_scales(code, deviation, sample, weights)
+    return ScaleTable(offset, scales, errors, deviation.square(), sample, weights)
+
+
+def _sample(values: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+    """A sample ``[SAMPLE, W]`` of values, and its weights, of sum 1: the most important ones, and others by turns."""
+    order = importance.argsort(descending=True)
+    count = min(SAMPLE, len(values))
+    first, others = order[: count // 4], order[count // 4 :].sort().values
+    others = others[:: max(1, len(others) // (count - len(first)))]
+    weights = importance.float()
+    rest = weights[others] * (weights.sum() - weights[first].sum()) / weights[others].sum()
+    weights = torch.cat((weights[first], rest))
+    return values[torch.cat((first, others))].float(), weights / weights.sum()
+
+
+def _best_scales(code: TransformCode, deviation: Tensor, sample: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The best scales ``[W]`` for the gains that a code gives tokens, and the errors they leave."""
+    _, gains, starts = code.normalised(sample)
+    normal = (sample - code.offset) / (deviation * gains)
+    least = torch.full_like(deviation, torch.inf)
+    scale = code.scale
+    for ratio in RATIOS:
+        levels, _ = encode(normal / ratio, deviation.square(), code.channel_bits, starts, gains, pack=False)
+        error = weights @ ((levels * ratio - normal) * gains).square()
+        scale = torch.where(error < least, deviation * ratio, scale)
+        least = torch.minimum(error, least)
+    return scale, least * deviation.square()
 
 
 def allot(table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], token_bytes: int) -> TransformCode:
@@ -311,7 +351,19 @@ def allot(table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], 
             offer(index)
     by_channel = torch.tensor([n for n, (a, b) in zip(bits, spans, strict=True) for _ in range(a, b)])
     scale = table.scales.gather(0, by_channel[None])[0]
-    return TransformCode(table.offset, scale, tuple(bits), sections, parts)
+    code = TransformCode(table.offset, scale, tuple(bits), sections, parts)
+    for _ in range(ROUNDS):
+        centred = _centred(code, table)
+        scale, _ = _best_scales(centred, table.variance.sqrt(), table.sample, table.weights)
+        code = replace(code, scale=scale)
+    return _centred(code, table)
+
+
+def _centred(code: TransformCode, table: ScaleTable) -> TransformCode:
+    """The code with its scales multiplied by a factor for each part, such that gains are 1 on average."""
+    _, gains, _ = code.normalised(table.sample)
+    means = [part.log().mean().exp().expand(part.shape[1]) for part in gains.split_with_sizes(code.parts, -1)]
+    return replace(code, scale=code.scale * torch.cat(means))
 
 
 @dataclass(frozen=True)
@@ -343,7 +395,7 @@ def design(layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, r
     statistics = channel_statistics(layer, windows, rotation, root)
     turned, basis = decorrelated(layer, statistics)
     values = statistics.values.double() @ basis.mT
-    return Design(turned.float(), fit_scales(values, _shape(layer.spec)[1]))
+    return Design(turned.float(), fit_scales(values, _shape(layer.spec)[1], statistics.importance))
 
 
 def _shape(spec: GroupedSpec | LatentSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
