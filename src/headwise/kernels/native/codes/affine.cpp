@@ -45,6 +45,17 @@ INLINE float number_of_half(uint16_t x) {
   return sign ? -result : result;
 }
 
+// `count` numbers of float16, and zeros.
+INLINE Vector of_halves(const uint16_t* at, int count) {
+#if defined(__AVX512F__) && defined(__FLT16_MAX__)
+  return load((const float16*)at, count);
+#else
+  float numbers[W] = {};
+  for (int i = 0; i < count; i++) numbers[i] = number_of_half(at[i]);
+  return load(numbers);
+#endif
+}
+
 template <class Q>
 class AffineAttention {
   using A = Single;
@@ -59,6 +70,7 @@ class AffineAttention {
   const int64_t key_padded_;
   const int64_t value_width_, value_padded_;
   const int64_t key_row_, value_row_;  // numbers of an unpacked row
+  const bool fours_of_keys_, fours_of_values_;  // whether numbers of 4 bits are unpacked after their rows are transposed
 
  public:
   explicit AffineAttention(const AffineArguments& c)
@@ -77,7 +89,9 @@ class AffineAttention {
         value_width_(a_.V / c.value.groups),
         value_padded_(up(value_width_, 16)),
         key_row_(up(a_.D, CHUNK)),
-        value_row_(up(a_.V, CHUNK)) {}
+        value_row_(up(a_.V, CHUNK)),
+        fours_of_keys_(tiles_ && c.key.bits == 4 && a_.D % CHUNK == 0),
+        fours_of_values_(tiles_ && c.value.bits == 4 && a_.V % CHUNK == 0 && value_width_ % 32 == 0) {}
 
   void run() const {
     int64_t tokens = 0;
@@ -92,8 +106,8 @@ class AffineAttention {
   int64_t width() const { return c_.value.groups * (value_padded_ + 1); }
   int64_t scratch_bytes() const {
     return up(rows_ * up(a_.D, W) * 4, 64) + up(key_groups_ * rows_ * key_padded_ * 4, 64) + 3 * up(key_groups_ * rows_ * 4, 64) +
-           up(2 * a_.D * 4, 64) + 3 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
-           2 * (c_.key.groups + c_.value.groups) * BLOCK * 4 + BLOCK * (key_row_ + value_row_) + pieces_bytes() + tiles_bytes() +
+           up(2 * up(a_.D, W) * 4, 64) + 3 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
+           2 * (c_.key.groups + c_.value.groups) * BLOCK * 4 + BLOCK * (key_row_ + value_row_ + up(value_width_, 16) * 4) + pieces_bytes() + tiles_bytes() +
            (tiles_ ? up(rows_ * key_row_ * 4, 64) : 0);
   }
 
@@ -106,7 +120,7 @@ class AffineAttention {
     at.sums = (float*)take(key_groups_ * rows_ * 4);
     at.added = (float*)take(key_groups_ * rows_ * 4);
     at.one = (float*)take(key_groups_ * rows_ * 4);
-    at.of_block = (float*)take(2 * a_.D * 4);
+    at.of_block = (float*)take(2 * up(a_.D, W) * 4);
     at.scores = (float*)take(rows_ * BLOCK * 4);
     at.weights = (float*)take(rows_ * BLOCK * 4);
     at.scaled = (float*)take(rows_ * BLOCK * 4);
@@ -117,6 +131,7 @@ class AffineAttention {
     at.values = (int8_t*)take(BLOCK * value_row_);
     at.pieces = (int8_t*)take(pieces_bytes());
     at.tiles = take(tiles_bytes());
+    at.late = (float*)take(BLOCK * value_width_ * 4);
     if (tiles_) at.spread = (float*)take(rows_ * key_row_ * 4);
     std::fill_n(partial.high, rows_, NOTHING);
     std::fill_n(partial.sum, rows_ * W, 0.0f);
@@ -142,7 +157,8 @@ class AffineAttention {
       for (int i = 0; i < count; i++) zero += share(i) * *zero_of(partials[i], g, row);
       for (int64_t d = 0; d < value_width_; d++) {
         float mixture = zero;
-        for (int i = 0; i < count; i++) mixture += share(i) * mixture_of(partials[i], g)[row * value_padded_ + d];
+        const int64_t column = row * value_padded_ + column_of(d);
+        for (int i = 0; i < count; i++) mixture += share(i) * mixture_of(partials[i], g)[column];
         put(out + g * value_width_ + d, sum == 0 ? 0.0f : mixture / sum);
       }
     }
@@ -163,12 +179,22 @@ class AffineAttention {
     int8_t *keys, *values;    // unpacked: rows of [BLOCK, channels], or for matrix tiles
     int8_t* pieces;           // whole queries for matrix tiles
     char* tiles;              // memory for them to work in
+    Ahead* ahead = nullptr;   // what is prefetched
+    float* late;              // [BLOCK, channels of a group], values that are stored as they are
     float* spread;            // [row, channels], a group's query between zeros
   };
 
   float* mixture_of(const Partial& partial, int64_t group) const { return partial.mixture + group * rows_ * value_padded_; }
   float* zero_of(const Partial& partial, int64_t group, int row) const {
     return partial.mixture + c_.value.groups * rows_ * value_padded_ + group * rows_ + row;
+  }
+
+  // Where a channel of a group of values is in the mixture.
+  int64_t column_of(int64_t channel) const {
+#if HAS_MATRIX_TILES
+    if (fours_of_values_) return column_of_four(channel);
+#endif
+    return channel;
   }
 
   // --- queries ---------------------------------------------------------------------------------------------------
@@ -198,17 +224,23 @@ class AffineAttention {
   void scale_query(Place& at, int64_t block) const {
     const uint16_t* from = c_.key_scale + at.b * c_.key_scale_stride[0] + at.k * c_.key_scale_stride[1] +
                            block * c_.key_scale_stride[2];
-    for (int64_t i = 0; i < 2 * a_.D; i++) at.of_block[i] = number_of_half(from[i]);
+    float *scales = at.of_block, *zeros = scales + key_padded_;
+    for (int64_t d = 0; d < a_.D; d += W) {
+      const int count = int(std::min<int64_t>(W, a_.D - d));
+      const Vector scale = of_halves(from + d, count);
+      store(scales + d, scale);
+      // A scale that is no number says that the channel holds none.
+      store(zeros + d, of_halves(from + a_.D + d, count) + scale * 0.0f);
+    }
     for (int row = 0; row < rows_; row++) {
-      const float* query = at.query + row * up(a_.D, W);
+      const float* query = at.query + row * key_padded_;
       float* scaled = at.grouped + row * key_padded_;
-      float added = 0;
-      for (int64_t d = 0; d < a_.D; d++) {
-        scaled[d] = query[d] * at.of_block[d];
-        // A scale that is no number says that the channel holds none.
-        added += query[d] * (at.of_block[a_.D + d] + 0.0f * at.of_block[d]);
+      Vector added{};
+      for (int64_t d = 0; d < a_.D; d += W) {
+        store(scaled + d, load(query + d) * load(scales + d));
+        added += load(query + d) * load(zeros + d);
       }
-      at.added[row] = added;
+      at.added[row] = ::sum(added);
     }
     split_query(at);
   }
@@ -220,16 +252,21 @@ class AffineAttention {
     for (int64_t g = 0; g < key_groups_; g++) {
       const int64_t first = g * key_width_ / CHUNK, chunks = chunks_of(g), before = g * key_width_ - first * CHUNK;
       for (int row = 0; row < rows_; row++) {
-        float* spread = at.spread;
-        std::fill_n(spread, chunks * CHUNK, 0.0f);
-        std::copy_n(at.grouped + (g * rows_ + row) * key_padded_, key_width_, spread + before);
+        const float* query = at.grouped + (g * rows_ + row) * key_padded_;
+        if (before || key_width_ % CHUNK) {
+          std::fill_n(at.spread, chunks * CHUNK, 0.0f);
+          std::copy_n(query, key_width_, at.spread + before);
+          query = at.spread;
+        }
         alignas(64) int8_t pieces[PIECES * 1024];
         int8_t* to = chunks * CHUNK <= 1024 ? pieces : at.keys;
-        at.one[g * rows_ + row] = signed_pieces<PIECES>(spread, chunks * CHUNK, to, chunks * CHUNK);
+        at.one[g * rows_ + row] = signed_pieces<PIECES>(query, chunks * CHUNK, to, chunks * CHUNK);
         for (int64_t chunk = 0; chunk < chunks; chunk++)
-          for (int p = 0; p < PIECES; p++)
-            memcpy(tile_of(at, g, row / TILE_ROWS, chunk) + (row % TILE_ROWS * PIECES + p) * CHUNK,
-                   to + (p * chunks + chunk) * CHUNK, CHUNK);
+          for (int p = 0; p < PIECES; p++) {
+            const __m512i numbers = _mm512_loadu_si512(to + (p * chunks + chunk) * CHUNK);
+            _mm512_store_si512(tile_of(at, g, row / TILE_ROWS, chunk) + (row % TILE_ROWS * PIECES + p) * CHUNK,
+                               fours_of_keys_ ? in_order_of_fours(numbers) : numbers);
+          }
       }
     }
 #endif
@@ -259,7 +296,7 @@ class AffineAttention {
 #if HAS_MATRIX_TILES
     const Unpacker keys(int(c_.key.bits), a_.D, false), values(int(c_.value.bits), a_.V, true);
     std::optional<TileSetting> setting;
-    if (tiles_) setting.emplace();
+    if (tiles_) setting.emplace(std::min(TILE, rows_ * PIECES));
 #endif
     const uint8_t* key = (const uint8_t*)a_.key + at.b * a_.key_stride[0] + at.k * a_.key_stride[1];
     const uint8_t* value = (const uint8_t*)a_.value + at.b * a_.value_stride[0] + at.k * a_.value_stride[1];
@@ -269,15 +306,22 @@ class AffineAttention {
       if (c_.key_scale && c_.block < BLOCK) to = std::min(to, (from / c_.block + 1) * c_.block);
       if (c_.key_scale && from / c_.block != block_of_query) scale_query(at, block_of_query = from / c_.block);
       const int count = int(to - from);
+      // The next block's values are prefetched while this one's keys are read, and its keys while values are: into the
+      // second cache, as fewer reads can be under way into the first.
+      const int64_t next = std::min<int64_t>(BLOCK, tokens.to - to);
+      Ahead values_ahead(value + to * a_.value_stride[2], a_.value_stride[2], next, value_bytes(), steps_of_keys(count), 0);
+      Ahead keys_ahead(key + to * a_.key_stride[2], a_.key_stride[2], next, key_bytes(), steps_of_values(count), 0);
+      at.ahead = &values_ahead;
       const uint8_t *key_rows = key + from * a_.key_stride[2], *value_rows = value + from * a_.value_stride[2];
       read_scales(c_.key, key_rows, a_.key_stride[2], count, at.key_scales);
       read_scales(c_.value, value_rows, a_.value_stride[2], count, at.value_scales);
 #if HAS_MATRIX_TILES
       if (tiles_) {
-        unpack_columns(keys, key_rows, count, at.keys);
+        unpack_columns(keys, key_rows, count, at);
         score_columns(at, count);
         weigh_codes(at, from, count, partial);
-        unpack_quads(values, value_rows, count, at.values);
+        at.ahead = &keys_ahead;
+        unpack_quads(values, value_rows, count, at);
         mix_codes(at, count, partial);
         continue;
       }
@@ -291,6 +335,11 @@ class AffineAttention {
       mix_codes(at, count, partial);
     }
   }
+  // Bytes of a row.
+  int64_t key_bytes() const { return c_.key.codes + 4 * c_.key.groups; }
+  int64_t value_bytes() const { return c_.value.codes + 4 * c_.value.groups; }
+  int64_t steps_of_keys(int count) const { return (count + 15) / 16 * (key_row_ / CHUNK) + rows_ * (1 + key_groups_); }
+  int64_t steps_of_values(int count) const { return (count + 3) / 4 * (value_row_ / CHUNK); }
   void weigh_codes(Place& at, int64_t from, int count, const Partial& partial) const {
     int32_t token[BLOCK];
     for (int t = 0; t < count; t++) token[t] = int32_t(from + t);
@@ -356,10 +405,18 @@ class AffineAttention {
 
 #if HAS_MATRIX_TILES
   // Keys as tiles of columns: [16 tokens, chunk, four channels of 16, token, 4].
-  void unpack_columns(const Unpacker& unpacker, const uint8_t* row, int count, int8_t* to) const {
+  void unpack_columns(const Unpacker& unpacker, const uint8_t* row, int count, Place& at) const {
     const int64_t chunks = key_row_ / CHUNK;
+    int8_t* to = at.keys;
     for (int t = 0; t < count; t += 16) {
       for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        at.ahead->step();
+        if (fours_of_keys_) {
+          const uint8_t* rows[16];
+          UNROLL for (int i = 0; i < 16; i++) rows[i] = row + std::min(t + i, count - 1) * a_.key_stride[2] + chunk * CHUNK / 2;
+          transpose_fours(rows, to + (t * chunks + chunk * 16) * 64);
+          continue;
+        }
         __m512i rows[16], columns[16];
         UNROLL for (int i = 0; i < 16; i++)
           rows[i] = unpacker.read(row + std::min(t + i, count - 1) * a_.key_stride[2], chunk);
@@ -416,6 +473,7 @@ class AffineAttention {
   }
 
   void add_products(Place& at, int64_t g, int row, int count, const int32_t* products) const {
+    at.ahead->step();
     const Vector one = all(at.one[g * rows_ + row]);
     const float* scale = at.key_scales + g * BLOCK;
     const float* zero = at.key_scales + (c_.key.groups + g) * BLOCK;
@@ -436,9 +494,21 @@ class AffineAttention {
   }
 
   // Values in quads: [channels / 16, BLOCK / 4, 16, 4].
-  void unpack_quads(const Unpacker& unpacker, const uint8_t* row, int count, int8_t* to) const {
+  void unpack_quads(const Unpacker& unpacker, const uint8_t* row, int count, Place& at) const {
+    int8_t* to = at.values;
+    Ahead ahead = *at.ahead;  // a local copy can be in registers
     for (int t = 0; t < count; t += 4)
       for (int64_t chunk = 0; chunk < value_row_ / CHUNK; chunk++) {
+        ahead.step();
+        if (fours_of_values_) {
+          const uint8_t* rows[4];
+          UNROLL for (int i = 0; i < 4; i++) rows[i] = row + std::min(t + i, count - 1) * a_.value_stride[2] + chunk * CHUNK / 2;
+          int8_t* quads = to + chunk * 4 * QUADS + t * TILE;
+          weave_fours(rows, quads, quads + QUADS);
+          UNROLL for (int i = 0; i < 4; i++) rows[i] += 16;
+          weave_fours(rows, quads + 2 * QUADS, quads + 3 * QUADS);
+          continue;
+        }
         __m512i rows[4], quads[4];
         UNROLL for (int i = 0; i < 4; i++)
           rows[i] = unpacker.read(row + std::min(t + i, count - 1) * a_.value_stride[2], chunk);
@@ -456,6 +526,7 @@ class AffineAttention {
   }
   void weigh_row(Place& at, int row, const int32_t* token, int count, const Partial& partial) const {
     float *scores = at.scores + row * BLOCK, *weights = at.weights + row * BLOCK;
+    if (at.ahead) at.ahead->step();
     sight_.hide_in_row(at.b, at.k, row, token, count, scores);
     std::fill(scores + count, scores + BLOCK, NOTHING);
     Vector top = load(scores);
@@ -521,6 +592,7 @@ class AffineAttention {
     const Q* keys = (const Q*)c_.late_key + at.b * c_.late_key_stride[0] + at.k * c_.late_key_stride[1];
     const Q* values = (const Q*)c_.late_value + at.b * c_.late_value_stride[0] + at.k * c_.late_value_stride[1];
     Ahead none(at.keys, 0, 0, 0, 0);
+    at.ahead = nullptr;
     for (int64_t next = tokens.from; next < tokens.to;) {
       int count = 0;
       int32_t token[BLOCK];
@@ -536,8 +608,12 @@ class AffineAttention {
       weigh(at, token, count, partial);
       for (int64_t g = 0; g < c_.value.groups; g++) {
         for (int row = 0; row < rows_; row++) *zero_of(partial, g, row) *= at.keep[row];
-        const Q* of_group[BLOCK];
-        for (int t = 0; t < count; t++) of_group[t] = value[t] + g * value_width_;
+        const float* of_group[BLOCK];
+        for (int t = 0; t < count; t++) {
+          float* to = at.late + t * value_width_;
+          for (int64_t d = 0; d < value_width_; d++) to[column_of(d)] = number(value[t][g * value_width_ + d]);
+          of_group[t] = to;
+        }
         mix_rows(at, mixture_of(partial, g), at.weights, of_group, count);
       }
     }

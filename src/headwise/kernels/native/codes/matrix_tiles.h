@@ -33,15 +33,16 @@ inline bool may_use_tiles() {
   return may;
 }
 
-// Tiles of sixteen rows of 64 bytes, as long as this lives.
+// Tiles of sixteen rows of 64 bytes, as long as this lives; the first five may have fewer rows.
 class TileSetting {
  public:
-  TileSetting() {
+  explicit TileSetting(int rows = TILE) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
     } setting;
+    std::fill_n(setting.rows, 5, uint8_t(rows));
     asm volatile("" : : "r"(&setting) : "memory");
     _tile_loadconfig(&setting);
   }

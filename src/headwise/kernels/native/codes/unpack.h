@@ -78,6 +78,49 @@ INLINE void transpose(const __m512i* row, __m512i* column) {
   }
 }
 
+// Rows of 64 numbers of 4 bits of sixteen tokens as tiles of columns: [16, token, 4], of eight channels those with even
+// numbers and then the others.
+INLINE void transpose_fours(const uint8_t* const* row, int8_t* to) {
+  __m512i a[8], b[8];
+  const __m512i mask = _mm512_set1_epi8(15);
+  UNROLL for (int i = 0; i < 8; i++)
+    a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)row[i])),
+                              _mm256_loadu_si256((const __m256i*)row[i + 8]), 1);
+  UNROLL for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  UNROLL for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]), a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]), a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  const __m512i first = _mm512_set_epi64(13, 12, 5, 4, 9, 8, 1, 0), last = _mm512_set_epi64(15, 14, 7, 6, 11, 10, 3, 2);
+  UNROLL for (int i = 0; i < 4; i++) {
+    b[i] = _mm512_permutex2var_epi64(a[i], first, a[4 + i]), b[4 + i] = _mm512_permutex2var_epi64(a[i], last, a[4 + i]);
+  }
+  UNROLL for (int i = 0; i < 8; i++) {
+    _mm512_store_si512(to + 2 * i * 64, _mm512_and_si512(b[i], mask));
+    _mm512_store_si512(to + (2 * i + 1) * 64, _mm512_and_si512(_mm512_srli_epi16(b[i], 4), mask));
+  }
+}
+
+// Numbers of 64 channels in the order of such a tile's.
+INLINE __m512i in_order_of_fours(__m512i x) {
+  return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(_mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0)));
+}
+
+// 32 numbers of 4 bits of four tokens in two quads: channels with even numbers, and the others.
+INLINE void weave_fours(const uint8_t* const* row, int8_t* even, int8_t* odd) {
+  alignas(64) static constexpr uint8_t BESIDE[64] = {
+      0, 16, 32, 48, 1, 17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21, 37, 53, 6,  22, 38, 54, 7,  23, 39, 55,
+      8, 24, 40, 56, 9, 25, 41, 57, 10, 26, 42, 58, 11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
+  const __m512i x = _mm512_permutexvar_epi8(_mm512_load_si512(BESIDE), BlockReader::bytes(row, 0)), mask = _mm512_set1_epi8(15);
+  _mm512_store_si512(even, _mm512_and_si512(x, mask));
+  _mm512_store_si512(odd, _mm512_and_si512(_mm512_srli_epi16(x, 4), mask));
+}
+
+// Where among the columns of such quads a channel is.
+constexpr int64_t column_of_four(int64_t channel) { return channel / 32 * 32 + channel % 2 * 16 + channel % 32 / 2; }
+
 // Numbers of a row in pieces of 8 bits with their signs, the highest first, `stride` bytes apart: rows of `count` numbers,
 // a multiple of sixteen. Returns the number that 1 stands for.
 template <int PIECES>
