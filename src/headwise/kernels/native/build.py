@@ -25,7 +25,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_SOURCES = ("attention.cpp", "linear.cpp", "codes/affine.cpp", "codes/coded.cpp", "codes/trellis.cpp")
+_SOURCES = (
+    *("attention.cpp", "linear.cpp"),
+    *("codes/affine.cpp", "codes/coded.cpp", "codes/heads.cpp", "codes/trellis.cpp"),
+)
 _HEADERS = (
     *("lanes.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h"),
     *("codes/levels.h", "codes/matrix_tiles.h", "codes/unpack.h"),
@@ -250,6 +253,7 @@ def _load(path: Path) -> ctypes.CDLL:
     library.headwise_linear.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.headwise_affine.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.headwise_coded.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.headwise_heads.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.headwise_trellis.argtypes = [ctypes.c_char_p]
     return library
 
