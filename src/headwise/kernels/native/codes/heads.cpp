@@ -46,6 +46,9 @@ class HeadsAttention {
   const int64_t query_;     // numbers of a row of queries
   const int64_t key_;       // numbers of a row of keys: what is written of it may end behind it
   const int64_t row_;       // values without codes of a token
+  // Levels of a head's keys lie in blocks [D_ / CHANNELS, BLOCK, CHANNELS], or where the halves of a rotated key begin within
+  // one, in rows [BLOCK, D_]: how far blocks, and tokens, are apart.
+  const int64_t block_, token_;
 
  public:
   explicit HeadsAttention(const HeadsArguments& c)
@@ -64,7 +67,9 @@ class HeadsAttention {
         V_(up(a_.V, CHANNELS)),
         query_(up(a_.D, W)),
         key_(up(a_.D, CHANNELS) + CHANNELS),
-        row_(c.heads * (a_.D + a_.V)) {}
+        row_(c.heads * (a_.D + a_.V)),
+        block_(c.P / 2 % CHANNELS ? CHANNELS : CHANNELS * BLOCK),
+        token_(c.P / 2 % CHANNELS ? D_ : CHANNELS) {}
 
   void run() const {
     int64_t tokens = 0;
@@ -78,7 +83,7 @@ class HeadsAttention {
   int64_t width() const { return V_; }
   int64_t scratch_bytes() const {
     return 2 * up(rows_ * (query_ + W) * 4, 64) + 2 * up(half_ * 4, 64) + 2 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
-           up(KEYS * key_ * 4, 64) + up(BLOCK * c_.heads * (D_ + V_) + CHANNELS, 64) + up(tiles_bytes(), 64) +
+           up(KEYS * key_ * 4, 64) + BLOCK * (D_ + V_) + 64 + up(tiles_bytes(), 64) +
            up(SINKS * c_.heads * V_ * 4, 64) + 2 * BLOCK * 4 + up(c_.count * sizeof(BlockPlan), 64) +
            up(BLOCK * (c_.bytes + OVERRUN), 64) + 64;
   }
@@ -95,8 +100,8 @@ class HeadsAttention {
     at.weights = (float*)take(rows_ * BLOCK * 4);
     at.keep = (float*)take(rows_ * 4);
     at.keys = (float*)take(KEYS * key_ * 4);
-    at.values = (int8_t*)take(BLOCK * c_.heads * V_);
-    at.levels = (int8_t*)take(BLOCK * c_.heads * D_ + CHANNELS);
+    at.values = (int8_t*)take(BLOCK * V_);
+    at.levels = (int8_t*)take(BLOCK * D_ + CHANNELS);
     at.tiles = take(tiles_bytes());
     at.wide = (float*)take(SINKS * c_.heads * V_ * 4);
     at.key_gain = (float*)take(BLOCK * 4);
@@ -149,8 +154,8 @@ class HeadsAttention {
     float *scores, *weights;         // [row, BLOCK]
     float* keep;                     // [row], what partial results so far are multiplied by
     float* keys;                     // [KEYS, key_], of a head
-    int8_t* levels;                  // of keys, [BLOCK, heads, D_]
-    int8_t* values;                  // levels of values, [BLOCK, heads, V_], or quads
+    int8_t* levels;                  // of a head's keys
+    int8_t* values;                  // of its values, [BLOCK, V_], or quads
     char* tiles;                     // memory for matrix tiles to work in
     float* wide;                     // [SINKS, heads, V_], values without codes in levels
     float *key_gain, *value_gain;    // [BLOCK]
@@ -199,94 +204,99 @@ class HeadsAttention {
 
   // --- tokens ----------------------------------------------------------------------------------------------------
 
+  // Head by head, so that what is decoded stays in the first cache until it is used.
   void attend_codes(Range tokens, Place& at, const Partial& partial) const {
+    const uint8_t* codes = (const uint8_t*)a_.key + at.b * a_.key_stride[0];
     for (int64_t from = tokens.from, to; from < tokens.to; from = to) {
       to = std::min(tokens.to, (from / BLOCK + 1) * BLOCK);
       const int count = int(to - from);
-      decode(at, from, count);
-      score_tokens(at, from, count, [&](int64_t head, int t, int n) { coded_keys(at, head, from, t, n); });
-      for (int row = 0; row < rows_; row++) weigh(at, row, from, count, partial, at.value_gain);
+      const uint8_t* token[BLOCK + 3];
+      find(at, codes, from, count, token);
+      Ahead ahead(codes + to * a_.key_stride[2], a_.key_stride[2], std::min<int64_t>(BLOCK, tokens.to - to), c_.bytes, c_.count, 0);
+      const BlockPlan *keys = at.plans, *values = keys + c_.heads * (D_ / CHANNELS);
       for (int64_t head = 0; head < c_.heads; head++) {
         const int row = int(head) * group_;
-        float *mixture = partial.mixture + row * V_, *weights = at.weights + row * BLOCK;
-#if HAS_MATRIX_TILES
-        if (tiles_) {
-          mix_tiles<PIECES>(mixture, group_, weights, at.keep + row, at.values + head * V_ * BLOCK, V_, at.tiles);
-          continue;
+        for (int64_t d = 0; d < D_; d += CHANNELS, keys++) {
+          ahead.step();
+          decode_block(*keys, c_.tables, token, count, at.levels + d / CHANNELS * block_, token_);
         }
+        for (int64_t d = 0; d < V_; d += CHANNELS, values++) {
+          ahead.step();
+#if HAS_MATRIX_TILES
+          if (tiles_) {
+            decode_quads<false>(*values, c_.tables, token, count, at.values + d * BLOCK, nullptr, 0);
+            continue;
+          }
 #endif
-        const int8_t* value[BLOCK];
-        for (int t = 0; t < count; t++) value[t] = at.values + (t * c_.heads + head) * V_;
-        Ahead none(at.values, 0, 0, 0, 0);
-        mix<A>(mixture, group_, Weights<float>{weights, BLOCK, 1}, at.keep + row, value, count, V_, none);
+          decode_block(*values, c_.tables, token, count, at.values + d, V_);
+        }
+        score_tokens(at, head, from, count, [&](int t, int n) { coded_keys(at, head, from, t, n); });
+        for (int r = row; r < row + group_; r++) weigh(at, r, from, count, partial, at.value_gain);
+        mix_codes(at, row, count, partial);
       }
     }
   }
 
-  // The levels and gains of a block of tokens.
-  void decode(Place& at, int64_t from, int count) const {
-    const uint8_t* codes = (const uint8_t*)a_.key + at.b * a_.key_stride[0];
-    const uint8_t* row[BLOCK + 3];
-    for (int t = 0; t < count; t++) row[t] = codes + (from + t) * a_.key_stride[2];
+  void mix_codes(Place& at, int row, int count, const Partial& partial) const {
+    float *mixture = partial.mixture + row * V_, *weights = at.weights + row * BLOCK, *keep = at.keep + row;
+#if HAS_MATRIX_TILES
+    if (tiles_) {
+      constexpr auto few = mix_quads<PIECES>, many = mix_tiles<PIECES>;
+      return (group_ * PIECES < 12 ? few : many)(mixture, group_, weights, keep, at.values, V_, at.tiles);
+    }
+#endif
+    const int8_t* value[BLOCK];
+    for (int t = 0; t < count; t++) value[t] = at.values + t * V_;
+    Ahead none(at.values, 0, 0, 0, 0);
+    mix<A>(mixture, group_, Weights<float>{weights, BLOCK, 1}, keep, value, count, V_, none);
+  }
+
+  // Where the codes of a block of tokens are, and their gains.
+  void find(Place& at, const uint8_t* codes, int64_t from, int count, const uint8_t** token) const {
+    for (int t = 0; t < count; t++) token[t] = codes + (from + t) * a_.key_stride[2];
     // What lies behind the last token may be no memory of this process.
     const uint8_t* end = codes + (a_.T - 1) * a_.key_stride[2] + c_.bytes;
-    for (int t = count - 1; t >= 0 && row[t] + c_.bytes + OVERRUN > end; t--) {
+    for (int t = count - 1; t >= 0 && token[t] + c_.bytes + OVERRUN > end; t--) {
       uint8_t* copy = at.copies + t * (c_.bytes + OVERRUN);
-      memcpy(copy, row[t], c_.bytes);
+      memcpy(copy, token[t], c_.bytes);
       memset(copy + c_.bytes, 0, OVERRUN);
-      row[t] = copy;
+      token[t] = copy;
     }
-    for (int t = count; t < count + 3; t++) row[t] = row[count - 1];
+    for (int t = count; t < count + 3; t++) token[t] = token[count - 1];
     for (int t = 0; t < BLOCK; t++) {
-      const uint8_t numbers = *row[std::min(t, count - 1)];
+      const uint8_t numbers = *token[std::min(t, count - 1)];
       at.key_gain[t] = c_.gains[numbers & 15], at.value_gain[t] = c_.gains[numbers >> 4];
-    }
-    Ahead ahead(codes + (from + count) * a_.key_stride[2], a_.key_stride[2], std::min<int64_t>(BLOCK, a_.T - from - count),
-                c_.bytes, c_.count, 0);
-    const int64_t keys = c_.heads * D_;
-    for (int64_t i = 0; i < c_.count; i++) {
-      const BlockPlan& block = at.plans[i];
-      ahead.step();
-      if (block.column < keys) {
-        decode_block(block, c_.tables, row, count, at.levels + block.column, keys);
-        continue;
-      }
-#if HAS_MATRIX_TILES
-      if (tiles_) {
-        decode_quads<false>(block, c_.tables, row, count, at.values + (block.column - keys) * BLOCK, nullptr, 0);
-        continue;
-      }
-#endif
-      decode_block(block, c_.tables, row, count, at.values + block.column - keys, c_.heads * V_);
     }
   }
 
   // A head's keys of tokens t … t + n − 1 of a block, whose levels and gains are there.
   void coded_keys(Place& at, int64_t head, int64_t from, int t, int n) const {
     // Local copies, which the compiler knows that no store changes.
-    const int64_t half = c_.P / 2, stride = key_, table = half_, row = c_.heads * D_, D = a_.D;
+    const int64_t half = c_.P / 2, stride = key_, table = half_, row = token_, D = a_.D;
     const float *cos = c_.turn_cos + (from + t) % TURN * table, *sin = c_.turn_sin + (from + t) % TURN * table;
     const float *gains = at.key_gain + t, *scale = c_.scale + head * D_, *offset = c_.offset + head * D_;
-    const int8_t* levels = at.levels + t * row + head * D_;
+    const int8_t* levels = at.levels + t * row;
+    const auto level = [&](int64_t d) { return levels + d / CHANNELS * block_ + d % CHANNELS; };
     float* keys = at.keys;
     // From the last channels on: what is written behind the end of a half is written again.
     for (int64_t d = up(half, W) - W; d >= 0; d -= W) {
       const int some = int(std::min<int64_t>(W, D_ - half - d));
+      const int8_t *level1 = level(d), *level2 = level(half + d);
       const Vector scale1 = load(scale + d), scale2 = load(scale + half + d, some);
       const Vector offset1 = load(offset + d), offset2 = load(offset + half + d, some);
       for (int i = 0; i < n; i++) {
         const Vector gain = all(gains[i]), c = load(cos + i * table + d), s = load(sin + i * table + d);
-        const Vector x = load(levels + i * row + d) * (scale1 * gain) + offset1;
-        const Vector y = load(levels + i * row + half + d) * (scale2 * gain) + offset2;
+        const Vector x = load(level1 + i * row) * (scale1 * gain) + offset1;
+        const Vector y = load(level2 + i * row) * (scale2 * gain) + offset2;
         store(keys + i * stride + d, x * c - y * s);
         store(keys + i * stride + half + d, y * c + x * s);
       }
     }
-    for (int64_t d = 2 * half; d < D; d += W)
-      for (int i = 0; i < n; i++) {
-        const int some = int(std::min<int64_t>(W, D - d));
-        store(keys + i * stride + d, load(levels + i * row + d) * (load(scale + d, some) * gains[i]) + load(offset + d, some));
-      }
+    for (int64_t d = 2 * half; d < D; d += W) {
+      const int some = int(std::min<int64_t>(W, D - d));
+      for (int i = 0; i < n; i++)
+        store(keys + i * stride + d, load(level(d) + i * row) * (load(scale + d, some) * gains[i]) + load(offset + d, some));
+    }
   }
 
   // Tokens without codes.
@@ -302,19 +312,20 @@ class HeadsAttention {
           at.wide[(t * c_.heads + head) * V_ + d] =
               d < a_.V ? (number(wide[t * row_ + values + head * a_.V + d]) - c_.offset[column]) / c_.scale[column] : 0.0f;
         }
-    score_tokens(at, tokens.from, count, [&](int64_t head, int t, int n) {
-      for (int i = 0; i < n; i++) {
-        const bfloat16* from = wide + (t + i) * row_ + head * a_.D;
-        const int64_t turn = (tokens.from + t + i) % TURN * half_, half = c_.P / 2;
-        float* key = at.keys + i * key_;
-        for (int64_t d = 0; d < half; d++) {
-          const float c = c_.turn_cos[turn + d], s = c_.turn_sin[turn + d];
-          key[d] = number(from[d]) * c - number(from[half + d]) * s;
-          key[half + d] = number(from[half + d]) * c + number(from[d]) * s;
+    for (int64_t head = 0; head < c_.heads; head++)
+      score_tokens(at, head, tokens.from, count, [&](int t, int n) {
+        for (int i = 0; i < n; i++) {
+          const bfloat16* from = wide + (t + i) * row_ + head * a_.D;
+          const int64_t turn = (tokens.from + t + i) % TURN * half_, half = c_.P / 2;
+          float* key = at.keys + i * key_;
+          for (int64_t d = 0; d < half; d++) {
+            const float c = c_.turn_cos[turn + d], s = c_.turn_sin[turn + d];
+            key[d] = number(from[d]) * c - number(from[half + d]) * s;
+            key[half + d] = number(from[half + d]) * c + number(from[d]) * s;
+          }
+          for (int64_t d = 2 * half; d < a_.D; d++) key[d] = number(from[d]);
         }
-        for (int64_t d = 2 * half; d < a_.D; d++) key[d] = number(from[d]);
-      }
-    });
+      });
     for (int row = 0; row < rows_; row++) weigh(at, row, tokens.from, count, partial, nullptr);
     Ahead none(at.wide, 0, 0, 0, 0);
     for (int64_t head = 0; head < c_.heads; head++) {
@@ -328,20 +339,18 @@ class HeadsAttention {
 
   // --- scores and weights ----------------------------------------------------------------------------------------
 
-  // Scores of all rows with a block's tokens; read(head, t, n) computes a head's keys of n of them.
+  // Scores of a head's rows with a block's tokens; read(t, n) computes the keys of n of them.
   template <class F>
-  void score_tokens(Place& at, int64_t from, int count, F read) const {
+  void score_tokens(Place& at, int64_t head, int64_t from, int count, F read) const {
     Ahead none(at.keys, 0, 0, 0, 0);
+    const int row = int(head) * group_;
     for (int t = 0, n; t < count; t += n) {
       n = int(std::min<int64_t>(count - t, KEYS - (from + t) % KEYS));
       turn_back((from + t) / TURN * TURN, at);
+      read(t, n);
       const float* key[KEYS];
       for (int i = 0; i < n; i++) key[i] = at.keys + i * key_;
-      for (int64_t head = 0; head < c_.heads; head++) {
-        read(head, t, n);
-        const int row = int(head) * group_;
-        score<A>(at.turned + row * query_, group_, key, n, a_.D, at.scores + row * BLOCK + t, none);
-      }
+      score<A>(at.turned + row * query_, group_, key, n, a_.D, at.scores + row * BLOCK + t, none);
     }
   }
 
