@@ -25,8 +25,8 @@ class AffineRows:
     """Keys or values as rows of integer codes, the lowest bit of a byte first; a code of 8 bits stands for itself.
 
     Attributes:
-        rows: uint8 ``[B, K, N, bytes]``, of each token the codes, and then the scales and the zero points of its groups
-            of channels in float16.
+        rows: uint8 ``[B, K, N, bytes]``, of each token the codes, and then the scales and the zero points of its
+            groups of channels in float16.
         width: D or V.
         bits: of a code: 2, 3, 4 or 8.
         groups: the number of groups, each of as many channels: several only of a multiple of 16; 0 for keys without
@@ -96,7 +96,8 @@ def attend_affine(
     if out.numel() == 0:
         return out
     scales = None if blocks is None else blocks.scales.contiguous()
-    late_pointers, late_strides = (0, 0), (0,) * 6
+    late_pointers: tuple[int, int] = (0, 0)
+    late_strides: tuple[int, ...] = (0,) * 6
     if late is not None:
         late_keys, late_values = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in late)
         late_pointers = late_keys.data_ptr(), late_values.data_ptr()

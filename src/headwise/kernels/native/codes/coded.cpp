@@ -156,7 +156,7 @@ class CodedAttention {
     int64_t b;
     float *query, *turned;     // as they are, and rotated back by `turn` slots
     float *cos, *sin;          // [half_], of those slots
-    int64_t turn = 0;
+    int64_t turn = -1;         // none yet
     float *scores, *weights;   // [row, BLOCK]
     float* keep;               // [row], what partial results so far are multiplied by
     float* keys;               // [KEYS, D_]

@@ -150,7 +150,7 @@ class HeadsAttention {
     int64_t b;
     float *query, *turned;           // [row, query_], as they are, and rotated back by `turn` slots
     float *cos, *sin;                // [half_], of those slots
-    int64_t turn = 0;
+    int64_t turn = -1;               // none yet
     float *scores, *weights;         // [row, BLOCK]
     float* keep;                     // [row], what partial results so far are multiplied by
     float* keys;                     // [KEYS, key_], of a head

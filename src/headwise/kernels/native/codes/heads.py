@@ -1,7 +1,7 @@
 """Call the compiled kernel of attention to keys and values in trellis codes, ``heads.cpp``.
 
-Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, P rotary dims, F
-frequencies of the model.
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, P rotary dims,
+F frequencies of the model.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def attend_heads(
     Args:
         query: rotated, ``[B, H, S, D]``.
         codes: uint8 ``[B, 1, T, bytes]``.
-        wide: bfloat16 ``[B, sinks, K · (D + V)]``, keys and values of each sequence's first tokens, which replace their
-            codes.
+        wide: bfloat16 ``[B, sinks, K · (D + V)]``, keys and values of each sequence's first tokens, which replace
+            their codes.
         first: int64 ``[B]``, the slot of each sequence's first token.
         layout: of the codes.
         rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
