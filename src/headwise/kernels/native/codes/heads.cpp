@@ -41,6 +41,7 @@ class HeadsAttention {
   const Sight sight_;
   const int rows_, group_;  // of all heads, and of one
   const bool tiles_;        // whether matrix tiles are used
+  const int fours_;         // groups of four rows of a head whose scores are computed side by side
   const int64_t half_;      // of a table of rotations
   const int64_t D_, V_;     // columns of a head's levels
   const int64_t query_;     // numbers of a row of queries
@@ -62,6 +63,7 @@ class HeadsAttention {
 #else
         tiles_(false),
 #endif
+        fours_(HAS_LANES ? (group_ + 3) / 4 : 0),
         half_(up(c.P / 2, CHANNELS)),
         D_(up(a_.D, CHANNELS)),
         V_(up(a_.V, CHANNELS)),
@@ -82,7 +84,7 @@ class HeadsAttention {
   int rows() const { return rows_; }
   int64_t width() const { return V_; }
   int64_t scratch_bytes() const {
-    return 2 * up(rows_ * (query_ + W) * 4, 64) + 2 * up(half_ * 4, 64) + 2 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
+    return 2 * up(rows_ * (query_ + W) * 4, 64) + c_.heads * fours_ * 4 * query_ * 4 + 2 * up(half_ * 4, 64) + 2 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
            up(KEYS * key_ * 4, 64) + BLOCK * (D_ + V_) + 64 + up(tiles_bytes(), 64) +
            up(SINKS * c_.heads * V_ * 4, 64) + 2 * BLOCK * 4 + up(c_.count * sizeof(BlockPlan), 64) +
            up(BLOCK * (c_.bytes + OVERRUN), 64) + 64;
@@ -94,6 +96,7 @@ class HeadsAttention {
     at.b = b;
     at.query = (float*)take(rows_ * (query_ + W) * 4);
     at.turned = (float*)take(rows_ * (query_ + W) * 4);
+    at.fours = (float*)take(c_.heads * fours_ * 4 * query_ * 4);
     at.cos = (float*)take(half_ * 4);
     at.sin = (float*)take(half_ * 4);
     at.scores = (float*)take(rows_ * BLOCK * 4);
@@ -115,6 +118,8 @@ class HeadsAttention {
     if (!tokens.length()) return;
     read_query(b, at.query);
     std::copy_n(at.query, rows_ * query_, at.turned);
+    std::fill_n(at.fours, c_.heads * fours_ * 4 * query_, 0.0f);
+    set_side_by_side(at);
     std::fill_n(at.keys, KEYS * key_, 0.0f);
 
     const Range wide{c_.first[b], c_.first[b] + SINKS};
@@ -149,6 +154,7 @@ class HeadsAttention {
   struct Place {
     int64_t b;
     float *query, *turned;           // [row, query_], as they are, and rotated back by `turn` slots
+    float* fours;                    // the same side by side
     float *cos, *sin;                // [half_], of those slots
     int64_t turn = -1;               // none yet
     float *scores, *weights;         // [row, BLOCK]
@@ -194,11 +200,29 @@ class HeadsAttention {
     for (int row = 0; row < rows_; row++) {
       const float* query = at.query + row * query_;
       float* turned = at.turned + row * query_;
-      for (int64_t d = 0; d < pairs; d++) {
-        const float x = query[d], y = query[pairs + d];
-        turned[d] = x * cos[d] + y * sin[d];
-        turned[pairs + d] = y * cos[d] - x * sin[d];
-      }
+      if (pairs % W)
+        for (int64_t d = 0; d < pairs; d++) {
+          const float x = query[d], y = query[pairs + d];
+          turned[d] = x * cos[d] + y * sin[d];
+          turned[pairs + d] = y * cos[d] - x * sin[d];
+        }
+      else
+        for (int64_t d = 0; d < pairs; d += W) {
+          const Vector x = load(query + d), y = load(query + pairs + d), c = load(cos + d), s = load(sin + d);
+          store(turned + d, x * c + y * s);
+          store(turned + pairs + d, y * c - x * s);
+        }
+    }
+    set_side_by_side(at);
+  }
+
+  // Puts four numbers of four rows of a head into a vector: [head, fours of rows, query_ / 4, 4, 4].
+  void set_side_by_side(Place& at) const {
+    if (!fours_) return;
+    for (int row = 0; row < rows_; row++) {
+      const int r = row % group_;
+      float* to = at.fours + (row / group_ * fours_ + r / 4) * 4 * query_ + r % 4 * 4;
+      for (int64_t d = 0; d < query_; d += 4) memcpy(to + d * 4, at.turned + row * query_ + d, 16);
     }
   }
 
@@ -348,11 +372,51 @@ class HeadsAttention {
       n = int(std::min<int64_t>(count - t, KEYS - (from + t) % KEYS));
       turn_back((from + t) / TURN * TURN, at);
       read(t, n);
+#if HAS_LANES
+      for (int r = 0; r < group_; r += 4)
+        score_fours(at.fours + (head * fours_ + r / 4) * 4 * query_, at.keys, std::min(4, group_ - r), n,
+                    at.scores + (row + r) * BLOCK + t);
+      continue;
+#endif
       const float* key[KEYS];
       for (int i = 0; i < n; i++) key[i] = at.keys + i * key_;
       score<A>(at.turned + row * query_, group_, key, n, a_.D, at.scores + row * BLOCK + t, none);
     }
   }
+
+#if HAS_LANES
+  // Scores of up to four rows with KEYS keys, of which n are there.
+  void score_fours(const float* query, const float* keys, int rows, int n, float* scores) const {
+    constexpr int TOKENS = 8;
+    alignas(64) float of_rows[4][KEYS];
+    const int64_t stride = key_, D = query_;
+    for (int t = 0; t < n; t += TOKENS) {
+      Vector sum[TOKENS];
+      UNROLL for (int i = 0; i < TOKENS; i++) sum[i] = Vector{};
+      const float* key = keys + t * stride;
+      for (int64_t d = 0; d < D; d += 4) {
+        Vector four = load(query + d * 4);
+        IN_REGISTER(four);
+        UNROLL for (int i = 0; i < TOKENS; i++)
+          sum[i] += four * (Vector)_mm512_broadcast_f32x4(_mm_loadu_ps(key + i * stride + d));
+      }
+      UNROLL for (int i = 0; i < TOKENS; i += 4) {
+        const auto both = [&](int a) {
+          const __m512 first = (__m512)sum[i + a], second = (__m512)sum[i + a + 1];
+          return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(first, second), _mm512_unpackhi_ps(first, second)));
+        };
+        const __m512d first = both(0), second = both(2);
+        const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
+                                         _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+        _mm_store_ps(&of_rows[0][t + i], _mm512_castps512_ps128(all));
+        _mm_store_ps(&of_rows[1][t + i], _mm512_extractf32x4_ps(all, 1));
+        _mm_store_ps(&of_rows[2][t + i], _mm512_extractf32x4_ps(all, 2));
+        _mm_store_ps(&of_rows[3][t + i], _mm512_extractf32x4_ps(all, 3));
+      }
+    }
+    for (int r = 0; r < rows; r++) memcpy(scores + r * BLOCK, of_rows[r], n * 4);
+  }
+#endif
 
   // One row's scores become weights, times the tokens' gains; see Attention.
   void weigh(Place& at, int row, int64_t from, int count, const Partial& partial, const float* gain) const {
