@@ -85,7 +85,7 @@ class HeadsAttention {
   int64_t width() const { return V_; }
   int64_t scratch_bytes() const {
     return 2 * up(rows_ * (query_ + W) * 4, 64) + c_.heads * fours_ * 4 * query_ * 4 + 2 * up(half_ * 4, 64) + 2 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
-           up(KEYS * key_ * 4, 64) + BLOCK * (D_ + V_) + 64 + up(tiles_bytes(), 64) +
+           up(KEYS * key_ * 4, 64) + BLOCK * (c_.heads * D_ + V_) + 64 + up(tiles_bytes(), 64) +
            up(SINKS * c_.heads * V_ * 4, 64) + 2 * BLOCK * 4 + up(c_.count * sizeof(BlockPlan), 64) +
            up(BLOCK * (c_.bytes + OVERRUN), 64) + 64;
   }
@@ -104,7 +104,7 @@ class HeadsAttention {
     at.keep = (float*)take(rows_ * 4);
     at.keys = (float*)take(KEYS * key_ * 4);
     at.values = (int8_t*)take(BLOCK * V_);
-    at.levels = (int8_t*)take(BLOCK * D_ + CHANNELS);
+    at.levels = (int8_t*)take(BLOCK * c_.heads * D_ + CHANNELS);
     at.tiles = take(tiles_bytes());
     at.wide = (float*)take(SINKS * c_.heads * V_ * 4);
     at.key_gain = (float*)take(BLOCK * 4);
@@ -160,8 +160,8 @@ class HeadsAttention {
     float *scores, *weights;         // [row, BLOCK]
     float* keep;                     // [row], what partial results so far are multiplied by
     float* keys;                     // [KEYS, key_], of a head
-    int8_t* levels;                  // of a head's keys
-    int8_t* values;                  // of its values, [BLOCK, V_], or quads
+    int8_t* levels;                  // of keys, head by head
+    int8_t* values;                  // of a head's values, [BLOCK, V_], or quads
     char* tiles;                     // memory for matrix tiles to work in
     float* wide;                     // [SINKS, heads, V_], values without codes in levels
     float *key_gain, *value_gain;    // [BLOCK]
@@ -228,7 +228,8 @@ class HeadsAttention {
 
   // --- tokens ----------------------------------------------------------------------------------------------------
 
-  // Head by head, so that what is decoded stays in the first cache until it is used.
+  // Keys of all heads are decoded at once, and then rotated a few tokens at a time, so that what rotates these is read once;
+  // values are decoded head by head, just before they are mixed.
   void attend_codes(Range tokens, Place& at, const Partial& partial) const {
     const uint8_t* codes = (const uint8_t*)a_.key + at.b * a_.key_stride[0];
     for (int64_t from = tokens.from, to; from < tokens.to; from = to) {
@@ -237,26 +238,26 @@ class HeadsAttention {
       const uint8_t* token[BLOCK + 3];
       find(at, codes, from, count, token);
       Ahead ahead(codes + to * a_.key_stride[2], a_.key_stride[2], std::min<int64_t>(BLOCK, tokens.to - to), c_.bytes, c_.count, 0);
-      const BlockPlan *keys = at.plans, *values = keys + c_.heads * (D_ / CHANNELS);
-      for (int64_t head = 0; head < c_.heads; head++) {
-        const int row = int(head) * group_;
-        for (int64_t d = 0; d < D_; d += CHANNELS, keys++) {
+      const BlockPlan* plan = at.plans;
+      for (int64_t head = 0; head < c_.heads; head++)
+        for (int64_t d = 0; d < D_; d += CHANNELS, plan++) {
           ahead.step();
-          decode_block(*keys, c_.tables, token, count, at.levels + d / CHANNELS * block_, token_);
+          decode_block(*plan, c_.tables, token, count, at.levels + head * BLOCK * D_ + d / CHANNELS * block_, token_);
         }
-        for (int64_t d = 0; d < V_; d += CHANNELS, values++) {
+      score_tokens(at, from, count, [&](int64_t head, int t, int n) { coded_keys(at, head, from, t, n); });
+      for (int row = 0; row < rows_; row++) weigh(at, row, from, count, partial, at.value_gain);
+      for (int64_t head = 0; head < c_.heads; head++) {
+        for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
           ahead.step();
 #if HAS_MATRIX_TILES
           if (tiles_) {
-            decode_quads<false>(*values, c_.tables, token, count, at.values + d * BLOCK, nullptr, 0);
+            decode_quads<false>(*plan, c_.tables, token, count, at.values + d * BLOCK, nullptr, 0);
             continue;
           }
 #endif
-          decode_block(*values, c_.tables, token, count, at.values + d, V_);
+          decode_block(*plan, c_.tables, token, count, at.values + d, V_);
         }
-        score_tokens(at, head, from, count, [&](int t, int n) { coded_keys(at, head, from, t, n); });
-        for (int r = row; r < row + group_; r++) weigh(at, r, from, count, partial, at.value_gain);
-        mix_codes(at, row, count, partial);
+        mix_codes(at, int(head) * group_, count, partial);
       }
     }
   }
@@ -299,7 +300,7 @@ class HeadsAttention {
     const int64_t half = c_.P / 2, stride = key_, table = half_, row = token_, D = a_.D;
     const float *cos = c_.turn_cos + (from + t) % TURN * table, *sin = c_.turn_sin + (from + t) % TURN * table;
     const float *gains = at.key_gain + t, *scale = c_.scale + head * D_, *offset = c_.offset + head * D_;
-    const int8_t* levels = at.levels + t * row;
+    const int8_t* levels = at.levels + head * BLOCK * D_ + t * row;
     const auto level = [&](int64_t d) { return levels + d / CHANNELS * block_ + d % CHANNELS; };
     float* keys = at.keys;
     // From the last channels on: what is written behind the end of a half is written again.
@@ -336,20 +337,19 @@ class HeadsAttention {
           at.wide[(t * c_.heads + head) * V_ + d] =
               d < a_.V ? (number(wide[t * row_ + values + head * a_.V + d]) - c_.offset[column]) / c_.scale[column] : 0.0f;
         }
-    for (int64_t head = 0; head < c_.heads; head++)
-      score_tokens(at, head, tokens.from, count, [&](int t, int n) {
-        for (int i = 0; i < n; i++) {
-          const bfloat16* from = wide + (t + i) * row_ + head * a_.D;
-          const int64_t turn = (tokens.from + t + i) % TURN * half_, half = c_.P / 2;
-          float* key = at.keys + i * key_;
-          for (int64_t d = 0; d < half; d++) {
-            const float c = c_.turn_cos[turn + d], s = c_.turn_sin[turn + d];
-            key[d] = number(from[d]) * c - number(from[half + d]) * s;
-            key[half + d] = number(from[half + d]) * c + number(from[d]) * s;
-          }
-          for (int64_t d = 2 * half; d < a_.D; d++) key[d] = number(from[d]);
+    score_tokens(at, tokens.from, count, [&](int64_t head, int t, int n) {
+      for (int i = 0; i < n; i++) {
+        const bfloat16* from = wide + (t + i) * row_ + head * a_.D;
+        const int64_t turn = (tokens.from + t + i) % TURN * half_, half = c_.P / 2;
+        float* key = at.keys + i * key_;
+        for (int64_t d = 0; d < half; d++) {
+          const float c = c_.turn_cos[turn + d], s = c_.turn_sin[turn + d];
+          key[d] = number(from[d]) * c - number(from[half + d]) * s;
+          key[half + d] = number(from[half + d]) * c + number(from[d]) * s;
         }
-      });
+        for (int64_t d = 2 * half; d < a_.D; d++) key[d] = number(from[d]);
+      }
+    });
     for (int row = 0; row < rows_; row++) weigh(at, row, tokens.from, count, partial, nullptr);
     Ahead none(at.wide, 0, 0, 0, 0);
     for (int64_t head = 0; head < c_.heads; head++) {
@@ -363,25 +363,31 @@ class HeadsAttention {
 
   // --- scores and weights ----------------------------------------------------------------------------------------
 
-  // Scores of a head's rows with a block's tokens; read(t, n) computes the keys of n of them.
+  // Scores of all rows with a block's tokens; read(head, t, n) computes a head's keys of n of them.
   template <class F>
-  void score_tokens(Place& at, int64_t head, int64_t from, int count, F read) const {
-    Ahead none(at.keys, 0, 0, 0, 0);
-    const int row = int(head) * group_;
+  void score_tokens(Place& at, int64_t from, int count, F read) const {
     for (int t = 0, n; t < count; t += n) {
       n = int(std::min<int64_t>(count - t, KEYS - (from + t) % KEYS));
       turn_back((from + t) / TURN * TURN, at);
-      read(t, n);
-#if HAS_LANES
-      for (int r = 0; r < group_; r += 4)
-        score_fours(at.fours + (head * fours_ + r / 4) * 4 * query_, at.keys, std::min(4, group_ - r), n,
-                    at.scores + (row + r) * BLOCK + t);
-      continue;
-#endif
-      const float* key[KEYS];
-      for (int i = 0; i < n; i++) key[i] = at.keys + i * key_;
-      score<A>(at.turned + row * query_, group_, key, n, a_.D, at.scores + row * BLOCK + t, none);
+      for (int64_t head = 0; head < c_.heads; head++) {
+        read(head, t, n);
+        score_keys(at, head, t, n);
+      }
     }
+  }
+
+  // Scores of a head's rows with n keys.
+  void score_keys(Place& at, int64_t head, int t, int n) const {
+    float* scores = at.scores + head * group_ * BLOCK + t;
+#if HAS_LANES
+    for (int r = 0; r < group_; r += 4)
+      score_fours(at.fours + (head * fours_ + r / 4) * 4 * query_, at.keys, std::min(4, group_ - r), n, scores + r * BLOCK);
+#else
+    Ahead none(at.keys, 0, 0, 0, 0);
+    const float* key[KEYS];
+    for (int i = 0; i < n; i++) key[i] = at.keys + i * key_;
+    score<A>(at.turned + head * group_ * query_, group_, key, n, a_.D, scores, none);
+#endif
   }
 
 #if HAS_LANES
