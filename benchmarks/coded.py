@@ -1,10 +1,10 @@
-"""Decoding from latents in trellis codes: one layer of SmolLM2's shape, and a whole converted model.
+"""Decoding from caches in codes: one layer of latents or of heads, and a whole model.
 
     python -m benchmarks.coded --json benchmarks/results/coded.json
     python -m benchmarks.coded --model coded-folder --source smollm2-135m --context 8000
 
-A layer's codes, its latents in bfloat16 and in float32, and the time to read the bytes of each are timed in turn, and
-compared by medians of ratios within a round.
+Attention to codes, attention to the same tokens in bfloat16 and the reading of memory are timed in turn. The limit of
+each is the time to read its bytes at the rate of that reading.
 """
 
 from __future__ import annotations
@@ -12,94 +12,154 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.kept import Kept, say
 from torch import Tensor
 
 import headwise
 from headwise.hf import HeadwiseCache
 from headwise.kernels import attend
 from headwise.kernels.native.codes.attention import TURN, attend_coded
+from headwise.kernels.native.codes.heads import attend_heads
+from headwise.measurement.machine_limits import Probes
 from headwise.measurement.timing import seconds
 from headwise.quantization import SINKS, TransformCode
-from headwise.quantization.layout import kernel_layout
+from headwise.quantization.formats import TokenFormat, parse_format
+from headwise.quantization.kivi import KiviCode
+from headwise.quantization.layout import heads_layout, kernel_layout
+from headwise.quantization.stored import Read, read_kivi, read_tokenwise
 from headwise.quantization.transform_code import blocks
 
-HEADS, FREQUENCIES = 9, 32
-SHAPES = {"191 + 192": (191, 192), "240 + 96": (240, 96)}
+LATENT_HEADS, FREQUENCIES = 9, 32
+LATENTS = {"191+192": (191, 192), "240+96": (240, 96)}
+"""Widths of a latent and a rotary key, of conversions of SmolLM2-135M."""
+
+HEADS = {"9/3/64": (9, 3, 64), "32/8/128": (32, 8, 128)}
+"""Query heads, key–value heads and channels."""
+
+FORMATS = ("int4", "int4:32", "int8", "kivi4", "3 bits", "4 bits")
+"""Formats of heads: those of `HeadwiseCache`, and headwise's own code of so many bits a value."""
+
+BITS = " bits"
+"""The end of the names of headwise's own codes."""
+
 COPIES = 4
 """Caches that are read in turn, as the layers of a model are."""
 
+Call = Callable[[int], object]
+"""Attends to one of `COPIES` caches, by its number."""
 
-def code_of(rank: int, rotary: int, bits: float) -> TransformCode:
+
+def code_of(sections: tuple[int, ...], parts: tuple[int, ...], bits: float) -> TransformCode:
     """A code of about so many bits a value: more for the first channels of each section."""
-    sections = (rank, rotary // 2, rotary // 2)
     counts: list[int] = []
     for width in sections:
         blocks_of = len(list(blocks((width,))))
         counts += [round(bits + 2 - 4 * (i + 0.5) / blocks_of) for i in range(blocks_of)]
-    width = rank + rotary
-    return TransformCode(torch.zeros(width), torch.ones(width), tuple(counts), sections, (rank, rotary))
+    width = sum(sections)
+    return TransformCode(torch.zeros(width), torch.ones(width), tuple(counts), sections, parts)
 
 
-def layer_calls(
-    shape: tuple[int, int], bits: float, tokens: int, dtype: torch.dtype, *, content: bool
-) -> dict[str, Callable[[int], object]]:
-    """Ways to attend to one of `COPIES` caches by its number, and to read its bytes."""
-    rank, rotary = shape
-    code = code_of(rank, rotary, bits)
+def coded_tokens(code: TransformCode, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes ``[COPIES, 1, 1, tokens, bytes]``, wide values of the first tokens and their slots."""
     codes = torch.randint(0, 256, (COPIES, 1, 1, tokens, code.token_bytes), dtype=torch.uint8)
     codes[..., 0] = 0x55
+    wide = torch.zeros(1, SINKS, code.width, dtype=torch.bfloat16)
+    return codes, wide, torch.zeros(1, dtype=torch.int64)
+
+
+def rotation(tokens: int) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[tokens, FREQUENCIES]``."""
     angles = torch.arange(tokens)[:, None] * 1e5 ** (-torch.arange(FREQUENCIES) / FREQUENCIES)
-    tables = angles.cos(), angles.sin()
-    frequency = torch.randint(0, FREQUENCIES, (rotary // 2,))
+    return angles.cos(), angles.sin()
+
+
+def latent_calls(
+    shape: str, bits: float, tokens: int, dtype: torch.dtype, *, content: bool
+) -> tuple[Call, Call, int]:
+    """Attention to latents in codes and in bfloat16, and the bytes of the codes."""
+    rank, rotary = LATENTS[shape]
+    code = code_of((rank, rotary // 2, rotary // 2), (rank, rotary), bits)
+    codes, wide, first = coded_tokens(code, tokens)
+    tables, frequency = rotation(tokens), torch.randint(0, FREQUENCIES, (rotary // 2,))
     layout = kernel_layout(code, rank, (tables[0][:TURN, frequency], tables[1][:TURN, frequency]))
     assert layout is not None
-    wide, first = torch.zeros(1, SINKS, code.width, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
-    query = torch.randn(1, HEADS, 1, code.width if content else rotary) / 10
-    latents = {
-        kind: torch.randn(COPIES, 1, 1, tokens, code.width).to(kind) for kind in (torch.bfloat16, torch.float32)
-    }
-    narrow = query.to(dtype)
+    query = torch.randn(1, LATENT_HEADS, 1, code.width if content else rotary) / 10
+    latents = torch.randn(COPIES, 1, 1, tokens, code.width).to(torch.bfloat16)
+    own, narrow = query.to(dtype), query.to(torch.bfloat16)
 
     def coded(i: int) -> Tensor:
-        rest = (tables, frequency, None, True, 0.1)
-        return attend_coded(narrow, codes[i], wide, first, layout, *rest)
+        return attend_coded(own, codes[i], wide, first, layout, tables, frequency, None, True, 0.1)
 
-    def wide_way(kind: torch.dtype) -> Callable[[int], Tensor]:
-        states, rows = latents[kind], query.to(kind)
+    def plain(i: int) -> Tensor:
+        keys = latents[i] if content else latents[i, ..., rank:]
+        return attend(narrow, keys, latents[i, ..., :rank], scale=0.1, is_causal=True)
 
-        def call(i: int) -> Tensor:
-            keys = states[i] if content else states[i, ..., rank:]
-            return attend(rows, keys, states[i, ..., :rank], scale=0.1, is_causal=True)
+    return coded, plain, codes[0].numel()
 
-        return call
 
-    as_words = codes.flatten()[: codes.numel() // 8 * 8].view(torch.int64).view(-1)
-    part = len(as_words) // COPIES
-    return {
-        "codes": coded,
-        "bfloat16": wide_way(torch.bfloat16),
-        "float32": wide_way(torch.float32),
-        "read codes": lambda i: as_words[i * part : (i + 1) * part].sum(),
-        "read bfloat16": lambda i: (
-            latents[torch.bfloat16][i].flatten()[: tokens * code.width // 4 * 4].view(torch.int64).sum()
-        ),
-    }
+def heads_calls(shape: str, form: str, tokens: int, dtype: torch.dtype) -> tuple[Call, Call, int]:
+    """Attention to heads in codes and in bfloat16, and the bytes of the codes."""
+    H, K, D = HEADS[shape]
+    query = torch.randn(1, H, 1, D)
+    own, narrow = query.to(dtype), query.to(torch.bfloat16)
+    keys, values = torch.randn(2, COPIES, 1, K, tokens, D).to(torch.bfloat16)
+
+    def plain(i: int) -> Tensor:
+        return attend(narrow, keys[i], values[i], is_causal=True)
+
+    if not form.endswith(BITS):
+        reads, nbytes = readers(form, (K, D), tokens)
+        return (lambda i: reads[i](own, None, True, D**-0.5)), plain, nbytes
+    code = code_of((D,) * (2 * K), (K * D, K * D), float(form.removesuffix(BITS)))
+    codes, wide, first = coded_tokens(code, tokens)
+    tables, frequency = rotation(tokens), torch.arange(D // 2) % FREQUENCIES
+    layout = heads_layout(code, ((K, D), (K, D)), (tables[0][:TURN, frequency], tables[1][:TURN, frequency]))
+    assert layout is not None
+
+    def coded(i: int) -> Tensor:
+        return attend_heads(own, codes[i], wide, first, layout, tables, frequency, None, True, D**-0.5)
+
+    return coded, plain, codes[0].numel()
+
+
+def readers(form: str, heads: tuple[int, int], tokens: int) -> tuple[list[Read], int]:
+    """What reads each of `COPIES` caches of a format, and the bytes of one."""
+    (K, D), code, few = heads, parse_format(form), 256  # tokens that are coded; the others repeat them
+    reads: list[Read] = []
+    for _ in range(COPIES):
+        keys, values = torch.randn(2, 1, K, few, D)
+        if isinstance(code, KiviCode):
+            states: tuple[Tensor, ...] = (*code.encode_keys(keys), code.values.encode(values))
+            stored = [part.repeat(1, 1, tokens // few, 1) for part in states]
+            late = torch.empty(1, K, 0, D)
+            reads.append(read_kivi(code, (stored[0], stored[1], stored[2]), (late, late)))
+        else:
+            assert isinstance(code, TokenFormat)
+            states = code.keys.encode(keys), code.values.encode(values)
+            stored = [part.repeat(1, 1, tokens // few, 1) for part in states]
+            reads.append(read_tokenwise(code, (stored[0], stored[1]), (D, D)))
+    return reads, sum(part.nbytes for part in stored)
 
 
 @torch.inference_mode()
-def layer(shape: str, bits: float, tokens: int, dtype: str, rounds: int, *, content: bool) -> dict[str, Any]:
-    """Time one query's attention in one layer."""
-    calls = layer_calls(SHAPES[shape], bits, tokens, getattr(torch, dtype), content=content)
+def time_case(coded: Call, plain: Call, nbytes: int, plain_bytes: int, rounds: int) -> dict[str, Any]:
+    """Time one query's attention in one layer: medians, and medians of ratios within a round."""
+    read = Probes(torch.float32).calls()["read"]
+    calls: dict[str, Call] = {"codes": coded, "bfloat16": plain, "read": lambda _: read()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 2):
         for name in random.sample(list(calls), len(calls)):
             times[name].append(seconds(lambda call=calls[name], i=turn % COPIES: call(i)))
-    return medians(times)
+    rate = 256 * 1024**2 / statistics.median(times["read"][2:])
+    result = medians({name: times[name] for name in ("codes", "bfloat16")})
+    for name, size in (("codes", nbytes), ("bfloat16", plain_bytes)):
+        result[name] |= {"bytes": size, "of_limit": result[name]["ms"] / 1e3 * rate / size}
+    return {**result, "read_bytes_per_second": rate}
 
 
 def medians(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -137,31 +197,54 @@ def model(folder: str, source: str, context: int, rounds: int) -> dict[str, Any]
     return {"context": context, **medians(times)}
 
 
+def cases(rounds: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The name of each row, and what measures it."""
+    for tokens in (8192, 32768):
+        for dtype in ("float32", "bfloat16"):
+            kind = getattr(torch, dtype)
+            for shape, (rank, rotary) in LATENTS.items():
+                for bits in (3, 4):
+                    for content in (False, True):
+                        yield (
+                            f"latents {shape}, {bits} bits, {tokens}, {dtype}, {'content' if content else 'rotary'}",
+                            lambda at=(shape, bits, tokens, kind), content=content, width=rank + rotary: time_case(
+                                *latent_calls(*at, content=content), 2 * at[2] * width, rounds
+                            ),
+                        )
+            for shape, (_, K, D) in HEADS.items():
+                for form in FORMATS:
+                    yield (
+                        f"heads {shape}, {form}, {tokens}, {dtype}",
+                        lambda at=(shape, form, tokens, kind), width=2 * K * D: time_case(
+                            *heads_calls(*at), 2 * at[2] * width, rounds
+                        ),
+                    )
+
+
 def main() -> None:
-    """Measure what the arguments name, and print it as it is measured."""
+    """Measure what the arguments name, and print each row; rows that the file has are left as they are."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/coded.json"))
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--only", default="", help="measure rows whose name has this")
     parser.add_argument("--model")
     parser.add_argument("--source", default="smollm2-135m")
     parser.add_argument("--context", type=int, default=8000)
     options = parser.parse_args()
+    kept = Kept(options.json, {"rounds": options.rounds, "threads": torch.get_num_threads()})
     if options.model:
         row = model(options.model, options.source, options.context, options.rounds)
-        print(row)
+        kept.add(f"model, {options.context}", row)
+        say(row)
         return
-    for shape in SHAPES:
-        for tokens in (8192, 32768):
-            for bits in (3, 4):
-                for dtype in ("float32", "bfloat16"):
-                    for content in (False, True):
-                        name = f"{shape}, {tokens}, {bits} bits, {dtype}, {'content' if content else 'rotary'}"
-                        row = layer(shape, bits, tokens, dtype, options.rounds, content=content)
-                        print(
-                            name,
-                            {k: (round(v["ms"], 3), round(v["first_over_this"], 2)) for k, v in row.items()},
-                            flush=True,
-                        )
+    for name, measure in cases(options.rounds):
+        if name in kept.rows or options.only not in name:
+            continue
+        row = measure()
+        kept.add(name, row)
+        codes, plain = row["codes"], row["bfloat16"]
+        over = plain["first_over_this"]
+        say(f"{name}: {codes['ms']:.3f} ms, × bf16 {over:.2f}, × limit {codes['of_limit']:.2f}")
 
 
 if __name__ == "__main__":

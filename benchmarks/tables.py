@@ -217,6 +217,24 @@ def limits(document: Document) -> str:
     return table(head, rows, left=3)
 
 
+def coded(document: Document) -> str:
+    """The table of attention to codes: its time, that time over bfloat16's, and over the limit of its bytes."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, row in document["rows"].items():
+        kind, _, details = name.partition(" ")
+        if kind not in ("latents", "heads"):
+            continue
+        shape, form, tokens, _, *scored = details.split(", ")
+        what = f"{kind} {shape}" + (" with content" if scored == ["content"] else "")
+        over = row["bfloat16"]["first_over_this"]
+        numbers = [f"{row['codes']['ms']:.2f}", f"{over:.2f}", f"{row['codes']['of_limit']:.2f}"]
+        rows.setdefault((what, form, tokens), []).extend(numbers)
+    head = ["cache", "format", "tokens", *("ms, {0}", "× bf16", "× limit") * 2]
+    head = [word.format(("float32", "bfloat16")[i > 5]) for i, word in enumerate(head)]
+    ordered = sorted(rows, key=lambda key: (not key[0].startswith("heads"), key[0], int(key[2])))
+    return table(head, [[*key[:2], f"{int(key[2]):,}", *rows[key]] for key in ordered], left=2)
+
+
 def generate(document: Document) -> str:
     """The table of milliseconds a token of each way to run a model, at each context."""
     cases = document["cases"]
@@ -290,6 +308,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "kills": ("kills.json", kills),
     "decode": ("decode.json", decode),
     "limits": ("decode-96mib.json", limits),
+    "coded": ("coded.json", coded),
     "generate": ("generate.json", generate),
 }
 """The results file of each table and the function that makes it, by the table's name."""

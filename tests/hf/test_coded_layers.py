@@ -9,15 +9,17 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headwise.caches.coded import CodedLayer, SlotRotation
-from headwise.hf.attention import HostedLatentAttention
+from headwise.hf.attention import CodedAttention, HostedGroupedAttention, HostedLatentAttention
 from headwise.kernels.native import built
 from headwise.quantization import TransformCode
 from headwise.quantization.transform_code import blocks
-from headwise.specs import LatentSpec
+from headwise.specs import GroupedSpec, LatentSpec, RopeSpec
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 
 E, H, R, V = 40, 5, 20, 8
+SCALING = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+"""A rotary embedding that also scales queries and keys."""
 LENGTHS = (70, 1, 1, 3, 8, 1)
 """New tokens of each call; the first calls are a prompt and single tokens."""
 
@@ -25,7 +27,7 @@ LENGTHS = (70, 1, 1, 3, 8, 1)
 def coded_layer(N: int, P: int, bias: frozenset[str], dtype: torch.dtype) -> HostedLatentAttention:
     """A layer with random weights and a code of one to eight bits."""
     torch.manual_seed(N + P)
-    config = LlamaConfig(hidden_size=E, num_attention_heads=H, head_dim=16, max_position_embeddings=4096)
+    config = LlamaConfig(hidden_size=E, num_attention_heads=H, head_dim=16, rope_parameters=SCALING)
     config._attn_implementation = "sdpa"
     spec = LatentSpec(
         hidden_size=E,
@@ -45,7 +47,23 @@ def coded_layer(N: int, P: int, bias: frozenset[str], dtype: torch.dtype) -> Hos
     return layer
 
 
-def outputs(layer: HostedLatentAttention, states: Tensor, mask: Tensor | None) -> Tensor:
+def grouped_layer(K: int, P: int, dtype: torch.dtype) -> HostedGroupedAttention:
+    """A layer of GQA with random weights and a code of one to eight bits."""
+    torch.manual_seed(K + P)
+    heads, D = 6, 24
+    config = LlamaConfig(hidden_size=E, num_attention_heads=H, head_dim=16, rope_parameters=SCALING)
+    config._attn_implementation = "sdpa"
+    rope = RopeSpec(dim=P) if P else None
+    spec = GroupedSpec(hidden_size=E, num_heads=heads, num_kv_heads=K, head_dim=D, v_head_dim=V, rope=rope)
+    layer = HostedGroupedAttention(spec, config, 0, [i % 8 for i in range(P // 2)]).to(dtype).eval()
+    sections, width = (D,) * K + (V,) * K, K * (D + V)
+    bits = tuple(1 + i * 3 % 8 for i in range(len(list(blocks(sections)))))
+    code = TransformCode(torch.randn(width) / 10, torch.rand(width) / 5 + 0.1, bits, sections, (K * D, K * V))
+    layer.set_code(code, SlotRotation(LlamaRotaryEmbedding(config)))
+    return layer
+
+
+def outputs(layer: CodedAttention, states: Tensor, mask: Tensor | None) -> Tensor:
     """The layer's outputs for one call after another, with spare memory that holds other bytes."""
     past, done, parts = DynamicCache(), 0, []
     assert layer.code is not None
@@ -66,6 +84,22 @@ def test_codes_are_read_as_they_are_stored(
     N: int, P: int, bias: str, dtype: torch.dtype, close: float, has_padding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = coded_layer(N, P, frozenset({bias} - {""}), dtype)
+    check_reading(layer, dtype, close, has_padding, monkeypatch)
+
+
+@pytest.mark.parametrize(("K", "P"), [(2, 24), (6, 16), (1, 0)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_codes_of_heads_are_read_as_they_are_stored(
+    K: int, P: int, dtype: torch.dtype, close: float, has_padding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_reading(grouped_layer(K, P, dtype), dtype, close, has_padding, monkeypatch)
+
+
+def check_reading(
+    layer: CodedAttention, dtype: torch.dtype, close: float, has_padding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs are those of attention to decoded values, which only the prompt's is."""
     states = torch.randn(2, sum(LENGTHS), E, dtype=dtype)
     mask = None
     if has_padding:
@@ -82,7 +116,7 @@ def test_codes_are_read_as_they_are_stored(
     with torch.inference_mode():
         out = outputs(layer, states, mask)
         assert decoded == [LENGTHS[0]]  # the prompt alone
-        monkeypatch.setattr(HostedLatentAttention, "_readable", lambda *_: None)
+        monkeypatch.setattr(CodedAttention, "_can_read", lambda *_: False)
         expected = outputs(layer, states, mask)
     assert len(decoded) == 1 + len(LENGTHS)
     seen = torch.ones(2, sum(LENGTHS), dtype=torch.bool) if mask is None else mask.bool()

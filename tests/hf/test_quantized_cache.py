@@ -16,8 +16,10 @@ from transformers.cache_utils import DynamicLayer
 
 import headwise
 from headwise.hf import HeadwiseCache, default_cache
+from headwise.kernels.native import built
 from headwise.measurement import cache_nbytes
 from headwise.quantization.formats import TokenFormat, parse_format
+from headwise.quantization.groups import GroupCode
 from headwise.quantization.kivi import KiviCode
 from tests.tiny_families import save_family, tiny_family
 
@@ -361,3 +363,40 @@ def test_converted_layers_read_it(spelling: str, tmp_path: Any) -> None:
     model = headwise.load(tmp_path / "latent")
     with pytest.raises(headwise.ArgumentError, match=rf"'{spelling}': is for keys and values of heads, not for lat"):
         model(IDS, past_key_values=HeadwiseCache(model, quantize=spelling))
+
+
+READ = ["int8/int4:16", "int4:32", "int3", "int2+hadamard", "kivi4:16", "kivi3:16:5", "kivi2:32"]
+
+
+@pytest.mark.skipif(built().library is None, reason="no compiled kernel")
+@pytest.mark.parametrize("spelling", READ)
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_headwise_attention_reads_codes(spelling: str, has_padding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = headwise.optimize(tiny().float())
+    ids = torch.randint(5, 60, (2, 90), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, : 7 if has_padding else 0] = 0
+    decoded = []
+    decode = GroupCode.decode
+
+    def counted(code: GroupCode, rows: Tensor, *more: Any) -> Tensor:
+        decoded.append(rows.shape[2])
+        return decode(code, rows, *more)
+
+    monkeypatch.setattr(GroupCode, "decode", counted)
+
+    def logits(*, is_read: bool) -> Tensor:
+        cache, parts = HeadwiseCache(model, quantize=spelling), []
+        for layer in cache.layers:
+            layer.is_read = is_read
+        for begin, end in ((0, 70), (70, 71), (71, 79), (79, 80), (80, 90)):
+            attended = mask[:, :end] if has_padding else None
+            parts.append(model(ids[:, begin:end], attention_mask=attended, past_key_values=cache).logits)
+            poison(cache)
+        return torch.cat(parts, 1)
+
+    with torch.inference_mode():
+        out = logits(is_read=True)
+        few, expected = len(decoded), logits(is_read=False)
+    assert few < len(decoded) / 2
+    assert (out - expected)[mask.bool()].abs().max() <= 1e-4 * expected.abs().max()

@@ -356,7 +356,7 @@ def test_without_it_auto_is_packed() -> None:
 SOURCE = Path(build.__file__).parent
 
 
-@pytest.mark.parametrize("source", ["watched.cpp", "watched_coded.cpp"])
+@pytest.mark.parametrize("source", ["watched.cpp", "watched_coded.cpp", "watched_affine.cpp", "watched_heads.cpp"])
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_sanitizers_find_nothing(sanitizer: str, source: str, tmp_path: Path) -> None:
     """Races by ThreadSanitizer, on threads it can see; reads past the end by AddressSanitizer."""

@@ -24,7 +24,7 @@ NAME = "headwise"
 """The value of ``attn_implementation`` by which a transformers model's attention is headwise's."""
 
 _FUSED = "int8"
-"""The format that headwise's attention reads without decoding it first."""
+"""The format that headwise's attention reads with one scale for a token and head."""
 
 
 class HeadwiseCache(DynamicCache):
@@ -34,10 +34,10 @@ class HeadwiseCache(DynamicCache):
     cropping, batches, sliding windows and left padding work as with that; layers of other kinds (recurrent states)
     are transformers' own.
 
-    Quantised tokens are coded as they arrive, and attention of any implementation is given what the codes stand for.
-    The exception is ``int8`` for models whose attention is ``headwise`` (by name or `headwise.optimize`): their
-    kernel reads the codes, and a prompt attends to itself unquantised. Sliding windows are quantised too, except by
-    kivi. In an `EncoderDecoderCache`, this is for the decoder's own tokens, not for the encoder's.
+    Quantised tokens are coded as they arrive, and attention of any implementation is given what the codes stand for;
+    where it is ``headwise`` (by name or `headwise.optimize`), a kernel for the CPU reads integer codes themselves.
+    With ``int8`` and that attention, a prompt attends to itself unquantised. Sliding windows are quantised too,
+    except by kivi. In an `EncoderDecoderCache`, this is for the decoder's own tokens, not for the encoder's.
 
     Args:
         model: the model to be run with the cache, or its config.
@@ -64,8 +64,8 @@ class HeadwiseCache(DynamicCache):
             raise ArgumentError("model", type(model).__name__, "must be a transformers model or config")
         super().__init__(config=config)
         self.max_length = max_length
-        fused = quantize == _FUSED and _reads_int8(config)
-        self.layers: list[Any] = [_with_room(layer, max_length, code, fused=fused) for layer in self.layers]
+        kernel = None if not _reads_codes(config) else "int8" if quantize == _FUSED else "codes"
+        self.layers: list[Any] = [_with_room(layer, max_length, code, kernel) for layer in self.layers]
         quantised = (QuantizedLayer, TokenwiseLayer, TokenwiseSlidingLayer, KiviLayer)
         if code is not None and not any(isinstance(layer, quantised) for layer in self.layers):
             kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
@@ -135,22 +135,30 @@ def _names(layer: Any) -> tuple[str, ...]:
     return names
 
 
-def _reads_int8(config: Any) -> bool:
+def _reads_codes(config: Any) -> bool:
     """Whether the model's attention is headwise's by name; a converted model's layers take no codes."""
     is_hosted = str(getattr(config, "model_type", "")).startswith(HOSTED_PREFIX)
     return getattr(config, "_attn_implementation", None) == NAME and not is_hosted
 
 
-def _with_room(layer: Any, max_length: int | None, code: CacheFormat | None, *, fused: bool) -> Any:
-    """The layer of headwise's that replaces one of transformers' own; other kinds are returned as they are."""
+def _with_room(layer: Any, max_length: int | None, code: CacheFormat | None, kernel: str | None) -> Any:
+    """The layer of headwise's that replaces one of transformers' own; other kinds are returned as they are.
+
+    Args:
+        layer: transformers' own.
+        max_length: see `HeadwiseCache`.
+        code: the format.
+        kernel: what attention reads of it without decoding: ``int8``, ``codes`` or nothing.
+    """
+    is_read = kernel is not None
     if type(layer) is DynamicSlidingWindowLayer:
         if isinstance(code, TokenFormat):
-            return TokenwiseSlidingLayer(code, layer.sliding_window, max_length)
+            return TokenwiseSlidingLayer(code, layer.sliding_window, max_length, is_read=is_read)
         return SlidingLayer(layer.sliding_window, max_length)
     if type(layer) is not DynamicLayer:
         return layer
     if code is None:
         return GrowingLayer(max_length)
     if isinstance(code, KiviCode):
-        return KiviLayer(code, max_length)
-    return QuantizedLayer(max_length) if fused else TokenwiseLayer(code, max_length)
+        return KiviLayer(code, max_length, is_read=is_read)
+    return QuantizedLayer(max_length) if kernel == "int8" else TokenwiseLayer(code, max_length, is_read=is_read)

@@ -1,6 +1,8 @@
 """Layers of a transformers cache whose keys and values are quantised.
 
-New tokens are coded first, and attention is given what their codes stand for, in a prompt too.
+New tokens are coded first, and attention is given what their codes stand for, in a prompt too. For few new tokens
+headwise's attention is given the codes themselves, of the formats that its kernel reads
+(`headwise.quantization.stored`).
 
 Shapes: B batch, K key–value heads, S new tokens, T cached tokens, D width of keys, V width of values.
 """
@@ -19,6 +21,7 @@ from headwise.kernels import pack
 from headwise.quantization.formats import TokenFormat
 from headwise.quantization.groups import group_count
 from headwise.quantization.kivi import KiviCode
+from headwise.quantization.stored import can_read, read_kivi, read_tokenwise, stored_keys
 
 
 def _refuse_latents(values: Tensor, spelling: object) -> None:
@@ -60,24 +63,25 @@ class TokenwiseLayer(GrowingLayer):
     Args:
         code: of keys and values.
         max_length: see `GrowingLayer`.
+        is_read: whether attention is headwise's, which reads codes.
     """
 
-    def __init__(self, code: TokenFormat, max_length: int | None = None) -> None:
+    def __init__(self, code: TokenFormat, max_length: int | None = None, *, is_read: bool = False) -> None:
         super().__init__(max_length)
-        self.code = code
+        self.code, self.is_read = code, is_read
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
 
         Returns:
             All keys ``[B, K, T, D]`` and values ``[B, K, T, V]`` as their codes stand for them, in the dtype of the
-            new ones.
+            new ones; or the rows of both, the keys' as `headwise.quantization.stored.StoredKeys`.
 
         Raises:
             ArgumentError: see `GrowingLayer.update`; or the values have width 0, as latents do.
         """
         rows = super().update(*_encoded(self.code, key_states, value_states), *args, **kwargs)
-        return _decoded(self.code, rows, key_states, value_states)
+        return _given(self.code, rows, key_states, value_states, is_read=self.is_read)
 
 
 class TokenwiseSlidingLayer(SlidingLayer):
@@ -87,23 +91,26 @@ class TokenwiseSlidingLayer(SlidingLayer):
         code: of keys and values.
         sliding_window: the tokens of the window.
         max_length: see `SlidingLayer`.
+        is_read: see `TokenwiseLayer`.
     """
 
-    def __init__(self, code: TokenFormat, sliding_window: int, max_length: int | None = None) -> None:
+    def __init__(
+        self, code: TokenFormat, sliding_window: int, max_length: int | None = None, *, is_read: bool = False
+    ) -> None:
         super().__init__(sliding_window, max_length)
-        self.code = code
+        self.code, self.is_read = code, is_read
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
 
         Returns:
-            The keys and values that the new tokens may attend to, as their codes stand for them.
+            The keys and values that the new tokens may attend to; see `TokenwiseLayer.update`.
 
         Raises:
             ArgumentError: see `TokenwiseLayer.update`.
         """
         rows = super().update(*_encoded(self.code, key_states, value_states), *args, **kwargs)
-        return _decoded(self.code, rows, key_states, value_states)
+        return _given(self.code, rows, key_states, value_states, is_read=self.is_read)
 
 
 def _encoded(code: TokenFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,11 +118,18 @@ def _encoded(code: TokenFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, T
     return code.keys.encode(keys), code.values.encode(values)
 
 
-def _decoded(code: TokenFormat, rows: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        code.keys.decode(rows[0], keys.shape[3], keys.dtype),
-        code.values.decode(rows[1], values.shape[3], values.dtype),
-    )
+def _given(
+    code: TokenFormat, rows: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, *, is_read: bool
+) -> tuple[Tensor, Tensor]:
+    """What attention is given of all tokens, when ``keys`` and ``values`` are new."""
+    widths, dtype = (keys.shape[3], values.shape[3]), keys.dtype
+
+    def decode() -> tuple[Tensor, Tensor]:
+        return code.keys.decode(rows[0], widths[0], dtype), code.values.decode(rows[1], widths[1], dtype)
+
+    if is_read and can_read(code, keys, values):
+        return stored_keys(rows[0], read_tokenwise(code, rows, widths), decode), rows[1]
+    return decode()
 
 
 class KiviLayer(GrowingLayer):
@@ -134,13 +148,14 @@ class KiviLayer(GrowingLayer):
     Args:
         code: of keys and values.
         max_length: see `GrowingLayer`.
+        is_read: see `TokenwiseLayer`.
     """
 
     tensor_names: ClassVar[tuple[str, ...]] = ("keys", "key_scales", "values", "recent_keys", "recent_values")
 
-    def __init__(self, code: KiviCode, max_length: int | None = None) -> None:
+    def __init__(self, code: KiviCode, max_length: int | None = None, *, is_read: bool = False) -> None:
         super().__init__(max_length)
-        self.code = code
+        self.code, self.is_read = code, is_read
         self.rooms = tuple(Room() for _ in self.tensor_names)
         self.key_scales = self.recent_keys = self.recent_values = torch.empty(0)
 
@@ -158,7 +173,8 @@ class KiviLayer(GrowingLayer):
         """Append keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
 
         Returns:
-            All keys ``[B, K, T, D]`` and values ``[B, K, T, V]`` as the cache has them, in the dtype of the new ones.
+            All keys ``[B, K, T, D]`` and values ``[B, K, T, V]`` as the cache has them, in the dtype of the new ones;
+            or the rows of both; see `TokenwiseLayer.update`.
 
         Raises:
             ArgumentError: see `GrowingLayer.update`; or the values have width 0, as latents do.
@@ -182,6 +198,10 @@ class KiviLayer(GrowingLayer):
         if keys.shape[2]:
             self._extend("recent_keys", keys, self._recent_room)
             self._extend("recent_values", values, self._recent_room)
+        if self.is_read and can_read(self.code, key_states, value_states):
+            recent = self.recent_keys, self.recent_values
+            read = read_kivi(self.code, (self.keys, self.key_scales, self.values), recent)
+            return stored_keys(self.keys, read, self._states), self.values
         return self._states()
 
     def get_seq_length(self) -> int:

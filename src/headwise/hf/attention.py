@@ -21,7 +21,7 @@ from headwise.checkpoints import family_of
 from headwise.errors import ArgumentError
 from headwise.hf.interface import as_bool
 from headwise.kernels.mask import causal_mask
-from headwise.quantization import CodeReader, TransformCode
+from headwise.quantization import CodeReader, HeadsReader, LatentReader, TransformCode
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, RopeSpec
 
 
@@ -194,6 +194,7 @@ class CodedAttention(HostedAttention):
 
     code: TransformCode | None = None
     slots: SlotRotation | None = None
+    reader: CodeReader[Any] | None = None
 
     def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
         """Code the values that the layer caches; None stores them as they are.
@@ -217,6 +218,15 @@ class CodedAttention(HostedAttention):
         """The call with its queries rotated by their slots, as coded keys are."""
         return call._replace(rotation=self._slots(states, call.total - states.shape[1], call.total))
 
+    def _can_read(self, states: Tensor, memory: tuple[Tensor, ...], call: Call) -> bool:
+        """Whether the compiled kernel attends to codes as they are stored, of new tokens ``[B, S, E]``."""
+        if len(memory) == 1 or self.reader is None or call.return_weights or self._dropout_p():
+            return False
+        if self.backend not in ("auto", "fused"):
+            return False
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (states, *self.parameters()))
+        return self.reader.can_read(states, memory, call.attention_mask, needs_grad=needs_grad)
+
     def _values(self, memory: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The values of all tokens ``[B, 1, T, W]``, before rotation, out of codes or as another cache holds them."""
         assert self.code is not None
@@ -234,7 +244,7 @@ class CodedAttention(HostedAttention):
 class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
     """MLA in the place of a transformers model's attention; arguments as for `HostedAttention.host`."""
 
-    reader: CodeReader | None = None
+    reader: LatentReader | None
 
     def __init__(self, spec: LatentSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         # cos and sin come from the model; the two dims of a rotary pair are half a head apart
@@ -246,7 +256,7 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
         """See `CodedAttention.set_code`."""
         super().set_code(code, slots)
         tables = None if slots is None else slots.tables
-        self.reader = None if code is None else CodeReader(code, self.spec.kv_lora_rank, self.channels, tables)
+        self.reader = None if code is None else LatentReader(code, self.spec.kv_lora_rank, self.channels, tables)
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
         return super()._states_to_cache(states, rotation if self.code is None else None)
@@ -257,10 +267,11 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
         if self.code is None:
             return super()._attend(hidden_states, memory, call)
         call = self._by_slot(hidden_states, call)
-        if len(memory) > 1 and (reader := self._readable(hidden_states, memory, call)) is not None:
+        if self._can_read(hidden_states, memory, call):
+            assert self.reader is not None
             query = self._absorbed_query(*self._queries(hidden_states, call.rotation))
             options = {"is_causal": call.is_causal, "has_sums": self.kv_b_proj.bias is not None}
-            mixed = reader.attend(query, memory, call.attention_mask, scale=self._scale(), **options)
+            mixed = self.reader.attend(query, memory, call.attention_mask, scale=self._scale(), **options)
             out: Tensor = self.o_proj(merge_heads(self._decoded_values(mixed)))
             return out
         values, P = self._values(memory, hidden_states.dtype), self.spec.qk_rope_head_dim
@@ -269,17 +280,11 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
             values = torch.cat((values[..., :-P], rotated(values[..., -P:], rotation, self.rope)), -1)
         return super()._attend(hidden_states, (values,), call)
 
-    def _readable(self, states: Tensor, stored: tuple[Tensor, ...], call: Call) -> CodeReader | None:
-        """What attends to codes as they are stored; None where the compiled kernel cannot."""
-        if self.reader is None or call.return_weights or self._dropout_p() or self.backend not in ("auto", "fused"):
-            return None
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (states, *self.parameters()))
-        can_read = self.reader.can_read(states, stored, call.attention_mask, needs_grad=needs_grad)
-        return self.reader if can_read else None
-
 
 class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
     """GQA, MQA or MHA in a model whose own class has no ``num_key_value_heads``, or with a coded cache."""
+
+    reader: HeadsReader | None
 
     def __init__(self, spec: GroupedSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         super().__init__(
@@ -295,6 +300,12 @@ class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
         )
         self.host(spec, config, layer_idx, channels)
 
+    def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
+        """See `CodedAttention.set_code`."""
+        super().set_code(code, slots)
+        tables = None if slots is None else slots.tables
+        self.reader = None if code is None else HeadsReader(code, self.cache_shapes(), self.channels, tables)
+
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         if self.code is None:
             return super()._states_to_cache(states, rotation)
@@ -306,11 +317,23 @@ class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
     ) -> Tensor | tuple[Tensor, Tensor]:
         if self.code is None:
             return super()._attend(hidden_states, memory, call)
+        if self._can_read(hidden_states, memory, call):
+            return self._read(hidden_states, memory, self._by_slot(hidden_states, call))
         values, K = self._values(memory, hidden_states.dtype), self.spec.num_kv_heads
         widths = (K * self.spec.head_dim, K * self.spec.value_dim)
         key, value = (split_heads(part[:, 0], K) for part in values.split_with_sizes(widths, -1))
         key = rotated(key, self._slots(values, 0, key.shape[2]), self.rope)
         return super()._attend(hidden_states, (key, value), self._by_slot(hidden_states, call))
+
+    def _read(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Tensor:
+        """`_attend`, by the kernel that reads codes."""
+        assert self.reader is not None
+        query = self._heads(self.q_proj(hidden_states), self.spec.num_heads, self.q_norm)
+        scale = self.spec.head_dim**-0.5 if self.spec.softmax_scale is None else self.spec.softmax_scale
+        query = rotated(query, call.rotation, self.rope)
+        mixed = self.reader.attend(query, memory, call.attention_mask, is_causal=call.is_causal, scale=scale)
+        out = merge_heads(mixed)
+        return out if self.o_proj is None else self.o_proj(out)
 
 
 def _dropout(config: Any) -> float:

@@ -15,6 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from headwise.caches.cache import NAME
 from headwise.errors import ArgumentError
 from headwise.kernels import attend, attend_quantized, attend_with_weights, dequantize, unpack
+from headwise.quantization.stored import StoredKeys
 
 UNKNOWN = ("softcap", "position_bias", "s_aux", "cache")
 """Arguments of attention functions that are not supported: caps and biases of scores, sinks, paged caches."""
@@ -59,11 +60,15 @@ def attention_forward(
             raise ArgumentError(name, type(module).__name__, rule)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
+    mask = None if attention_mask is None else as_bool(attention_mask)
+    returns_weights = bool(more.get("output_attentions"))
+    if isinstance(key, StoredKeys):  # of a quantised cache
+        if not dropout and not returns_weights:
+            return key.attend(query, mask, causal, scaling).transpose(1, 2).contiguous(), None
+        key, value = key.decode()
     if causal and key.shape[2] > query.shape[2]:
         # The slots of a static cache beyond the prompt: without a mask transformers means the first tokens.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    mask = None if attention_mask is None else as_bool(attention_mask)
-    returns_weights = bool(more.get("output_attentions"))
     if key.dtype == torch.int8:  # of a quantised cache
         if not dropout and not returns_weights:
             out = attend_quantized(query, unpack(key), unpack(value), mask, causal, scaling)  # [B, H, S, V]

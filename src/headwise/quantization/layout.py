@@ -1,6 +1,6 @@
-"""A code as the compiled attention kernel reads it (`headwise.kernels.native.codes.attention`).
+"""Codes as the compiled attention kernels read them (`headwise.kernels.native.codes`).
 
-Shapes: R latent rank, P rotary dims.
+Shapes: R latent rank, P rotary dims, K key–value heads, D head dim, V value dim.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.kernels.native.codes.attention import CHANNELS, TURN, CodedLayout
+from headwise.kernels.native.codes.heads import HeadsLayout
 from headwise.quantization.transform_code import GAIN_STEP, GAIN_ZERO, TransformCode, blocks
 from headwise.quantization.trellis import UNIT, tables
 
@@ -30,11 +31,37 @@ def kernel_layout(code: TransformCode, rank: int, rotation: tuple[Tensor, Tensor
         rank,
         P,
         code.token_bytes,
+        *_tensors(code, rotation),
+    )
+
+
+def heads_layout(
+    code: TransformCode, shapes: tuple[tuple[int, int], ...], rotation: tuple[Tensor, Tensor] | None
+) -> HeadsLayout | None:
+    """How the kernel reads a code of keys and values; None where it cannot.
+
+    Args:
+        code: of all heads' keys and, behind them, all values; each head's are a section.
+        shapes: ``(K, D)`` of the keys and ``(K, V)`` of the values.
+        rotation: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
+    """
+    (K, D), (_, V) = shapes
+    if code.sections != (D,) * K + (V,) * K or code.parts != (K * D, K * V):
+        return None
+    rotary = 0 if rotation is None else 2 * rotation[0].shape[-1]
+    return HeadsLayout(K, D, V, rotary, code.token_bytes, *_tensors(code, rotation))
+
+
+def _tensors(
+    code: TransformCode, rotation: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The tensors of a layout, from ``blocks`` to ``turn``."""
+    return (
         _blocks(code),
         (tables() / UNIT).round().to(torch.int8),
         GAIN_STEP ** (torch.arange(16.0) - GAIN_ZERO),
-        _columns(code.scale * UNIT, sections),
-        _columns(code.offset, sections),
+        _columns(code.scale * UNIT, code.sections),
+        _columns(code.offset, code.sections),
         torch.zeros(2, TURN, 0) if rotation is None else torch.stack([_padded(table) for table in rotation]),
     )
 

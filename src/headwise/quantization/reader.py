@@ -1,11 +1,13 @@
-"""Attention to a layer's codes as they are stored, where the compiled kernel can read them.
+"""Attention to a layer's codes as they are stored, where a compiled kernel can read them.
 
-Shapes: B batch, H query heads, S new tokens, T all tokens, R latent rank, P rotary dims, F frequencies of the model.
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, R latent rank,
+P rotary dims, F frequencies of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,17 +15,19 @@ from torch import Tensor
 from headwise.kernels.mask import as_bool_mask
 from headwise.kernels.native import are_plain, why_not
 from headwise.kernels.native.codes.attention import TURN, CodedLayout, attend_coded
+from headwise.kernels.native.codes.heads import HeadsLayout, attend_heads
 from headwise.kernels.packed import FEW_TOKENS
-from headwise.quantization.layout import kernel_layout
+from headwise.quantization.layout import heads_layout, kernel_layout
 from headwise.quantization.transform_code import TransformCode
 
+_Layout = TypeVar("_Layout")
 
-class CodeReader:
-    """Attends to the codes of one layer.
+
+class CodeReader(Generic[_Layout]):
+    """What the readers of both mechanisms share.
 
     Args:
         code: of the layer.
-        rank: R.
         frequencies: each rotary pair's index among the model's frequencies.
         tables: cos and sin ``[1, slots, F]`` of that many slots, in the dtype and on the device of a tensor.
     """
@@ -31,14 +35,17 @@ class CodeReader:
     def __init__(
         self,
         code: TransformCode,
-        rank: int,
         frequencies: list[int],
         tables: Callable[[int, Tensor], tuple[Tensor, Tensor]] | None,
     ) -> None:
-        self._code, self._rank, self._tables = code, rank, tables if frequencies else None
+        self._code, self._tables = code, tables if frequencies else None
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be used elsewhere
             self._frequency = torch.tensor(frequencies, dtype=torch.int64)
-        self._layout: CodedLayout | None = None
+        self._layout: _Layout | None = None
+
+    def _new_layout(self) -> _Layout | None:
+        """How the kernel reads the code; None where it cannot."""
+        raise NotImplementedError
 
     def can_read(self, states: Tensor, stored: tuple[Tensor, ...], mask: Tensor | None, *, needs_grad: bool) -> bool:
         """Whether the kernel can attend to the codes, and is the fastest way: for few queries.
@@ -55,7 +62,7 @@ class CodeReader:
             return False
         if self._layout is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._layout = kernel_layout(self._code, self._rank, self._turn())
+                self._layout = self._new_layout()
         return self._layout is not None
 
     def _turn(self) -> tuple[Tensor, Tensor] | None:
@@ -64,6 +71,41 @@ class CodeReader:
             return None
         cos, sin = (table[0, :TURN, self._frequency] for table in self._tables(TURN, torch.empty(0)))
         return cos / cos[:1], sin / cos[:1]
+
+    def _call(
+        self, query: Tensor, stored: tuple[Tensor, ...], mask: Tensor | None
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+        """The mask as the kernels take it, and cos and sin ``[slots, F]``."""
+        B, H, S, _ = query.shape
+        T = stored[0].shape[2]
+        mask = None if mask is None else as_bool_mask(mask, (B, H, S, T))
+        like = torch.empty(1, 1, 0)
+        cos, sin = (like, like) if self._tables is None else self._tables(T, like)
+        return mask, (cos[0], sin[0])
+
+
+class LatentReader(CodeReader[CodedLayout]):
+    """Attends to the codes of one layer of MLA.
+
+    Args:
+        code: of the layer.
+        rank: R.
+        frequencies: see `CodeReader`.
+        tables: see `CodeReader`.
+    """
+
+    def __init__(
+        self,
+        code: TransformCode,
+        rank: int,
+        frequencies: list[int],
+        tables: Callable[[int, Tensor], tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        super().__init__(code, frequencies, tables)
+        self._rank = rank
+
+    def _new_layout(self) -> CodedLayout | None:
+        return kernel_layout(self._code, self._rank, self._turn())
 
     def attend(
         self,
@@ -89,13 +131,51 @@ class CodeReader:
             The mixed latents ``[B, H, S, R]``, or ``R + 1``.
         """
         assert self._layout is not None
+        mask, tables = self._call(query, stored, mask)
+        options = (tables, self._frequency, mask, is_causal, scale)
         codes, wide, first = stored
-        B, H, S, _ = query.shape
-        mask = None if mask is None else as_bool_mask(mask, (B, H, S, codes.shape[2]))
-        like = torch.empty(1, 1, 0)
-        cos, sin = (like, like) if self._tables is None else self._tables(codes.shape[2], like)
-        return attend_coded(
-            *(query, codes, wide, first, self._layout, (cos[0], sin[0]), self._frequency),
-            *(mask, is_causal, scale),
-            has_sums=has_sums,
-        )
+        return attend_coded(query, codes, wide, first, self._layout, *options, has_sums=has_sums)
+
+
+class HeadsReader(CodeReader[HeadsLayout]):
+    """Attends to the codes of one layer of MHA, GQA or MQA.
+
+    Args:
+        code: of the layer.
+        shapes: ``(K, D)`` of the keys and ``(K, V)`` of the values.
+        frequencies: see `CodeReader`.
+        tables: see `CodeReader`.
+    """
+
+    def __init__(
+        self,
+        code: TransformCode,
+        shapes: tuple[tuple[int, int], ...],
+        frequencies: list[int],
+        tables: Callable[[int, Tensor], tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        super().__init__(code, frequencies, tables)
+        self._shapes = shapes
+
+    def _new_layout(self) -> HeadsLayout | None:
+        return heads_layout(self._code, self._shapes, self._turn())
+
+    def attend(
+        self, query: Tensor, stored: tuple[Tensor, ...], mask: Tensor | None, *, is_causal: bool, scale: float
+    ) -> Tensor:
+        """Attend to codes that `can_read` said yes to; see `attend_heads`.
+
+        Args:
+            query: rotated by slots, ``[B, H, S, D]``.
+            stored: codes ``[B, 1, T, bytes]``, wide values ``[B, sinks, K · (D + V)]`` and first slots ``[B]``.
+            mask: ``[B, T]`` or broadcastable to ``[B, H, S, T]``.
+            is_causal: apply the bottom-right causal mask.
+            scale: multiplies the scores.
+
+        Returns:
+            ``[B, H, S, V]``.
+        """
+        assert self._layout is not None
+        mask, tables = self._call(query, stored, mask)
+        codes, wide, first = stored
+        return attend_heads(query, codes, wide, first, self._layout, tables, self._frequency, mask, is_causal, scale)

@@ -25,10 +25,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_SOURCES = ("attention.cpp", "linear.cpp", "codes/coded.cpp", "codes/trellis.cpp")
+_SOURCES = (
+    *("attention.cpp", "linear.cpp"),
+    *("codes/affine.cpp", "codes/coded.cpp", "codes/heads.cpp", "codes/trellis.cpp"),
+)
 _HEADERS = (
     *("lanes.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h"),
-    *("codes/levels.h", "codes/matrix_tiles.h"),
+    *("codes/levels.h", "codes/matrix_tiles.h", "codes/unpack.h"),
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
@@ -248,7 +251,9 @@ def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.headwise_attention.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     library.headwise_linear.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.headwise_affine.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.headwise_coded.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.headwise_heads.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.headwise_trellis.argtypes = [ctypes.c_char_p]
     return library
 

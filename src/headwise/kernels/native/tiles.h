@@ -26,9 +26,10 @@ constexpr int MIX_SUMS = W == 16 ? 24 : 9;
 class Ahead {
  public:
   // Prefetches `count` rows of `bytes` bytes, `stride` bytes apart, in `steps` steps; into the first cache where they are
-  // few enough, else into the second.
-  Ahead(const void* first, int64_t stride, int64_t count, int64_t bytes, int64_t steps) : at_((const char*)first) {
-    near_ = count * bytes <= 16384;
+  // no more than `few` bytes, else into the second.
+  Ahead(const void* first, int64_t stride, int64_t count, int64_t bytes, int64_t steps, int64_t few = 16384)
+      : at_((const char*)first) {
+    near_ = count * bytes <= few;
     if (stride == bytes) bytes *= count, count = 1;
     const int64_t lines = (bytes + 63) / 64;
     left_ = steps > 0 ? count * lines : 0;

@@ -103,7 +103,7 @@ def attend_coded(
     strides: tuple[int, ...] = (0, 0, 0, 0)
     pointer = 0
     if mask is not None:
-        strides, pointer = _mask_strides(mask), mask.data_ptr()
+        strides, pointer = mask_strides(mask), mask.data_ptr()
     layout_tensors = (layout.blocks, layout.tables, layout.gains, layout.scale, layout.offset, *layout.turn)
     arguments = _ARGUMENTS.pack(
         *(query.data_ptr(), codes.data_ptr(), wide.data_ptr(), out.data_ptr(), pointer, 0, 0),
@@ -132,5 +132,6 @@ def can_attend_coded(*tensors: Tensor | None) -> bool:
     return built().library is not None and are_plain(*tensors)
 
 
-def _mask_strides(mask: Tensor) -> tuple[int, ...]:
+def mask_strides(mask: Tensor) -> tuple[int, ...]:
+    """The strides of a mask, 0 along dimensions that it repeats."""
     return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))

@@ -8,8 +8,8 @@
 #include <new>
 #include <optional>
 
-#include "matrix_tiles.h"
 #include "../parts.h"
+#include "unpack.h"
 
 namespace {
 
@@ -46,7 +46,8 @@ class CodedAttention {
   const bool rounds_;
   const int groups_, beside_;               // see Attention; where scores are computed by tiles, pairs of groups
   const int64_t content_, half_, columns_;  // columns of a row of levels: the latent's, and the two halves of the rotary key
-  const int64_t scored_;                    // columns of the latent that are scored: content_, or 0
+  const bool scores_levels_;                // whether the latent's levels are scored by tiles
+  const int64_t scored_;                    // columns of the latent that are scored as numbers: content_, or 0
   const int64_t D_;                         // of a key: its rotary halves, then its scored content
   const int64_t depth_;                     // D_, or where scores are computed by tiles a multiple of theirs
   static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight
@@ -68,14 +69,15 @@ class CodedAttention {
         content_(up(a_.V, CHANNELS)),
         half_(up(c.P / 2, CHANNELS)),
         columns_(content_ + 2 * half_),
-        scored_(a_.D > c.P ? content_ : 0),
+        scores_levels_(tiles_ && a_.D > c.P),
+        scored_(a_.D > c.P && !tiles_ ? content_ : 0),
         D_(2 * half_ + scored_),
         depth_(up(D_, 32)) {}
 
   void run() const {
     int64_t tokens = 0;
     for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length();
-    const double work = double(tokens) * (columns_ + 2.0 * rows_ * (D_ + content_));
+    const double work = double(tokens) * (columns_ + 2.0 * rows_ * (a_.D + content_));
     in_parts(*this, a_.B, 1, tokens, useful_threads(work / 50e3, a_.threads));
   }
 
@@ -85,7 +87,8 @@ class CodedAttention {
   int64_t scratch_bytes() const {
     const int64_t rows = padded_rows();
     return up(c_.count * sizeof(BlockPlan), 64) + 2 * up(rows * D_ * 4, 64) + rounded_bytes() + 2 * half_ * 4 + 2 * up(rows * BLOCK * 4, 64) + up(rows * 4, 64) + KEYS * D_ * 4 +
-           up(BLOCK * columns_, 64) + quads_bytes() + tiles_bytes() + up(SINKS * content_ * 4, 64) + 2 * BLOCK * 4 + up(BLOCK * (c_.bytes + OVERRUN), 64);
+           up(BLOCK * columns_, 64) + quads_bytes() + tiles_bytes() + up(SINKS * content_ * 4, 64) + 2 * BLOCK * 4 + up(BLOCK * (c_.bytes + OVERRUN), 64) +
+           pieces_bytes() + content_query_bytes() + up(rows_ * 4, 64);
   }
 
   void attend(int64_t b, int64_t, Range tokens, const Partial& partial, char* scratch) const {
@@ -111,11 +114,15 @@ class CodedAttention {
     at.plans = (BlockPlan*)take(c_.count * sizeof(BlockPlan));
     for (int64_t i = 0; i < c_.count; i++) new (at.plans + i) BlockPlan(c_.blocks[i]);
     at.copies = (uint8_t*)take(BLOCK * (c_.bytes + OVERRUN));
+    at.content = (float*)take(content_query_bytes());
+    at.pieces = (int8_t*)take(pieces_bytes());
+    at.one = (float*)take(rows_ * 4);
     std::fill_n(partial.high, rows_, NOTHING);
     std::fill_n(partial.sum, rows_ * W, 0.0f);
     std::fill_n(partial.mixture, rows_ * content_, 0.0f);
     if (!tokens.length()) return;
     read_query(b, at.query);
+    if (scores_levels_) read_content(at);
     std::copy_n(at.query, rows * D_, at.turned);
     round_query(at);
     std::fill_n(at.cos, half_, 0.0f), std::fill_n(at.sin, half_, 0.0f);
@@ -156,7 +163,7 @@ class CodedAttention {
     int64_t b;
     float *query, *turned;     // as they are, and rotated back by `turn` slots
     float *cos, *sin;          // [half_], of those slots
-    int64_t turn = 0;
+    int64_t turn = -1;         // none yet
     float *scores, *weights;   // [row, BLOCK]
     float* keep;               // [row], what partial results so far are multiplied by
     float* keys;               // [KEYS, D_]
@@ -168,8 +175,17 @@ class CodedAttention {
     float *content_gain, *rotary_gain;  // [BLOCK]
     BlockPlan* plans;          // of the blocks
     uint8_t* copies;           // codes at the end of memory
+    float* content;            // [row, content_], what meets levels, padded to whole chunks
+    int8_t* pieces;            // the same in whole numbers, in tiles
+    float* one;                // [row], what 1 in whole queries stands for
   };
 
+  // Rows whose pieces fit beside each other into a tile.
+  static constexpr int TILE_ROWS = 16 / PIECES;
+  int64_t content_query_bytes() const { return scores_levels_ ? rows_ * up(content_, CHUNK) * 4 : 0; }
+  int64_t pieces_bytes() const {
+    return scores_levels_ ? (rows_ + TILE_ROWS - 1) / TILE_ROWS * (up(content_, CHUNK) / CHUNK) * 1024 : 0;
+  }
   int64_t quads_bytes() const { return tiles_ ? BLOCK * content_ : 0; }
   int64_t tiles_bytes() const {
 #if HAS_MATRIX_TILES
@@ -196,13 +212,37 @@ class CodedAttention {
                       row % a_.S * a_.query_stride[2];
       if (scored_) {
         for (int64_t d = 0; d < a_.V; d++) query[place(row, 2 * half_ + d)] = number(from[d]) * factor * c_.scale[d];
-        from += a_.V;
       }
+      if (a_.D > c_.P) from += a_.V;
       for (int64_t d = 0; d < c_.P / 2; d++) {
         query[place(row, d)] = number(from[d]) * factor;
         query[place(row, half_ + d)] = number(from[c_.P / 2 + d]) * factor;
       }
     }
+  }
+
+  // What meets the latent's levels, and its whole numbers in tiles: [rows / TILE_ROWS, chunk, four channels of 16, piece of a
+  // row, 4].
+  void read_content(Place& at) const {
+#if HAS_MATRIX_TILES
+    const int64_t padded = up(content_, CHUNK), chunks = padded / CHUNK;
+    const float factor = float(a_.scale * LOG2E);
+    std::fill_n(at.content, rows_ * padded, 0.0f);
+    std::fill_n(at.pieces, pieces_bytes(), int8_t(0));
+    for (int row = 0; row < rows_; row++) {
+      const Q* from = (const Q*)a_.query + at.b * a_.query_stride[0] + row / a_.S * a_.query_stride[1] +
+                      row % a_.S * a_.query_stride[2];
+      float* content = at.content + row * padded;
+      for (int64_t d = 0; d < a_.V; d++) content[d] = number(from[d]) * factor * c_.scale[d];
+      int8_t* pieces = at.levels;  // which are decoded later
+      at.one[row] = signed_pieces<PIECES>(content, padded, pieces, padded);
+      for (int64_t chunk = 0; chunk < chunks; chunk++)
+        for (int p = 0; p < PIECES; p++)
+          for (int four = 0; four < 16; four++)
+            memcpy(at.pieces + ((row / TILE_ROWS * chunks + chunk) * 16 + four) * 64 + (p * TILE_ROWS + row % TILE_ROWS) * 4,
+                   pieces + p * padded + chunk * CHUNK + four * 4, 4);
+    }
+#endif
   }
 
   // Rotates the queries back by `slot`.
@@ -254,6 +294,7 @@ class CodedAttention {
       const int count = int(to - from);
       decode(at, from, count);
       score_tokens(at, from, count, [&](int t, int n) { coded_keys(at, from, t, n); });
+      if (scores_levels_) score_levels(at, count);
       for (int row = 0; row < rows_; row++) weigh(at, row, from, count, partial, at.content_gain);
 #if HAS_MATRIX_TILES
       if (tiles_) {
@@ -291,7 +332,7 @@ class CodedAttention {
 #if HAS_MATRIX_TILES
       if (tiles_ && block.column < content_) {
         int8_t *quads = at.quads + block.column * BLOCK, *levels = at.levels + block.column;
-        if (scored_)
+        if (scores_levels_)
           decode_quads<true>(block, c_.tables, row, count, quads, levels, content_);
         else
           decode_quads<false>(block, c_.tables, row, count, quads, levels, content_);
@@ -358,6 +399,7 @@ class CodedAttention {
         std::copy_n(value[t + i], scored_, key + 2 * half_);
       }
     });
+    if (scores_levels_) score_content(at, value, count);
     for (int row = 0; row < rows_; row++) weigh(at, row, tokens.from, count, partial, nullptr);
     Ahead none(at.wide, 0, 0, 0, 0);
     mix<A>(partial.mixture, rows_, Weights<float>{at.weights, BLOCK, 1}, at.keep, value, count, content_, none);
@@ -402,6 +444,49 @@ class CodedAttention {
       }
 #endif
       score<A>(at.turned + groups_ * 8 * D_, rows_ - beside_, key, n, D_, at.scores + beside_ * BLOCK + t, none);
+    }
+  }
+
+  // Adds the latents' part of the scores of a block of tokens, whose levels are there.
+  void score_levels(Place& at, int count) const {
+#if HAS_MATRIX_TILES
+    const int64_t chunks = up(content_, CHUNK) / CHUNK;
+    alignas(64) int32_t products[256];
+    for (int first = 0; first < rows_; first += TILE_ROWS)
+      for (int t = 0; t < count; t += 16) {
+        const int8_t *levels = at.levels + t * content_, *pieces = at.pieces + first / TILE_ROWS * chunks * 1024;
+        asm volatile("" : : : "memory");
+        _tile_zero(0);
+        for (int64_t chunk = 0; chunk < chunks; chunk++) {
+          _tile_loadd(1, levels + chunk * CHUNK, content_);
+          _tile_loadd(2, pieces + chunk * 1024, 64);
+          _tile_dpbssd(0, 1, 2);
+        }
+        _tile_stored(0, products, 64);
+        asm volatile("" : : : "memory");
+        __m512i of_token[16], of_piece[16];
+        UNROLL for (int i = 0; i < 16; i++) of_token[i] = _mm512_load_si512(products + i * 16);
+        transpose(of_token, of_piece);
+        UNROLL for (int r = 0; r < TILE_ROWS; r++) {
+          if (first + r >= rows_) break;
+          Vector product = (Vector)_mm512_cvtepi32_ps(of_piece[r]);
+          UNROLL for (int p = 1; p < PIECES; p++)
+            product = product * 256.0f + (Vector)_mm512_cvtepi32_ps(of_piece[p * TILE_ROWS + r]);
+          float* scores = at.scores + (first + r) * BLOCK + t;
+          store(scores, load(scores) + product * at.one[first + r] * load(at.content_gain + t));
+        }
+      }
+#endif
+  }
+
+  // Adds that of `count` tokens without codes.
+  void score_content(Place& at, const float* const* value, int count) const {
+    Ahead none(at.wide, 0, 0, 0, 0);
+    float* scores = at.weights;  // which are computed later
+    const int64_t padded = up(content_, CHUNK);
+    for (int row = 0; row < rows_; row++) {
+      score<A>(at.content + row * padded, 1, value, count, content_, scores, none);
+      for (int t = 0; t < count; t++) at.scores[row * BLOCK + t] += scores[t];
     }
   }
 

@@ -33,15 +33,16 @@ inline bool may_use_tiles() {
   return may;
 }
 
-// Tiles of sixteen rows of 64 bytes, as long as this lives.
+// Tiles of sixteen rows of 64 bytes, as long as this lives; the first five may have fewer rows.
 class TileSetting {
  public:
-  TileSetting() {
+  explicit TileSetting(int rows = TILE) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
     } setting;
+    std::fill_n(setting.rows, 5, uint8_t(rows));
     asm volatile("" : : "r"(&setting) : "memory");
     _tile_loadconfig(&setting);
   }
@@ -159,6 +160,48 @@ void mix_tiles(float* out, int rows, const float* weights, const float* keep, co
     else
       multiply_tiles<1>(of_rows, quads, blocks, products, [&](int i) { add(1, i); });
   }
+}
+
+// What mix_tiles computes, for ROWS rows, by vectors: for so few rows tiles take longer to begin.
+template <int PIECES, int ROWS>
+INLINE void mix_few_quads(float* out, const uint8_t* pieces, const float* one, const float* keep, const int8_t* quads,
+                          int64_t columns) {
+  for (int64_t i = 0; i < columns; i += 2 * TILE) {
+    const int64_t others = i + TILE < columns ? QUADS : 0;
+    __m512i sum[ROWS * PIECES][2];
+    UNROLL for (int p = 0; p < ROWS * PIECES; p++) sum[p][0] = sum[p][1] = _mm512_setzero_si512();
+    const int8_t* at = quads + i * BLOCK;
+    for (int t = 0; t < BLOCK; t += 4, at += 64) {
+      const __m512i first = _mm512_load_si512(at), other = _mm512_load_si512(at + others);
+      UNROLL for (int p = 0; p < ROWS * PIECES; p++) {
+        int32_t four;
+        memcpy(&four, pieces + p * BLOCK + t, 4);
+        const __m512i weight = _mm512_set1_epi32(four);
+        sum[p][0] = _mm512_dpbusd_epi32(sum[p][0], weight, first);
+        sum[p][1] = _mm512_dpbusd_epi32(sum[p][1], weight, other);
+      }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++)
+      for (int c = 0; c < (others ? 2 : 1); c++) {
+        Vector total = (Vector)_mm512_cvtepi32_ps(sum[r * PIECES][c]);
+        UNROLL for (int p = 1; p < PIECES; p++) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(sum[r * PIECES + p][c]);
+        float* to = out + r * columns + i + c * TILE;
+        store(to, load(to) * keep[r] + total * one[r]);
+      }
+  }
+}
+
+// As mix_tiles, for any number of rows.
+template <int PIECES>
+void mix_quads(float* out, int rows, const float* weights, const float* keep, const int8_t* quads, int64_t columns,
+               char* scratch) {
+  uint8_t* pieces = (uint8_t*)scratch;
+  in_blocks<12 / PIECES>(rows, [&](int first, auto ROWS) {
+    float one[12 / PIECES];
+    for (int r = 0; r < ROWS(); r++)
+      one[r] = whole_weights<PIECES>(weights + (first + r) * BLOCK, pieces + r * PIECES * BLOCK);
+    mix_few_quads<PIECES, ROWS()>(out + first * columns, pieces, one, keep + first, quads, columns);
+  });
 }
 
 #if HAS_BFLOAT16_TILES

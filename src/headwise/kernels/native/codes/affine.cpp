@@ -1,0 +1,654 @@
+// softmax(scale · Q Kᵀ) V on the CPU over keys and values that are read as they are stored: whole numbers of 2, 3, 4 or 8
+// bits with a scale and a zero point.
+//
+// Those belong to a group of a token's channels, or, for keys, to a channel in a block of tokens. Scores and mixtures are of
+// the whole numbers: scales are multiplied into scores and weights, or into the queries of a block, and zero points meet
+// the sum of a query's channels and of the weights. The latest tokens may be stored as they are.
+#include <cmath>
+#include <new>
+#include <optional>
+
+#include "../parts.h"
+#include "unpack.h"
+
+namespace {
+
+// How the keys, or the values, of tokens are stored.
+struct AffineRows {
+  int64_t bits, group, groups;  // the channels of a group; groups is 0 where scales belong to blocks
+  int64_t codes;                // bytes of a row before its groups' scales, which are followed by their zero points
+};
+
+struct AffineArguments {
+  // Keys and values are rows of bytes of the first `coded` tokens; strides are in bytes.
+  Arguments call;
+  AffineRows key, value;
+  int64_t coded, block;          // the tokens of a block of keys whose channels have scales
+  const uint16_t* key_scale;     // of blocks, float16: scales, then zero points [B, K, blocks, 2 D]; or null
+  int64_t key_scale_stride[3];
+  const void *late_key, *late_value;  // the other tokens, [B, K, T - coded, D] of the queries' type
+  int64_t late_key_stride[3], late_value_stride[3];
+};
+
+// A number of float16.
+INLINE float number_of_half(uint16_t x) {
+  const uint32_t sign = uint32_t(x & 0x8000) << 16, rest = x & 0x7fff;
+  float result;
+  if (rest >= 0x7c00) {
+    const uint32_t bits = sign | 0x7f800000 | (rest & 0x3ff) << 13;
+    memcpy(&result, &bits, 4);
+    return result;
+  }
+  const uint32_t bits = rest << 13;  // with an exponent that is 112 too small
+  memcpy(&result, &bits, 4);
+  result *= 0x1p112f;
+  return sign ? -result : result;
+}
+
+// `count` numbers of float16, and zeros.
+INLINE Vector of_halves(const uint16_t* at, int count) {
+#if defined(__AVX512F__) && defined(__FLT16_MAX__)
+  return load((const float16*)at, count);
+#else
+  float numbers[W] = {};
+  for (int i = 0; i < count; i++) numbers[i] = number_of_half(at[i]);
+  return load(numbers);
+#endif
+}
+
+template <class Q>
+class AffineAttention {
+  using A = Single;
+  static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight, and of a whole query
+  const AffineArguments& c_;
+  const Arguments& a_;
+  const Sight sight_;
+  const int rows_;
+  const bool tiles_;             // whether matrix tiles are used
+  const int64_t key_groups_;     // groups of keys that are scored: one where scales belong to blocks
+  const int64_t key_width_;      // channels of a group of keys, and padded to whole vectors
+  const int64_t key_padded_;
+  const int64_t value_width_, value_padded_;
+  const int64_t key_row_, value_row_;  // numbers of an unpacked row
+  const bool fours_of_keys_, fours_of_values_;  // whether numbers of 4 bits are unpacked after their rows are transposed
+
+ public:
+  explicit AffineAttention(const AffineArguments& c)
+      : c_(c),
+        a_(c.call),
+        sight_(a_),
+        rows_(int(a_.G * a_.S)),
+#if HAS_MATRIX_TILES
+        tiles_(may_use_tiles()),
+#else
+        tiles_(false),
+#endif
+        key_groups_(std::max<int64_t>(1, c.key.groups)),
+        key_width_(a_.D / key_groups_),
+        key_padded_(up(key_width_, W)),
+        value_width_(a_.V / c.value.groups),
+        value_padded_(up(value_width_, 16)),
+        key_row_(up(a_.D, CHUNK)),
+        value_row_(up(a_.V, CHUNK)),
+        fours_of_keys_(tiles_ && c.key.bits == 4 && a_.D % CHUNK == 0),
+        fours_of_values_(tiles_ && c.value.bits == 4 && a_.V % CHUNK == 0 && value_width_ % 32 == 0) {}
+
+  void run() const {
+    int64_t tokens = 0;
+    for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length() * a_.K;
+    const double work = double(tokens) * (a_.D + a_.V) * (2 + rows_);
+    in_parts(*this, a_.B, a_.K, tokens, useful_threads(work / 100e3, a_.threads));
+  }
+
+  Range range(int64_t b) const { return sight_.range(b); }
+  int rows() const { return rows_; }
+  // Of each group a mixture of whole numbers, and one of zero points.
+  int64_t width() const { return c_.value.groups * (value_padded_ + 1); }
+  int64_t scratch_bytes() const {
+    return up(rows_ * up(a_.D, W) * 4, 64) + up(key_groups_ * rows_ * key_padded_ * 4, 64) + 3 * up(key_groups_ * rows_ * 4, 64) +
+           up(2 * up(a_.D, W) * 4, 64) + 3 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
+           2 * (c_.key.groups + c_.value.groups) * BLOCK * 4 + BLOCK * (key_row_ + value_row_ + up(value_width_, 16) * 4) + pieces_bytes() + tiles_bytes() +
+           (tiles_ ? up(rows_ * key_row_ * 4, 64) : 0);
+  }
+
+  void attend(int64_t b, int64_t k, Range tokens, const Partial& partial, char* scratch) const {
+    const auto take = [&](int64_t bytes) { return (scratch += up(bytes, 64)) - up(bytes, 64); };
+    Place at;
+    at.b = b, at.k = k;
+    at.query = (float*)take(rows_ * up(a_.D, W) * 4);
+    at.grouped = (float*)take(key_groups_ * rows_ * key_padded_ * 4);
+    at.sums = (float*)take(key_groups_ * rows_ * 4);
+    at.added = (float*)take(key_groups_ * rows_ * 4);
+    at.one = (float*)take(key_groups_ * rows_ * 4);
+    at.of_block = (float*)take(2 * up(a_.D, W) * 4);
+    at.scores = (float*)take(rows_ * BLOCK * 4);
+    at.weights = (float*)take(rows_ * BLOCK * 4);
+    at.scaled = (float*)take(rows_ * BLOCK * 4);
+    at.keep = (float*)take(rows_ * 4);
+    at.key_scales = (float*)take(2 * c_.key.groups * BLOCK * 4);
+    at.value_scales = (float*)take(2 * c_.value.groups * BLOCK * 4);
+    at.keys = (int8_t*)take(BLOCK * key_row_);
+    at.values = (int8_t*)take(BLOCK * value_row_);
+    at.pieces = (int8_t*)take(pieces_bytes());
+    at.tiles = take(tiles_bytes());
+    at.late = (float*)take(BLOCK * value_width_ * 4);
+    if (tiles_) at.spread = (float*)take(rows_ * key_row_ * 4);
+    std::fill_n(partial.high, rows_, NOTHING);
+    std::fill_n(partial.sum, rows_ * W, 0.0f);
+    std::fill_n(partial.mixture, rows_ * width(), 0.0f);
+    if (!tokens.length()) return;
+    std::fill_n(at.pieces, pieces_bytes(), int8_t(0));
+    read_query(at);
+    attend_codes(tokens.cut({0, c_.coded}), at, partial);
+    attend_late(tokens.cut({c_.coded, a_.T}), at, partial);
+  }
+
+  // Writes one row of the output from the partial results of one or several threads; a row that saw nothing gives zeros.
+  void finish(int64_t b, int64_t k, int row, const Partial* partials, int count) const {
+    float high = NOTHING, sum = 0;
+    for (int i = 0; i < count; i++) high = std::max(high, partials[i].high[row]);
+    const auto share = [&](int i) {
+      return partials[i].high[row] == NOTHING ? 0.0f : std::exp2(partials[i].high[row] - high);
+    };
+    for (int i = 0; i < count; i++) sum += share(i) * ::sum(load(partials[i].sum + row * W));
+    Q* out = (Q*)a_.out + b * a_.out_stride[0] + (k * a_.G + row / a_.S) * a_.out_stride[1] + row % a_.S * a_.out_stride[2];
+    for (int64_t g = 0; g < c_.value.groups; g++) {
+      float zero = 0;
+      for (int i = 0; i < count; i++) zero += share(i) * *zero_of(partials[i], g, row);
+      for (int64_t d = 0; d < value_width_; d++) {
+        float mixture = zero;
+        const int64_t column = row * value_padded_ + column_of(d);
+        for (int i = 0; i < count; i++) mixture += share(i) * mixture_of(partials[i], g)[column];
+        put(out + g * value_width_ + d, sum == 0 ? 0.0f : mixture / sum);
+      }
+    }
+  }
+
+ private:
+  // What a thread works on.
+  struct Place {
+    int64_t b, k;
+    float* query;             // [row, D], padded to vectors
+    float* grouped;           // [group, row, channels of the group], padded: what meets the whole numbers
+    float *sums, *added;      // [group, row]: sums of channels; what is added to a row's scores of a block
+    float* one;               // [group, row], what 1 in whole queries stands for
+    float* of_block;          // scales of a block of keys, then zero points
+    float *scores, *weights, *scaled;  // [row, BLOCK]
+    float* keep;              // [row], what partial results so far are multiplied by
+    float *key_scales, *value_scales;  // [group, BLOCK] scales, then zero points
+    int8_t *keys, *values;    // unpacked: rows of [BLOCK, channels], or for matrix tiles
+    int8_t* pieces;           // whole queries for matrix tiles
+    char* tiles;              // memory for them to work in
+    Ahead* ahead = nullptr;   // what is prefetched
+    float* late;              // [BLOCK, channels of a group], values that are stored as they are
+    float* spread;            // [row, channels], a group's query between zeros
+  };
+
+  float* mixture_of(const Partial& partial, int64_t group) const { return partial.mixture + group * rows_ * value_padded_; }
+  float* zero_of(const Partial& partial, int64_t group, int row) const {
+    return partial.mixture + c_.value.groups * rows_ * value_padded_ + group * rows_ + row;
+  }
+
+  // Where a channel of a group of values is in the mixture.
+  int64_t column_of(int64_t channel) const {
+#if HAS_MATRIX_TILES
+    if (fours_of_values_) return column_of_four(channel);
+#endif
+    return channel;
+  }
+
+  // --- queries ---------------------------------------------------------------------------------------------------
+
+  void read_query(Place& at) const {
+    const int64_t stride = up(a_.D, W);
+    const float factor = float(a_.scale * LOG2E);
+    std::fill_n(at.query, rows_ * stride, 0.0f);
+    std::fill_n(at.grouped, key_groups_ * rows_ * key_padded_, 0.0f);
+    for (int row = 0; row < rows_; row++) {
+      const Q* from = (const Q*)a_.query + at.b * a_.query_stride[0] + (at.k * a_.G + row / a_.S) * a_.query_stride[1] +
+                      row % a_.S * a_.query_stride[2];
+      float* query = at.query + row * stride;
+      for (int64_t d = 0; d < a_.D; d++) query[d] = number(from[d]) * factor;
+      for (int64_t g = 0; g < key_groups_; g++) {
+        const float* of_group = query + g * key_width_;
+        std::copy_n(of_group, key_width_, at.grouped + (g * rows_ + row) * key_padded_);
+        float sum = 0;
+        for (int64_t d = 0; d < key_width_; d++) sum += of_group[d];
+        at.sums[g * rows_ + row] = sum;
+      }
+    }
+    if (c_.key.groups) split_query(at);
+  }
+
+  // Multiplies the queries by the scales of a block of keys.
+  void scale_query(Place& at, int64_t block) const {
+    const uint16_t* from = c_.key_scale + at.b * c_.key_scale_stride[0] + at.k * c_.key_scale_stride[1] +
+                           block * c_.key_scale_stride[2];
+    float *scales = at.of_block, *zeros = scales + key_padded_;
+    for (int64_t d = 0; d < a_.D; d += W) {
+      const int count = int(std::min<int64_t>(W, a_.D - d));
+      const Vector scale = of_halves(from + d, count);
+      store(scales + d, scale);
+      // A scale that is no number says that the channel holds none.
+      store(zeros + d, of_halves(from + a_.D + d, count) + scale * 0.0f);
+    }
+    for (int row = 0; row < rows_; row++) {
+      const float* query = at.query + row * key_padded_;
+      float* scaled = at.grouped + row * key_padded_;
+      Vector added{};
+      for (int64_t d = 0; d < a_.D; d += W) {
+        store(scaled + d, load(query + d) * load(scales + d));
+        added += load(query + d) * load(zeros + d);
+      }
+      at.added[row] = ::sum(added);
+    }
+    split_query(at);
+  }
+
+  // Whole queries in pieces, for matrix tiles: of each group, and tile of rows, and chunk of channels that it is in, a tile.
+  void split_query(Place& at) const {
+#if HAS_MATRIX_TILES
+    if (!tiles_) return;
+    for (int64_t g = 0; g < key_groups_; g++) {
+      const int64_t first = g * key_width_ / CHUNK, chunks = chunks_of(g), before = g * key_width_ - first * CHUNK;
+      for (int row = 0; row < rows_; row++) {
+        const float* query = at.grouped + (g * rows_ + row) * key_padded_;
+        if (before || key_width_ % CHUNK) {
+          std::fill_n(at.spread, chunks * CHUNK, 0.0f);
+          std::copy_n(query, key_width_, at.spread + before);
+          query = at.spread;
+        }
+        alignas(64) int8_t pieces[PIECES * 1024];
+        int8_t* to = chunks * CHUNK <= 1024 ? pieces : at.keys;
+        at.one[g * rows_ + row] = signed_pieces<PIECES>(query, chunks * CHUNK, to, chunks * CHUNK);
+        for (int64_t chunk = 0; chunk < chunks; chunk++)
+          for (int p = 0; p < PIECES; p++) {
+            const __m512i numbers = _mm512_loadu_si512(to + (p * chunks + chunk) * CHUNK);
+            _mm512_store_si512(tile_of(at, g, row / TILE_ROWS, chunk) + (row % TILE_ROWS * PIECES + p) * CHUNK,
+                               fours_of_keys_ ? in_order_of_fours(numbers) : numbers);
+          }
+      }
+    }
+#endif
+  }
+
+  static constexpr int TILE_ROWS = 16 / PIECES;  // rows whose pieces fit into a tile
+  int64_t tiles_of_rows() const { return (rows_ + TILE_ROWS - 1) / TILE_ROWS; }
+  int64_t chunks_of(int64_t group) const {
+    return ((group + 1) * key_width_ + CHUNK - 1) / CHUNK - group * key_width_ / CHUNK;
+  }
+  int64_t most_chunks() const { return (key_width_ + CHUNK - 1) / CHUNK + (key_width_ % CHUNK && key_groups_ > 1); }
+  int64_t pieces_bytes() const { return tiles_ ? key_groups_ * tiles_of_rows() * most_chunks() * 1024 : 0; }
+  int64_t tiles_bytes() const {
+#if HAS_MATRIX_TILES
+    if (tiles_) return up(std::max<int64_t>(mix_tiles_bytes<PIECES>(rows_, value_padded_), 4 * 1024), 64);
+#endif
+    return 0;
+  }
+  int8_t* tile_of(const Place& at, int64_t group, int64_t tile, int64_t chunk) const {
+    return at.pieces + ((group * tiles_of_rows() + tile) * most_chunks() + chunk) * 1024;
+  }
+
+  // --- tokens ----------------------------------------------------------------------------------------------------
+
+  void attend_codes(Range tokens, Place& at, const Partial& partial) const {
+    if (!tokens.length()) return;
+#if HAS_MATRIX_TILES
+    const Unpacker keys(int(c_.key.bits), a_.D, false), values(int(c_.value.bits), a_.V, true);
+    std::optional<TileSetting> setting;
+    if (tiles_) setting.emplace(std::min(TILE, rows_ * PIECES));
+#endif
+    const uint8_t* key = (const uint8_t*)a_.key + at.b * a_.key_stride[0] + at.k * a_.key_stride[1];
+    const uint8_t* value = (const uint8_t*)a_.value + at.b * a_.value_stride[0] + at.k * a_.value_stride[1];
+    int64_t block_of_query = -1;
+    for (int64_t from = tokens.from, to; from < tokens.to; from = to) {
+      to = std::min(tokens.to, (from / BLOCK + 1) * BLOCK);
+      if (c_.key_scale && c_.block < BLOCK) to = std::min(to, (from / c_.block + 1) * c_.block);
+      if (c_.key_scale && from / c_.block != block_of_query) scale_query(at, block_of_query = from / c_.block);
+      const int count = int(to - from);
+      // The next block's values are prefetched while this one's keys are read, and its keys while values are: into the
+      // second cache, as fewer reads can be under way into the first.
+      const int64_t next = std::min<int64_t>(BLOCK, tokens.to - to);
+      Ahead values_ahead(value + to * a_.value_stride[2], a_.value_stride[2], next, value_bytes(), steps_of_keys(count), 0);
+      Ahead keys_ahead(key + to * a_.key_stride[2], a_.key_stride[2], next, key_bytes(), steps_of_values(count), 0);
+      at.ahead = &values_ahead;
+      const uint8_t *key_rows = key + from * a_.key_stride[2], *value_rows = value + from * a_.value_stride[2];
+      read_scales(c_.key, key_rows, a_.key_stride[2], count, at.key_scales);
+      read_scales(c_.value, value_rows, a_.value_stride[2], count, at.value_scales);
+#if HAS_MATRIX_TILES
+      if (tiles_) {
+        unpack_columns(keys, key_rows, count, at);
+        score_columns(at, count);
+        weigh_codes(at, from, count, partial);
+        at.ahead = &keys_ahead;
+        unpack_quads(values, value_rows, count, at);
+        mix_codes(at, count, partial);
+        continue;
+      }
+#endif
+      for (int t = 0; t < count; t++) {
+        unpack_row(key_rows + t * a_.key_stride[2], int(c_.key.bits), a_.D, at.keys + t * key_row_);
+        unpack_row(value_rows + t * a_.value_stride[2], int(c_.value.bits), a_.V, at.values + t * value_row_);
+      }
+      score_rows(at, count);
+      weigh_codes(at, from, count, partial);
+      mix_codes(at, count, partial);
+    }
+  }
+  // Bytes of a row.
+  int64_t key_bytes() const { return c_.key.codes + 4 * c_.key.groups; }
+  int64_t value_bytes() const { return c_.value.codes + 4 * c_.value.groups; }
+  int64_t steps_of_keys(int count) const { return (count + 15) / 16 * (key_row_ / CHUNK) + rows_ * (1 + key_groups_); }
+  int64_t steps_of_values(int count) const { return (count + 3) / 4 * (value_row_ / CHUNK); }
+  void weigh_codes(Place& at, int64_t from, int count, const Partial& partial) const {
+    int32_t token[BLOCK];
+    for (int t = 0; t < count; t++) token[t] = int32_t(from + t);
+    for (int row = 0; row < rows_; row++) sight_.hide_shared(at.b, from, count, at.scores + row * BLOCK);
+    weigh(at, token, count, partial);
+  }
+
+  // Scales and zero points of a block's tokens, [group, BLOCK] each; zero points are those of numbers that lost 128.
+  static void read_scales(const AffineRows& rows, const uint8_t* row, int64_t stride, int count, float* scales) {
+    const float lost = rows.bits == 8 ? 128.0f : 0.0f;
+    float* zeros = scales + rows.groups * BLOCK;
+#if HAS_BYTE_TABLES && defined(__AVX512F__)
+    const __m512i places = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                              _mm512_set1_epi32(int(stride)));
+    for (int t = 0; t < BLOCK; t += 16) {
+      const __mmask16 are = t + 16 <= count ? 0xffff : t < count ? (1 << (count - t)) - 1 : 0;
+      const uint8_t* at = row + t * stride + rows.codes;
+      // Two halves at a time: the scales of two groups, or a scale and a zero point, or two zero points.
+      for (int64_t half = 0; half < 2 * rows.groups; half += 2) {
+        const __m512i both = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), are, places, at + 2 * half, 1);
+        store(scales + half * BLOCK + t, (Vector)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(both)));
+        store(scales + (half + 1) * BLOCK + t, (Vector)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16))));
+      }
+    }
+#else
+    for (int t = 0; t < BLOCK; t++)
+      for (int64_t half = 0; half < 2 * rows.groups; half++) {
+        uint16_t bits = 0;
+        if (t < count) memcpy(&bits, row + t * stride + rows.codes + 2 * half, 2);
+        scales[half * BLOCK + t] = number_of_half(bits);
+      }
+#endif
+    // A scale that is no number says that its group holds none.
+    for (int64_t i = 0; i < rows.groups * BLOCK; i += W) {
+      const Vector scale = load(scales + i);
+      store(zeros + i, load(zeros + i) + scale * 0.0f + scale * lost);
+    }
+  }
+
+  // --- scores ----------------------------------------------------------------------------------------------------
+
+  // Scores of all rows with a block's unpacked keys.
+  void score_rows(Place& at, int count) const {
+    Ahead none(at.keys, 0, 0, 0, 0);
+    const int8_t* key[BLOCK];
+    for (int64_t g = 0; g < key_groups_; g++) {
+      for (int t = 0; t < count; t++) key[t] = at.keys + t * key_row_ + g * key_width_;
+      score<A>(at.grouped + g * rows_ * key_padded_, rows_, key, count, key_width_, at.scaled, none);
+      for (int row = 0; row < rows_; row++)
+        for (int t = 0; t < count; t++)
+          add_score(at, g, row, t, at.scaled[row * BLOCK + t]);
+    }
+  }
+  void add_score(Place& at, int64_t g, int row, int t, float product) const {
+    float* score = at.scores + row * BLOCK + t;
+    if (!c_.key.groups) {
+      *score = product + at.added[row];
+      return;
+    }
+    const float scale = at.key_scales[g * BLOCK + t], zero = at.key_scales[(c_.key.groups + g) * BLOCK + t];
+    *score = (g ? *score : 0.0f) + product * scale + zero * at.sums[g * rows_ + row];
+  }
+
+#if HAS_MATRIX_TILES
+  // Keys as tiles of columns: [16 tokens, chunk, four channels of 16, token, 4].
+  void unpack_columns(const Unpacker& unpacker, const uint8_t* row, int count, Place& at) const {
+    const int64_t chunks = key_row_ / CHUNK;
+    int8_t* to = at.keys;
+    for (int t = 0; t < count; t += 16) {
+      for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        at.ahead->step();
+        if (fours_of_keys_) {
+          const uint8_t* rows[16];
+          UNROLL for (int i = 0; i < 16; i++) rows[i] = row + std::min(t + i, count - 1) * a_.key_stride[2] + chunk * CHUNK / 2;
+          transpose_fours(rows, to + (t * chunks + chunk * 16) * 64);
+          continue;
+        }
+        __m512i rows[16], columns[16];
+        UNROLL for (int i = 0; i < 16; i++)
+          rows[i] = unpacker.read(row + std::min(t + i, count - 1) * a_.key_stride[2], chunk);
+        transpose(rows, columns);
+        UNROLL for (int i = 0; i < 16; i++) _mm512_store_si512(to + (t * chunks + chunk * 16 + i) * 64, columns[i]);
+      }
+    }
+  }
+
+  // Scores of all rows with a block's keys in tiles.
+  void score_columns(Place& at, int count) const {
+    const int64_t chunks = key_row_ / CHUNK;
+    int32_t* products = (int32_t*)at.tiles;
+    for (int tile = 0; tile < tiles_of_rows(); tile++)
+      for (int64_t g = 0; g < key_groups_; g++) {
+        const int8_t* keys = at.keys + g * key_width_ / CHUNK * 1024;
+        multiply_columns(tile_of(at, g, tile, 0), keys, chunks_of(g), chunks * 1024, count, products);
+        const int last = std::min(rows_, (tile + 1) * TILE_ROWS);
+        for (int row = tile * TILE_ROWS; row < last; row++) add_products(at, g, row, count, products);
+      }
+  }
+
+  // products[sixteen tokens, piece of a row, token] of a tile of pieces and the keys of up to 64 tokens, `stride` bytes apart
+  // for sixteen.
+  static void multiply_columns(const int8_t* pieces, const int8_t* keys, int64_t chunks, int64_t stride, int count,
+                               int32_t* products) {
+    asm volatile("" : : : "memory");
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t chunk = 0; chunk < chunks; chunk++, keys += 1024) {
+      _tile_loadd(4, pieces + chunk * 1024, CHUNK);
+      _tile_loadd(5, keys, 64);
+      _tile_dpbssd(0, 4, 5);
+      if (count > 16) {
+        _tile_loadd(6, keys + stride, 64);
+        _tile_dpbssd(1, 4, 6);
+      }
+      if (count > 32) {
+        _tile_loadd(7, keys + 2 * stride, 64);
+        _tile_dpbssd(2, 4, 7);
+      }
+      if (count > 48) {
+        _tile_loadd(5, keys + 3 * stride, 64);
+        _tile_dpbssd(3, 4, 5);
+      }
+    }
+    _tile_stored(0, products, 64);
+    if (count > 16) _tile_stored(1, products + 256, 64);
+    if (count > 32) _tile_stored(2, products + 512, 64);
+    if (count > 48) _tile_stored(3, products + 768, 64);
+    asm volatile("" : : : "memory");
+  }
+
+  void add_products(Place& at, int64_t g, int row, int count, const int32_t* products) const {
+    at.ahead->step();
+    const Vector one = all(at.one[g * rows_ + row]);
+    const float* scale = at.key_scales + g * BLOCK;
+    const float* zero = at.key_scales + (c_.key.groups + g) * BLOCK;
+    float* scores = at.scores + row * BLOCK;
+    for (int t = 0; t < count; t += 16) {
+      const int32_t* piece = products + t * 16 + row % TILE_ROWS * PIECES * 16;
+      Vector product = (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(piece));
+      UNROLL for (int p = 1; p < PIECES; p++)
+        product = product * 256.0f + (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(piece + p * 16));
+      product *= one;
+      if (!c_.key.groups)
+        store(scores + t, product + at.added[row]);
+      else {
+        product = product * load(scale + t) + load(zero + t) * at.sums[g * rows_ + row];
+        store(scores + t, g ? load(scores + t) + product : product);
+      }
+    }
+  }
+
+  // Values in quads: [channels / 16, BLOCK / 4, 16, 4].
+  void unpack_quads(const Unpacker& unpacker, const uint8_t* row, int count, Place& at) const {
+    int8_t* to = at.values;
+    Ahead ahead = *at.ahead;  // a local copy can be in registers
+    for (int t = 0; t < count; t += 4)
+      for (int64_t chunk = 0; chunk < value_row_ / CHUNK; chunk++) {
+        ahead.step();
+        if (fours_of_values_) {
+          const uint8_t* rows[4];
+          UNROLL for (int i = 0; i < 4; i++) rows[i] = row + std::min(t + i, count - 1) * a_.value_stride[2] + chunk * CHUNK / 2;
+          int8_t* quads = to + chunk * 4 * QUADS + t * TILE;
+          weave_fours(rows, quads, quads + QUADS);
+          UNROLL for (int i = 0; i < 4; i++) rows[i] += 16;
+          weave_fours(rows, quads + 2 * QUADS, quads + 3 * QUADS);
+          continue;
+        }
+        __m512i rows[4], quads[4];
+        UNROLL for (int i = 0; i < 4; i++)
+          rows[i] = unpacker.read(row + std::min(t + i, count - 1) * a_.value_stride[2], chunk);
+        weave(rows, quads);
+        UNROLL for (int j = 0; j < 4; j++) _mm512_store_si512(to + (chunk * 4 + j) * QUADS + t * TILE, quads[j]);
+      }
+  }
+#endif
+
+  // --- weights ---------------------------------------------------------------------------------------------------
+
+  // The scores of all rows with tokens that some row sees become weights; see Attention.
+  void weigh(Place& at, const int32_t* token, int count, const Partial& partial) const {
+    for (int row = 0; row < rows_; row++) weigh_row(at, row, token, count, partial);
+  }
+  void weigh_row(Place& at, int row, const int32_t* token, int count, const Partial& partial) const {
+    float *scores = at.scores + row * BLOCK, *weights = at.weights + row * BLOCK;
+    if (at.ahead) at.ahead->step();
+    sight_.hide_in_row(at.b, at.k, row, token, count, scores);
+    std::fill(scores + count, scores + BLOCK, NOTHING);
+    Vector top = load(scores);
+    for (int t = W; t < BLOCK; t += W) top = larger(top, load(scores + t));
+    at.keep[row] = 1;
+    if (exceeds(top, partial.high[row])) {
+      const float high = largest(top);
+      at.keep[row] = std::exp2(partial.high[row] - high);
+      partial.high[row] = high;
+    }
+    const float base = partial.high[row] == NOTHING ? 0.0f : partial.high[row];  // nothing seen yet: all weights are 0
+    Vector sums_of = load(partial.sum + row * W) * at.keep[row];
+    for (int t = 0; t < BLOCK; t += W) {
+      const Vector block = power_of_two<false>(load(scores + t) - base);
+      sums_of += block;
+      store(weights + t, block);
+    }
+    store(partial.sum + row * W, sums_of);
+  }
+
+  // Adds a block's values, in codes, to the mixtures.
+  void mix_codes(Place& at, int count, const Partial& partial) const {
+    for (int64_t g = 0; g < c_.value.groups; g++) {
+      const float *scales = at.value_scales + g * BLOCK, *zeros = scales + c_.value.groups * BLOCK;
+      for (int row = 0; row < rows_; row++) {
+        Vector of_zeros{};
+        for (int t = 0; t < BLOCK; t += W) {
+          // What a row does not see may be no number.
+          const Vector weight = load(at.weights + row * BLOCK + t);
+          const Whole is_seen = weight != 0.0f;
+          of_zeros += weight * (Vector)((Whole)load(zeros + t) & is_seen);
+          store(at.scaled + row * BLOCK + t, weight * (Vector)((Whole)load(scales + t) & is_seen));
+        }
+        float* zero = zero_of(partial, g, row);
+        *zero = *zero * at.keep[row] + ::sum(of_zeros);
+      }
+      float* mixture = mixture_of(partial, g);
+#if HAS_MATRIX_TILES
+      if (tiles_) {
+        mix_tiles<PIECES>(mixture, rows_, at.scaled, at.keep, at.values + g * value_width_ * BLOCK, value_padded_, at.tiles);
+        continue;
+      }
+#endif
+      const int8_t* value[BLOCK];
+      for (int t = 0; t < count; t++) value[t] = at.values + t * value_row_ + g * value_width_;
+      mix_rows(at, mixture, at.scaled, value, count);
+    }
+  }
+
+  template <class T>
+  void mix_rows(Place& at, float* mixture, const float* weights, const T* const* value, int count) const {
+    Ahead none(at.keys, 0, 0, 0, 0);
+    // Rows of a mixture are padded to sixteen columns, which may be more than vectors need.
+    if (value_padded_ == up(value_width_, W))
+      return mix<A>(mixture, rows_, Weights<float>{weights, BLOCK, 1}, at.keep, value, count, value_width_, none);
+    for (int row = 0; row < rows_; row++)
+      mix<A>(mixture + row * value_padded_, 1, Weights<float>{weights + row * BLOCK, BLOCK, 1}, at.keep + row, value, count,
+             value_width_, none);
+  }
+
+  // Tokens that are stored as they are.
+  void attend_late(Range tokens, Place& at, const Partial& partial) const {
+    const Q* keys = (const Q*)c_.late_key + at.b * c_.late_key_stride[0] + at.k * c_.late_key_stride[1];
+    const Q* values = (const Q*)c_.late_value + at.b * c_.late_value_stride[0] + at.k * c_.late_value_stride[1];
+    Ahead none(at.keys, 0, 0, 0, 0);
+    at.ahead = nullptr;
+    for (int64_t next = tokens.from; next < tokens.to;) {
+      int count = 0;
+      int32_t token[BLOCK];
+      const Q *key[BLOCK], *value[BLOCK];
+      for (; count < BLOCK && next < tokens.to; next++) {
+        if (a_.mask && !sight_.is_seen(at.b, at.k, next)) continue;  // it may hold no numbers
+        key[count] = keys + (next - c_.coded) * c_.late_key_stride[2];
+        value[count] = values + (next - c_.coded) * c_.late_value_stride[2];
+        token[count++] = int32_t(next);
+      }
+      if (!count) break;
+      score<A>(at.query, rows_, key, count, a_.D, at.scores, none);
+      weigh(at, token, count, partial);
+      for (int64_t g = 0; g < c_.value.groups; g++) {
+        for (int row = 0; row < rows_; row++) *zero_of(partial, g, row) *= at.keep[row];
+        const float* of_group[BLOCK];
+        for (int t = 0; t < count; t++) {
+          float* to = at.late + t * value_width_;
+          for (int64_t d = 0; d < value_width_; d++) to[column_of(d)] = number(value[t][g * value_width_ + d]);
+          of_group[t] = to;
+        }
+        mix_rows(at, mixture_of(partial, g), at.weights, of_group, count);
+      }
+    }
+  }
+};
+
+// Many new tokens are taken some at a time; see attention.cpp.
+template <class Q>
+void attend_to_affine(const AffineArguments& c) {
+  const int64_t most = std::max<int64_t>(1, 128 / c.call.G);
+  for (int64_t from = 0; from < c.call.S; from += most) {
+    AffineArguments part = c;
+    Arguments& a = part.call;
+    a.S = std::min(most, c.call.S - from);
+    a.query = (const Q*)c.call.query + from * a.query_stride[2];
+    a.out = (Q*)c.call.out + from * a.out_stride[2];
+    if (a.mask) a.mask += from * a.mask_stride[2];
+    if (a.causal) a.T -= c.call.S - from - a.S;  // tokens after this part's last one are hidden from it
+    part.coded = std::min(part.coded, a.T);
+    AffineAttention<Q>(part).run();
+  }
+}
+
+}  // namespace
+
+// The entry point; see headwise_attention.
+extern "C" int headwise_affine(const AffineArguments* arguments, int type) try {
+  switch (type) {
+    case 0: attend_to_affine<float>(*arguments); return 0;
+    case 1: attend_to_affine<bfloat16>(*arguments); return 0;
+#if defined(__FLT16_MAX__)
+    case 2: attend_to_affine<float16>(*arguments); return 0;
+#endif
+    default: return 2;
+  }
+} catch (const std::bad_alloc&) {
+  return 1;
+}

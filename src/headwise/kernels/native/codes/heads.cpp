@@ -1,0 +1,484 @@
+// softmax(scale · Q Kᵀ) V on the CPU over keys and values of heads that are read as they are stored, in trellis codes.
+//
+// A token's row of codes holds all heads' keys before rotation, and then all values. Keys are rotated by their slot as those
+// of latents are (see coded.cpp): the key by the slot's place within a few, the query back by where these begin. Mixtures are
+// of the values' levels; scales, offsets and gains are multiplied and added as for latents.
+#include <cmath>
+#include <new>
+#include <optional>
+
+#include "matrix_tiles.h"
+#include "../parts.h"
+
+namespace {
+
+struct HeadsArguments {
+  // K is 1 and G all query heads: the rows of codes, uint8 [B, T, bytes], are those of all heads. The values are those without
+  // codes, bfloat16 [B, SINKS, heads · (D + V)].
+  Arguments call;
+  const int64_t* first;              // [B], the slot of each sequence's first token
+  const CodedBlock* blocks;          // [count]
+  const int8_t* tables;              // [9, 256], whole levels of the windows of codes of so many bits
+  const float* gains;                // [16], of each gain number
+  const float *scale, *offset;       // [columns], of a whole level; 0 in columns that pad
+  const float *turn_cos, *turn_sin;  // [TURN, half], rotation by a number of slots
+  const float *cos, *sin;            // [slots, frequencies], rotation by a slot
+  const int64_t* frequency;          // [P / 2], each pair's column in those
+  int64_t count, P, bytes, frequencies;
+  int64_t heads;                     // of keys and values
+};
+
+constexpr int SINKS = 4;  // tokens without codes
+constexpr int TURN = 64;  // slots that share a rotated query
+constexpr int KEYS = 16;  // tokens whose keys are computed at a time
+
+template <class Q>
+class HeadsAttention {
+  using A = Single;
+  static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight
+  const HeadsArguments& c_;
+  const Arguments& a_;
+  const Sight sight_;
+  const int rows_, group_;  // of all heads, and of one
+  const bool tiles_;        // whether matrix tiles are used
+  const int fours_;         // groups of four rows of a head whose scores are computed side by side
+  const int64_t half_;      // of a table of rotations
+  const int64_t D_, V_;     // columns of a head's levels
+  const int64_t query_;     // numbers of a row of queries
+  const int64_t key_;       // numbers of a row of keys: what is written of it may end behind it
+  const int64_t row_;       // values without codes of a token
+  // Levels of a head's keys lie in blocks [D_ / CHANNELS, BLOCK, CHANNELS], or where the halves of a rotated key begin within
+  // one, in rows [BLOCK, D_]: how far blocks, and tokens, are apart.
+  const int64_t block_, token_;
+
+ public:
+  explicit HeadsAttention(const HeadsArguments& c)
+      : c_(c),
+        a_(c.call),
+        sight_(a_),
+        rows_(int(a_.G * a_.S)),
+        group_(int(rows_ / c.heads)),
+#if HAS_MATRIX_TILES
+        tiles_(may_use_tiles()),
+#else
+        tiles_(false),
+#endif
+        fours_(HAS_LANES ? (group_ + 3) / 4 : 0),
+        half_(up(c.P / 2, CHANNELS)),
+        D_(up(a_.D, CHANNELS)),
+        V_(up(a_.V, CHANNELS)),
+        query_(up(a_.D, W)),
+        key_(up(a_.D, CHANNELS) + CHANNELS),
+        row_(c.heads * (a_.D + a_.V)),
+        block_(c.P / 2 % CHANNELS ? CHANNELS : CHANNELS * BLOCK),
+        token_(c.P / 2 % CHANNELS ? D_ : CHANNELS) {}
+
+  void run() const {
+    int64_t tokens = 0;
+    for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length();
+    const double work = double(tokens) * (c_.heads * (D_ + V_) + 2.0 * rows_ * (D_ + V_));
+    in_parts(*this, a_.B, 1, tokens, useful_threads(work / 50e3, a_.threads));
+  }
+
+  Range range(int64_t b) const { return sight_.range(b); }
+  int rows() const { return rows_; }
+  int64_t width() const { return V_; }
+  int64_t scratch_bytes() const {
+    return 2 * up(rows_ * (query_ + W) * 4, 64) + c_.heads * fours_ * 4 * query_ * 4 + 2 * up(half_ * 4, 64) + 2 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
+           up(KEYS * key_ * 4, 64) + BLOCK * (c_.heads * D_ + V_) + 64 + up(tiles_bytes(), 64) +
+           up(SINKS * c_.heads * V_ * 4, 64) + 2 * BLOCK * 4 + up(c_.count * sizeof(BlockPlan), 64) +
+           up(BLOCK * (c_.bytes + OVERRUN), 64) + 64;
+  }
+
+  void attend(int64_t b, int64_t, Range tokens, const Partial& partial, char* scratch) const {
+    const auto take = [&](int64_t bytes) { return (scratch += up(bytes, 64)) - up(bytes, 64); };
+    Place at;
+    at.b = b;
+    at.query = (float*)take(rows_ * (query_ + W) * 4);
+    at.turned = (float*)take(rows_ * (query_ + W) * 4);
+    at.fours = (float*)take(c_.heads * fours_ * 4 * query_ * 4);
+    at.cos = (float*)take(half_ * 4);
+    at.sin = (float*)take(half_ * 4);
+    at.scores = (float*)take(rows_ * BLOCK * 4);
+    at.weights = (float*)take(rows_ * BLOCK * 4);
+    at.keep = (float*)take(rows_ * 4);
+    at.keys = (float*)take(KEYS * key_ * 4);
+    at.values = (int8_t*)take(BLOCK * V_);
+    at.levels = (int8_t*)take(BLOCK * c_.heads * D_ + CHANNELS);
+    at.tiles = take(tiles_bytes());
+    at.wide = (float*)take(SINKS * c_.heads * V_ * 4);
+    at.key_gain = (float*)take(BLOCK * 4);
+    at.value_gain = (float*)take(BLOCK * 4);
+    at.plans = (BlockPlan*)take(c_.count * sizeof(BlockPlan));
+    at.copies = (uint8_t*)take(BLOCK * (c_.bytes + OVERRUN));
+    for (int64_t i = 0; i < c_.count; i++) new (at.plans + i) BlockPlan(c_.blocks[i]);
+    std::fill_n(partial.high, rows_, NOTHING);
+    std::fill_n(partial.sum, rows_ * W, 0.0f);
+    std::fill_n(partial.mixture, rows_ * V_, 0.0f);
+    if (!tokens.length()) return;
+    read_query(b, at.query);
+    std::copy_n(at.query, rows_ * query_, at.turned);
+    std::fill_n(at.fours, c_.heads * fours_ * 4 * query_, 0.0f);
+    set_side_by_side(at);
+    std::fill_n(at.keys, KEYS * key_, 0.0f);
+
+    const Range wide{c_.first[b], c_.first[b] + SINKS};
+#if HAS_MATRIX_TILES
+    std::optional<TileSetting> setting;
+    if (tiles_) setting.emplace(std::min(TILE, group_ * PIECES));
+#endif
+    attend_codes(tokens.cut({0, wide.from}), at, partial);
+    attend_wide(tokens.cut(wide), at, partial);
+    attend_codes(tokens.cut({wide.to, a_.T}), at, partial);
+  }
+
+  // Writes one row of the output from the partial results of one or several threads; a row that saw nothing gives zeros.
+  void finish(int64_t b, int64_t, int row, const Partial* partials, int count) const {
+    float high = NOTHING, sum = 0;
+    for (int i = 0; i < count; i++) high = std::max(high, partials[i].high[row]);
+    const auto share = [&](int i) {
+      return partials[i].high[row] == NOTHING ? 0.0f : std::exp2(partials[i].high[row] - high);
+    };
+    for (int i = 0; i < count; i++) sum += share(i) * ::sum(load(partials[i].sum + row * W));
+    Q* out = (Q*)a_.out + b * a_.out_stride[0] + row / a_.S * a_.out_stride[1] + row % a_.S * a_.out_stride[2];
+    const int64_t column = c_.heads * D_ + row / group_ * V_;
+    for (int64_t d = 0; d < a_.V; d++) {
+      float mixture = 0;
+      for (int i = 0; i < count; i++) mixture += share(i) * partials[i].mixture[row * V_ + d];
+      put(out + d, sum == 0 ? 0.0f : mixture / sum * c_.scale[column + d] + c_.offset[column + d]);
+    }
+  }
+
+ private:
+  // What a thread works on.
+  struct Place {
+    int64_t b;
+    float *query, *turned;           // [row, query_], as they are, and rotated back by `turn` slots
+    float* fours;                    // the same side by side
+    float *cos, *sin;                // [half_], of those slots
+    int64_t turn = -1;               // none yet
+    float *scores, *weights;         // [row, BLOCK]
+    float* keep;                     // [row], what partial results so far are multiplied by
+    float* keys;                     // [KEYS, key_], of a head
+    int8_t* levels;                  // of keys, head by head
+    int8_t* values;                  // of a head's values, [BLOCK, V_], or quads
+    char* tiles;                     // memory for matrix tiles to work in
+    float* wide;                     // [SINKS, heads, V_], values without codes in levels
+    float *key_gain, *value_gain;    // [BLOCK]
+    BlockPlan* plans;                // of the blocks
+    uint8_t* copies;                 // codes at the end of memory
+  };
+
+  int64_t tiles_bytes() const {
+#if HAS_MATRIX_TILES
+    if (tiles_) return mix_tiles_bytes<PIECES>(group_, V_);
+#endif
+    return 0;
+  }
+
+  // --- queries ---------------------------------------------------------------------------------------------------
+
+  void read_query(int64_t b, float* query) const {
+    std::fill_n(query, rows_ * query_, 0.0f);
+    const float factor = float(a_.scale * LOG2E);
+    for (int row = 0; row < rows_; row++) {
+      const Q* from = (const Q*)a_.query + b * a_.query_stride[0] + row / a_.S * a_.query_stride[1] +
+                      row % a_.S * a_.query_stride[2];
+      for (int64_t d = 0; d < a_.D; d++) query[row * query_ + d] = number(from[d]) * factor;
+    }
+  }
+
+  // Rotates the queries back by `slot`.
+  void turn_back(int64_t slot, Place& at) const {
+    if (!c_.P || at.turn == slot) return;
+    at.turn = slot;
+    // Local copies, which the compiler knows that no store changes.
+    const float *all_cos = c_.cos + slot * c_.frequencies, *all_sin = c_.sin + slot * c_.frequencies;
+    const int64_t *frequency = c_.frequency, pairs = c_.P / 2;
+    float *cos = at.cos, *sin = at.sin;
+    for (int64_t d = 0; d < pairs; d++) cos[d] = all_cos[frequency[d]], sin[d] = all_sin[frequency[d]];
+    for (int row = 0; row < rows_; row++) {
+      const float* query = at.query + row * query_;
+      float* turned = at.turned + row * query_;
+      if (pairs % W)
+        for (int64_t d = 0; d < pairs; d++) {
+          const float x = query[d], y = query[pairs + d];
+          turned[d] = x * cos[d] + y * sin[d];
+          turned[pairs + d] = y * cos[d] - x * sin[d];
+        }
+      else
+        for (int64_t d = 0; d < pairs; d += W) {
+          const Vector x = load(query + d), y = load(query + pairs + d), c = load(cos + d), s = load(sin + d);
+          store(turned + d, x * c + y * s);
+          store(turned + pairs + d, y * c - x * s);
+        }
+    }
+    set_side_by_side(at);
+  }
+
+  // Puts four numbers of four rows of a head into a vector: [head, fours of rows, query_ / 4, 4, 4].
+  void set_side_by_side(Place& at) const {
+    if (!fours_) return;
+    for (int row = 0; row < rows_; row++) {
+      const int r = row % group_;
+      float* to = at.fours + (row / group_ * fours_ + r / 4) * 4 * query_ + r % 4 * 4;
+      for (int64_t d = 0; d < query_; d += 4) memcpy(to + d * 4, at.turned + row * query_ + d, 16);
+    }
+  }
+
+  // --- tokens ----------------------------------------------------------------------------------------------------
+
+  // Keys of all heads are decoded at once, and then rotated a few tokens at a time, so that what rotates these is read once;
+  // values are decoded head by head, just before they are mixed.
+  void attend_codes(Range tokens, Place& at, const Partial& partial) const {
+    const uint8_t* codes = (const uint8_t*)a_.key + at.b * a_.key_stride[0];
+    for (int64_t from = tokens.from, to; from < tokens.to; from = to) {
+      to = std::min(tokens.to, (from / BLOCK + 1) * BLOCK);
+      const int count = int(to - from);
+      const uint8_t* token[BLOCK + 3];
+      find(at, codes, from, count, token);
+      Ahead ahead(codes + to * a_.key_stride[2], a_.key_stride[2], std::min<int64_t>(BLOCK, tokens.to - to), c_.bytes, c_.count, 0);
+      const BlockPlan* plan = at.plans;
+      for (int64_t head = 0; head < c_.heads; head++)
+        for (int64_t d = 0; d < D_; d += CHANNELS, plan++) {
+          ahead.step();
+          decode_block(*plan, c_.tables, token, count, at.levels + head * BLOCK * D_ + d / CHANNELS * block_, token_);
+        }
+      score_tokens(at, from, count, [&](int64_t head, int t, int n) { coded_keys(at, head, from, t, n); });
+      for (int row = 0; row < rows_; row++) weigh(at, row, from, count, partial, at.value_gain);
+      for (int64_t head = 0; head < c_.heads; head++) {
+        for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
+          ahead.step();
+#if HAS_MATRIX_TILES
+          if (tiles_) {
+            decode_quads<false>(*plan, c_.tables, token, count, at.values + d * BLOCK, nullptr, 0);
+            continue;
+          }
+#endif
+          decode_block(*plan, c_.tables, token, count, at.values + d, V_);
+        }
+        mix_codes(at, int(head) * group_, count, partial);
+      }
+    }
+  }
+
+  void mix_codes(Place& at, int row, int count, const Partial& partial) const {
+    float *mixture = partial.mixture + row * V_, *weights = at.weights + row * BLOCK, *keep = at.keep + row;
+#if HAS_MATRIX_TILES
+    if (tiles_) {
+      constexpr auto few = mix_quads<PIECES>, many = mix_tiles<PIECES>;
+      return (group_ * PIECES < 12 ? few : many)(mixture, group_, weights, keep, at.values, V_, at.tiles);
+    }
+#endif
+    const int8_t* value[BLOCK];
+    for (int t = 0; t < count; t++) value[t] = at.values + t * V_;
+    Ahead none(at.values, 0, 0, 0, 0);
+    mix<A>(mixture, group_, Weights<float>{weights, BLOCK, 1}, keep, value, count, V_, none);
+  }
+
+  // Where the codes of a block of tokens are, and their gains.
+  void find(Place& at, const uint8_t* codes, int64_t from, int count, const uint8_t** token) const {
+    for (int t = 0; t < count; t++) token[t] = codes + (from + t) * a_.key_stride[2];
+    // What lies behind the last token may be no memory of this process.
+    const uint8_t* end = codes + (a_.T - 1) * a_.key_stride[2] + c_.bytes;
+    for (int t = count - 1; t >= 0 && token[t] + c_.bytes + OVERRUN > end; t--) {
+      uint8_t* copy = at.copies + t * (c_.bytes + OVERRUN);
+      memcpy(copy, token[t], c_.bytes);
+      memset(copy + c_.bytes, 0, OVERRUN);
+      token[t] = copy;
+    }
+    for (int t = count; t < count + 3; t++) token[t] = token[count - 1];
+    for (int t = 0; t < BLOCK; t++) {
+      const uint8_t numbers = *token[std::min(t, count - 1)];
+      at.key_gain[t] = c_.gains[numbers & 15], at.value_gain[t] = c_.gains[numbers >> 4];
+    }
+  }
+
+  // A head's keys of tokens t … t + n − 1 of a block, whose levels and gains are there.
+  void coded_keys(Place& at, int64_t head, int64_t from, int t, int n) const {
+    // Local copies, which the compiler knows that no store changes.
+    const int64_t half = c_.P / 2, stride = key_, table = half_, row = token_, D = a_.D;
+    const float *cos = c_.turn_cos + (from + t) % TURN * table, *sin = c_.turn_sin + (from + t) % TURN * table;
+    const float *gains = at.key_gain + t, *scale = c_.scale + head * D_, *offset = c_.offset + head * D_;
+    const int8_t* levels = at.levels + head * BLOCK * D_ + t * row;
+    const auto level = [&](int64_t d) { return levels + d / CHANNELS * block_ + d % CHANNELS; };
+    float* keys = at.keys;
+    // From the last channels on: what is written behind the end of a half is written again.
+    for (int64_t d = up(half, W) - W; d >= 0; d -= W) {
+      const int some = int(std::min<int64_t>(W, D_ - half - d));
+      const int8_t *level1 = level(d), *level2 = level(half + d);
+      const Vector scale1 = load(scale + d), scale2 = load(scale + half + d, some);
+      const Vector offset1 = load(offset + d), offset2 = load(offset + half + d, some);
+      for (int i = 0; i < n; i++) {
+        const Vector gain = all(gains[i]), c = load(cos + i * table + d), s = load(sin + i * table + d);
+        const Vector x = load(level1 + i * row) * (scale1 * gain) + offset1;
+        const Vector y = load(level2 + i * row) * (scale2 * gain) + offset2;
+        store(keys + i * stride + d, x * c - y * s);
+        store(keys + i * stride + half + d, y * c + x * s);
+      }
+    }
+    for (int64_t d = 2 * half; d < D; d += W) {
+      const int some = int(std::min<int64_t>(W, D - d));
+      for (int i = 0; i < n; i++)
+        store(keys + i * stride + d, load(level(d) + i * row) * (load(scale + d, some) * gains[i]) + load(offset + d, some));
+    }
+  }
+
+  // Tokens without codes.
+  void attend_wide(Range tokens, Place& at, const Partial& partial) const {
+    if (!tokens.length()) return;
+    const int count = int(tokens.length());
+    const int64_t values = c_.heads * a_.D;
+    const bfloat16* wide = (const bfloat16*)a_.value + (at.b * SINKS + tokens.from - c_.first[at.b]) * row_;
+    for (int t = 0; t < count; t++)
+      for (int64_t head = 0; head < c_.heads; head++)
+        for (int64_t d = 0; d < V_; d++) {
+          const int64_t column = c_.heads * D_ + head * V_ + d;
+          at.wide[(t * c_.heads + head) * V_ + d] =
+              d < a_.V ? (number(wide[t * row_ + values + head * a_.V + d]) - c_.offset[column]) / c_.scale[column] : 0.0f;
+        }
+    score_tokens(at, tokens.from, count, [&](int64_t head, int t, int n) {
+      for (int i = 0; i < n; i++) {
+        const bfloat16* from = wide + (t + i) * row_ + head * a_.D;
+        const int64_t turn = (tokens.from + t + i) % TURN * half_, half = c_.P / 2;
+        float* key = at.keys + i * key_;
+        for (int64_t d = 0; d < half; d++) {
+          const float c = c_.turn_cos[turn + d], s = c_.turn_sin[turn + d];
+          key[d] = number(from[d]) * c - number(from[half + d]) * s;
+          key[half + d] = number(from[half + d]) * c + number(from[d]) * s;
+        }
+        for (int64_t d = 2 * half; d < a_.D; d++) key[d] = number(from[d]);
+      }
+    });
+    for (int row = 0; row < rows_; row++) weigh(at, row, tokens.from, count, partial, nullptr);
+    Ahead none(at.wide, 0, 0, 0, 0);
+    for (int64_t head = 0; head < c_.heads; head++) {
+      const int row = int(head) * group_;
+      const float* value[SINKS];
+      for (int t = 0; t < count; t++) value[t] = at.wide + (t * c_.heads + head) * V_;
+      mix<A>(partial.mixture + row * V_, group_, Weights<float>{at.weights + row * BLOCK, BLOCK, 1}, at.keep + row, value, count,
+             V_, none);
+    }
+  }
+
+  // --- scores and weights ----------------------------------------------------------------------------------------
+
+  // Scores of all rows with a block's tokens; read(head, t, n) computes a head's keys of n of them.
+  template <class F>
+  void score_tokens(Place& at, int64_t from, int count, F read) const {
+    for (int t = 0, n; t < count; t += n) {
+      n = int(std::min<int64_t>(count - t, KEYS - (from + t) % KEYS));
+      turn_back((from + t) / TURN * TURN, at);
+      for (int64_t head = 0; head < c_.heads; head++) {
+        read(head, t, n);
+        score_keys(at, head, t, n);
+      }
+    }
+  }
+
+  // Scores of a head's rows with n keys.
+  void score_keys(Place& at, int64_t head, int t, int n) const {
+    float* scores = at.scores + head * group_ * BLOCK + t;
+#if HAS_LANES
+    for (int r = 0; r < group_; r += 4)
+      score_fours(at.fours + (head * fours_ + r / 4) * 4 * query_, at.keys, std::min(4, group_ - r), n, scores + r * BLOCK);
+#else
+    Ahead none(at.keys, 0, 0, 0, 0);
+    const float* key[KEYS];
+    for (int i = 0; i < n; i++) key[i] = at.keys + i * key_;
+    score<A>(at.turned + head * group_ * query_, group_, key, n, a_.D, scores, none);
+#endif
+  }
+
+#if HAS_LANES
+  // Scores of up to four rows with KEYS keys, of which n are there.
+  void score_fours(const float* query, const float* keys, int rows, int n, float* scores) const {
+    constexpr int TOKENS = 8;
+    alignas(64) float of_rows[4][KEYS];
+    const int64_t stride = key_, D = query_;
+    for (int t = 0; t < n; t += TOKENS) {
+      Vector sum[TOKENS];
+      UNROLL for (int i = 0; i < TOKENS; i++) sum[i] = Vector{};
+      const float* key = keys + t * stride;
+      for (int64_t d = 0; d < D; d += 4) {
+        Vector four = load(query + d * 4);
+        IN_REGISTER(four);
+        UNROLL for (int i = 0; i < TOKENS; i++)
+          sum[i] += four * (Vector)_mm512_broadcast_f32x4(_mm_loadu_ps(key + i * stride + d));
+      }
+      UNROLL for (int i = 0; i < TOKENS; i += 4) {
+        const auto both = [&](int a) {
+          const __m512 first = (__m512)sum[i + a], second = (__m512)sum[i + a + 1];
+          return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(first, second), _mm512_unpackhi_ps(first, second)));
+        };
+        const __m512d first = both(0), second = both(2);
+        const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
+                                         _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+        _mm_store_ps(&of_rows[0][t + i], _mm512_castps512_ps128(all));
+        _mm_store_ps(&of_rows[1][t + i], _mm512_extractf32x4_ps(all, 1));
+        _mm_store_ps(&of_rows[2][t + i], _mm512_extractf32x4_ps(all, 2));
+        _mm_store_ps(&of_rows[3][t + i], _mm512_extractf32x4_ps(all, 3));
+      }
+    }
+    for (int r = 0; r < rows; r++) memcpy(scores + r * BLOCK, of_rows[r], n * 4);
+  }
+#endif
+
+  // One row's scores become weights, times the tokens' gains; see Attention.
+  void weigh(Place& at, int row, int64_t from, int count, const Partial& partial, const float* gain) const {
+    float *scores = at.scores + row * BLOCK, *weights = at.weights + row * BLOCK;
+    int32_t token[BLOCK];
+    for (int t = 0; t < count; t++) token[t] = int32_t(from + t);
+    sight_.hide_in_row(at.b, 0, row, token, count, scores);
+    sight_.hide_shared(at.b, from, count, scores);
+    std::fill(scores + count, scores + BLOCK, NOTHING);
+    Vector top = load(scores);
+    for (int t = W; t < BLOCK; t += W) top = larger(top, load(scores + t));
+    at.keep[row] = 1;
+    if (exceeds(top, partial.high[row])) {
+      const float high = largest(top);
+      at.keep[row] = std::exp2(partial.high[row] - high);
+      partial.high[row] = high;
+    }
+    const float base = partial.high[row] == NOTHING ? 0.0f : partial.high[row];  // nothing seen yet: all weights are 0
+    Vector sums_of = load(partial.sum + row * W) * at.keep[row];
+    for (int t = 0; t < BLOCK; t += W) {
+      const Vector block = power_of_two<false>(load(scores + t) - base);
+      sums_of += block;
+      store(weights + t, gain ? block * load(gain + t) : block);
+    }
+    store(partial.sum + row * W, sums_of);
+  }
+};
+
+// Many new tokens are taken some at a time; see attention.cpp.
+template <class Q>
+void attend_to_heads(const HeadsArguments& c) {
+  const int64_t most = std::max<int64_t>(1, 128 / c.call.G);
+  for (int64_t from = 0; from < c.call.S; from += most) {
+    HeadsArguments part = c;
+    Arguments& a = part.call;
+    a.S = std::min(most, c.call.S - from);
+    a.query = (const Q*)c.call.query + from * a.query_stride[2];
+    a.out = (Q*)c.call.out + from * a.out_stride[2];
+    if (a.mask) a.mask += from * a.mask_stride[2];
+    if (a.causal) a.T -= c.call.S - from - a.S;  // tokens after this part's last one are hidden from it
+    HeadsAttention<Q>(part).run();
+  }
+}
+
+}  // namespace
+
+// The entry point; see headwise_attention.
+extern "C" int headwise_heads(const HeadsArguments* arguments, int type) try {
+  switch (type) {
+    case 0: attend_to_heads<float>(*arguments); return 0;
+    case 1: attend_to_heads<bfloat16>(*arguments); return 0;
+#if defined(__FLT16_MAX__)
+    case 2: attend_to_heads<float16>(*arguments); return 0;
+#endif
+    default: return 2;
+  }
+} catch (const std::bad_alloc&) {
+  return 1;
+}

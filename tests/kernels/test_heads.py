@@ -1,0 +1,83 @@
+"""Attention to keys and values of heads in trellis codes, against their decoded values in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.attention.rope import rotate
+from headwise.kernels.native import built
+from headwise.kernels.native.codes.attention import TURN
+from headwise.kernels.native.codes.heads import attend_heads
+from headwise.quantization import SINKS, TransformCode
+from headwise.quantization.layout import heads_layout
+from headwise.quantization.transform_code import blocks
+from tests.kernels.test_affine import allowed, reference
+from tests.kernels.test_coded import CLOSE, draw_mask
+
+pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
+
+FREQUENCIES = 8
+
+
+def random_code(pick: random.Random, noise: torch.Generator, K: int, D: int, V: int) -> TransformCode:
+    """Draw a code of any bits."""
+    sections, width = (D,) * K + (V,) * K, K * (D + V)
+    bits = tuple(pick.randint(1, 8) for _ in blocks(sections))
+    offset, scale = torch.randn(width, generator=noise), torch.rand(width, generator=noise) + 0.05
+    return TransformCode(offset, scale, bits, sections, (K * D, K * V))
+
+
+def decoded(code: TransformCode, codes: Tensor, wide: Tensor, first: Tensor) -> Tensor:
+    """``[B, T, W]`` in float64, with the values of first tokens in their place."""
+    values = code.decode(codes[:, 0], torch.float64)
+    for row, slot in enumerate(first.tolist()):
+        count = min(SINKS, values.shape[1] - slot)
+        values[row, slot : slot + count] = wide[row, :count].double()
+    return values
+
+
+def check(seed: int) -> None:
+    """Draw a case of any shape, with other bytes behind its codes, and compare."""
+    pick, noise = random.Random(seed), torch.Generator().manual_seed(seed)
+    B, K, G, S = pick.choice([1, 1, 2]), pick.choice([1, 2, 3]), pick.choice([1, 3, 4, 8]), pick.choice([1, 1, 2, 8])
+    T = max(S, pick.choice([1, 2, 4, 17, 63, 64, 65, 127, 130, 200]))
+    dtype = pick.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    D, V = pick.choice([8, 16, 20, 34, 48, 64, 64, 128]), pick.choice([1, 16, 20, 33, 64, 64, 128])
+    P = pick.choice([D, D, 0, min(D, 6), min(D, 32)])
+    code = random_code(pick, noise, K, D, V)
+    room = T + pick.choice([0, 0, 5])
+    memory = torch.randint(0, 256, (B, 1, room, code.token_bytes), generator=noise, dtype=torch.uint8)
+    memory[..., 0] = (memory[..., 0] & 0x77) + 1  # gains that numbers of float16 can hold
+    codes, wide = memory[:, :, :T], torch.randn(B, SINKS, code.width, generator=noise).bfloat16()
+    first = torch.randint(0, T, (B,), generator=noise) if pick.random() < 0.5 else torch.zeros(B, dtype=torch.int64)
+    query = torch.randn(B, S, K * G, D, generator=noise).transpose(1, 2).to(dtype)
+    mask = draw_mask(pick, noise, (B, K * G, S, T))
+    options = (mask, pick.random() < 0.6, pick.choice([0.2, 0.05, 1.0, -0.1]) / D)
+    angles = torch.arange(max(T, TURN))[:, None] * torch.rand(FREQUENCIES, generator=noise, dtype=torch.float64)
+    cos, sin, frequency = angles.cos(), angles.sin(), torch.randint(0, FREQUENCIES, (P // 2,), generator=noise)
+    turn = (cos[:TURN, frequency].float(), sin[:TURN, frequency].float()) if P else None
+    layout = heads_layout(code, ((K, D), (K, V)), turn)
+    assert layout is not None
+    tables = (cos.float(), sin.float())
+    out = attend_heads(query, codes, wide, first, layout, tables, frequency, *options)
+
+    whole = decoded(code, codes, wide, first)
+    keys, values = (
+        torch.unflatten(part, -1, (K, -1)).transpose(1, 2) for part in whole.split_with_sizes(code.parts, -1)
+    )
+    turned = rotate(keys[..., :P], cos[None, :T, frequency], sin[None, :T, frequency], interleaved=False)
+    expected = reference(query, torch.cat((turned, keys[..., P:]), -1), values, options)
+    largest = max(expected.abs().max().item(), values.abs().max().item() * 0.05)
+    assert out.dtype == dtype
+    assert (out.double() - expected).abs().max().item() <= CLOSE[dtype] * largest, seed
+    assert (out[~allowed(mask, options[1], (B, K * G, S, T)).any(-1)] == 0).all(), seed
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_it_is_attention_to_the_decoded_values(part: int) -> None:
+    for seed in range(200 * part, 200 * (part + 1)):
+        check(seed)

@@ -1,0 +1,118 @@
+// Attends to coded keys and values of heads, of several shapes, on four threads, with a sanitizer watching, and compares with
+// plain loops.
+#include "codes/heads.cpp"
+
+#include <cstdio>
+#include <random>
+#include <vector>
+
+int main() {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  double worst = 0;
+  constexpr int FREQUENCIES = 8;
+  // sequences, key-value heads, query heads of each, new tokens, tokens, D, V, P
+  const int64_t problems[][8] = {{1, 3, 3, 1, 700, 64, 64, 64}, {2, 1, 2, 2, 130, 16, 33, 0}, {1, 2, 5, 1, 70, 36, 20, 34},
+                                 {1, 1, 1, 1, 1, 2, 1, 2},      {2, 2, 4, 8, 65, 48, 16, 32}, {1, 1, 4, 1, 5, 128, 64, 128}};
+  for (const auto& [B, K, G, S, T, D, V, P] : problems)
+    for (const int type : {0, 1}) {
+      const int64_t H = K * G, half = up(P / 2, CHANNELS), columns = K * (up(D, CHANNELS) + up(V, CHANNELS)), W = K * (D + V);
+      std::vector<CodedBlock> blocks;
+      std::vector<int64_t> column_of;
+      int32_t column = 0, bit = 0;
+      for (int64_t section = 0; section < 2 * K; section++)
+        for (int64_t first = 0, width = section < K ? D : V; first < width; first += CHANNELS, column += CHANNELS) {
+          const int32_t n = int32_t(std::min<int64_t>(CHANNELS, width - first)), bits = 1 + random() % 8;
+          blocks.push_back({column, n, bits, bit + bits});
+          bit += n * bits;
+          for (int i = 0; i < n; i++) column_of.push_back(column + i);
+        }
+      const int64_t bytes = 1 + (bit + 7) / 8;
+      const auto draw = [&](int64_t n) {
+        std::vector<float> made(n);
+        for (float& x : made) x = normal(random);
+        return made;
+      };
+      std::vector<uint8_t> codes(B * T * bytes), mask(B * T);
+      for (uint8_t& x : codes) x = random();
+      for (uint8_t& x : mask) x = random() % 4 > 0;
+      std::vector<int8_t> tables(9 * 256);
+      for (int8_t& x : tables) x = int(random() % 255) - 127;
+      std::vector<float> gains(16), scale(columns), offset = draw(columns), turn(2 * TURN * half), angles(2 * T * FREQUENCIES);
+      for (int i = 0; i < 16; i++) gains[i] = 0.5f + i / 16.0f;
+      for (float& x : scale) x = 0.01f + random() % 100 / 5e3f;
+      std::vector<int64_t> frequency(P / 2), first(B);
+      for (int64_t& f : frequency) f = random() % FREQUENCIES;
+      for (int64_t& f : first) f = random() % T;
+      const auto angle = [](int64_t slot, int64_t f) { return double(slot) * (f + 1) / 10; };
+      for (int64_t t = 0; t < T; t++)
+        for (int f = 0; f < FREQUENCIES; f++) {
+          angles[t * FREQUENCIES + f] = std::cos(angle(t, f));
+          angles[(T + t) * FREQUENCIES + f] = std::sin(angle(t, f));
+        }
+      for (int64_t t = 0; t < TURN; t++)
+        for (int64_t d = 0; d < P / 2; d++) {
+          turn[t * half + d] = std::cos(angle(t, frequency[d]));
+          turn[(TURN + t) * half + d] = std::sin(angle(t, frequency[d]));
+        }
+      std::vector<bfloat16> wide(B * SINKS * W), narrow(B * H * S * D);
+      for (bfloat16& x : wide) put(&x, normal(random));
+      std::vector<float> query = draw(B * H * S * D);
+      for (size_t i = 0; i < query.size(); i++) put(&narrow[i], query[i]), query[i] = number(narrow[i]);
+      std::vector<char> out(B * H * S * V * (type ? 2 : 4));
+
+      HeadsArguments c = {};
+      Arguments& a = c.call;
+      a.query = type ? (void*)narrow.data() : (void*)query.data();
+      a.key = codes.data(), a.value = wide.data(), a.out = out.data(), a.mask = mask.data();
+      a.B = B, a.K = 1, a.G = H, a.S = S, a.T = T, a.D = D, a.V = V;
+      a.query_stride[0] = H * S * D, a.query_stride[1] = S * D, a.query_stride[2] = D;
+      a.out_stride[0] = H * S * V, a.out_stride[1] = S * V, a.out_stride[2] = V;
+      a.key_stride[0] = T * bytes, a.key_stride[2] = bytes;
+      a.mask_stride[0] = T, a.mask_stride[3] = 1;
+      a.causal = 1, a.threads = 4, a.scale = 0.1;
+      c.first = first.data(), c.blocks = blocks.data(), c.tables = tables.data(), c.gains = gains.data();
+      c.scale = scale.data(), c.offset = offset.data(), c.turn_cos = turn.data(), c.turn_sin = turn.data() + TURN * half;
+      c.cos = angles.data(), c.sin = angles.data() + T * FREQUENCIES, c.frequency = frequency.data();
+      c.count = blocks.size(), c.P = P, c.bytes = bytes, c.frequencies = FREQUENCIES, c.heads = K;
+      headwise_heads(&c, type);
+
+      for (int64_t row = 0; row < B * H * S; row++) {
+        const int64_t b = row / (H * S), head = row / S % H / G;
+        std::vector<double> made(V);
+        double total = 0;
+        for (int64_t t = 0; t < T - S + row % S + 1; t++) {
+          if (!mask[b * T + t]) continue;
+          const uint8_t* of_token = codes.data() + (b * T + t) * bytes;
+          std::vector<double> value(W);
+          int64_t channel = 0;
+          for (const CodedBlock& block : blocks)
+            for (int i = 0; i < block.width; i++, channel++) {
+              const int begin = block.first + i * block.bits;
+              int window = 0;
+              for (int k = begin; k < begin + 8; k++) window = window << 1 | (of_token[k / 8] >> (7 - k % 8) & 1);
+              const double gain = gains[channel < K * D ? *of_token & 15 : *of_token >> 4];
+              const int64_t at = column_of[channel];
+              value[channel] = offset[at] + double(scale[at]) * gain * tables[256 * block.bits + window];
+              if (t >= first[b] && t < first[b] + SINKS) value[channel] = number(wide[(b * SINKS + t - first[b]) * W + channel]);
+            }
+          double score = 0;
+          const float* q = query.data() + row * D;
+          const double* key = value.data() + head * D;
+          for (int64_t d = 0; d < P / 2; d++) {
+            const double x = key[d], y = key[P / 2 + d], turned = angle(t, frequency[d]);
+            score += q[d] * (x * std::cos(turned) - y * std::sin(turned)) + q[P / 2 + d] * (y * std::cos(turned) + x * std::sin(turned));
+          }
+          for (int64_t d = P; d < D; d++) score += double(q[d]) * key[d];
+          const double weight = std::exp(0.1 * score);
+          total += weight;
+          for (int64_t d = 0; d < V; d++) made[d] += weight * value[K * D + head * V + d];
+        }
+        for (int64_t d = 0; d < V; d++) {
+          const double got = type ? number(((bfloat16*)out.data())[row * V + d]) : ((float*)out.data())[row * V + d];
+          worst = std::max(worst, std::abs(got - (total ? made[d] / total : 0)) / (type ? 3e-2 : 3e-5));
+        }
+      }
+    }
+  puts(worst < 1 ? "no differences" : "differences");
+}
