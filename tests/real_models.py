@@ -60,12 +60,17 @@ def save_character_tokenizer(folder: Path, vocab_size: int) -> None:
     ).save_pretrained(folder)
 
 
-def glassllm_weights() -> dict[str, np.ndarray]:
-    """The arrays of the glassllm package's English model."""
+def glassllm_package() -> Path:
+    """The folder of the glassllm package."""
     package = importlib.util.find_spec("glassllm")
     assert package is not None
     assert package.submodule_search_locations is not None
-    with np.load(Path(package.submodule_search_locations[0]) / "weights/en.npz") as arrays:
+    return Path(package.submodule_search_locations[0])
+
+
+def glassllm_weights() -> dict[str, np.ndarray]:
+    """The arrays of the glassllm package's English model."""
+    with np.load(glassllm_package() / "weights/en.npz") as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 

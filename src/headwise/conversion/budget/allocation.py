@@ -182,6 +182,11 @@ def allocate(curves: Sequence[Sequence[Choice]]) -> list[Node]:
     return nodes[::-1]
 
 
+NOTHING = 0.1
+"""The least part of its neighbour's loss that a size is taken to lose where sizes between them are estimated. Half
+way from rank 128 to the 240 that lost nothing, a layer lost 0.26 of its loss at 128; from 112 to 192, 0.35."""
+
+
 def _falling(nodes: Sequence[Node]) -> list[Node]:
     """Sizes of one rotary width with losses that never rise: a larger latent need not be used in full."""
     least_losses = itertools.accumulate((node.loss for node in nodes), min)
@@ -201,10 +206,12 @@ def _loss_at(lines: Mapping[int, Sequence[Node]], rank: int, rotary: int) -> flo
 
 
 def _interpolate(low: int, at_low: float, high: int, at_high: float, position: int) -> float:
-    """The value at a position between ``low`` and ``high``: exponentially, or linearly where one is not positive."""
-    if high == low or at_high == at_low:
-        return at_low
+    """The value at a position between ``low`` and ``high``, exponentially, where neither counts as below `NOTHING` of
+    the other: towards a size that loses nothing, losses fall more like a parabola.
+    """
+    most = max(at_low, at_high)
+    if position in (low, high) or most <= 0:
+        return at_high if position == high else at_low
     part = (position - low) / (high - low)
-    if at_low <= 0 or at_high <= 0:
-        return (1 - part) * at_low + part * at_high
-    return math.exp((1 - part) * math.log(at_low) + part * math.log(at_high))
+    logs = [math.log(max(value, NOTHING * most)) for value in (at_low, at_high)]
+    return math.exp((1 - part) * logs[0] + part * logs[1])

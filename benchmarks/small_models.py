@@ -1,0 +1,140 @@
+"""Small models of real text, as folders: one of a package, and one that is trained here.
+
+    python -m benchmarks.small_models glassllm build/glassllm
+    python -m benchmarks.small_models qwen2 build/qwen2          # ten minutes on a core with bfloat16 matrix tiles
+
+``qwen2`` has what makes the caches of the Qwen2 family hard to quantise: seven query heads for each key–value head,
+and biases of keys that are far larger than what the input adds to them in some channels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from benchmarks.kept import say
+from tests.real_models import glassllm_package, save_glassllm
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks import data
+from headwise.texts import read_text
+
+SIZES = {
+    "vocab_size": 4096,
+    "hidden_size": 448,
+    "intermediate_size": 896,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+}
+LARGE_BIASES, SIZE_OF_BIASES = 4, 30.0
+"""The number of channels of each key head whose bias starts large, and its standard deviation. Qwen2.5-0.5B has
+biases beyond 100 in the slowest channels, where training does not change them much."""
+
+WINDOW, BATCH = 512, 8
+WARM_UP, FASTEST = 50, 2e-3
+
+
+def glassllm(folder: Path, cache: Path) -> Path:
+    """glassllm (0.85 M parameters, GQA 4/2, context 128) with its own tokenizer.
+
+    Args:
+        folder: the folder to write.
+        cache: of `benchmarks.data`; unused.
+    """
+    save_glassllm(folder)
+    file = glassllm_package() / "weights/en.tokenizer.json"
+    pieces = json.loads(file.read_text(encoding="utf-8"))
+    merges = [(first, second) for first, second in pieces["merges"]]
+    specials = ["<pad>", "<unk>", "<bos>", "<eos>"]
+    words = [*specials, *pieces["alphabet"], *(first + second for first, second in merges)]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|▁*[^▁\n]+|▁+"), "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("▁", " ")])
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    return folder
+
+
+def qwen2(folder: Path, cache: Path, *, steps: int = 1200, seed: int = 0) -> Path:
+    """A qwen2 of 14 query heads and 2 key–value heads, trained on WikiText-2 train.
+
+    Args:
+        folder: the folder to write.
+        cache: where the texts are.
+        steps: of `BATCH` windows each.
+        seed: of the first weights and the order of the windows.
+    """
+    text = read_text(data.wikitext("train", cache))
+    tokenizer = _byte_tokenizer(text, SIZES["vocab_size"])
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, bos_token_id=0, eos_token_id=0))
+    width = SIZES["hidden_size"] // SIZES["num_attention_heads"]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            bias = layer.self_attn.k_proj.bias.view(-1, width)
+            # The slowest pairs, in the last places of both halves of a head: they turn least between two tokens.
+            slow = [width // 2 - 1 - k for k in range(LARGE_BIASES // 2)] + [
+                width - 1 - k for k in range(LARGE_BIASES // 2)
+            ]
+            bias[:, slow] = torch.randn(len(bias), len(slow)) * SIZE_OF_BIASES
+    optimizer = torch.optim.AdamW(model.parameters(), lr=FASTEST, betas=(0.9, 0.95), weight_decay=0.05)
+    order = torch.cat([torch.randperm(len(windows)) for _ in range(-(-steps * BATCH // len(windows)))])
+    for step in range(steps):
+        rate = min((step + 1) / WARM_UP, 0.5 * (1 + math.cos(math.pi * step / steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = FASTEST * rate
+        batch = windows[order[step * BATCH : (step + 1) * BATCH]]
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 100 == 99:
+            say(f"{step + 1} of {steps} steps, {loss.item():.3f} nats a token")
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _byte_tokenizer(text: str, size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>")
+
+
+MODELS: dict[str, Callable[[Path, Path], Path]] = {"glassllm": glassllm, "qwen2": qwen2}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
+    options = parser.parse_args(arguments)
+    say(MODELS[options.model](options.folder, options.cache))
+
+
+if __name__ == "__main__":
+    main()
