@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.native import built
-from headwise.kernels.native.codes.affine import AffineRows, KeyBlocks, attend_affine
+from headwise.kernels.native.codes.integers.affine import AffineRows, KeyBlocks, attend_affine
 from headwise.kernels.reference import attend_reference
 from headwise.quantization.groups import GROUPS, GroupCode
 from headwise.quantization.kivi import KiviCode

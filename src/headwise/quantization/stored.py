@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.kernels.mask import as_bool_mask
 from headwise.kernels.native import are_plain, why_not
-from headwise.kernels.native.codes.affine import AffineRows, KeyBlocks, attend_affine
+from headwise.kernels.native.codes.integers.affine import AffineRows, KeyBlocks, attend_affine
 from headwise.kernels.packed import FEW_TOKENS
 from headwise.quantization.formats import TokenFormat
 from headwise.quantization.groups import GroupCode, rotated

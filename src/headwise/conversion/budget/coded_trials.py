@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwise.conversion.budget.allocation import Node
 from headwise.conversion.budget.layer_trials import KEY_WEIGHTS, LayerLosses, LayerTrial, LayerTrials, scaled_nodes
-from headwise.conversion.solvers.code_design import design
+from headwise.conversion.codes.design import design
 from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.specs import GroupedSpec, LatentSpec, rotary_width

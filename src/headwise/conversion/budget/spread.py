@@ -22,11 +22,14 @@ from headwise.conversion.budget.coded_trials import EVEN_BITS, CodedTrials
 from headwise.conversion.budget.layer_trials import LayerLosses, LayerTrials
 from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.calibration.text import TextCalibrator
+from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.processes import barrier, process_index
 from headwise.progress import Progress
+from headwise.quantization import wide_bytes
+from headwise.specs import as_latent
 
 TOKENS = 512
 """Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; whole allocations
@@ -161,6 +164,10 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
         for layer, rounding, share in zip(layers, _roundings(layers), plan.token_bytes, strict=True)
     ]
     nodes = allocate(curves)
+    total = sum(plan.token_bytes) + sum(wide_bytes(layer.even.values) for layer in layers)
+    left = total - sum((node.token_bytes or 0) + wide_bytes(node.values) for node in nodes)
+    specs = [as_latent(own, node.rank, node.rotary) for own, node in zip(plan.before.layers, nodes, strict=True)]
+    token_bytes = whole_shares([(node.token_bytes or 0) + left / len(nodes) for node in nodes], specs)
     even = [next((c.node for c in curve if c.steps == 0), curve[0].node) for curve in curves]
     return Spread(
         tuple((node.rank, node.rotary) for node in nodes),
@@ -168,7 +175,7 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
         tuple((node.rank, node.rotary) for node in even),
         (sum(node.loss for node in even), sum(node.loss for node in nodes)),
         None,
-        tuple(node.token_bytes for node in nodes if node.token_bytes is not None),
+        token_bytes,
     )
 
 

@@ -21,9 +21,9 @@ from headwise.conversion.calibration.base import Calibrator, Refined
 from headwise.conversion.calibration.candidate_layer import Candidate, TrainingWindows, descend
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import SourceStream, begin_streams, sensitivity_windows, traced
+from headwise.conversion.codes.design import design
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
-from headwise.conversion.solvers.code_design import design
 from headwise.conversion.solvers.layer import Layer, Rotation, rotation_tables
 from headwise.conversion.solvers.refit import Cost, OutputRefit
 from headwise.conversion.solvers.statistics import Statistics, root, statistics_of
@@ -284,7 +284,7 @@ class TextCalibrator(Calibrator):
         return replace(candidate, layer=replace(candidate.layer, state=state))
 
     def _coded(self, layer: Layer, token_bytes: int) -> Candidate:
-        """The layer with a code of its cache, in that code's basis; see `solvers.code_design`."""
+        """The layer with a code of its cache, in that code's basis; see `codes.design`."""
         assert self._current is not None
         windows = map(self._inputs.read, range(min(self.train, CODE_WINDOWS)))
         designed = design(layer, windows, self._current.rotation, self._current.cost.metric)

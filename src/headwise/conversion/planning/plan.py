@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint
+from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.methods import LONGEST, LayerTarget, Method, choose_method
 from headwise.conversion.planning.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
 from headwise.conversion.solvers.layer import NORM_EPS, Layer
@@ -208,19 +208,19 @@ def make_plan(
 
 def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, ...]:
     """The bytes a token of each layer's codes, before a spread over layers."""
-    shares = []
+    shares: list[float] = []
     for old, new in zip(before.layers, after.layers, strict=True):
         values = formulas(new).cache_values(new)
         if target.bits is not None:
             shares.append(_code_bytes(target.bits, values))
         else:
             assert target.kv_bytes is not None
-            share = code_bytes(old, target.kv_bytes)
-            if target.mechanism != "mla" and share - math.ceil(wide_bytes(values)) < _code_bytes(1, values):
+            share = code_bytes(old, target.kv_bytes) - wide_bytes(values)
+            if target.mechanism != "mla" and share < _code_bytes(1, values):
                 rule = f"leaves less than a bit for each of {values} values that a layer caches"
                 raise ArgumentError("kv_bytes", target.kv_bytes, rule)
-            shares.append(min(share - math.ceil(wide_bytes(values)), _code_bytes(8, values)))
-    return tuple(shares)
+            shares.append(min(share, _code_bytes(8, values)))
+    return whole_shares(shares, cast(Sequence[GroupedSpec | LatentSpec], after.layers))
 
 
 def _code_bytes(bits: float, values: int) -> int:

@@ -163,12 +163,12 @@ def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:
     return as_latent(source, target.kv_lora_rank, target.qk_rope_head_dim)
 
 
-def code_bytes(source: AttentionSpec, fraction: float) -> int:
+def code_bytes(source: AttentionSpec, fraction: float) -> float:
     """The bytes a token of one layer with a fraction of its cache in bfloat16.
 
-    For example ``code_bytes(layer_spec("smollm2-135m"), 0.25)`` is 192.
+    For example ``code_bytes(layer_spec("smollm2-135m"), 0.25)`` is 192.0.
     """
-    return int(fraction * 2 * formulas(source).cache_values(source))
+    return fraction * 2 * formulas(source).cache_values(source)
 
 
 def refuse_codes(converted: ModelSpec) -> None:

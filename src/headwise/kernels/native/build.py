@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 
 _SOURCES = (
     *("attention.cpp", "linear.cpp"),
-    *("codes/affine.cpp", "codes/coded.cpp", "codes/heads.cpp", "codes/trellis.cpp"),
+    *("codes/coded.cpp", "codes/heads.cpp", "codes/integers/affine.cpp", "codes/trellis.cpp"),
 )
 _HEADERS = (
     *("lanes.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h"),

@@ -8,8 +8,8 @@
 #include <new>
 #include <optional>
 
-#include "../parts.h"
-#include "unpack.h"
+#include "../../parts.h"
+#include "../unpack.h"
 
 namespace {
 

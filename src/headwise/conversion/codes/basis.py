@@ -1,4 +1,4 @@
-"""Design the static code of an MLA layer's cache: the basis its values are coded in, and bits for each channel.
+"""The basis that an MLA layer's cache is coded in.
 
 The basis is free: an invertible map of the latent is absorbed by the projections around it, and so is a complex
 matrix for each rotary frequency. It is chosen such that channels are uncorrelated and an error of any of them costs
@@ -9,7 +9,6 @@ Shapes: T tokens of a window, R latent rank, P rotary dims, W = R + P cached val
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -20,25 +19,7 @@ from torch import Tensor
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.quantization import SINKS, TransformCode
-from headwise.quantization.transform_code import BLOCK, blocks
-from headwise.quantization.trellis import encode
 from headwise.specs import GroupedSpec, LatentSpec
-
-WIDTHS = (1, 2, 3, 4, 5, 6, 8)
-"""The numbers of bits of a channel. None may be dropped: the rank is the better place to save."""
-
-RATIOS = (0.85, 1.0, 1.15, 1.35, 1.6, 2.0, 2.7, 3.6)
-"""Scales that are tried, as multiples of a channel's standard deviation. Some channels are near 0 for most tokens and
-far from it for a few."""
-
-FLATTENED = 0.85
-"""The power of a channel's variance by which bits are shared out: the metric says too little of weak channels."""
-
-ROUNDS = 3
-"""The number of times that scales are fitted to gains, which depend on them."""
-
-SAMPLE = 2048
-"""The number of tokens that scales are fitted to."""
 
 
 class _Tap:
@@ -246,162 +227,3 @@ def _as_complex(matrix: Tensor) -> Tensor:
 def _as_real(matrix: Tensor) -> Tensor:
     """A complex map ``[n, n]`` as a real one ``[2n, 2n]`` of real parts and imaginary parts."""
     return torch.cat((torch.cat((matrix.real, -matrix.imag), 1), torch.cat((matrix.imag, matrix.real), 1)), 0)
-
-
-@dataclass(frozen=True)
-class ScaleTable:
-    """The best scale of every channel at each number of bits, and the error it leaves.
-
-    Attributes:
-        offset: ``[W]``.
-        scales: ``[9, W]``, by number of bits.
-        errors: ``[9, W]``, mean squared errors in the channel's own unit.
-        variance: ``[W]``.
-        sample: ``[n, W]``, the values that scales are fitted to.
-        weights: ``[n]``, those of their errors, of sum 1.
-    """
-
-    offset: Tensor
-    scales: Tensor
-    errors: Tensor
-    variance: Tensor
-    sample: Tensor
-    weights: Tensor
-
-
-def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor) -> ScaleTable:
-    """Fit the scales of all channels, each number of bits by itself.
-
-    Args:
-        values: ``[n, W]``, cached values in the basis of the code.
-        parts: see `TransformCode`.
-        importance: ``[n]``, weights of their errors.
-    """
-    offset = values.mean(0).float()
-    deviation = (values - values.mean(0)).square().mean(0).sqrt().float().clamp_min(1e-20)
-    sample, weights = _sample(values, importance)
-    width = len(offset)
-    scales, errors = torch.ones(9, width), torch.zeros(9, width)
-    for bits in WIDTHS:
-        code = TransformCode(offset, deviation, (bits,) * -(-width // BLOCK), (width,), parts)
-        scales[bits], errors[bits] = _best_scales(code, deviation, sample, weights)
-    return ScaleTable(offset, scales, errors, deviation.square(), sample, weights)
-
-
-def _sample(values: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """A sample ``[SAMPLE, W]`` of values, and its weights, of sum 1: the most important ones, and others by turns."""
-    order = importance.argsort(descending=True)
-    count = min(SAMPLE, len(values))
-    first, others = order[: count // 4], order[count // 4 :].sort().values
-    others = others[:: max(1, len(others) // (count - len(first)))]
-    weights = importance.float()
-    rest = weights[others] * (weights.sum() - weights[first].sum()) / weights[others].sum()
-    weights = torch.cat((weights[first], rest))
-    return values[torch.cat((first, others))].float(), weights / weights.sum()
-
-
-def _best_scales(code: TransformCode, deviation: Tensor, sample: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The best scales ``[W]`` for the gains that a code gives tokens, and the errors they leave."""
-    _, gains, starts = code.normalised(sample)
-    normal = (sample - code.offset) / (deviation * gains)
-    least = torch.full_like(deviation, torch.inf)
-    scale = code.scale
-    for ratio in RATIOS:
-        levels, _ = encode(normal / ratio, deviation.square(), code.channel_bits, starts, gains, pack=False)
-        error = weights @ ((levels * ratio - normal) * gains).square()
-        scale = torch.where(error < least, deviation * ratio, scale)
-        least = torch.minimum(error, least)
-    return scale, least * deviation.square()
-
-
-def allot(table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], token_bytes: int) -> TransformCode:
-    """The code with so many bytes a token, or the next fewer, that lets in least error.
-
-    Args:
-        table: of `fit_scales`.
-        sections: see `TransformCode`.
-        parts: see `TransformCode`.
-        token_bytes: the bytes of a token, with one for its gains.
-    """
-    spans = list(blocks(sections))
-    shares = table.errors * table.variance ** (FLATTENED - 1)
-    costs = torch.stack([shares[:, a:b].sum(1) for a, b in spans], 1).tolist()  # [9][blocks]
-    bits = [WIDTHS[0]] * len(spans)
-    budget = 8 * (token_bytes - 1) - sum(WIDTHS[0] * (b - a) for a, b in spans)
-    heap: list[tuple[float, int, int]] = []
-
-    def offer(index: int) -> None:
-        steps = [more for more in WIDTHS if more > bits[index]]
-        if steps:
-            width = spans[index][1] - spans[index][0]
-            gains = [
-                ((costs[bits[index]][index] - costs[more][index]) / (more - bits[index]), more) for more in steps
-            ]
-            gain, more = max(gains)
-            heapq.heappush(heap, (-gain / width, index, more))
-
-    for index in range(len(spans)):
-        offer(index)
-    while heap:
-        _, index, more = heapq.heappop(heap)
-        price = (more - bits[index]) * (spans[index][1] - spans[index][0])
-        if price <= budget:
-            budget -= price
-            bits[index] = more
-            offer(index)
-    by_channel = torch.tensor([n for n, (a, b) in zip(bits, spans, strict=True) for _ in range(a, b)])
-    scale = table.scales.gather(0, by_channel[None])[0]
-    code = TransformCode(table.offset, scale, tuple(bits), sections, parts)
-    for _ in range(ROUNDS):
-        centred = _centred(code, table)
-        scale, _ = _best_scales(centred, table.variance.sqrt(), table.sample, table.weights)
-        code = replace(code, scale=scale)
-    return _centred(code, table)
-
-
-def _centred(code: TransformCode, table: ScaleTable) -> TransformCode:
-    """The code with its scales multiplied by a factor for each part, such that gains are 1 on average."""
-    _, gains, _ = code.normalised(table.sample)
-    means = [part.log().mean().exp().expand(part.shape[1]) for part in gains.split_with_sizes(code.parts, -1)]
-    return replace(code, scale=code.scale * torch.cat(means))
-
-
-@dataclass(frozen=True)
-class Design:
-    """A layer in the basis of its code, and all that codes of any size are made from.
-
-    Attributes:
-        layer: the layer, float32, without a code.
-        table: the scales of its channels.
-    """
-
-    layer: Layer
-    table: ScaleTable
-
-    def coded(self, token_bytes: int) -> Layer:
-        """The layer with a code of so many bytes a token, or the next fewer."""
-        return replace(self.layer, code=allot(self.table, *_shape(self.layer.spec), token_bytes))
-
-
-def design(layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, root: Tensor) -> Design:
-    """Design the code of an MLA layer's cache.
-
-    Args:
-        layer: the layer, float32.
-        windows: the inputs ``[T, E]`` of each window.
-        rotation: the rotary tables of a window.
-        root: ``[E, E]``, the root of the sensitivity.
-    """
-    statistics = channel_statistics(layer, windows, rotation, root)
-    turned, basis = decorrelated(layer, statistics)
-    values = statistics.values.double() @ basis.mT
-    return Design(turned.float(), fit_scales(values, _shape(layer.spec)[1], statistics.importance))
-
-
-def _shape(spec: GroupedSpec | LatentSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sections and parts of a layer's code; see `TransformCode`."""
-    if isinstance(spec, LatentSpec):
-        R, P = spec.kv_lora_rank, spec.qk_rope_head_dim
-        return ((R, P // 2, P // 2), (R, P)) if P else ((R,), (R,))
-    K, D, V = spec.num_kv_heads, spec.head_dim, spec.value_dim
-    return (*(D,) * K, *(V,) * K), (K * D, K * V)

@@ -1,0 +1,1 @@
+"""Codes of a converted layer's cache: their basis, scales, bits and bytes."""

@@ -1,0 +1,39 @@
+"""Bytes of codes for each layer: whole numbers that the blocks of its channels can spend, and no bytes left over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headwise.quantization.transform_code import blocks
+from headwise.specs import GroupedSpec, LatentSpec
+
+
+def whole_shares(wanted: Sequence[float], specs: Sequence[GroupedSpec | LatentSpec]) -> tuple[int, ...]:
+    """Round the bytes a token of each layer's codes down; what is left over goes to the next layer.
+
+    For example ``whole_shares([10.5, 10.5], specs)`` is ``(9, 11)`` for layers whose channels are in blocks of 16:
+    another bit for a block takes two bytes, and the gains take one.
+
+    Args:
+        wanted: bytes a token, each layer's.
+        specs: of the layers with codes.
+    """
+    counts: list[int] = []
+    left = 0.0
+    for bytes_, spec in zip(wanted, specs, strict=True):
+        bits = math.gcd(*(end - start for start, end in blocks(code_shape(spec)[0])))
+        step = bits // 8 if bits % 8 == 0 else 1
+        left += bytes_
+        counts.append(1 + math.floor((left - 1) / step) * step)
+        left -= counts[-1]
+    return tuple(counts)
+
+
+def code_shape(spec: GroupedSpec | LatentSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sections and parts of a layer's code; see `TransformCode`."""
+    if isinstance(spec, LatentSpec):
+        R, P = spec.kv_lora_rank, spec.qk_rope_head_dim
+        return ((R, P // 2, P // 2), (R, P)) if P else ((R,), (R,))
+    K, D, V = spec.num_kv_heads, spec.head_dim, spec.value_dim
+    return (*(D,) * K, *(V,) * K), (K * D, K * V)

@@ -1,0 +1,1 @@
+"""Attention to keys and values in codes of whole numbers."""

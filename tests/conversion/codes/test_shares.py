@@ -1,0 +1,31 @@
+"""Bytes of codes for each layer."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise.conversion.codes.shares import code_shape, whole_shares
+from headwise.quantization.transform_code import blocks
+from headwise.specs import LatentSpec
+
+
+def layer(rank: int, rotary: int) -> LatentSpec:
+    return LatentSpec(
+        hidden_size=64, num_heads=4, kv_lora_rank=rank, qk_nope_head_dim=16, qk_rope_head_dim=rotary, v_head_dim=16
+    )
+
+
+@given(st.lists(st.tuples(st.integers(4, 80), st.integers(0, 20), st.floats(30.0, 300.0)), min_size=1, max_size=12))
+def test_the_sum_is_the_wanted_one_within_a_step(layers: list[tuple[int, int, float]]) -> None:
+    specs = [layer(4 * rank, 4 * pairs) for rank, pairs, _ in layers]
+    wanted = [bytes_ for _, _, bytes_ in layers]
+    counts = whole_shares(wanted, specs)
+    assert 0 <= sum(wanted) - sum(counts) < 2 + 1e-6
+    assert all(abs(count - bytes_) <= 4 for count, bytes_ in zip(counts, wanted, strict=True))
+
+
+def test_blocks_can_spend_them() -> None:
+    specs = [layer(160, 96)] * 3
+    assert {end - start for start, end in blocks(code_shape(specs[0])[0])} == {16}
+    assert whole_shares([100.5, 100.5, 100.5], specs) == (99, 101, 101)
