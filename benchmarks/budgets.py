@@ -21,16 +21,21 @@ from headwise.texts import read_text
 
 BUDGETS = (0.5, 0.28, 0.25, 0.19, 0.15, 0.125, 0.094, 0.0625)
 
+ASKED = 0.19
+"""The least budget with questions: below it, answers are expected to change."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default=SOURCE)
     parser.add_argument("--samples", nargs="+", default=SAMPLES, metavar="NAME")
     parser.add_argument("--kv-bytes", nargs="+", type=float, default=BUDGETS, help="fractions of a cache in bfloat16")
-    parser.add_argument("--tokens", type=int, default=65_536, help="of each sample")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of each sample")
     parser.add_argument("--windows", type=int, default=6, help="of each text to evaluate on")
     parser.add_argument("--window", type=int, default=2048, help="tokens in each")
-    parser.add_argument("--items", type=int, default=500, help="questions of PIQA, asked with the first sample")
+    parser.add_argument(
+        "--items", type=int, default=500, help="questions of PIQA, asked with the first sample down to 19 percent"
+    )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/budgets.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/budgets"), help="where models are converted")
@@ -46,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row = f"{budget:g}/{name}"
             if row in kept.rows:
                 continue
-            items = options.items if name == options.samples[0] else 0
+            items = options.items if name == options.samples[0] and budget >= ASKED else 0
             measured = measure(options, text, {"to": "mla", "kv_bytes": budget}, items=items)
             kept.add(row, {"budget": budget, "sample": name, **measured})
             scores = kept.rows[row]["evaluate"]["texts"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from headwise.conversion.codes.scales import allot, fit_scales
@@ -25,7 +27,7 @@ def test_no_error_is_left_that_bits_do_not_lessen() -> None:
         float((allot(table, SECTIONS, PARTS, 1 + 96 * bits // 8).rounded(fresh) - fresh).square().sum(1).mean())
         for bits in (2, 3, 4, 5, 6)
     ]
-    for fewer, more in zip(errors, errors[1:], strict=False):
+    for fewer, more in itertools.pairwise(errors):
         assert more < 0.5 * fewer
     assert errors[-1] < 1e-3 * float((fresh - fresh.mean(0)).square().sum(1).mean())
 
