@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.frontiers.candidate import Candidate
+from headwise.frontiers.candidate import Candidate, Kind, Tried
 from headwise.frontiers.page import markdown, tables, title
 from headwise.frontiers.plot import figure
 from headwise.frontiers.points import Frontier, advice, collect, dominates, shown
@@ -51,7 +53,7 @@ def plain(spot: Spot) -> dict[str, Any]:
 
 
 def found(
-    candidates: list[tuple[Candidate, dict[str, Any]]], *, methods: bool = False, source: str = "my/model"
+    candidates: Sequence[tuple[Tried, dict[str, Any]]], *, methods: bool = False, source: str = "my/model"
 ) -> Frontier:
     return collect(
         candidates,
@@ -212,12 +214,47 @@ def test_the_plot_has_a_trace_a_kind_the_source_and_the_best_for_each_cache() ->
     assert drawn["layout"]["xaxis"]["ticktext"] == ["125<br>12.5%", "250<br>25%", "500<br>50%", "1,000<br>100%"]
 
 
+@dataclass(frozen=True)
+class Published:
+    """A row that `headwise.frontier` did not make."""
+
+    target: str = "Palu@0.5"
+    kind: Kind = "published"
+    way: str = "Palu"
+
+
+def test_a_published_method_is_a_point_beside_the_others_though_its_kl_is_unknown() -> None:
+    unknown = {**plain((500.0, 1.05))["evaluation"], "kl": math.nan, "top1_agreement": math.nan}
+    rows: list[tuple[Tried, dict[str, Any]]] = [
+        (Published(), {**plain((500.0, 1.05)), "label": "3 bits", "evaluation": unknown}),
+        (Candidate("int8"), plain((530.0, 1.001))),
+        (Candidate("mla@0.25"), result((250.0, 1.6))),
+    ]
+    for _, one in rows:
+        one["evaluation"]["tokens"] = 1_000_000
+    joined = found(rows)
+    assert advice(joined)[0] == (
+        "of a bfloat16 cache: down to 53% quantise, then down to 50% use a published method, "
+        "then down to 25% convert and quantise"
+    )
+    (row,) = (cells for cells in tables(joined)[0] if cells[0] == "Palu@0.5")
+    assert row[1:5] == ("3 bits", "published", "500", "50.0%")
+    assert row[6:] == ("", "", "")
+    document = json.loads(json.dumps(joined.to_dict(), allow_nan=False))
+    assert document["points"][0]["kl"] is None
+    (trace,) = (one for one in figure(joined)["data"] if one["name"] == "published methods" and "text" in one)
+    assert trace["text"] == ["Palu@0.5"]
+    assert "KL" not in trace["customdata"][0]
+
+
 @given(st.lists(st.floats(0.5, 1e6), min_size=1, max_size=6))
 def test_ticks_lie_on_the_axis_and_apart(ratios: list[float]) -> None:
     axis = figure(ladder(*((100.0 * (index + 1), ratio) for index, ratio in enumerate(ratios))))["layout"]["yaxis"]
     places = [math.log10(tick) for tick in axis["tickvals"]]
     low, high = axis["range"]
-    assert all(low <= math.log10(ratio) <= high for ratio in (1.0, *ratios))
+    end = max(10.0, min(ratios))  # a few points beyond must not press the others together
+    assert all(low <= math.log10(min(ratio, end)) <= high for ratio in (1.0, *ratios))
+    assert high < math.log10(end) * 1.5
     assert 1.0 in axis["tickvals"]
     assert len(places) <= 15
     assert places == sorted(places)

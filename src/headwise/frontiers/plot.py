@@ -9,14 +9,18 @@ from typing import Any
 from headwise.frontiers.candidate import Kind
 from headwise.frontiers.points import Frontier, Point, name, ratio_text, short, shown, targets
 
-COLOURS: dict[Kind, str] = {"quantised": "#d98218", "converted": "#c2487f", "both": "#3f7fd9"}
+COLOURS: dict[Kind, str] = {"quantised": "#d98218", "converted": "#c2487f", "both": "#3f7fd9", "published": "#2f9e76"}
 _LEGEND: dict[Kind, str] = {
     "quantised": "quantised",
     "converted": "converted",
     "both": "converted and quantised",
+    "published": "published methods",
 }
 _TARGETS = ("#3f7fd9", "#d98218", "#c2487f", "#2f9e76")
 """The colours of targets, where methods are compared."""
+
+_LARGEST = 10.0
+"""A ladder's plot ends at this ratio of perplexities, so that those near 1 are told apart."""
 
 _GREY = "#8b919b"
 _FAINT = 0.4
@@ -27,6 +31,11 @@ _DIGITS = (1.0, 2.0, 5.0, 3.0, 1.5, 7.0, 1.2, 1.1, 4.0, 1.05, 1.3, 1.02, 1.01)
 def figure(frontier: Frontier) -> dict[str, Any]:
     """The plot as plotly's JSON: quality against cache, or the methods at each target one below the other."""
     return _methods(frontier) if frontier.methods else _ladder(frontier)
+
+
+def plot_end(frontier: Frontier) -> float:
+    """The largest ratio of perplexities that a ladder's plot shows before it is zoomed out."""
+    return max(_LARGEST, min(point.perplexity_ratio for point in frontier.points))
 
 
 def _ladder(frontier: Frontier) -> dict[str, Any]:
@@ -65,7 +74,8 @@ def _ladder(frontier: Frontier) -> dict[str, Any]:
             f"{source_bytes:,.0f} B a token<extra></extra>",
         }
     )
-    values, labels, span = _ratio_axis([point.perplexity_ratio for point in points])
+    end = plot_end(frontier)
+    values, labels, span = _ratio_axis([min(point.perplexity_ratio, end) for point in points])
     return {
         "data": traces,
         "layout": _layout(
@@ -220,8 +230,8 @@ def _hover(point: Point, frontier: Frontier) -> str:
         f"{point.cache_bytes_per_token:,.0f} B a token, {point.cache_fraction:.1%} of the original's in bfloat16",
         f"perplexity × {ratio_text(point.perplexity_ratio)}{' over all' if len(ratios) > 1 else ''}",
         *(ratios if len(ratios) > 1 else []),
-        f"KL {point.kl:.4f} nats a token",
-        f"top-1 agreement {point.top1_agreement:.1%}",
+        *([] if math.isnan(point.kl) else [f"KL {point.kl:.4f} nats a token"]),
+        *([] if math.isnan(point.top1_agreement) else [f"top-1 agreement {point.top1_agreement:.1%}"]),
         *([] if point.conversion is None else [f"converted in {point.seconds:,.0f} s"]),
         *(["dominated: another point has no more of either"] if is_dominated else []),
     ]
