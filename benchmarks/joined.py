@@ -17,6 +17,7 @@ from benchmarks.budgets import BUDGETS
 
 from headwise.evaluation.plain_cache import SAME_BYTES
 from headwise.frontiers.candidate import Candidate, Kind
+from headwise.frontiers.points import Frontier, collect
 from headwise.texts.calibration_texts import WINDOW
 
 PUBLISHED = {
@@ -167,6 +168,62 @@ def settings(chosen: Mapping[str, Any]) -> str:
         "kv_lora_rank": "latent {}",
     }
     return ", ".join(word.format(chosen[name]) for name, word in words.items() if name in chosen)
+
+
+def frontier(results: Path, source: str, label: str) -> Frontier:
+    """The frontier of all rows that are kept.
+
+    Args:
+        results: the folder of results files.
+        source: the model that all of them are of.
+        label: the mechanism and sizes of its layers.
+
+    Raises:
+        ValueError: there are none, or they were measured on different windows.
+    """
+    by_budget = samples(results)
+    own = [*formats(results), *conversions(results), *map(median, by_budget.values())]
+    if not own:
+        raise ValueError(f"{results}: has no results of formats, conversions or budgets")
+    rows = [*own, *published(results)]
+    for row in rows:
+        _refuse_other_texts(row, rows[0])
+    reports = [row.result["conversion"] for row in own if row.result["conversion"] is not None]
+    tokens = max((report["calibration_tokens"] for report in reports), default=0)
+    notes = [
+        "Published methods are written anew from their papers and simulated, and their bytes computed"
+        " (docs/rivals.md). Their KL was not measured; in what chance explains, the rise of the mean negative"
+        " log-likelihood stands for it.",
+        *(
+            f"{median(of_budget).target} is the median of {len(of_budget)} calibration samples, which have perplexity"
+            f" × {min(row.ratio for row in of_budget):.4f} to × {max(row.ratio for row in of_budget):.4f}"
+            for of_budget in by_budget.values()
+            if len(of_budget) > 1
+        ),
+    ]
+    return collect(
+        [(row, row.result) for row in rows],
+        source=source,
+        label=label,
+        calibrate=("WikiText-2 train",) if tokens else (),
+        calibration_tokens=tokens,
+        methods=False,
+        versions={
+            library: " and ".join(sorted({row.versions[library] for row in rows})) for library in rows[0].versions
+        },
+        notes=notes,
+    )
+
+
+def _refuse_other_texts(row: Row, first: Row) -> None:
+    """Refuse a row that was measured on other windows than the first: the original has another perplexity there."""
+    own, others = (one.result["evaluation"]["texts"] for one in (row, first))
+    is_same = [text["text"] for text in own] == [text["text"] for text in others] and all(
+        math.isclose(text["reference_perplexity"], other["reference_perplexity"], rel_tol=1e-4)
+        for text, other in zip(own, others, strict=True)
+    )
+    if not is_same:
+        raise ValueError(f"{row.target} was measured on other text than {first.target}")
 
 
 _BYTES = ("cache_bytes_per_token", "reference_cache_bytes_per_token")

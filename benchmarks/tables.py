@@ -21,6 +21,7 @@ from benchmarks.shared import shared_mark
 
 from benchmarks import joined
 from headwise.conversion.methods import all_methods
+from headwise.frontiers.verdict import verdict_lines
 from headwise.texts.overlap import SHARED
 
 RESULTS = Path("benchmarks/results")
@@ -45,35 +46,6 @@ def conversion(document: Document) -> str:
         rows.insert(0, [f"{_values_of_original(row):.0f}", "original", *original, *_piqa_of_original(document), ""])
     head = ["values", "method", *texts, "PIQA", "minutes"]
     return table(head, rows, left=2)
-
-
-def conversion_short(document: Document) -> str:
-    """The table of targets: all methods on the first text, and headwise on the other texts and PIQA."""
-    rows = [row for row in _conversions(document) if not row.get("stock")]
-
-    def line(row: dict[str, Any]) -> str:
-        return _target(row) + (", mixture" if len(row["texts"]) > 1 else "")
-
-    targets = list(dict.fromkeys(map(line, rows)))
-    texts = _texts(document)
-    shown = [method for method in METHODS if any(row["method"] == method for row in rows)]
-    lines = []
-    for target in targets:
-        by_method = {row["method"]: row for row in rows if line(row) == target}
-        first = [
-            _text_ratio(by_method[m], by_method[m]["evaluate"]["texts"][0]) if m in by_method else "" for m in shown
-        ]
-        others = [""] * len(texts)
-        if "headwise" in by_method:
-            others = [
-                _text_ratio(by_method["headwise"], score) for score in by_method["headwise"]["evaluate"]["texts"][1:]
-            ]
-            others += _piqa(by_method["headwise"])
-        lines.append([target, *first, *others])
-    values = f"values of {_values_of_original(rows[0]):.0f}"
-    head = [values, *(METHODS[method] for method in shown), *(f"headwise, {text}" for text in texts[1:])]
-    head.append(" of ".join(["PIQA", *filter(None, _piqa_of_original(document))]))
-    return table(head, lines)
 
 
 def retrieval(document: Document) -> str:
@@ -323,9 +295,14 @@ def frontier(results: Path) -> str:
     return table(["budget", "cache", "bytes", *(_text_name(f"{text}.txt") for text in texts)], lines, left=2)
 
 
+def verdict(results: Path) -> str:
+    """What to do at which size, in the words of `headwise frontier`; empty where there is no choice."""
+    found = joined.frontier(results, "", "")
+    return "".join(f"> {line}" for line in verdict_lines(found.verdict)[:1])
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
-    "conversion-short": ("conversion.json", conversion_short),
     "retrieval": ("retrieval.json", retrieval),
     "positions": ("long.json", positions),
     "planted": ("long.json", planted),
@@ -343,7 +320,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
 }
 """The results file of each table and the function that makes it, by the table's name."""
 
-JOINED: dict[str, Callable[[Path], str]] = {"frontier": frontier}
+JOINED: dict[str, Callable[[Path], str]] = {"frontier": frontier, "verdict": verdict}
 """The functions that make tables of several results files in a folder, by the table's name."""
 
 
@@ -472,7 +449,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, (file, render) in TABLES.items():
         if (options.results / file).exists():
             tables[name] = render(json.loads((options.results / file).read_text(encoding="utf-8")))
-    tables |= {name: render(options.results) for name, render in JOINED.items()}
+    if (options.results / "formats.json").exists():
+        tables |= {name: render(options.results) for name, render in JOINED.items()}
     for document in options.write:
         document.write_text(fill(document.read_text(encoding="utf-8"), tables), encoding="utf-8")
     if not options.write:

@@ -116,8 +116,8 @@ def test_every_budget_has_its_best_of_each_kind_and_a_budget_without_one_no_line
 
 def test_without_results_there_is_nothing_to_say(tmp_path: Path) -> None:
     assert len(tables.frontier(tmp_path).splitlines()) == 2
-    with pytest.raises(SystemExit, match="no results"):
-        frontier.joined_frontier(tmp_path, "unused")
+    with pytest.raises(ValueError, match="no results"):
+        joined.frontier(tmp_path, "source", "GQA")
 
 
 def test_the_median_sample_and_of_two_the_worse(results: Path) -> None:
@@ -145,6 +145,7 @@ def test_one_page_of_all_with_its_verdict(results: Path, tmp_path: Path, capsys:
     assert said.splitlines()[0] == sentence
     document = json.loads((tmp_path / "out/frontier.json").read_text())
     assert document["advice"][0] == sentence
+    assert tables.verdict(results) == f"> {sentence}"
     assert [point["target"] for point in document["points"]] == [
         *("int8", "kivi4", "int4", "mla:144+48", "mla@0.28", "mla@0.125"),
         *("Palu@0.28", "KVQuant@0.125", "Palu@0.125", "EliteKV@0.125"),
@@ -158,8 +159,8 @@ def test_one_page_of_all_with_its_verdict(results: Path, tmp_path: Path, capsys:
 def test_rows_of_other_windows_are_refused(results: Path, tmp_path: Path) -> None:
     rows = {**ROWS["formats"], "kivi2": a_format(1.9, 31.2, reference=21.0)}
     (results / "formats.json").write_text(json.dumps({"settings": {}, "rows": rows}))
-    with pytest.raises(SystemExit, match="kivi2 was measured on other text than int8"):
-        frontier.joined_frontier(results, "unused")
+    with pytest.raises(ValueError, match="kivi2 was measured on other text than int8"):
+        joined.frontier(results, "source", "GQA")
 
 
 def test_each_format_is_a_row_and_a_killed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

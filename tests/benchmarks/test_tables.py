@@ -7,7 +7,6 @@ from typing import Any
 from benchmarks.tables import (
     ablation,
     conversion,
-    conversion_short,
     decode,
     fill,
     generate,
@@ -78,22 +77,10 @@ def test_conversions_the_largest_first_under_the_original() -> None:
     ]
 
 
-def test_a_target_a_line() -> None:
-    assert conversion_short(DOCUMENT).splitlines() == [
-        "| values of 384 | headwise | TransMLA | mean pooling | headwise, Brown | PIQA of 68.0 % |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-        "| 192 | ×1.123 | ×2.000 |  | ×1.200 | 66.0 % |",
-        "| 192, mixture | ×1.300 |  |  | ×1.100 |  |",
-        "| 128 | ×1.400 |  |  | ×1.500 | 66.0 % |",
-        "| 128, MQA |  |  | ×1 308 |  |  |",
-    ]
-
-
 def test_a_text_that_was_calibrated_on_in_part_is_marked() -> None:
     shared = {".cache/wikitext-2.test.txt": 0.304, ".cache/brown.txt": 0.01}
     rows = {"a": row("mla-192", "headwise", 192, [1.123, 1.2], conversion={"seconds": 120.0}, shared=shared)}
     assert "| 22.46 (×1.123, 30% shared) | 24.00 (×1.200) |" in conversion({"rows": rows})
-    assert "| 192 | ×1.123, 30% shared | ×1.200 |" in conversion_short({"rows": rows})
 
 
 def test_points_lost() -> None:
