@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -201,11 +202,12 @@ def test_the_plot_has_a_trace_a_kind_the_source_and_the_best_for_each_cache() ->
     drawn = figure(found(candidates))
     traces = {trace["name"]: trace for trace in drawn["data"]}  # the points come after their legend
     assert list(traces) == ["best so far", "quantised", "converted", "converted and quantised", "original"]
-    assert (traces["best so far"]["x"], traces["best so far"]["y"]) == ([125.0, 500.0, 1000.0], [2.5, 1.1, 1.0])
+    assert traces["best so far"]["x"] == [125.0, 500.0, 1000.0]
+    assert traces["best so far"]["y"] == pytest.approx([1.5, 0.1, 0.001])  # what is lost
     both, converted = traces["converted and quantised"], traces["converted"]
     assert both["marker"]["opacity"] == [1.0]
     assert converted["marker"]["opacity"][0] < 0.5
-    assert (traces["original"]["x"], traces["original"]["y"]) == ([1000.0], [1.0])
+    assert (traces["original"]["x"], traces["original"]["y"]) == ([1000.0], [0.001])
     for said in ("<b>mla@0.5</b>", "500 B a token, 50.0%", "KL 0.2500", "top-1 agreement 75.0%", "converted in 4 s"):
         assert said in both["customdata"][0]
     assert "another point has no more of either" in converted["customdata"][0]
@@ -249,12 +251,38 @@ def test_a_published_method_is_a_point_beside_the_others_though_its_kl_is_unknow
 
 @given(st.lists(st.floats(0.5, 1e6), min_size=1, max_size=6))
 def test_ticks_lie_on_the_axis_and_apart(ratios: list[float]) -> None:
-    axis = figure(ladder(*((100.0 * (index + 1), ratio) for index, ratio in enumerate(ratios))))["layout"]["yaxis"]
+    drawn = figure(ladder(*((100.0 * (index + 1), ratio) for index, ratio in enumerate(ratios))))
+    axis = drawn["layout"]["yaxis"]
     places = [math.log10(tick) for tick in axis["tickvals"]]
     low, high = axis["range"]
     end = max(10.0, min(ratios))  # a few points beyond must not press the others together
-    assert all(low <= math.log10(min(ratio, end)) <= high for ratio in (1.0, *ratios))
-    assert high < math.log10(end) * 1.5
+    within = [y for trace in drawn["data"] for y in trace["y"] if y is not None and y < end]
+    assert all(low <= math.log10(y) <= high for y in within)
+    assert high < math.log10(end) + 0.2
+    assert len(places) <= 18
+    assert all(other - one >= 0.03 * (high - low) for one, other in pairwise(places))
+    assert low <= places[0]
+    assert places[-1] <= high
+
+
+def test_ratios_near_one_are_told_apart_and_ticks_name_ratios() -> None:
+    drawn = figure(ladder((500.0, 1.01), (250.0, 2.0), (300.0, 0.99)))
+    (marks,) = (trace for trace in drawn["data"] if trace["name"] == "converted" and "text" in trace)
+    assert marks["y"] == pytest.approx([0.01, 0.001, 1.0])  # by size, and no loss as the least
+    axis = drawn["layout"]["yaxis"]
+    named = dict(zip(axis["ticktext"], axis["tickvals"], strict=True))
+    assert named["≤ 1.001"] == 0.001
+    assert named["1.01"] == pytest.approx(0.01)
+    assert named["2"] == 1
+
+
+@given(st.lists(st.floats(0.5, 1e6), min_size=1, max_size=6))
+def test_ticks_of_methods_lie_on_the_axis_and_apart(ratios: list[float]) -> None:
+    ways = found([(Candidate("mla:0.5"), result((500.0, ratio))) for ratio in ratios], methods=True)
+    axis = figure(ways)["layout"]["xaxis"]
+    places = [math.log10(tick) for tick in axis["tickvals"]]
+    low, high = axis["range"]
+    assert all(low <= math.log10(ratio) <= high for ratio in (1.0, *ratios))
     assert 1.0 in axis["tickvals"]
     assert len(places) <= 15
     assert places == sorted(places)

@@ -22,8 +22,12 @@ _TARGETS = ("#3f7fd9", "#d98218", "#c2487f", "#2f9e76")
 _LARGEST = 10.0
 """A ladder's plot ends at this ratio of perplexities, so that those near 1 are told apart."""
 
+_LEAST_LOSS = 0.001
+"""What loses less is drawn as if it lost this: a ladder's plot is logarithmic in what is lost, ratio - 1."""
+
 _GREY = "#8b919b"
 _FAINT = 0.4
+_LADDER_TICKS = (*(1 + loss for loss in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)), 2, 3, 5)
 _DIGITS = (1.0, 2.0, 5.0, 3.0, 1.5, 7.0, 1.2, 1.1, 4.0, 1.05, 1.3, 1.02, 1.01)
 """The first digits of ticks, in order of preference."""
 
@@ -49,7 +53,7 @@ def _ladder(frontier: Frontier) -> dict[str, Any]:
             "mode": "lines",
             "name": "best so far",
             "x": [x for x, _ in best],
-            "y": [y for _, y in best],
+            "y": [_lost(y) for _, y in best],
             "line": {"shape": "hv", "width": 1.5, "color": _GREY, "dash": "dot"},
             "hoverinfo": "skip",
             "showlegend": False,
@@ -65,23 +69,22 @@ def _ladder(frontier: Frontier) -> dict[str, Any]:
             "mode": "markers+text",
             "name": "original",
             "x": [source_bytes],
-            "y": [1.0],
+            "y": [_lost(1.0)],
             "text": ["original"],
-            "textposition": "bottom center",
+            "textposition": "top center",
             "textfont": {"color": _GREY, "size": 13},
             "marker": {"symbol": "star", "size": 16, "color": _GREY},
             "hovertemplate": f"<b>original</b> · {escape(frontier.label)}<br>"
             f"{source_bytes:,.0f} B a token<extra></extra>",
         }
     )
-    end = plot_end(frontier)
-    values, labels, span = _ratio_axis([min(point.perplexity_ratio, end) for point in points])
+    values, labels, span = _loss_axis(min(plot_end(frontier), max((p.perplexity_ratio for p in points), default=1.0)))
     return {
         "data": traces,
         "layout": _layout(
             xaxis=_cache_axis(points, frontier),
             yaxis={
-                "title": {"text": "perplexity, × the original's (log scale)", "standoff": 8},
+                "title": {"text": "perplexity, × the original's (log scale of what is lost)", "standoff": 8},
                 "type": "log",
                 "tickvals": values,
                 "ticktext": labels,
@@ -125,7 +128,7 @@ def _marks(points: list[Point], kind: str, colour: str, frontier: Frontier) -> d
         "legendgroup": kind,
         "showlegend": False,
         "x": [point.cache_bytes_per_token for point in points],
-        "y": [point.perplexity_ratio for point in points],
+        "y": [_lost(point.perplexity_ratio) for point in points],
         "text": [point.target for point in points],
         # The best points have nothing below and to the left of them, where a name would cover another.
         "textposition": ["top right" if point.dominated else "bottom left" for point in points],
@@ -204,6 +207,20 @@ def _layout(
         "hoverlabel": {"align": "left"},
         "hovermode": "closest",
     }
+
+
+def _lost(ratio: float) -> float:
+    """Where a ratio of perplexities lies on a ladder's plot."""
+    return max(ratio - 1, _LEAST_LOSS)
+
+
+def _loss_axis(worst: float) -> tuple[list[float], list[str], list[float]]:
+    """Ticks of a ladder's axis up to the worst ratio, their labels, and its range in powers of ten."""
+    powers = [10.0**power for power in range(1, math.ceil(math.log10(max(worst, 10.0))) + 1)]
+    ticks = [tick for tick in (*_LADDER_TICKS, *powers) if tick <= max(worst, 1.05)]
+    span = [math.log10(_LEAST_LOSS) - 0.3, math.log10(_lost(max(worst, 1.05))) + 0.15]
+    labels = [f"{tick:,.10g}" for tick in ticks]
+    return [_lost(tick) for tick in ticks], [f"≤ {labels[0]}", *labels[1:]], span
 
 
 def _ratio_axis(ratios: list[float]) -> tuple[list[float], list[str], list[float]]:
