@@ -330,6 +330,17 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) 
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
+def render_all(results: Path) -> dict[str, str]:
+    """All tables of which a folder has the results, by name."""
+    tables = {}
+    for name, (file, render) in TABLES.items():
+        if (results / file).exists():
+            tables[name] = render(json.loads((results / file).read_text(encoding="utf-8")))
+    if (results / "formats.json").exists():
+        tables |= {name: of_results(results) for name, of_results in JOINED.items()}
+    return tables
+
+
 def fill(text: str, tables: dict[str, str]) -> str:
     """Insert tables in their places in a document; a place whose table is missing is not changed."""
 
@@ -445,12 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--write", nargs="+", type=Path, default=[], metavar="DOCUMENT")
     options = parser.parse_args(arguments)
-    tables = {}
-    for name, (file, render) in TABLES.items():
-        if (options.results / file).exists():
-            tables[name] = render(json.loads((options.results / file).read_text(encoding="utf-8")))
-    if (options.results / "formats.json").exists():
-        tables |= {name: render(options.results) for name, render in JOINED.items()}
+    tables = render_all(options.results)
     for document in options.write:
         document.write_text(fill(document.read_text(encoding="utf-8"), tables), encoding="utf-8")
     if not options.write:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from benchmarks.tables import (
+    RESULTS,
     ablation,
     conversion,
     decode,
@@ -15,11 +18,14 @@ from benchmarks.tables import (
     limits,
     planted,
     positions,
+    render_all,
     retrieval,
     rivals,
 )
 
 from headwise.texts.overlap import SHARED
+
+ROOT = Path(__file__).parents[2]
 
 
 def row(target: str, method: str, values: int, ratios: list[float], **more: Any) -> dict[str, Any]:
@@ -160,6 +166,12 @@ def test_tables_go_into_their_places_and_nowhere_else() -> None:
     filled = fill(text, {"one": "| new |"})
     assert filled == text.replace("old\nold", "| new |")
     assert fill(filled, {"one": "| new |"}) == filled
+
+
+@pytest.mark.parametrize("document", ["README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))])
+def test_documents_show_what_the_results_give(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert fill(text, render_all(ROOT / RESULTS)) == text
 
 
 def timed(length: int, batch: int, limit_ms: float) -> dict[str, Any]:
