@@ -17,7 +17,7 @@ from benchmarks.tables import RESULTS
 from benchmarks import joined
 
 WIDTH, HEIGHT = 720, 420
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 36, 56
+LEFT, RIGHT, TOP, BOTTOM = 76, 16, 36, 56
 SHARES = (1.0, 0.5, 0.25, 0.19, 0.125, 0.094, 0.0625)
 """The ticks of the axis of bytes, which begins and ends a little beyond them."""
 RATIOS = (1.001, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3)
