@@ -19,21 +19,13 @@ from typing import Any
 
 from benchmarks.shared import shared_mark
 
+from benchmarks import joined
 from headwise.conversion.methods import all_methods
+from headwise.frontiers.verdict import verdict_lines
 from headwise.texts.overlap import SHARED
 
 RESULTS = Path("benchmarks/results")
 Document = dict[str, Any]
-
-RIVALS = {
-    "kvquant": "KVQuant",
-    "palu": "Palu",
-    "care": "CARE",
-    "svd-llm-v2": "SVD-LLM V2",
-    "elitekv": "EliteKV",
-    "transmla": "TransMLA",
-}
-"""The labels of `benchmarks.rivals`."""
 
 METHODS = {
     method.name: method.label
@@ -54,35 +46,6 @@ def conversion(document: Document) -> str:
         rows.insert(0, [f"{_values_of_original(row):.0f}", "original", *original, *_piqa_of_original(document), ""])
     head = ["values", "method", *texts, "PIQA", "minutes"]
     return table(head, rows, left=2)
-
-
-def conversion_short(document: Document) -> str:
-    """The table of targets: all methods on the first text, and headwise on the other texts and PIQA."""
-    rows = [row for row in _conversions(document) if not row.get("stock")]
-
-    def line(row: dict[str, Any]) -> str:
-        return _target(row) + (", mixture" if len(row["texts"]) > 1 else "")
-
-    targets = list(dict.fromkeys(map(line, rows)))
-    texts = _texts(document)
-    shown = [method for method in METHODS if any(row["method"] == method for row in rows)]
-    lines = []
-    for target in targets:
-        by_method = {row["method"]: row for row in rows if line(row) == target}
-        first = [
-            _text_ratio(by_method[m], by_method[m]["evaluate"]["texts"][0]) if m in by_method else "" for m in shown
-        ]
-        others = [""] * len(texts)
-        if "headwise" in by_method:
-            others = [
-                _text_ratio(by_method["headwise"], score) for score in by_method["headwise"]["evaluate"]["texts"][1:]
-            ]
-            others += _piqa(by_method["headwise"])
-        lines.append([target, *first, *others])
-    values = f"values of {_values_of_original(rows[0]):.0f}"
-    head = [values, *(METHODS[method] for method in shown), *(f"headwise, {text}" for text in texts[1:])]
-    head.append(" of ".join(["PIQA", *filter(None, _piqa_of_original(document))]))
-    return table(head, lines)
 
 
 def retrieval(document: Document) -> str:
@@ -265,8 +228,8 @@ def rivals(document: Document) -> str:
     lines = [
         [
             f"{100 * row['wanted']:g} %",
-            RIVALS[row["method"]],
-            _settings(row["settings"]),
+            joined.PUBLISHED[row["method"]],
+            joined.settings(row["settings"]),
             f"{100 * row['fraction']:.1f} %",
             *(_ratio(score["perplexity_ratio"]) for score in row["texts"].values()),
         ]
@@ -285,7 +248,7 @@ def budgets(document: Document) -> str:
         source = evaluations[0]["reference_cache_bytes_per_token"] / 2  # evaluated in float32
         stored = max(evaluation["cache_bytes_per_token"] for evaluation in evaluations) / source
         ratios = zip(*([score["perplexity_ratio"] for score in e["texts"]] for e in evaluations), strict=True)
-        cells = [f"{_ratio(statistics.median(column))} ({min(column):.3f}–{max(column):.3f})" for column in ratios]
+        cells = [_spread(column) for column in ratios]
         asked = [row["choices"]["accuracy"] for row in rows if "choices" in row]
         rates = (f"{100 * asked[0][name]:.1f} %" for name in ("rate", "reference_rate")) if asked else ()
         piqa = " of ".join(rates)
@@ -294,15 +257,59 @@ def budgets(document: Document) -> str:
     return table(["budget", "bytes", "samples", *names, "PIQA"], lines)
 
 
+def formats(document: Document) -> str:
+    """The table of the field's formats, the largest first."""
+    rows = sorted(
+        document["rows"].items(),
+        key=lambda row: (-_share_of(row[1]["cache"]), row[1]["evaluate"]["perplexity_ratio"]),
+    )
+    lines = [
+        [
+            f"`{name}`",
+            f"{100 * _share_of(row['cache']):.1f} %",
+            *(_ratio(score["perplexity_ratio"]) for score in row["evaluate"]["texts"]),
+            f"{row['evaluate']['kl']:.4f}",
+        ]
+        for name, row in rows
+    ]
+    names = [_text_name(score["text"]) for _, row in rows[:1] for score in row["evaluate"]["texts"]]
+    return table(["`--cache`", "bytes", *names, "KL (nats)"], lines)
+
+
+def frontier(results: Path) -> str:
+    """The table of budgets: headwise's conversion, and the best format and published method of no more bytes."""
+    own, plain, published = joined.samples(results), joined.formats(results), joined.published(results)
+    texts = list(dict.fromkeys(text for row in (*plain, *published) for text in row.ratios))
+    lines = []
+    for budget in joined.budgets(own):
+        rows = own.get(budget, [])
+        found: list[tuple[str, list[joined.Row]]] = [("headwise", rows)] if rows else []
+        if (best := joined.best_within(plain, budget)) is not None:
+            found.append((f"format `{best.target}`", [best]))
+        if (best := joined.best_within(published, budget)) is not None:
+            found.append((f"published: {best.way}, {best.result['label']}", [best]))
+        for place, (name, of_name) in enumerate(found):
+            stored = f"{100 * max(row.fraction for row in of_name):.1f} %"
+            columns = ([row.ratios[text] for row in of_name if text in row.ratios] for text in texts)
+            lines.append(["" if place else f"{100 * budget:g} %", name, stored, *map(_spread, columns)])
+    return table(["budget", "cache", "bytes", *(_text_name(f"{text}.txt") for text in texts)], lines, left=2)
+
+
+def verdict(results: Path) -> str:
+    """What to do at which size, in the words of `headwise frontier`; empty where there is no choice."""
+    found = joined.frontier(results, "", "")
+    return "".join(f"> {line}" for line in verdict_lines(found.verdict)[:1])
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
-    "conversion-short": ("conversion.json", conversion_short),
     "retrieval": ("retrieval.json", retrieval),
     "positions": ("long.json", positions),
     "planted": ("long.json", planted),
     "ablation": ("ablation.json", ablation),
     "budgets": ("budgets.json", budgets),
     "rivals": ("rivals.json", rivals),
+    "formats": ("formats.json", formats),
     "samples": ("samples.json", samples),
     "large": ("large.json", large),
     "kills": ("kills.json", kills),
@@ -313,11 +320,25 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
 }
 """The results file of each table and the function that makes it, by the table's name."""
 
+JOINED: dict[str, Callable[[Path], str]] = {"frontier": frontier, "verdict": verdict}
+"""The functions that make tables of several results files in a folder, by the table's name."""
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """A Markdown table, whose first ``left`` columns are left-aligned words and the others right-aligned numbers."""
     rule = ["---" if at < left else "---:" for at in range(len(head))]
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+def render_all(results: Path) -> dict[str, str]:
+    """All tables of which a folder has the results, by name."""
+    tables = {}
+    for name, (file, render) in TABLES.items():
+        if (results / file).exists():
+            tables[name] = render(json.loads((results / file).read_text(encoding="utf-8")))
+    if (results / "formats.json").exists():
+        tables |= {name: of_results(results) for name, of_results in JOINED.items()}
+    return tables
 
 
 def fill(text: str, tables: dict[str, str]) -> str:
@@ -392,23 +413,6 @@ def _method(row: dict[str, Any]) -> str:
     return name
 
 
-def _settings(settings: dict[str, Any]) -> str:
-    """A cache's settings in words."""
-    words = {
-        "bits": "{} bits",
-        "outliers": "{:.0%} outliers",
-        "mean_rank": "mean rank {:.0f}",
-        "way": "{}",
-        "ranks": "ranks {0[0]} to {0[1]}",
-        "frequencies": "{} frequencies a head",
-        "latent": "latent {}",
-        "freqfold": "FreqFold {}",
-        "qk_rope_head_dim": "{} rotated",
-        "kv_lora_rank": "latent {}",
-    }
-    return ", ".join(word.format(settings[name]) for name, word in words.items() if name in settings)
-
-
 def _piqa(row: dict[str, Any]) -> list[str]:
     return [f"{100 * row['choices']['accuracy']['rate']:.1f} %" if "choices" in row else ""]
 
@@ -432,6 +436,17 @@ def _text_ratio(row: dict[str, Any], score: dict[str, Any]) -> str:
     return _ratio(score["perplexity_ratio"]) + shared_mark(row.get("shared", {}).get(score["text"]))
 
 
+def _share_of(cache: dict[str, float]) -> float:
+    return cache["bytes_per_token"] / cache["source_bytes_per_token"]
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    """The median of some samples' ratios, and if there are several their range."""
+    if not ratios:
+        return ""
+    return _ratio(statistics.median(ratios)) + (f" ({min(ratios):.3f}–{max(ratios):.3f})" if len(ratios) > 1 else "")
+
+
 def _ratio(value: float) -> str:
     return f"×{value:.3f}" if value < 10 else f"×{value:,.0f}".replace(",", " ")
 
@@ -441,10 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--write", nargs="+", type=Path, default=[], metavar="DOCUMENT")
     options = parser.parse_args(arguments)
-    tables = {}
-    for name, (file, render) in TABLES.items():
-        if (options.results / file).exists():
-            tables[name] = render(json.loads((options.results / file).read_text(encoding="utf-8")))
+    tables = render_all(options.results)
     for document in options.write:
         document.write_text(fill(document.read_text(encoding="utf-8"), tables), encoding="utf-8")
     if not options.write:

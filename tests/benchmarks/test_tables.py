@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from benchmarks.tables import (
+    RESULTS,
     ablation,
     conversion,
-    conversion_short,
     decode,
     fill,
     generate,
@@ -16,11 +18,14 @@ from benchmarks.tables import (
     limits,
     planted,
     positions,
+    render_all,
     retrieval,
     rivals,
 )
 
 from headwise.texts.overlap import SHARED
+
+ROOT = Path(__file__).parents[2]
 
 
 def row(target: str, method: str, values: int, ratios: list[float], **more: Any) -> dict[str, Any]:
@@ -78,22 +83,10 @@ def test_conversions_the_largest_first_under_the_original() -> None:
     ]
 
 
-def test_a_target_a_line() -> None:
-    assert conversion_short(DOCUMENT).splitlines() == [
-        "| values of 384 | headwise | TransMLA | mean pooling | headwise, Brown | PIQA of 68.0 % |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-        "| 192 | ×1.123 | ×2.000 |  | ×1.200 | 66.0 % |",
-        "| 192, mixture | ×1.300 |  |  | ×1.100 |  |",
-        "| 128 | ×1.400 |  |  | ×1.500 | 66.0 % |",
-        "| 128, MQA |  |  | ×1 308 |  |  |",
-    ]
-
-
 def test_a_text_that_was_calibrated_on_in_part_is_marked() -> None:
     shared = {".cache/wikitext-2.test.txt": 0.304, ".cache/brown.txt": 0.01}
     rows = {"a": row("mla-192", "headwise", 192, [1.123, 1.2], conversion={"seconds": 120.0}, shared=shared)}
     assert "| 22.46 (×1.123, 30% shared) | 24.00 (×1.200) |" in conversion({"rows": rows})
-    assert "| 192 | ×1.123, 30% shared | ×1.200 |" in conversion_short({"rows": rows})
 
 
 def test_points_lost() -> None:
@@ -173,6 +166,12 @@ def test_tables_go_into_their_places_and_nowhere_else() -> None:
     filled = fill(text, {"one": "| new |"})
     assert filled == text.replace("old\nold", "| new |")
     assert fill(filled, {"one": "| new |"}) == filled
+
+
+@pytest.mark.parametrize("document", ["README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))])
+def test_documents_show_what_the_results_give(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert fill(text, render_all(ROOT / RESULTS)) == text
 
 
 def timed(length: int, batch: int, limit_ms: float) -> dict[str, Any]:

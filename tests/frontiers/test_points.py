@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.frontiers.candidate import Candidate
+from headwise.frontiers.candidate import Candidate, Kind, Tried
 from headwise.frontiers.page import markdown, tables, title
 from headwise.frontiers.plot import figure
 from headwise.frontiers.points import Frontier, advice, collect, dominates, shown
@@ -51,7 +54,7 @@ def plain(spot: Spot) -> dict[str, Any]:
 
 
 def found(
-    candidates: list[tuple[Candidate, dict[str, Any]]], *, methods: bool = False, source: str = "my/model"
+    candidates: Sequence[tuple[Tried, dict[str, Any]]], *, methods: bool = False, source: str = "my/model"
 ) -> Frontier:
     return collect(
         candidates,
@@ -199,11 +202,12 @@ def test_the_plot_has_a_trace_a_kind_the_source_and_the_best_for_each_cache() ->
     drawn = figure(found(candidates))
     traces = {trace["name"]: trace for trace in drawn["data"]}  # the points come after their legend
     assert list(traces) == ["best so far", "quantised", "converted", "converted and quantised", "original"]
-    assert (traces["best so far"]["x"], traces["best so far"]["y"]) == ([125.0, 500.0, 1000.0], [2.5, 1.1, 1.0])
+    assert traces["best so far"]["x"] == [125.0, 500.0, 1000.0]
+    assert traces["best so far"]["y"] == pytest.approx([1.5, 0.1, 0.001])  # what is lost
     both, converted = traces["converted and quantised"], traces["converted"]
     assert both["marker"]["opacity"] == [1.0]
     assert converted["marker"]["opacity"][0] < 0.5
-    assert (traces["original"]["x"], traces["original"]["y"]) == ([1000.0], [1.0])
+    assert (traces["original"]["x"], traces["original"]["y"]) == ([1000.0], [0.001])
     for said in ("<b>mla@0.5</b>", "500 B a token, 50.0%", "KL 0.2500", "top-1 agreement 75.0%", "converted in 4 s"):
         assert said in both["customdata"][0]
     assert "another point has no more of either" in converted["customdata"][0]
@@ -212,9 +216,70 @@ def test_the_plot_has_a_trace_a_kind_the_source_and_the_best_for_each_cache() ->
     assert drawn["layout"]["xaxis"]["ticktext"] == ["125<br>12.5%", "250<br>25%", "500<br>50%", "1,000<br>100%"]
 
 
+@dataclass(frozen=True)
+class Published:
+    """A row that `headwise.frontier` did not make."""
+
+    target: str = "Palu@0.5"
+    kind: Kind = "published"
+    way: str = "Palu"
+
+
+def test_a_published_method_is_a_point_beside_the_others_though_its_kl_is_unknown() -> None:
+    unknown = {**plain((500.0, 1.05))["evaluation"], "kl": math.nan, "top1_agreement": math.nan}
+    rows: list[tuple[Tried, dict[str, Any]]] = [
+        (Published(), {**plain((500.0, 1.05)), "label": "3 bits", "evaluation": unknown}),
+        (Candidate("int8"), plain((530.0, 1.001))),
+        (Candidate("mla@0.25"), result((250.0, 1.6))),
+    ]
+    for _, one in rows:
+        one["evaluation"]["tokens"] = 1_000_000
+    joined = found(rows)
+    assert advice(joined)[0] == (
+        "of a bfloat16 cache: down to 53% quantise, then down to 50% use a published method, "
+        "then down to 25% convert and quantise"
+    )
+    (row,) = (cells for cells in tables(joined)[0] if cells[0] == "Palu@0.5")
+    assert row[1:5] == ("3 bits", "published", "500", "50.0%")
+    assert row[6:] == ("", "", "")
+    document = json.loads(json.dumps(joined.to_dict(), allow_nan=False))
+    assert document["points"][0]["kl"] is None
+    (trace,) = (one for one in figure(joined)["data"] if one["name"] == "published methods" and "text" in one)
+    assert trace["text"] == ["Palu@0.5"]
+    assert "KL" not in trace["customdata"][0]
+
+
 @given(st.lists(st.floats(0.5, 1e6), min_size=1, max_size=6))
 def test_ticks_lie_on_the_axis_and_apart(ratios: list[float]) -> None:
-    axis = figure(ladder(*((100.0 * (index + 1), ratio) for index, ratio in enumerate(ratios))))["layout"]["yaxis"]
+    drawn = figure(ladder(*((100.0 * (index + 1), ratio) for index, ratio in enumerate(ratios))))
+    axis = drawn["layout"]["yaxis"]
+    places = [math.log10(tick) for tick in axis["tickvals"]]
+    low, high = axis["range"]
+    end = max(10.0, min(ratios))  # a few points beyond must not press the others together
+    within = [y for trace in drawn["data"] for y in trace["y"] if y is not None and y < end]
+    assert all(low <= math.log10(y) <= high for y in within)
+    assert high < math.log10(end) + 0.2
+    assert len(places) <= 18
+    assert all(other - one >= 0.03 * (high - low) for one, other in pairwise(places))
+    assert low <= places[0]
+    assert places[-1] <= high
+
+
+def test_ratios_near_one_are_told_apart_and_ticks_name_ratios() -> None:
+    drawn = figure(ladder((500.0, 1.01), (250.0, 2.0), (300.0, 0.99)))
+    (marks,) = (trace for trace in drawn["data"] if trace["name"] == "converted" and "text" in trace)
+    assert marks["y"] == pytest.approx([0.01, 0.001, 1.0])  # by size, and no loss as the least
+    axis = drawn["layout"]["yaxis"]
+    named = dict(zip(axis["ticktext"], axis["tickvals"], strict=True))
+    assert named["≤ 1.001"] == 0.001
+    assert named["1.01"] == pytest.approx(0.01)
+    assert named["2"] == 1
+
+
+@given(st.lists(st.floats(0.5, 1e6), min_size=1, max_size=6))
+def test_ticks_of_methods_lie_on_the_axis_and_apart(ratios: list[float]) -> None:
+    ways = found([(Candidate("mla:0.5"), result((500.0, ratio))) for ratio in ratios], methods=True)
+    axis = figure(ways)["layout"]["xaxis"]
     places = [math.log10(tick) for tick in axis["tickvals"]]
     low, high = axis["range"]
     assert all(low <= math.log10(ratio) <= high for ratio in (1.0, *ratios))

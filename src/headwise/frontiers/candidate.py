@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from headwise.conversion.methods import Method, all_methods, find_method
 from headwise.conversion.planning.target import Target, parse_target
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.quantization.formats import SPELLINGS, parse_format
 
-Kind = Literal["quantised", "converted", "both"]
-"""What is done to the cache: the source's own in fewer bits, a conversion, or a conversion with a cache in codes."""
+Kind = Literal["quantised", "converted", "both", "published"]
+"""What is done to the cache: the source's own in fewer bits, a conversion, or a conversion with a cache in codes.
+
+``published`` is a method of others that is no candidate of `headwise.frontier`: its results are measured elsewhere.
+"""
 
 TARGETS = (
     "mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or mha; or mla@F, gqa:K@F,"
@@ -24,6 +27,22 @@ TARGETS = (
     f" source's own cache: {SPELLINGS}"
 )
 """Every spelling of a target, in words."""
+
+
+class Tried(Protocol):
+    """What a point needs of what was tried; see `Candidate`."""
+
+    @property
+    def target(self) -> str:
+        """Its name."""
+
+    @property
+    def kind(self) -> Kind:
+        """What is done to the cache."""
+
+    @property
+    def way(self) -> str:
+        """The method, in words."""
 
 
 @dataclass(frozen=True)

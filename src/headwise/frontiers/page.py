@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from html import escape
 
 from headwise.documents import web_page
 from headwise.errors import MissingExtraError
-from headwise.frontiers.plot import figure
+from headwise.frontiers.plot import figure, plot_end
 from headwise.frontiers.points import Frontier, Point, advice, last_name, name, ratio_text, short, shown, targets
 
 REPORT_PIP = "pip install 'headwise[report]'"
@@ -54,8 +55,8 @@ def _cells(point: Point, frontier: Frontier) -> tuple[str, ...]:
         f"{point.cache_bytes_per_token:,.0f}",
         f"{point.cache_fraction:.1%}",
         *(ratio_text(point.ratios[text]) for text in frontier.texts),
-        f"{point.kl:.4f}",
-        f"{point.top1_agreement:.1%}",
+        "" if math.isnan(point.kl) else f"{point.kl:.4f}",
+        "" if math.isnan(point.top1_agreement) else f"{point.top1_agreement:.1%}",
         "" if point.conversion is None else f"{point.seconds:,.0f}",
     )
 
@@ -136,9 +137,13 @@ def _table(table: list[tuple[str, ...]], faint: set[str]) -> str:
 def _lead(frontier: Frontier) -> str:
     if frontier.methods:
         return "Each row is a method at the same cache. Further left is better; headwise's own is the diamond."
+    published = " Published methods are beside them." if any(p.kind == "published" for p in frontier.points) else ""
+    end = plot_end(frontier)
+    beyond = sum(end < point.perplexity_ratio < math.inf for point in frontier.points)
     return (
-        "Each point is a conversion, a format of the original's cache, or both. Lower is better, further left is"
-        " smaller. Faint points are dominated: another point has no more cache and loses no more."
+        f"Each point is a conversion, a format of the original's cache, or both.{published} Lower is better, further"
+        " left is smaller. Faint points are dominated: another point has no more cache and loses no more."
+        + (f" The plot ends at × {end:.3g}, and {beyond} of the table's rows lie beyond." if beyond else "")
     )
 
 

@@ -9,17 +9,25 @@ from typing import Any
 from headwise.frontiers.candidate import Kind
 from headwise.frontiers.points import Frontier, Point, name, ratio_text, short, shown, targets
 
-COLOURS: dict[Kind, str] = {"quantised": "#d98218", "converted": "#c2487f", "both": "#3f7fd9"}
+COLOURS: dict[Kind, str] = {"quantised": "#d98218", "converted": "#c2487f", "both": "#3f7fd9", "published": "#2f9e76"}
 _LEGEND: dict[Kind, str] = {
     "quantised": "quantised",
     "converted": "converted",
     "both": "converted and quantised",
+    "published": "published methods",
 }
 _TARGETS = ("#3f7fd9", "#d98218", "#c2487f", "#2f9e76")
 """The colours of targets, where methods are compared."""
 
+_LARGEST = 10.0
+"""A ladder's plot ends at this ratio of perplexities, so that those near 1 are told apart."""
+
+_LEAST_LOSS = 0.001
+"""What loses less is drawn as if it lost this: a ladder's plot is logarithmic in what is lost, ratio - 1."""
+
 _GREY = "#8b919b"
 _FAINT = 0.4
+_LADDER_TICKS = (*(1 + loss for loss in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)), 2, 3, 5)
 _DIGITS = (1.0, 2.0, 5.0, 3.0, 1.5, 7.0, 1.2, 1.1, 4.0, 1.05, 1.3, 1.02, 1.01)
 """The first digits of ticks, in order of preference."""
 
@@ -27,6 +35,11 @@ _DIGITS = (1.0, 2.0, 5.0, 3.0, 1.5, 7.0, 1.2, 1.1, 4.0, 1.05, 1.3, 1.02, 1.01)
 def figure(frontier: Frontier) -> dict[str, Any]:
     """The plot as plotly's JSON: quality against cache, or the methods at each target one below the other."""
     return _methods(frontier) if frontier.methods else _ladder(frontier)
+
+
+def plot_end(frontier: Frontier) -> float:
+    """The largest ratio of perplexities that a ladder's plot shows before it is zoomed out."""
+    return max(_LARGEST, min(point.perplexity_ratio for point in frontier.points))
 
 
 def _ladder(frontier: Frontier) -> dict[str, Any]:
@@ -40,7 +53,7 @@ def _ladder(frontier: Frontier) -> dict[str, Any]:
             "mode": "lines",
             "name": "best so far",
             "x": [x for x, _ in best],
-            "y": [y for _, y in best],
+            "y": [_lost(y) for _, y in best],
             "line": {"shape": "hv", "width": 1.5, "color": _GREY, "dash": "dot"},
             "hoverinfo": "skip",
             "showlegend": False,
@@ -56,22 +69,22 @@ def _ladder(frontier: Frontier) -> dict[str, Any]:
             "mode": "markers+text",
             "name": "original",
             "x": [source_bytes],
-            "y": [1.0],
+            "y": [_lost(1.0)],
             "text": ["original"],
-            "textposition": "bottom center",
+            "textposition": "top center",
             "textfont": {"color": _GREY, "size": 13},
             "marker": {"symbol": "star", "size": 16, "color": _GREY},
             "hovertemplate": f"<b>original</b> · {escape(frontier.label)}<br>"
             f"{source_bytes:,.0f} B a token<extra></extra>",
         }
     )
-    values, labels, span = _ratio_axis([point.perplexity_ratio for point in points])
+    values, labels, span = _loss_axis(min(plot_end(frontier), max((p.perplexity_ratio for p in points), default=1.0)))
     return {
         "data": traces,
         "layout": _layout(
             xaxis=_cache_axis(points, frontier),
             yaxis={
-                "title": {"text": "perplexity, × the original's (log scale)", "standoff": 8},
+                "title": {"text": "perplexity, × the original's (log scale of what is lost)", "standoff": 8},
                 "type": "log",
                 "tickvals": values,
                 "ticktext": labels,
@@ -115,7 +128,7 @@ def _marks(points: list[Point], kind: str, colour: str, frontier: Frontier) -> d
         "legendgroup": kind,
         "showlegend": False,
         "x": [point.cache_bytes_per_token for point in points],
-        "y": [point.perplexity_ratio for point in points],
+        "y": [_lost(point.perplexity_ratio) for point in points],
         "text": [point.target for point in points],
         # The best points have nothing below and to the left of them, where a name would cover another.
         "textposition": ["top right" if point.dominated else "bottom left" for point in points],
@@ -196,6 +209,20 @@ def _layout(
     }
 
 
+def _lost(ratio: float) -> float:
+    """Where a ratio of perplexities lies on a ladder's plot."""
+    return max(ratio - 1, _LEAST_LOSS)
+
+
+def _loss_axis(worst: float) -> tuple[list[float], list[str], list[float]]:
+    """Ticks of a ladder's axis up to the worst ratio, their labels, and its range in powers of ten."""
+    powers = [10.0**power for power in range(1, math.ceil(math.log10(max(worst, 10.0))) + 1)]
+    ticks = [tick for tick in (*_LADDER_TICKS, *powers) if tick <= max(worst, 1.05)]
+    span = [math.log10(_LEAST_LOSS) - 0.3, math.log10(_lost(max(worst, 1.05))) + 0.15]
+    labels = [f"{tick:,.10g}" for tick in ticks]
+    return [_lost(tick) for tick in ticks], [f"≤ {labels[0]}", *labels[1:]], span
+
+
 def _ratio_axis(ratios: list[float]) -> tuple[list[float], list[str], list[float]]:
     """Ticks of a log axis from about 1 to the worst ratio, their labels, and its range in powers of ten."""
     low, high = min([1.0, *ratios]), max([1.05, *ratios])
@@ -220,8 +247,8 @@ def _hover(point: Point, frontier: Frontier) -> str:
         f"{point.cache_bytes_per_token:,.0f} B a token, {point.cache_fraction:.1%} of the original's in bfloat16",
         f"perplexity × {ratio_text(point.perplexity_ratio)}{' over all' if len(ratios) > 1 else ''}",
         *(ratios if len(ratios) > 1 else []),
-        f"KL {point.kl:.4f} nats a token",
-        f"top-1 agreement {point.top1_agreement:.1%}",
+        *([] if math.isnan(point.kl) else [f"KL {point.kl:.4f} nats a token"]),
+        *([] if math.isnan(point.top1_agreement) else [f"top-1 agreement {point.top1_agreement:.1%}"]),
         *([] if point.conversion is None else [f"converted in {point.seconds:,.0f} s"]),
         *(["dominated: another point has no more of either"] if is_dominated else []),
     ]

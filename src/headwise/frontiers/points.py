@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 from headwise.conversion.methods import find_method
 from headwise.documents import finite
 from headwise.errors import ArgumentError
-from headwise.frontiers.candidate import Candidate, Kind
+from headwise.frontiers.candidate import Kind, Tried
 from headwise.frontiers.verdict import Measured, SizeRange, size_ranges, verdict_lines
 
 LOSSES = (1.05, 1.15, 1.5)
@@ -24,7 +25,7 @@ class Point:
 
     Attributes:
         target: the target, as `read_target` spells it.
-        kind: ``quantised``, ``converted`` or ``both``.
+        kind: ``quantised``, ``converted``, ``both`` or ``published``.
         way: ``headwise``, ``headwise without`` some stages, a published method, or ``plain quantisation``.
         label: the mechanism and sizes of a layer.
         mechanism: ``MLA``, ``GQA``, ``MQA``, ``MHA`` or another, in capitals.
@@ -33,8 +34,8 @@ class Point:
         cache_fraction: these bytes as a fraction of the source's cache in bfloat16.
         perplexity_ratio: the conversion's perplexity over the source's, on all texts.
         ratios: the ratio on each text.
-        kl: the mean KL(source ‖ point) a token, in nats.
-        top1_agreement: the fraction of positions where both predict the same token first.
+        kl: the mean KL(source ‖ point) a token, in nats; NaN where only perplexity was measured.
+        top1_agreement: the fraction of positions where both predict the same token first; NaN likewise.
         held_out_loss: nats a token on windows that the calibration held out, by which the best variant of a method
             is chosen; None for methods without variants.
         seconds: the seconds of the conversion without its evaluation; of a continued conversion, the last run's; 0
@@ -110,7 +111,7 @@ class Frontier:
 
 
 def collect(
-    results: Sequence[tuple[Candidate, Mapping[str, Any]]],
+    results: Sequence[tuple[Tried, Mapping[str, Any]]],
     *,
     source: str,
     label: str,
@@ -123,7 +124,7 @@ def collect(
     """Make a frontier of results.
 
     Args:
-        results: each candidate with what `result_of` returns.
+        results: each candidate with what `result_of` returns; without a conversion, ``label`` may say what was done.
         source: the source, as the user named it.
         label: the mechanism and sizes of the source's layers.
         calibrate: the calibration texts.
@@ -164,7 +165,7 @@ def _spot(result: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _point(
-    candidate: Candidate,
+    candidate: Tried,
     result: Mapping[str, Any],
     label: str,
     source_bytes: float,
@@ -184,7 +185,7 @@ def _point(
         target=candidate.target,
         kind=candidate.kind,
         way=candidate.way,
-        label=label if conversion is None else conversion["label"],
+        label=result.get("label", label) if conversion is None else conversion["label"],
         mechanism=label.partition(" ")[0] if conversion is None else conversion["mechanism"].upper(),
         cache_bytes_per_token=spot[0],
         cache_fraction=spot[0] / source_bytes,
@@ -201,7 +202,10 @@ def _point(
 
 
 def _measured(point: Point) -> Measured:
-    return Measured(point.target, point.kind, point.cache_fraction, point.perplexity_ratio, point.kl)
+    # Where the KL was not measured, the rise of the mean negative log-likelihood stands for it: both are in nats a
+    # token, and they are equal where the text is what the source would write.
+    kl = math.log(point.perplexity_ratio) if math.isnan(point.kl) else point.kl
+    return Measured(point.target, point.kind, point.cache_fraction, point.perplexity_ratio, kl)
 
 
 def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:

@@ -11,7 +11,12 @@ from typing import NamedTuple
 from headwise.evaluation.plain_cache import SAME_BYTES, margin
 from headwise.frontiers.candidate import Kind
 
-_VERBS: dict[Kind, str] = {"quantised": "quantise", "converted": "convert", "both": "convert and quantise"}
+_VERBS: dict[Kind, str] = {
+    "quantised": "quantise",
+    "converted": "convert",
+    "both": "convert and quantise",
+    "published": "use a published method",
+}
 """What a user does for each kind, the least work first."""
 
 
