@@ -24,6 +24,7 @@ from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.storage.store import LayerStore
 from headwise.processes import barrier, first_enters, process_index
 from headwise.progress import Progress, silent
+from headwise.quantization import TransformCode
 from headwise.quantization.files import FILE, codes_content
 from headwise.texts import NO_TEXTS, CalibrationTexts
 
@@ -119,7 +120,9 @@ def write_folder(
     layout = OutputLayout(plan)
     if process_index() == 0:
         writer.announce(layout.tensors)
-    config, store = _fill(layout, writer, calibrator, inputs.progress)
+    config, store, codes = _fill(layout, writer, calibrator, inputs.progress)
+    # Blocks of few channels cannot spend every byte.
+    code_bytes = sum(own.token_bytes for own in codes.values()) if codes else plan.code_bytes
     return WrittenFolder(
         config=config,
         tensors=layout.tensors,
@@ -128,26 +131,30 @@ def write_folder(
         read_seconds=store.read_seconds + calibrator.read_seconds,
         write_seconds=store.write_seconds,
         spread=spread,
-        code_bytes=plan.code_bytes,
+        code_bytes=code_bytes,
     )
 
 
 def _fill(
     layout: OutputLayout, writer: FolderWriter, calibrator: Calibrator, progress: Progress
-) -> tuple[dict[str, Any], LayerStore]:
-    """Write everything in the folder but its card: the first process writes, and the others convert along."""
+) -> tuple[dict[str, Any], LayerStore, dict[int, TransformCode]]:
+    """Write everything in the folder but its card: the first process writes, and the others convert along.
+
+    Returns:
+        The config, the layers, and the first process's codes by layer.
+    """
     saves_layers = calibrator.has_evidence or not layout.plan.method.is_cheap
     store = LayerStore(writer.work / "layers" if saves_layers else None)
     if process_index() > 0:
         follow(layout, calibrator)
-        return layout.config(), store
+        return layout.config(), store, {}
     writer.add_companions(layout.plan.checkpoint)
     channels, codes = write_tensors(layout, writer, calibrator, store, progress)
     if codes:
         writer.write_bytes(FILE, codes_content(codes))
     config = layout.config(channels)
     writer.write_json("config.json", config)
-    return config, store
+    return config, store, codes
 
 
 def _write_exported(
@@ -163,7 +170,7 @@ def _write_exported(
         with first_enters(FolderWriter(own_format, OutputLayout(plan).tensors, run=inputs.run)) as inner:
             calibrator = inputs.start_calibrator(plan, inner)
             channels = _shared_channels(plan, calibrator, summary, inputs.progress)
-            _, store = _fill(OutputLayout(plan.sharing(channels)), inner, calibrator, inputs.progress)
+            _, store, _ = _fill(OutputLayout(plan.sharing(channels)), inner, calibrator, inputs.progress)
             read_seconds = store.read_seconds + calibrator.read_seconds
             write_seconds = store.write_seconds + inner.write_seconds
             if process_index() == 0:

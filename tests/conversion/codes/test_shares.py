@@ -16,13 +16,18 @@ def layer(rank: int, rotary: int) -> LatentSpec:
     )
 
 
-@given(st.lists(st.tuples(st.integers(4, 80), st.integers(0, 20), st.floats(30.0, 300.0)), min_size=1, max_size=12))
+@given(st.lists(st.tuples(st.integers(4, 80), st.integers(0, 20), st.floats(0.2, 0.9)), min_size=1, max_size=12))
 def test_the_sum_is_the_wanted_one_within_a_step(layers: list[tuple[int, int, float]]) -> None:
     specs = [layer(4 * rank, 4 * pairs) for rank, pairs, _ in layers]
-    wanted = [bytes_ for _, _, bytes_ in layers]
+    wanted = [1 + share * 4 * (rank + pairs) for rank, pairs, share in layers]
     counts = whole_shares(wanted, specs)
-    assert 0 <= sum(wanted) - sum(counts) < 2 + 1e-6
+    assert -1e-6 <= sum(wanted) - sum(counts) < 2 + 1e-6
     assert all(abs(count - bytes_) <= 4 for count, bytes_ in zip(counts, wanted, strict=True))
+
+
+def test_no_layer_gets_more_than_it_can_spend() -> None:
+    assert whole_shares([64.9, 64.9, 50.0], [layer(32, 32)] * 3) == (63, 65, 51)
+    assert whole_shares([90.0, 30.0], [layer(32, 32)] * 2) == (65, 55)
 
 
 def test_blocks_can_spend_them() -> None:

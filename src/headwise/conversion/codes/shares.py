@@ -22,10 +22,11 @@ def whole_shares(wanted: Sequence[float], specs: Sequence[GroupedSpec | LatentSp
     counts: list[int] = []
     left = 0.0
     for bytes_, spec in zip(wanted, specs, strict=True):
-        bits = math.gcd(*(end - start for start, end in blocks(code_shape(spec)[0])))
+        widths = [end - start for start, end in blocks(code_shape(spec)[0])]
+        bits = math.gcd(*widths)
         step = bits // 8 if bits % 8 == 0 else 1
         left += bytes_
-        counts.append(1 + math.floor((left - 1) / step) * step)
+        counts.append(1 + min(math.floor((left - 1) / step) * step, sum(widths)))  # eight bits a value are the most
         left -= counts[-1]
     return tuple(counts)
 
