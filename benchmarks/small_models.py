@@ -1,7 +1,7 @@
 """Small models of real text, as folders: one of a package, and one that is trained here.
 
     python -m benchmarks.small_models glassllm build/glassllm
-    python -m benchmarks.small_models qwen2 build/qwen2          # ten minutes on a core with bfloat16 matrix tiles
+    python -m benchmarks.small_models qwen2 build/qwen2          # ten minutes on a core
 
 ``qwen2`` has what makes the caches of the Qwen2 family hard to quantise: seven query heads for each key–value head,
 and biases of keys that are far larger than what the input adds to them in some channels.
@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from benchmarks.kept import say
@@ -25,10 +26,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from benchmarks import data
 from headwise.texts import read_text
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 4096,
-    "hidden_size": 448,
-    "intermediate_size": 896,
+    "hidden_size": 224,
+    "intermediate_size": 512,
+    "head_dim": 32,
     "num_hidden_layers": 4,
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
@@ -67,7 +69,7 @@ def glassllm(folder: Path, cache: Path) -> Path:
     return folder
 
 
-def qwen2(folder: Path, cache: Path, *, steps: int = 1200, seed: int = 0) -> Path:
+def qwen2(folder: Path, cache: Path, *, steps: int = 800, seed: int = 0) -> Path:
     """A qwen2 of 14 query heads and 2 key–value heads, trained on WikiText-2 train.
 
     Args:
@@ -82,7 +84,7 @@ def qwen2(folder: Path, cache: Path, *, steps: int = 1200, seed: int = 0) -> Pat
     windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(Qwen2Config(**SIZES, bos_token_id=0, eos_token_id=0))
-    width = SIZES["hidden_size"] // SIZES["num_attention_heads"]
+    width = SIZES["head_dim"]
     with torch.no_grad():
         for layer in model.model.layers:
             bias = layer.self_attn.k_proj.bias.view(-1, width)
