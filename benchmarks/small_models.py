@@ -69,7 +69,7 @@ def glassllm(folder: Path, cache: Path) -> Path:
     return folder
 
 
-def qwen2(folder: Path, cache: Path, *, steps: int = 800, seed: int = 0) -> Path:
+def qwen2(folder: Path, cache: Path, *, steps: int = 400, seed: int = 0) -> Path:
     """A qwen2 of 14 query heads and 2 key–value heads, trained on WikiText-2 train.
 
     Args:
