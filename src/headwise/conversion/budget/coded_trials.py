@@ -25,6 +25,9 @@ CODE_BITS = (2.0, 2.5, 3.0, 4.0, 5.0, 6.5)
 EVEN_BITS = 3.0
 """The one of them that the whole model is run with."""
 
+FITTED = 1024
+"""The tokens that the scales of a trial's codes are fitted to, once: half as many as a conversion's."""
+
 
 class CodedTrials(LayerTrials):
     """Trials of single layers with codes; see `LayerTrials`."""
@@ -59,9 +62,9 @@ class CodedTrials(LayerTrials):
         assert isinstance(trial.source.spec, GroupedSpec)
         assert isinstance(layer.spec, LatentSpec)
         rotation = rotation_tables(trial.source.spec, self.calibrator.window)
-        designed = design(layer.float(), trial.inputs.values(), rotation, trial.metric)
+        designed = design(layer.float(), trial.inputs.values(), rotation, trial.metric, tokens=FITTED)
         values = layer.spec.kv_lora_rank + layer.spec.qk_rope_head_dim
-        return [designed.coded(int(values * bits / 8) + 1) for bits in CODE_BITS]
+        return [designed.coded(int(values * bits / 8) + 1, rounds=1) for bits in CODE_BITS]
 
     def _count(self, sizes: Sequence[tuple[int, int]]) -> int:
         return super()._count(sizes) + len(CODE_BITS) + 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from headwise.conversion.codes.basis import channel_statistics, decorrelated
-from headwise.conversion.codes.scales import ScaleTable, allot, fit_scales
+from headwise.conversion.codes.scales import ROUNDS, SAMPLE, ScaleTable, allot, fit_scales
 from headwise.conversion.codes.shares import code_shape
 from headwise.conversion.solvers.layer import Layer, Rotation
 
@@ -28,12 +28,14 @@ class Design:
     layer: Layer
     table: ScaleTable
 
-    def coded(self, token_bytes: int) -> Layer:
-        """The layer with a code of so many bytes a token, or the next fewer."""
-        return replace(self.layer, code=allot(self.table, *code_shape(self.layer.spec), token_bytes))
+    def coded(self, token_bytes: int, *, rounds: int = ROUNDS) -> Layer:
+        """The layer with a code of so many bytes a token, or the next fewer; see `allot`."""
+        return replace(self.layer, code=allot(self.table, *code_shape(self.layer.spec), token_bytes, rounds=rounds))
 
 
-def design(layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, root: Tensor) -> Design:
+def design(
+    layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, root: Tensor, *, tokens: int = SAMPLE
+) -> Design:
     """Design the code of an MLA layer's cache.
 
     Args:
@@ -41,8 +43,9 @@ def design(layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, r
         windows: the inputs ``[T, E]`` of each window.
         rotation: the rotary tables of a window.
         root: ``[E, E]``, the root of the sensitivity.
+        tokens: the number of tokens that scales are fitted to.
     """
     statistics = channel_statistics(layer, windows, rotation, root)
     turned, basis = decorrelated(layer, statistics)
     values = statistics.values.double() @ basis.mT
-    return Design(turned.float(), fit_scales(values, code_shape(layer.spec)[1], statistics.importance))
+    return Design(turned.float(), fit_scales(values, code_shape(layer.spec)[1], statistics.importance, tokens=tokens))

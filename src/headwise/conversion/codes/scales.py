@@ -53,17 +53,18 @@ class ScaleTable:
     weights: Tensor
 
 
-def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor) -> ScaleTable:
+def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor, *, tokens: int = SAMPLE) -> ScaleTable:
     """Fit the scales of all channels, each number of bits by itself.
 
     Args:
         values: ``[n, W]``, cached values in the basis of the code.
         parts: see `TransformCode`.
         importance: ``[n]``, weights of their errors.
+        tokens: the number of tokens that scales are fitted to.
     """
     offset = values.mean(0).float()
     deviation = (values - values.mean(0)).square().mean(0).sqrt().float().clamp_min(1e-20)
-    sample, weights = _sample(values, importance)
+    sample, weights = _sample(values, importance, tokens)
     width = len(offset)
     scales, errors = torch.ones(9, width), torch.zeros(9, width)
     for bits in WIDTHS:
@@ -72,10 +73,10 @@ def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor) -> Sc
     return ScaleTable(offset, scales, errors, deviation.square(), sample, weights)
 
 
-def _sample(values: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """A sample ``[SAMPLE, W]`` of values, and its weights, of sum 1: the most important ones, and others by turns."""
+def _sample(values: Tensor, importance: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """A sample ``[tokens, W]`` of values, and its weights, of sum 1: the most important ones, and others by turns."""
     order = importance.argsort(descending=True)
-    count = min(SAMPLE, len(values))
+    count = min(tokens, len(values))
     first, others = order[: count // 4], order[count // 4 :].sort().values
     others = others[:: max(1, len(others) // (count - len(first)))]
     weights = importance.float()
@@ -98,7 +99,9 @@ def _best_scales(code: TransformCode, deviation: Tensor, sample: Tensor, weights
     return scale, least * deviation.square()
 
 
-def allot(table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], token_bytes: int) -> TransformCode:
+def allot(
+    table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], token_bytes: int, *, rounds: int = ROUNDS
+) -> TransformCode:
     """The code with so many bytes a token, or the next fewer, that lets in least error.
 
     Args:
@@ -106,6 +109,7 @@ def allot(table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], 
         sections: see `TransformCode`.
         parts: see `TransformCode`.
         token_bytes: the bytes of a token, with one for its gains.
+        rounds: the number of times that scales are fitted to gains.
     """
     spans = list(blocks(sections))
     shares = table.errors * table.variance ** (FLATTENED - 1)
@@ -136,7 +140,7 @@ def allot(table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], 
     by_channel = torch.tensor([n for n, (a, b) in zip(bits, spans, strict=True) for _ in range(a, b)])
     scale = table.scales.gather(0, by_channel[None])[0]
     code = TransformCode(table.offset, scale, tuple(bits), sections, parts)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         centred = _centred(code, table)
         scale, _ = _best_scales(centred, table.variance.sqrt(), table.sample, table.weights)
         code = replace(code, scale=scale)
