@@ -44,8 +44,10 @@ def are_seen(
 
 @triton.jit
 def weighed(scores, high, total):
-    """One step of the online softmax: the weights 2^(score − highest score) of a tile of tokens, the factor of what was
-    summed before, the new highest score, and the sum of all weights.
+    """One step of the online softmax, with the scores of a tile of tokens.
+
+    Returns the weights 2^(score − highest score), the factor of what was summed before, the new highest score, and the
+    sum of all weights.
     """
     higher = tl.maximum(high, tl.max(scores, axis=1))
     base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: all weights are 0
