@@ -127,7 +127,7 @@ def attend_part_of_codes(
     """
     unit, part = tl.program_id(0), tl.program_id(1)
     head, tile = unit // tiles, unit % tiles
-    b, k = (head // K).to(tl.int64), head % K
+    b, k = (head // K).to(tl.int64), (head % K).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
     is_row = row < G * S
     g, s = k * G + row // S, row % S

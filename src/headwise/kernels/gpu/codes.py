@@ -88,15 +88,16 @@ def attend_codes(
     of_codes, of_late = (part_count(units, tokens, query.device) if tokens else 0 for tokens in (N, last))
     mixtures = torch.empty(of_codes + of_late, B, H * S, V, dtype=torch.float32, device=query.device)
     weights = torch.empty(2, of_codes + of_late, B, H * S, dtype=torch.float32, device=query.device)
-    if of_codes:
-        parts = mixtures[:of_codes], weights[:, :of_codes]
-        _fill_parts(query, (key, value, blocks), mask, *parts, last=last, is_causal=is_causal, scale=scale)
-    if late is not None and of_late:
-        keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in late)
-        mask = mask if mask is None or mask.shape[3] == 1 else mask[..., N:]
-        parts = mixtures[of_codes:], weights[:, of_codes:]
-        fill_parts((query, keys, values, mask), *parts, is_causal=is_causal, window=None, scale=scale)
-    join(mixtures, weights, out)
+    with torch.cuda.device_of(query):  # Triton starts kernels on the current GPU
+        if of_codes:
+            parts = mixtures[:of_codes], weights[:, :of_codes]
+            _fill_parts(query, (key, value, blocks), mask, *parts, last=last, is_causal=is_causal, scale=scale)
+        if late is not None and of_late:
+            keys, values = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in late)
+            mask = mask if mask is None or mask.shape[3] == 1 else mask[..., N:]
+            parts = mixtures[of_codes:], weights[:, of_codes:]
+            fill_parts((query, keys, values, mask), *parts, is_causal=is_causal, window=None, scale=scale)
+        join(mixtures, weights, out)
     return out
 
 

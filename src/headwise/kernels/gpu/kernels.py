@@ -46,8 +46,8 @@ def are_seen(
 def weighed(scores, high, total):
     """One step of the online softmax, with the scores of a tile of tokens.
 
-    Returns the weights 2^(score − highest score), the factor of what was summed before, the new highest score, and the
-    sum of all weights.
+    Returns the weights 2^(score − highest score), the factor of what was summed before, the new highest score, and
+    the sum of all weights.
     """
     higher = tl.maximum(high, tl.max(scores, axis=1))
     base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: all weights are 0
@@ -105,7 +105,7 @@ def attend_part(
     """The values of one part summed with weights 2^(score − highest score), and the sum of those weights."""
     unit, part = tl.program_id(0), tl.program_id(1)
     head, tile = unit // tiles, unit % tiles
-    b, k = (head // K).to(tl.int64), head % K
+    b, k = (head // K).to(tl.int64), (head % K).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
     is_row = row < G * S
     g, s = k * G + row // S, row % S

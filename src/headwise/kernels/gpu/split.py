@@ -97,8 +97,9 @@ def attend_split(
         parts = part_count(B * K * tiles, T, query.device)
     mixtures = torch.empty(parts, B, H * S, V, dtype=torch.float32, device=query.device)
     weights = torch.empty(2, parts, B, H * S, dtype=torch.float32, device=query.device)  # highest scores, then sums
-    fill_parts((query, key, value, mask), mixtures, weights, is_causal=is_causal, window=window, scale=scale)
-    join(mixtures, weights, out)
+    with torch.cuda.device_of(query):  # Triton starts kernels on the current GPU
+        fill_parts((query, key, value, mask), mixtures, weights, is_causal=is_causal, window=window, scale=scale)
+        join(mixtures, weights, out)
     return out
 
 
