@@ -48,6 +48,7 @@ EXEMPT = {
     "kernels/backend_choice.py": "SDPA's signature",
     "kernels/gpu/code_kernels.py": "a GPU kernel",
     "kernels/gpu/kernels.py": "a GPU kernel",
+    "kernels/gpu/latents.py": "a kernel's call",
     "kernels/native/attention.py": "a kernel's call",
     "kernels/native/codes/attention.py": "a kernel's call",
     "kernels/native/codes/heads.py": "a kernel's call",

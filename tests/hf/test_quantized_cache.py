@@ -383,7 +383,7 @@ def test_headwise_attention_reads_codes(spelling: str, has_padding: bool, monkey
 def test_headwise_attention_reads_codes_by_the_kernel_for_gpus(
     spelling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(stored, "is_on_gpu", lambda _: True)
     monkeypatch.setattr(stored, "attend_affine", None)
     check_reading(spelling, True, monkeypatch)
 

@@ -48,6 +48,23 @@ def of_codes(dtype: str, bits: tuple[int, int], groups: tuple[int, int], block: 
     return ["headwise.kernels.gpu.code_kernels", "attend_part_of_codes", constants, pointers]
 
 
+def of_latents(dtype: str) -> list[Any]:
+    """The kernel for latents of 48 channels and a rotary key of 16."""
+    constants = {"R": 48, "HALF": 8, "TURN": 64, "SINKS": 4, "ROW": 33, "ROWS": 32, "TOKENS": 32}
+    constants |= {"WIDTH": 64, "PAIRS": 16, "HAS_CONTENT": True, "HAS_MASK": True, "CAUSAL": True, "WIDEN": False}
+    names = ["gains", "channel_scale", "channel_offset", "turn", "cos", "sin", "mixtures", "weights"]
+    pointers = dict.fromkeys(names, "*fp32") | dict.fromkeys(["ends", "bits", "frequency"], "*i32")
+    pointers |= {
+        "query": f"*{dtype}",
+        "codes": "*u8",
+        "wide": "*bf16",
+        "first": "*i64",
+        "mask": "*i1",
+        "tables": "*i8",
+    }
+    return ["headwise.kernels.gpu.code_kernels", "attend_part_of_latents", constants, pointers]
+
+
 def of_wide(name: str, constants: dict[str, Any], *tensors: str) -> list[Any]:
     """A kernel for bfloat16."""
     pointers = dict.fromkeys(tensors, "*bf16") | {"mixtures": "*fp32", "weights": "*fp32", "mask": "*i1"}
@@ -61,6 +78,8 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         of_wide("join_parts", {"WIDTH": 64}, "out"),
         of_codes("bf16", (8, 4), (1, 2), 0, False),
         of_codes("fp32", (3, 2), (2, 1), 0, True),
+        of_latents("bf16"),
+        of_latents("fp32"),
         of_codes("fp16", (2, 3), (0, 2), 32, True),
     ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -72,7 +72,7 @@ def can_read(code: TokenFormat | KiviCode, keys: Tensor, values: Tensor) -> bool
         return False
     if keys.shape[2] > FEW_TOKENS:
         return False
-    if _is_on_gpu(keys):
+    if is_on_gpu(keys):
         return why_not_codes(keys, values) is None
     needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
     if not are_plain(keys, values):
@@ -96,7 +96,7 @@ def read_tokenwise(code: TokenFormat, rows: tuple[Tensor, Tensor], widths: tuple
     def read(query: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
         if key_code.hadamard:
             query = rotated(query.float()).to(query.dtype)
-        attend = attend_codes if _is_on_gpu(query) else attend_affine
+        attend = attend_codes if is_on_gpu(query) else attend_affine
         out = attend(query, keys, values, _as_mask(mask, query, rows[0].shape[2]), is_causal, scale)
         return rotated(out.float()).to(out.dtype) if value_code.hadamard else out
 
@@ -118,14 +118,18 @@ def read_kivi(code: KiviCode, coded: tuple[Tensor, Tensor, Tensor], recent: tupl
 
     def read(query: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
         mask = _as_mask(mask, query, total)
-        attend = attend_codes if _is_on_gpu(query) else attend_affine
+        attend = attend_codes if is_on_gpu(query) else attend_affine
         return attend(query, keys, values, mask, is_causal, scale, blocks=blocks, late=recent)
 
     return read
 
 
-def _is_on_gpu(states: Tensor) -> bool:
-    """Whether Triton's kernel attends to them, and not the compiled one."""
+def is_on_gpu(states: Tensor) -> bool:
+    """Whether Triton's kernel attends to them, and not the compiled one.
+
+    Args:
+        states: of any shape.
+    """
     return states.is_cuda
 
 

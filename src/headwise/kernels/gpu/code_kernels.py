@@ -1,4 +1,5 @@
-"""The Triton kernel that attends to keys and values in integer codes as they are stored.
+"""The Triton kernels that attend to codes as they are stored: to keys and values in integer codes, and to latents in
+trellis codes.
 
 A tile of codes is unpacked in registers, multiplied by its scales, and given to the matrix units in the queries'
 dtype; what it stands for is never written to the GPU's memory. Rows of queries and parts of a sequence are those of
@@ -7,6 +8,7 @@ dtype; what it stands for is never written to the GPU's memory. Rows of queries 
 
 # Triton compiles the source text of these functions, and does not take type annotations.
 # mypy: ignore-errors
+# ruff: noqa: PLR0915
 
 import triton
 import triton.language as tl
@@ -169,5 +171,185 @@ def attend_part_of_codes(
     at = mixtures + part * mixtures_part + b * mixtures_batch + row_of_all[:, None] * V + width[None, :]
     tl.store(at, mixture, mask=is_row[:, None] & (width < V)[None, :])
     at = weights + part * weights_part + b * weights_batch + row_of_all
+    tl.store(at, high, mask=is_row)
+    tl.store(at + weights_kind, total, mask=is_row)
+
+
+@triton.jit
+def of_trellis(
+    rows,
+    is_seen,
+    gain,
+    ends,
+    bits,
+    tables,
+    scale,
+    offset,
+    channel,
+    is_channel,
+):
+    """What the trellis codes of some channels stand for, float32 ``[TOKENS, channels]``; 0 for other channels.
+
+    A level is looked up by the eight bits of a token's stream that end with its code; the stream's first byte is
+    that of the token's gains.
+    """
+    end = tl.load(ends + channel, mask=is_channel, other=0)
+    table = tl.load(bits + channel, mask=is_channel, other=0) * 256
+    is_read = is_seen[:, None] & is_channel[None, :]
+    at = rows[:, None] + (end // 8)[None, :]
+    before = tl.load(at, mask=is_read, other=0).to(tl.int32)
+    here = tl.load(at + 1, mask=is_read, other=0).to(tl.int32)
+    window = (((before << 8) | here) >> (7 - end % 8)[None, :]) & 255
+    level = tl.load(tables + table[None, :] + window, mask=is_read, other=0).to(tl.float32)
+    of_channel = tl.load(scale + channel, mask=is_channel, other=0.0)
+    zero = tl.load(offset + channel, mask=is_channel, other=0.0)
+    return level * gain[:, None] * of_channel[None, :] + zero[None, :]
+
+
+@triton.jit
+def with_wide(x, wide, is_wide, channel, is_channel):
+    """The values of first tokens in the place of what their codes stand for; ``wide [TOKENS]`` is where they lie."""
+    is_read = is_wide[:, None] & is_channel[None, :]
+    return tl.where(is_read, tl.load(wide[:, None] + channel[None, :], mask=is_read, other=0.0).to(tl.float32), x)
+
+
+@triton.jit
+def attend_part_of_latents(
+    query,
+    codes,
+    wide,
+    first,
+    mask,
+    ends,
+    bits,
+    tables,
+    gains,
+    channel_scale,
+    channel_offset,
+    turn,
+    cos,
+    sin,
+    frequency,
+    mixtures,
+    weights,
+    scale,
+    H,
+    S,
+    T,
+    F,
+    each,
+    tiles,
+    query_batch,
+    query_head,
+    query_token,
+    codes_batch,
+    wide_batch,
+    wide_token,
+    mask_batch,
+    mask_head,
+    mask_new,
+    mask_token,
+    mixtures_part,
+    mixtures_batch,
+    weights_part,
+    weights_batch,
+    weights_kind,
+    R: tl.constexpr,
+    HALF: tl.constexpr,
+    TURN: tl.constexpr,
+    SINKS: tl.constexpr,
+    ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HAS_CONTENT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """As `headwise.kernels.gpu.kernels.attend_part`, to latents and rotary keys in trellis codes.
+
+    Latents are decoded once, as keys and as values. The rotation of a slot is that of its tile's first slot times one
+    of the first TURN slots' rotations, so that a row of ``cos`` and ``sin`` is read for each tile, not each token.
+    """
+    unit, part = tl.program_id(0), tl.program_id(1)
+    b, tile = (unit // tiles).to(tl.int64), unit % tiles
+    row = tile * ROWS + tl.arange(0, ROWS)
+    is_row = row < H * S
+    h, s = row // S, row % S
+    width = tl.arange(0, WIDTH)
+    is_width = width < R
+    at = query + b * query_batch + h[:, None] * query_head + s[:, None] * query_token
+    if HAS_CONTENT:
+        q = tl.load(at + width[None, :], mask=is_row[:, None] & is_width[None, :], other=0.0)
+        if WIDEN:  # Triton's interpreter would multiply the bits of bfloat16
+            q = q.to(tl.float32)
+        at += R
+    if HALF:
+        pair = tl.arange(0, PAIRS)
+        is_pair = pair < HALF
+        is_read = is_row[:, None] & is_pair[None, :]
+        q_real = tl.load(at + pair[None, :], mask=is_read, other=0.0)
+        q_imaginary = tl.load(at + HALF + pair[None, :], mask=is_read, other=0.0)
+        if WIDEN:
+            q_real, q_imaginary = q_real.to(tl.float32), q_imaginary.to(tl.float32)
+        of_pair = tl.load(frequency + pair, mask=is_pair, other=0)
+    high = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixture = tl.zeros([ROWS, WIDTH], tl.float32)
+    last = T - S + s  # the last token that a row may see, by the causal rule
+    first_slot = tl.load(first + b)
+    for start in range(part * each, tl.minimum(part * each + each, T), TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        seen = are_seen(
+            mask, b, h, s, is_row, last, token, T, 0, mask_batch, mask_head, mask_new, mask_token, HAS_MASK, CAUSAL
+        )
+        # Tokens that no row sees are not read: their memory may hold anything.
+        is_seen = tl.max(seen.to(tl.int32), axis=0) > 0
+        sink = token - first_slot
+        is_wide = is_seen & (sink >= 0) & (sink < SINKS)
+        has_wide = tl.max(is_wide.to(tl.int32), axis=0) > 0
+        sinks = wide + b * wide_batch + sink * wide_token
+        rows = codes + b * codes_batch + token.to(tl.int64) * ROW
+        numbers = tl.load(rows, mask=is_seen, other=0).to(tl.int32)
+        gain = tl.load(gains + (numbers & 15))
+        x = of_trellis(
+            rows, is_seen, gain, ends, bits, tables, channel_scale, channel_offset, width, is_width
+        )  # [TOKENS, WIDTH]
+        if has_wide:
+            x = with_wide(x, sinks, is_wide, width, is_width)
+        if not WIDEN:
+            x = x.to(query.dtype.element_ty)
+        scores = tl.zeros([ROWS, TOKENS], tl.float32)
+        if HAS_CONTENT:
+            scores += tl.dot(q, tl.trans(x), input_precision="ieee")
+        if HALF:
+            gain = tl.load(gains + (numbers >> 4))
+            real = of_trellis(
+                rows, is_seen, gain, ends, bits, tables, channel_scale, channel_offset, R + pair, is_pair
+            )
+            imaginary = of_trellis(
+                rows, is_seen, gain, ends, bits, tables, channel_scale, channel_offset, R + HALF + pair, is_pair
+            )
+            if has_wide:
+                real = with_wide(real, sinks, is_wide, R + pair, is_pair)
+                imaginary = with_wide(imaginary, sinks, is_wide, R + HALF + pair, is_pair)
+            place = start * F + of_pair
+            c, d = tl.load(cos + place, mask=is_pair, other=0.0), tl.load(sin + place, mask=is_pair, other=0.0)
+            turns = turn + tl.arange(0, TOKENS)[:, None] * HALF + pair[None, :]
+            u = tl.load(turns, mask=is_pair[None, :], other=0.0)
+            v = tl.load(turns + TURN * HALF, mask=is_pair[None, :], other=0.0)
+            cosine, sine = u * c[None, :] - v * d[None, :], u * d[None, :] + v * c[None, :]
+            turned = (real * cosine - imaginary * sine).to(q_real.dtype)
+            scores += tl.dot(q_real, tl.trans(turned), input_precision="ieee")
+            turned = (imaginary * cosine + real * sine).to(q_real.dtype)
+            scores += tl.dot(q_imaginary, tl.trans(turned), input_precision="ieee")
+        scores = tl.where(seen, scores * scale, -float("inf"))
+        shares, keep, high, total = weighed(scores, high, total)
+        mixture = mixture * keep[:, None] + tl.dot(shares.to(x.dtype), x, input_precision="ieee")
+    at = mixtures + part * mixtures_part + b * mixtures_batch + row[:, None] * R + width[None, :]
+    tl.store(at, mixture, mask=is_row[:, None] & is_width[None, :])
+    at = weights + part * weights_part + b * weights_batch + row
     tl.store(at, high, mask=is_row)
     tl.store(at + weights_kind, total, mask=is_row)

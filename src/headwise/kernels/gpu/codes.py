@@ -17,6 +17,7 @@ from headwise.kernels.gpu.split import (
     fill_parts,
     is_interpreted,
     join,
+    on_device_of,
     part_count,
     part_strides,
     why_not_split,
@@ -25,7 +26,8 @@ from headwise.kernels.native.build import is_watched
 from headwise.kernels.native.codes.attention import mask_strides
 from headwise.kernels.native.codes.integers.affine import AffineRows, KeyBlocks
 
-_WIDEST = 512
+WIDEST = 512
+"""The widest heads that the kernels of codes support, which hold a whole row of a head at once."""
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -36,16 +38,30 @@ def why_not_codes(keys: Tensor, values: Tensor) -> str | None:
         keys: wide, of some tokens, ``[B, K, S, D]``.
         values: wide, ``[B, K, S, V]``.
     """
-    if not all(type(x) in _PLAIN and x.layout is torch.strided and not x.is_neg() for x in (keys, values)):
+    if (width := max(keys.shape[3], values.shape[3])) > WIDEST:
+        return f"heads are {width} wide, and it takes {WIDEST} at most"
+    if keys.dtype != values.dtype:
+        return "it takes tensors of one dtype"
+    if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        return "it has no backward pass"
+    return why_not_plain(keys, values)
+
+
+def why_not_plain(states: Tensor, *others: Tensor) -> str | None:
+    """The reason why kernels do not support such tensors, whatever their shapes, or None if they do.
+
+    Args:
+        states: of the dtype that is computed in.
+        others: to be on the same device.
+    """
+    tensors = (states, *others)
+    if not all(type(x) in _PLAIN and x.layout is torch.strided and not x.is_neg() for x in tensors):
         return "it takes plain tensors"
-    if (width := max(keys.shape[3], values.shape[3])) > _WIDEST:
-        return f"heads are {width} wide, and it takes {_WIDEST} at most"
-    if keys.device != values.device or keys.dtype != values.dtype:
-        return "it takes tensors on one device, of one dtype"
-    if is_watched(keys.device.type):
+    if not all(x.device == states.device for x in others):
+        return "it takes tensors on one device"
+    if is_watched(states.device.type):
         return "a compiler, tracer, counter, transform or autocast has to see torch's operations"
-    needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
-    return why_not_split(keys.dtype, keys.device, width, needs_grad=needs_grad)
+    return why_not_split(states.dtype, states.device, 1)
 
 
 def attend_codes(
@@ -88,7 +104,7 @@ def attend_codes(
     of_codes, of_late = (part_count(units, tokens, query.device) if tokens else 0 for tokens in (N, last))
     mixtures = torch.empty(of_codes + of_late, B, H * S, V, dtype=torch.float32, device=query.device)
     weights = torch.empty(2, of_codes + of_late, B, H * S, dtype=torch.float32, device=query.device)
-    with torch.cuda.device_of(query):  # Triton starts kernels on the current GPU
+    with on_device_of(query):
         if of_codes:
             parts = mixtures[:of_codes], weights[:, :of_codes]
             _fill_parts(query, (key, value, blocks), mask, *parts, last=last, is_causal=is_causal, scale=scale)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -57,6 +58,11 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def on_device_of(query: Tensor) -> AbstractContextManager[object]:
+    """Make a tensor's GPU the current one, on which Triton starts kernels."""
+    return torch.cuda.device(query.device) if query.is_cuda else nullcontext()
+
+
 def attend_split(
     query: Tensor,
     key: Tensor,
@@ -97,7 +103,7 @@ def attend_split(
         parts = part_count(B * K * tiles, T, query.device)
     mixtures = torch.empty(parts, B, H * S, V, dtype=torch.float32, device=query.device)
     weights = torch.empty(2, parts, B, H * S, dtype=torch.float32, device=query.device)  # highest scores, then sums
-    with torch.cuda.device_of(query):  # Triton starts kernels on the current GPU
+    with on_device_of(query):
         fill_parts((query, key, value, mask), mixtures, weights, is_causal=is_causal, window=window, scale=scale)
         join(mixtures, weights, out)
     return out
