@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 
 import pytest
 import torch
 
 from headwise.kernels.gpu import attend_latents, latents, why_not_latents
 from headwise.kernels.native.codes.attention import TURN
+from headwise.quantization import SINKS
 from headwise.quantization.layout import latent_layout
-from tests.kernels.test_coded import CLOSE, Case, draw
+from tests.kernels.test_coded import CLOSE, Case, draw, random_code
 from tests.kernels.test_gpu_codes import moved
 from tests.kernels.test_split import DEVICE
 
@@ -40,7 +42,24 @@ def small(seed: int) -> bool:
 @with_triton
 @pytest.mark.parametrize("seed", [seed for seed in range(50) if small(seed)])
 def test_it_is_attention_to_the_decoded_values(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = draw(seed)
+    compare(draw(seed), seed, monkeypatch)
+
+
+@with_triton
+def test_wide_latents_are_read_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
+    pick, noise, rank, rotary, T = random.Random(0), torch.Generator().manual_seed(0), 500, 64, 37
+    code = random_code(pick, noise, rank, rotary)
+    codes = torch.randint(0, 256, (2, 1, T, code.token_bytes), generator=noise, dtype=torch.uint8)
+    codes[..., 0] = (codes[..., 0] & 0x77) + 1
+    query = torch.randn(2, 3, 2, rank + rotary, generator=noise)
+    wide, first = torch.randn(2, SINKS, rank + rotary, generator=noise).bfloat16(), torch.tensor([0, 5])
+    angles, frequency = torch.rand(40, dtype=torch.float64, generator=noise), torch.arange(32)
+    case = Case(query, codes, wide, first, code, rank, angles, frequency, None, True, 0.01)
+    compare(case, 1, monkeypatch)
+
+
+def compare(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold the kernel's output to attention to decoded values in float64."""
     monkeypatch.setattr(latents, "part_count", lambda *_: 1 + seed % 3)
     expected, values = case.expected(), case.values()[..., : case.rank].abs().max().item()
     with monkeypatch.context() as inner:  # what the kernel leaves unwritten would be seen

@@ -154,8 +154,8 @@ def _fill_parts(
     parts, tiles, V = len(mixtures), triton.cdiv(H // K * S, ROWS), value.width
     main, width = (max(16, triton.next_power_of_2(size)) for size in (D, V))
     block = 0 if blocks is None else blocks.tokens
-    widest = max(main, width)
-    tokens = min(block or 64, 16 if widest >= 512 else 32 if widest >= 256 else 64)
+    tokens, warps = _tile(max(main, width), query.element_size(), 3 in (key.bits, value.bits))
+    tokens = min(block or tokens, tokens)
     # Parts are whole tiles, so that a tile lies in one block.
     each = triton.cdiv(triton.cdiv(N, parts), tokens) * tokens
     attend_part_of_codes[(B * K * tiles, parts)](
@@ -182,8 +182,23 @@ def _fill_parts(
         HAS_MASK=mask is not None,
         CAUSAL=is_causal,
         WIDEN=is_interpreted() and query.dtype == torch.bfloat16,
-        num_warps=4 if widest <= 128 else 8,
+        num_warps=warps,
     )
+
+
+def _tile(width: int, size: int, has_threes: bool) -> tuple[int, int]:
+    """Tokens of a tile and warps: the most with which the compiled kernel keeps a tile in registers, or nearly.
+
+    Args:
+        width: of the wider of keys and values, a power of two.
+        size: bytes of a number of the query.
+        has_threes: whether there are codes of 3 bits, each of which is read from two bytes.
+    """
+    if size == 4:  # products in float32 are not the matrix units', and take more registers
+        return 16, 4 if width <= 64 else 8
+    if width > 128:
+        return 16, 8
+    return (64 if width <= 64 else 32) // (2 if has_threes else 1), 4
 
 
 def _about(name: str, coded: AffineRows, rows: Tensor) -> dict[str, int]:

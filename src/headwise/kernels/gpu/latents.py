@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.gpu.codes import WIDEST, why_not_plain
-from headwise.kernels.gpu.split import LOG2_E, is_interpreted, join, on_device_of, part_count, part_strides
+from headwise.kernels.gpu.split import LOG2_E, ROWS, is_interpreted, join, on_device_of, part_count, part_strides
 from headwise.kernels.native.codes.attention import mask_strides
 
 
@@ -96,15 +96,14 @@ def attend_latents(
     out = query.new_empty(B, S, H, R + has_sums).transpose(1, 2)
     if out.numel() == 0:
         return out
-    rows = 16 if H * S <= 16 else 32  # of a tile, each of which decodes all codes
-    tiles = -(-H * S // rows)
+    tiles = -(-H * S // ROWS)
     parts = part_count(B * tiles, T, query.device) if T else 0
     mixtures = torch.empty(parts, B, H * S, R, dtype=torch.float32, device=query.device)
     weights = torch.empty(2, parts, B, H * S, dtype=torch.float32, device=query.device)
     with on_device_of(query):
         if parts:
-            sizes = {"ROWS": rows, "CAUSAL": is_causal}
-            _fill_parts((query, codes, wide, first, mask), layout, rotation, mixtures, weights, scale, sizes)
+            tensors = query, codes, wide, first, mask
+            _fill_parts(tensors, layout, rotation, mixtures, weights, is_causal=is_causal, scale=scale)
         join(mixtures, weights, out[..., :R])
     if has_sums:
         out[..., R] = (weights[1].sum(0) > 0).view(B, H, S)
@@ -117,8 +116,9 @@ def _fill_parts(
     rotation: tuple[Tensor, Tensor],
     mixtures: Tensor,
     weights: Tensor,
+    *,
+    is_causal: bool,
     scale: float,
-    constants: dict[str, int],
 ) -> None:
     """Fill ``mixtures`` and ``weights``; see `headwise.kernels.gpu.split.fill_parts`.
 
@@ -128,8 +128,8 @@ def _fill_parts(
         rotation: as for `attend_latents`.
         mixtures: ``[parts, B, H·S, R]``.
         weights: ``[2, parts, B, H·S]``.
+        is_causal: as for `attend_latents`.
         scale: as for `attend_latents`.
-        constants: of the kernel: the rows of a tile, and whether the causal rule holds.
     """
     import triton
 
@@ -139,9 +139,9 @@ def _fill_parts(
     B, H, S, D = query.shape
     T, R, half, parts = codes.shape[2], layout.rank, layout.rotary // 2, len(mixtures)
     width = max(16, triton.next_power_of_2(R))
-    tokens = 16 if width >= 512 else 32
+    tokens = 16  # the compiled kernel keeps a tile of more in registers for narrow latents only
     cos, sin = (table.contiguous() for table in rotation)
-    tiles = triton.cdiv(H * S, constants["ROWS"])
+    tiles = triton.cdiv(H * S, ROWS)
     attend_part_of_latents[(B * tiles, parts)](
         *(query, codes, wide, first.contiguous(), query if mask is None else mask),
         *(layout.ends, layout.bits, layout.tables, layout.gains, layout.scale, layout.offset, layout.turn),
@@ -151,7 +151,8 @@ def _fill_parts(
         *(codes.stride(0), wide.stride(0), wide.stride(1)),
         *((0,) * 4 if mask is None else mask_strides(mask)),
         *part_strides(mixtures, weights),
-        **constants,
+        ROWS=ROWS,
+        CAUSAL=is_causal,
         R=R,
         HALF=half,
         TURN=layout.turn.shape[1],
@@ -163,5 +164,5 @@ def _fill_parts(
         HAS_CONTENT=layout.rotary < D,
         HAS_MASK=mask is not None,
         WIDEN=is_interpreted() and query.dtype == torch.bfloat16,
-        num_warps=4 if width <= 128 else 8,
+        num_warps=4 if width <= 64 else 8,
     )
