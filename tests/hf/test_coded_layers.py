@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from headwise.caches.coded import CodedLayer, SlotRotation
 from headwise.hf.attention import CodedAttention, HostedGroupedAttention, HostedLatentAttention
 from headwise.kernels.native import built
-from headwise.quantization import TransformCode
+from headwise.quantization import TransformCode, reader
 from headwise.quantization.transform_code import blocks
 from headwise.specs import GroupedSpec, LatentSpec, RopeSpec
 
@@ -85,6 +87,19 @@ def test_codes_are_read_as_they_are_stored(
 ) -> None:
     layer = coded_layer(N, P, frozenset({bias} - {""}), dtype)
     check_reading(layer, dtype, close, has_padding, monkeypatch)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is then compiled, for tensors on the GPU")
+@pytest.mark.parametrize(("N", "P", "bias"), [(0, 12, ""), (6, 12, "kv_b_proj"), (6, 0, "")])
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_latents_are_read_by_the_kernel_for_gpus(
+    N: int, P: int, bias: str, has_padding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(reader, "attend_coded", None)
+    layer = coded_layer(N, P, frozenset({bias} - {""}), torch.float32)
+    check_reading(layer, torch.float32, 1e-5, has_padding, monkeypatch)
 
 
 @pytest.mark.parametrize(("K", "P"), [(2, 24), (6, 16), (1, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 import random
 from itertools import product
@@ -18,6 +19,7 @@ import headwise
 from headwise.hf import HeadwiseCache, default_cache
 from headwise.kernels.native import built
 from headwise.measurement import cache_nbytes
+from headwise.quantization import stored
 from headwise.quantization.formats import TokenFormat, parse_format
 from headwise.quantization.groups import GroupCode
 from headwise.quantization.kivi import KiviCode
@@ -372,6 +374,22 @@ READ = ["int8/int4:16", "int4:32", "int3", "int2+hadamard", "kivi4:16", "kivi3:1
 @pytest.mark.parametrize("spelling", READ)
 @pytest.mark.parametrize("has_padding", [False, True])
 def test_headwise_attention_reads_codes(spelling: str, has_padding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_reading(spelling, has_padding, monkeypatch)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is then compiled, for tensors on the GPU")
+@pytest.mark.parametrize("spelling", ["int8/int4:16", "int2+hadamard", "kivi3:16:5"])
+def test_headwise_attention_reads_codes_by_the_kernel_for_gpus(
+    spelling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(stored, "attend_affine", None)
+    check_reading(spelling, True, monkeypatch)
+
+
+def check_reading(spelling: str, has_padding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare logits with those of a cache that decodes all codes, and count what is decoded."""
     model = headwise.optimize(tiny().float())
     ids = torch.randint(5, 60, (2, 90), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)

@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.errors import ArgumentError
 from headwise.kernels import as_bool_mask, attend, choose_backend
 from headwise.kernels.gpu import attend_split, why_not_split
-from headwise.kernels.gpu.split import _parts
+from headwise.kernels.gpu.split import part_count
 from tests.kernels.test_fused import CLOSE, Case, draw
 
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -85,14 +85,14 @@ def test_no_keys_give_zeros_and_no_queries_an_empty_output() -> None:
 
 
 def test_parts_keep_the_gpu_busy_and_are_no_smaller_than_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _parts(8, 100_000, torch.device("cpu")) == 1
+    assert part_count(8, 100_000, torch.device("cpu")) == 1
     processors = type("Properties", (), {"multi_processor_count": 100})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
     gpu = torch.device("cuda")
-    assert _parts(8, 100_000, gpu) == 50
-    assert _parts(8, 1000, gpu) == 3
-    assert _parts(8, 100, gpu) == 1
-    assert _parts(1000, 100_000, gpu) == 1
+    assert part_count(8, 100_000, gpu) == 50
+    assert part_count(8, 1000, gpu) == 3
+    assert part_count(8, 100, gpu) == 1
+    assert part_count(1000, 100_000, gpu) == 1
 
 
 def test_what_it_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

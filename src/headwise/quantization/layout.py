@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.kernels.gpu import LatentLayout
 from headwise.kernels.native.codes.attention import CHANNELS, TURN, CodedLayout
 from headwise.kernels.native.codes.heads import HeadsLayout
 from headwise.quantization.transform_code import GAIN_STEP, GAIN_ZERO, TransformCode, blocks
@@ -23,16 +24,48 @@ def kernel_layout(code: TransformCode, rank: int, rotation: tuple[Tensor, Tensor
         rank: R.
         rotation: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
     """
+    if not _is_latent(code, rank) or (code.width > rank) != (rotation is not None):
+        return None
+    return CodedLayout(rank, code.width - rank, code.token_bytes, *_tensors(code, rotation))
+
+
+def latent_layout(
+    code: TransformCode, rank: int, rotation: tuple[Tensor, Tensor] | None, frequency: Tensor
+) -> LatentLayout | None:
+    """How the GPU's kernel reads a code, on the device of ``frequency``; None where it cannot.
+
+    Args:
+        code: of a latent and, behind it, a rotary key whose halves are sections.
+        rank: R.
+        rotation: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
+        frequency: ``[P/2]``, each rotary pair's index among the model's frequencies.
+    """
+    if not _is_latent(code, rank) or (code.width > rank) != (rotation is not None):
+        return None
+    bits = code.channel_bits.int()
+    tensors = (
+        bits.cumsum(0, dtype=torch.int32) - 1,
+        bits,
+        *_levels(),
+        code.scale * UNIT,
+        code.offset,
+        torch.zeros(2, TURN, 0) if rotation is None else torch.stack(rotation),
+        frequency.int(),
+    )
+    device = frequency.device
+    return LatentLayout(rank, code.width - rank, *(tensor.to(device).contiguous() for tensor in tensors))
+
+
+def _is_latent(code: TransformCode, rank: int) -> bool:
+    """Whether a code is of a latent and a rotary key, as MLA caches them."""
     P = code.width - rank
     sections, parts = ((rank, P // 2, P // 2), (rank, P)) if P else ((rank,), (rank,))
-    if code.sections != sections or code.parts != parts or (P > 0) != (rotation is not None):
-        return None
-    return CodedLayout(
-        rank,
-        P,
-        code.token_bytes,
-        *_tensors(code, rotation),
-    )
+    return code.sections == sections and code.parts == parts
+
+
+def _levels() -> tuple[Tensor, Tensor]:
+    """Whole levels of all windows, int8 ``[9, 256]``, and the gain of each number, float32 ``[16]``."""
+    return (tables() / UNIT).round().to(torch.int8), GAIN_STEP ** (torch.arange(16.0) - GAIN_ZERO)
 
 
 def heads_layout(
@@ -58,8 +91,7 @@ def _tensors(
     """The tensors of a layout, from ``blocks`` to ``turn``."""
     return (
         _blocks(code),
-        (tables() / UNIT).round().to(torch.int8),
-        GAIN_STEP ** (torch.arange(16.0) - GAIN_ZERO),
+        *_levels(),
         _columns(code.scale * UNIT, code.sections),
         _columns(code.offset, code.sections),
         torch.zeros(2, TURN, 0) if rotation is None else torch.stack([_padded(table) for table in rotation]),

@@ -1,4 +1,4 @@
-"""Attention to a layer's codes as they are stored, where a compiled kernel can read them.
+"""Attention to a layer's codes as they are stored, where a kernel can read them: on a CPU, and latents on a GPU.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, R latent rank,
 P rotary dims, F frequencies of the model.
@@ -12,12 +12,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from headwise.kernels.gpu import LatentLayout, attend_latents, why_not_latents
 from headwise.kernels.mask import as_bool_mask
 from headwise.kernels.native import are_plain, why_not
 from headwise.kernels.native.codes.attention import TURN, CodedLayout, attend_coded
 from headwise.kernels.native.codes.heads import HeadsLayout, attend_heads
 from headwise.kernels.packed import FEW_TOKENS
-from headwise.quantization.layout import heads_layout, kernel_layout
+from headwise.quantization.layout import heads_layout, kernel_layout, latent_layout
+from headwise.quantization.stored import is_on_gpu
 from headwise.quantization.transform_code import TransformCode
 
 _Layout = TypeVar("_Layout")
@@ -48,7 +50,7 @@ class CodeReader(Generic[_Layout]):
         raise NotImplementedError
 
     def can_read(self, states: Tensor, stored: tuple[Tensor, ...], mask: Tensor | None, *, needs_grad: bool) -> bool:
-        """Whether the kernel can attend to the codes, and is the fastest way: for few queries.
+        """Whether a kernel can attend to the codes, and is the fastest way: for few queries.
 
         Args:
             states: ``[B, S, hidden size]`` of the new tokens.
@@ -65,11 +67,12 @@ class CodeReader(Generic[_Layout]):
                 self._layout = self._new_layout()
         return self._layout is not None
 
-    def _turn(self) -> tuple[Tensor, Tensor] | None:
+    def _turn(self, device: torch.device | None = None) -> tuple[Tensor, Tensor] | None:
         """cos and sin ``[TURN, P/2]`` of the first slots, without the factor of a scaled rotary embedding."""
         if self._tables is None:
             return None
-        cos, sin = (table[0, :TURN, self._frequency] for table in self._tables(TURN, torch.empty(0)))
+        tables = self._tables(TURN, torch.empty(0, device=device))
+        cos, sin = (table[0, :TURN, self._frequency.to(table.device)] for table in tables)
         return cos / cos[:1], sin / cos[:1]
 
     def _call(
@@ -79,7 +82,7 @@ class CodeReader(Generic[_Layout]):
         B, H, S, _ = query.shape
         T = stored[0].shape[2]
         mask = None if mask is None else as_bool_mask(mask, (B, H, S, T))
-        like = torch.empty(1, 1, 0)
+        like = torch.empty(1, 1, 0, device=query.device)
         cos, sin = (like, like) if self._tables is None else self._tables(T, like)
         return mask, (cos[0], sin[0])
 
@@ -103,9 +106,26 @@ class LatentReader(CodeReader[CodedLayout]):
     ) -> None:
         super().__init__(code, frequencies, tables)
         self._rank = rank
+        self._on_gpu: LatentLayout | None = None
 
     def _new_layout(self) -> CodedLayout | None:
         return kernel_layout(self._code, self._rank, self._turn())
+
+    def can_read(self, states: Tensor, stored: tuple[Tensor, ...], mask: Tensor | None, *, needs_grad: bool) -> bool:
+        """See `CodeReader.can_read`."""
+        if not is_on_gpu(states):
+            return super().can_read(states, stored, mask, needs_grad=needs_grad)
+        if (
+            states.shape[1] > FEW_TOKENS
+            or needs_grad
+            or why_not_latents(states, stored, mask, self._rank) is not None
+        ):
+            return False
+        if self._on_gpu is None or self._on_gpu.ends.device != states.device:
+            with torch.inference_mode(False), torch.no_grad():
+                frequency = self._frequency.to(states.device)
+                self._on_gpu = latent_layout(self._code, self._rank, self._turn(states.device), frequency)
+        return self._on_gpu is not None
 
     def attend(
         self,
@@ -117,7 +137,7 @@ class LatentReader(CodeReader[CodedLayout]):
         scale: float,
         has_sums: bool,
     ) -> Tensor:
-        """Attend to codes that `can_read` said yes to; see `attend_coded`.
+        """Attend to codes that `can_read` said yes to; see `attend_coded` and `attend_latents`.
 
         Args:
             query: absorbed and rotated by slots, ``[B, H, S, R + P]`` or ``[B, H, S, P]``.
@@ -130,10 +150,14 @@ class LatentReader(CodeReader[CodedLayout]):
         Returns:
             The mixed latents ``[B, H, S, R]``, or ``R + 1``.
         """
-        assert self._layout is not None
         mask, tables = self._call(query, stored, mask)
-        options = (tables, self._frequency, mask, is_causal, scale)
         codes, wide, first = stored
+        if is_on_gpu(query):
+            assert self._on_gpu is not None
+            call = (tables, mask, is_causal, scale)
+            return attend_latents(query, codes, wide, first, self._on_gpu, *call, has_sums=has_sums)
+        assert self._layout is not None
+        options = (tables, self._frequency, mask, is_causal, scale)
         return attend_coded(query, codes, wide, first, self._layout, *options, has_sums=has_sums)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headwise.kernels.gpu import attend_codes, why_not_codes
 from headwise.kernels.mask import as_bool_mask
 from headwise.kernels.native import are_plain, why_not
 from headwise.kernels.native.codes.integers.affine import AffineRows, KeyBlocks, attend_affine
@@ -60,7 +61,7 @@ def stored_keys(rows: Tensor, read: Read, decode: Callable[[], tuple[Tensor, Ten
 
 
 def can_read(code: TokenFormat | KiviCode, keys: Tensor, values: Tensor) -> bool:
-    """Whether the compiled kernel reads a format, and is the fastest way: for few new tokens.
+    """Whether a kernel reads a format, and is the fastest way: for few new tokens.
 
     Args:
         code: the format.
@@ -69,8 +70,12 @@ def can_read(code: TokenFormat | KiviCode, keys: Tensor, values: Tensor) -> bool
     """
     if isinstance(code, TokenFormat) and not all(isinstance(part, GroupCode) for part in (code.keys, code.values)):
         return False
+    if keys.shape[2] > FEW_TOKENS:
+        return False
+    if is_on_gpu(keys):
+        return why_not_codes(keys, values) is None
     needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
-    if keys.shape[2] > FEW_TOKENS or not are_plain(keys, values):
+    if not are_plain(keys, values):
         return False
     return why_not(keys.dtype, keys.device, needs_grad=needs_grad) is None
 
@@ -91,7 +96,8 @@ def read_tokenwise(code: TokenFormat, rows: tuple[Tensor, Tensor], widths: tuple
     def read(query: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
         if key_code.hadamard:
             query = rotated(query.float()).to(query.dtype)
-        out = attend_affine(query, keys, values, _as_mask(mask, query, rows[0].shape[2]), is_causal, scale)
+        attend = attend_codes if is_on_gpu(query) else attend_affine
+        out = attend(query, keys, values, _as_mask(mask, query, rows[0].shape[2]), is_causal, scale)
         return rotated(out.float()).to(out.dtype) if value_code.hadamard else out
 
     return read
@@ -112,9 +118,19 @@ def read_kivi(code: KiviCode, coded: tuple[Tensor, Tensor, Tensor], recent: tupl
 
     def read(query: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
         mask = _as_mask(mask, query, total)
-        return attend_affine(query, keys, values, mask, is_causal, scale, blocks=blocks, late=recent)
+        attend = attend_codes if is_on_gpu(query) else attend_affine
+        return attend(query, keys, values, mask, is_causal, scale, blocks=blocks, late=recent)
 
     return read
+
+
+def is_on_gpu(states: Tensor) -> bool:
+    """Whether Triton's kernel attends to them, and not the compiled one.
+
+    Args:
+        states: of any shape.
+    """
+    return states.is_cuda
 
 
 def _rows(code: GroupCode, rows: Tensor, width: int) -> AffineRows:

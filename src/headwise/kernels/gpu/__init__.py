@@ -1,5 +1,15 @@
 """Triton kernels for a few new tokens on a GPU: one pass over keys and values, split over the sequence."""
 
+from headwise.kernels.gpu.codes import attend_codes, why_not_codes
+from headwise.kernels.gpu.latents import LatentLayout, attend_latents, why_not_latents
 from headwise.kernels.gpu.split import attend_split, why_not_split
 
-__all__ = ["attend_split", "why_not_split"]
+__all__ = [
+    "LatentLayout",
+    "attend_codes",
+    "attend_latents",
+    "attend_split",
+    "why_not_codes",
+    "why_not_latents",
+    "why_not_split",
+]

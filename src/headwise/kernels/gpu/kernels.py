@@ -13,6 +13,50 @@ import triton.language as tl
 
 
 @triton.jit
+def are_seen(
+    mask,
+    b,
+    g,
+    s,
+    is_row,
+    last,
+    token,
+    end,
+    window,
+    mask_batch,
+    mask_head,
+    mask_new,
+    mask_token,
+    HAS_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Whether each row sees each token before ``end``, ``[ROWS, TOKENS]``; ``last`` is a row's by the causal rule."""
+    seen = is_row[:, None] & (token < end)[None, :]
+    if CAUSAL:
+        seen = seen & (token[None, :] <= last[:, None])
+        if window > 0:
+            seen = seen & (token[None, :] > last[:, None] - window)
+    if HAS_MASK:
+        place = mask + b * mask_batch + g[:, None] * mask_head + s[:, None] * mask_new + token[None, :] * mask_token
+        seen = seen & (tl.load(place, mask=seen, other=0) != 0)
+    return seen
+
+
+@triton.jit
+def weighed(scores, high, total):
+    """One step of the online softmax, with the scores of a tile of tokens.
+
+    Returns the weights 2^(score − highest score), the factor of what was summed before, the new highest score, and
+    the sum of all weights.
+    """
+    higher = tl.maximum(high, tl.max(scores, axis=1))
+    base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: all weights are 0
+    shares = tl.exp2(scores - base[:, None])
+    keep = tl.exp2(high - base)
+    return shares, keep, higher, total * keep + tl.sum(shares, axis=1)
+
+
+@triton.jit
 def attend_part(
     query,
     key,
@@ -61,7 +105,7 @@ def attend_part(
     """The values of one part summed with weights 2^(score − highest score), and the sum of those weights."""
     unit, part = tl.program_id(0), tl.program_id(1)
     head, tile = unit // tiles, unit % tiles
-    b, k = (head // K).to(tl.int64), head % K
+    b, k = (head // K).to(tl.int64), (head % K).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
     is_row = row < G * S
     g, s = k * G + row // S, row % S
@@ -84,16 +128,23 @@ def attend_part(
         begin = tl.maximum(begin, 0)
     for start in range(begin, end, TOKENS):
         token = start + tl.arange(0, TOKENS)
-        seen = is_row[:, None] & (token < end)[None, :]
-        if CAUSAL:
-            seen = seen & (token[None, :] <= last[:, None])
-            if window > 0:
-                seen = seen & (token[None, :] > last[:, None] - window)
-        if HAS_MASK:
-            place = (
-                mask + b * mask_batch + g[:, None] * mask_head + s[:, None] * mask_new + token[None, :] * mask_token
-            )
-            seen = seen & (tl.load(place, mask=seen, other=0) != 0)
+        seen = are_seen(
+            mask,
+            b,
+            g,
+            s,
+            is_row,
+            last,
+            token,
+            end,
+            window,
+            mask_batch,
+            mask_head,
+            mask_new,
+            mask_token,
+            HAS_MASK,
+            CAUSAL,
+        )
         # Tokens that no row sees are not read: their memory may hold anything.
         is_seen = tl.max(seen.to(tl.int32), axis=0) > 0
         token = token.to(tl.int64)
@@ -106,11 +157,7 @@ def attend_part(
             x_rest = x_rest.to(q.dtype)
             scores += tl.dot(q_rest, tl.trans(x_rest), input_precision="ieee")
         scores = tl.where(seen, scores * scale, -float("inf"))
-        higher = tl.maximum(high, tl.max(scores, axis=1))
-        base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: all weights are 0
-        shares = tl.exp2(scores - base[:, None])
-        keep = tl.exp2(high - base)
-        total = total * keep + tl.sum(shares, axis=1)
+        shares, keep, high, total = weighed(scores, high, total)
         if SHARED:
             y = x
         else:
@@ -118,7 +165,6 @@ def attend_part(
             y = tl.load(values + width[None, :], mask=is_seen[:, None] & (width < V)[None, :], other=0.0)
             y = y.to(q.dtype)
         mixture = mixture * keep[:, None] + tl.dot(shares.to(y.dtype), y, input_precision="ieee")
-        high = higher
     row_of_all = g * S + s
     at = mixtures + part * mixtures_part + b * mixtures_batch + row_of_all[:, None] * V + width[None, :]
     tl.store(at, mixture, mask=is_row[:, None] & (width < V)[None, :])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -18,9 +19,9 @@ _LEAST_TOKENS = 256
 """The fewest tokens of a part; with fewer, combining the parts takes longer than the split saves."""
 _PROGRAMS_A_PROCESSOR = 4
 """Programs to start for each of the GPU's processors, so that all stay busy."""
-_ROWS = 16
+ROWS = 16
 """Rows of a tile, the fewest that a GPU's matrix units support."""
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 """log2(e), because the kernels compute powers of two."""
 
 
@@ -55,6 +56,11 @@ def has_triton() -> bool:
 def is_interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, step by step on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def on_device_of(query: Tensor) -> AbstractContextManager[object]:
+    """Make a tensor's GPU the current one, on which Triton starts kernels."""
+    return torch.cuda.device(query.device) if query.is_cuda else nullcontext()
 
 
 def attend_split(
@@ -93,16 +99,17 @@ def attend_split(
     if out.numel() == 0:
         return out
     if parts is None:
-        tiles = -(-(H // K * S) // _ROWS)
-        parts = _parts(B * K * tiles, T, query.device)
+        tiles = -(-(H // K * S) // ROWS)
+        parts = part_count(B * K * tiles, T, query.device)
     mixtures = torch.empty(parts, B, H * S, V, dtype=torch.float32, device=query.device)
     weights = torch.empty(2, parts, B, H * S, dtype=torch.float32, device=query.device)  # highest scores, then sums
-    _attend_parts((query, key, value, mask), mixtures, weights, is_causal=is_causal, window=window, scale=scale)
-    _join_parts(mixtures, weights, out)
+    with on_device_of(query):
+        fill_parts((query, key, value, mask), mixtures, weights, is_causal=is_causal, window=window, scale=scale)
+        join(mixtures, weights, out)
     return out
 
 
-def _attend_parts(
+def fill_parts(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     mixtures: Tensor,
     weights: Tensor,
@@ -129,7 +136,7 @@ def _attend_parts(
     B, H, S, D = query.shape
     K, T, V = key.shape[1], key.shape[2], value.shape[3]
     parts, group = len(mixtures), H // K
-    tiles = triton.cdiv(group * S, _ROWS)
+    tiles = triton.cdiv(group * S, ROWS)
     main = 1 << (D.bit_length() - 1)  # the largest power of two in D; the rest is multiplied separately
     rest = D - main
     is_shared = value.data_ptr() == key.data_ptr() and value.stride() == key.stride() and main == V
@@ -139,15 +146,15 @@ def _attend_parts(
         mask_strides = tuple(0 if size == 1 else stride for size, stride in strides)
     attend_part[(B * K * tiles, parts)](
         *(query, key, value, query if mask is None else mask, mixtures, weights),
-        scale * _LOG2_E,
+        scale * LOG2_E,
         *(K, group, S, T, D, V, triton.cdiv(max(T, 1), parts), tiles),
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
         *mask_strides,
-        *_strides(mixtures, weights),
+        *part_strides(mixtures, weights),
         0 if window is None else window,
-        ROWS=_ROWS,
+        ROWS=ROWS,
         TOKENS=16 if main >= 512 else 32 if main >= 256 else 64,
         MAIN=main,
         REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
@@ -160,7 +167,7 @@ def _attend_parts(
     )
 
 
-def _join_parts(mixtures: Tensor, weights: Tensor, out: Tensor) -> None:
+def join(mixtures: Tensor, weights: Tensor, out: Tensor) -> None:
     """Fill ``out``, ``[B, H, S, V]``, from all parts by the kernel `headwise.kernels.gpu.kernels.join_parts`."""
     import triton
 
@@ -170,19 +177,19 @@ def _join_parts(mixtures: Tensor, weights: Tensor, out: Tensor) -> None:
     join_parts[(B * H * S,)](
         *(mixtures, weights, out),
         *(H, S, V, len(mixtures)),
-        *_strides(mixtures, weights),
+        *part_strides(mixtures, weights),
         *out.stride()[:3],
         WIDTH=triton.next_power_of_2(V),
         num_warps=1 if V <= 128 else 4,
     )
 
 
-def _strides(mixtures: Tensor, weights: Tensor) -> tuple[int, ...]:
+def part_strides(mixtures: Tensor, weights: Tensor) -> tuple[int, ...]:
     """Strides of part and sequence in ``mixtures`` and in ``weights``, and the stride between its two halves."""
     return *mixtures.stride()[:2], *weights.stride()[1:3], weights.stride(0)
 
 
-def _parts(units: int, T: int, device: torch.device) -> int:
+def part_count(units: int, T: int, device: torch.device) -> int:
     """The number of parts that keeps the GPU busy, with at least `_LEAST_TOKENS` tokens in each part."""
     processors = 1
     if device.type == "cuda":

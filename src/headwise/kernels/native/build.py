@@ -105,7 +105,7 @@ def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = Fals
         return f"it takes {', '.join(str(supported) for supported in TYPES)}, not {dtype}"
     if needs_grad:
         return "it has no backward pass"
-    if _is_watched():
+    if is_watched():
         return "a compiler, tracer, counter, transform or autocast has to see torch's operations"
     build = built()
     if build.library is None:
@@ -113,16 +113,19 @@ def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = Fals
     return "its compiler does not support float16" if dtype == torch.float16 and not build.has_half else None
 
 
-def _is_watched() -> bool:
+def is_watched(device_type: str = "cpu") -> bool:
     """Whether torch's operations are recorded, replaced or recast.
 
     A compiler, a tracer, a FLOP counter, fake tensors, functional transforms, forward-mode derivatives and autocast
     see torch's operations only, and would miss the kernel's arithmetic.
+
+    Args:
+        device_type: of the devices whose autocast counts.
     """
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
-        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled(device_type)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
