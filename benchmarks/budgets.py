@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if (was := kept.rows[row]["tokens"]) != tokens:
                     raise OtherSettingsError(f"{row} was measured with {was} tokens, not {tokens}: give another file")
                 continue
-            items = options.items if name == options.samples[0] and budget >= ASKED else 0
+            items = options.items if name == SAMPLES[0] and budget >= ASKED else 0
             measured = measure(options, text, {"to": "mla", "kv_bytes": budget}, tokens=tokens, items=items)
             kept.add(row, {"budget": budget, "sample": name, "tokens": tokens, **measured})
             scores = kept.rows[row]["evaluate"]["texts"]

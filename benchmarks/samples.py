@@ -10,6 +10,7 @@ it spans the whole corpus; ``part K of N`` is a contiguous part, which treats fe
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from benchmarks.shared import exam_windows, shared_fractions
 import headwise
 from benchmarks import data
 from headwise.checkpoints import open_checkpoint
+from headwise.checkpoints.disk import write_whole
 from headwise.evaluation import evaluate_choices, open_pair
 from headwise.texts import read_text
 from headwise.texts.calibration_texts import CalibrationTexts
@@ -81,6 +83,8 @@ def measure(
 ) -> dict[str, Any]:
     """Convert with one sample and evaluate the result; the converted folder is removed.
 
+    A run that is killed during the evaluation goes on with it: the conversion's report lies beside the folder.
+
     Args:
         options: ``source``, ``windows``, ``window`` and ``cache``.
         text: the sample.
@@ -88,16 +92,22 @@ def measure(
         tokens: of the sample.
         items: the number of PIQA's questions that are asked too.
     """
-    folder = text.with_suffix("")
-    report = headwise.convert(
-        options.source,
-        folder,
-        **target,
-        calibrate=text,
-        calibration_tokens=tokens,
-        evaluate=False,
-        overwrite=True,
-    )
+    folder, finished = text.with_suffix(""), text.with_suffix(".json")
+    made = {"source": str(options.source), "tokens": tokens, **target}
+    conversion = json.loads(finished.read_text(encoding="utf-8")) if finished.exists() else {}
+    if conversion.get("made") != made:
+        finished.unlink(missing_ok=True)
+        report = headwise.convert(
+            options.source,
+            folder,
+            **target,
+            calibrate=text,
+            calibration_tokens=tokens,
+            evaluate=False,
+            overwrite=True,
+        )
+        conversion = {"made": made, "report": report.to_dict()}
+        write_whole(finished, json.dumps(conversion).encode())
     exams = [data.wikitext("test", options.cache), data.brown(options.cache), data.austen(options.cache)]
     result = headwise.evaluate(
         folder,
@@ -112,10 +122,11 @@ def measure(
         checkpoint, {str(path): path for path in exams}, window=options.window, windows=options.windows
     )
     shared = shared_fractions(checkpoint, windows, CalibrationTexts((text,), tokens, None))
-    row = {"conversion": report.to_dict(), "evaluate": result.to_dict(), "shared": shared}
+    row = {"conversion": conversion["report"], "evaluate": result.to_dict(), "shared": shared}
     if items:
         pair = open_pair(folder, against=options.source, dtype="float32")
         row["choices"] = evaluate_choices(pair, file=data.piqa(options.cache), limit=items).to_dict()
+    finished.unlink()
     shutil.rmtree(folder)
     return row
 

@@ -69,6 +69,27 @@ def test_each_sample_is_a_row_and_a_killed_run_goes_on(
     assert capsys.readouterr().out == ""
 
 
+def test_a_run_killed_while_it_evaluates_converts_no_second_time(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "samples.json"
+    command = [*command[:-1], "--json", str(kept)]
+    with monkeypatch.context() as killed:
+        killed.setattr("headwise.evaluate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            samples.main(command)
+    with monkeypatch.context() as patched:
+        patched.setattr("headwise.convert", interrupt)
+        samples.main(command)
+    (row,) = json.loads(kept.read_text())["rows"].values()
+    assert row["conversion"]["mechanism"] == "mla"
+    assert [path.name for path in (tmp_path / "w").iterdir()] == ["articles-1-of-3.txt"]
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_each_budget_and_sample_is_a_row(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
