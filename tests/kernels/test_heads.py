@@ -81,3 +81,35 @@ def check(seed: int) -> None:
 def test_it_is_attention_to_the_decoded_values(part: int) -> None:
     for seed in range(200 * part, 200 * (part + 1)):
         check(seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_keys_far_from_zero_lose_no_more_than_in_bfloat16(seed: int) -> None:
+    """Biases make keys many times as large as what tells them apart."""
+    noise = torch.Generator().manual_seed(seed)
+    K, G, D, T = 2, 4, 64, 150
+    width = 2 * K * D
+    offset = torch.randn(width, generator=noise) * 30 * (torch.rand(width, generator=noise) < 0.1)
+    offset[K * D :] = 0
+    scale = torch.rand(width, generator=noise) + 0.05
+    code = TransformCode(offset, scale, (4,) * (width // 16), (D,) * (2 * K), (K * D, K * D))
+    codes = torch.randint(0, 256, (1, 1, T, code.token_bytes), generator=noise, dtype=torch.uint8)
+    codes[..., 0] = (codes[..., 0] & 0x77) + 1
+    wide, first = torch.randn(1, SINKS, width, generator=noise).bfloat16(), torch.zeros(1, dtype=torch.int64)
+    query = (torch.randn(1, K * G, 1, D, generator=noise)).bfloat16()
+    angles = torch.arange(T)[:, None] * 1e4 ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
+    cos, sin, frequency = angles.cos(), angles.sin(), torch.arange(D // 2)
+    layout = heads_layout(code, ((K, D), (K, D)), (cos[:TURN].float(), sin[:TURN].float()))
+    assert layout is not None
+    options = (None, True, D**-0.5)
+    out = attend_heads(query, codes, wide, first, layout, (cos.float(), sin.float()), frequency, *options)
+
+    whole = decoded(code, codes, wide, first)
+    keys, values = (
+        torch.unflatten(part, -1, (K, D)).transpose(1, 2) for part in whole.split_with_sizes(code.parts, -1)
+    )
+    keys = rotate(keys, cos[None], sin[None], interleaved=False)
+    expected = reference(query, keys, values, options)
+    rounded = reference(query, keys.bfloat16().double(), values, options)
+    loss, usual = ((result.double() - expected).square().mean().sqrt() for result in (out, rounded))
+    assert loss < usual

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.native.build import are_plain
-from headwise.kernels.native.codes.trellis import can_encode, choose_gains
+from headwise.kernels.native.codes.encoding.trellis import can_encode, choose_gains
 from headwise.quantization.trellis import NOISE, REACH, decode, encode
 
 BLOCK = 16

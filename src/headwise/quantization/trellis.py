@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.native.build import are_plain
-from headwise.kernels.native.codes.trellis import can_encode, trellis_encode
+from headwise.kernels.native.codes.encoding.trellis import can_encode, trellis_encode
 
 UNIT = 1 / 32
 """Levels are whole numbers of this unit, from −127 to 127, so that they fit in int8 and bfloat16."""

@@ -27,11 +27,13 @@ from torch.autograd import forward_ad
 
 _SOURCES = (
     *("attention.cpp", "linear.cpp"),
-    *("codes/coded.cpp", "codes/heads.cpp", "codes/integers/affine.cpp", "codes/gains.cpp", "codes/trellis.cpp"),
+    *("codes/coded.cpp", "codes/heads.cpp", "codes/integers/affine.cpp"),
+    *("codes/encoding/gains.cpp", "codes/encoding/trellis.cpp"),
 )
 _HEADERS = (
     *("lanes.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h"),
-    *("codes/calls.h", "codes/levels.h", "codes/matrix_tiles.h", "codes/unfused.h", "codes/unpack.h"),
+    *("codes/calls.h", "codes/levels.h", "codes/matrix_tiles.h", "codes/unpack.h", "codes/words.h"),
+    "codes/encoding/unfused.h",
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (

@@ -2,13 +2,14 @@
 //
 // A token's row of codes holds all heads' keys before rotation, and then all values. Keys are rotated by their slot as those
 // of latents are (see coded.cpp): the key by the slot's place within a few, the query back by where these begin. Mixtures are
-// of the values' levels; scales, offsets and gains are multiplied and added as for latents.
+// of the values' levels; scales, offsets and gains are multiplied and added as for latents. Queries of 16 bits are scored in words
+// where the processor has matrix tiles (see words.h).
 #include <cmath>
 #include <new>
 #include <optional>
 
-#include "matrix_tiles.h"
 #include "calls.h"
+#include "words.h"
 
 namespace {
 
@@ -50,6 +51,8 @@ class HeadsAttention {
   // Levels of a head's keys lie in blocks [D_ / CHANNELS, BLOCK, CHANNELS], or where the halves of a rotated key begin within
   // one, in rows [BLOCK, D_]: how far blocks, and tokens, are apart.
   const int64_t block_, token_;
+  const bool words_;            // whether scores are computed by tiles too
+  const bool mixes_ahead_;      // whether tiles mix a head's values while the next one's are decoded
 
  public:
   explicit HeadsAttention(const HeadsArguments& c)
@@ -71,7 +74,14 @@ class HeadsAttention {
         key_(up(a_.D, CHANNELS) + CHANNELS),
         row_(c.heads * (a_.D + a_.V)),
         block_(c.P / 2 % CHANNELS ? CHANNELS : CHANNELS * BLOCK),
-        token_(c.P / 2 % CHANNELS ? D_ : CHANNELS) {}
+        token_(c.P / 2 % CHANNELS ? D_ : CHANNELS),
+#if HAS_MATRIX_TILES
+        words_(tiles_ && !std::is_same_v<Q, float> && WordScores::may(c.P / 2, D_)),
+        mixes_ahead_(tiles_ && HeadMixtures<PIECES>::may(group_)) {}
+#else
+        words_(false),
+        mixes_ahead_(false) {}
+#endif
 
   void run() const {
     int64_t tokens = 0;
@@ -85,9 +95,9 @@ class HeadsAttention {
   int64_t width() const { return V_; }
   int64_t scratch_bytes() const {
     return 2 * up(rows_ * (query_ + W) * 4, 64) + c_.heads * fours_ * 4 * query_ * 4 + 2 * up(half_ * 4, 64) + 2 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
-           up(KEYS * key_ * 4, 64) + BLOCK * (c_.heads * D_ + V_) + 64 + up(tiles_bytes(), 64) +
+           up(KEYS * key_ * 4, 64) + BLOCK * (c_.heads * D_ + 2 * V_) + 64 + up(tiles_bytes(), 64) +
            up(SINKS * c_.heads * V_ * 4, 64) + 2 * BLOCK * 4 + up(c_.count * sizeof(BlockPlan), 64) +
-           up(BLOCK * (c_.bytes + OVERRUN), 64) + 64;
+           up(BLOCK * (c_.bytes + OVERRUN), 64) + 64 + words_bytes();
   }
 
   void attend(int64_t b, int64_t, Range tokens, const Partial& partial, char* scratch) const {
@@ -103,7 +113,7 @@ class HeadsAttention {
     at.weights = (float*)take(rows_ * BLOCK * 4);
     at.keep = (float*)take(rows_ * 4);
     at.keys = (float*)take(KEYS * key_ * 4);
-    at.values = (int8_t*)take(BLOCK * V_);
+    at.values = (int8_t*)take(2 * BLOCK * V_);
     at.levels = (int8_t*)take(BLOCK * c_.heads * D_ + CHANNELS);
     at.tiles = take(tiles_bytes());
     at.wide = (float*)take(SINKS * c_.heads * V_ * 4);
@@ -112,6 +122,7 @@ class HeadsAttention {
     at.plans = (BlockPlan*)take(c_.count * sizeof(BlockPlan));
     at.copies = (uint8_t*)take(BLOCK * (c_.bytes + OVERRUN));
     for (int64_t i = 0; i < c_.count; i++) new (at.plans + i) BlockPlan(c_.blocks[i]);
+    char* words = take(words_bytes());
     std::fill_n(partial.high, rows_, NOTHING);
     std::fill_n(partial.sum, rows_ * W, 0.0f);
     std::fill_n(partial.mixture, rows_ * V_, 0.0f);
@@ -121,6 +132,13 @@ class HeadsAttention {
     std::fill_n(at.fours, c_.heads * fours_ * 4 * query_, 0.0f);
     set_side_by_side(at);
     std::fill_n(at.keys, KEYS * key_, 0.0f);
+#if HAS_MATRIX_TILES
+    if (words_) {
+      at.words.emplace(c_.P / 2, D_, c_.heads, group_);
+      at.words->begin(words, c_.scale, c_.offset, c_.gains, c_.turn_cos, c_.turn_sin);
+      at.words->read_queries(at.query, query_);
+    }
+#endif
 
     const Range wide{c_.first[b], c_.first[b] + SINKS};
 #if HAS_MATRIX_TILES
@@ -161,17 +179,29 @@ class HeadsAttention {
     float* keep;                     // [row], what partial results so far are multiplied by
     float* keys;                     // [KEYS, key_], of a head
     int8_t* levels;                  // of keys, head by head
-    int8_t* values;                  // of a head's values, [BLOCK, V_], or quads
+    int8_t* values;                  // of a head's values, [BLOCK, V_], or quads of two
     char* tiles;                     // memory for matrix tiles to work in
     float* wide;                     // [SINKS, heads, V_], values without codes in levels
     float *key_gain, *value_gain;    // [BLOCK]
     BlockPlan* plans;                // of the blocks
     uint8_t* copies;                 // codes at the end of memory
+#if HAS_MATRIX_TILES
+    std::optional<WordScores> words; // where scores are computed by tiles too
+    int64_t words_turn = -1;
+#endif
   };
 
   int64_t tiles_bytes() const {
 #if HAS_MATRIX_TILES
+    if (mixes_ahead_) return HeadMixtures<PIECES>::bytes(c_.heads, group_, V_);
     if (tiles_) return mix_tiles_bytes<PIECES>(group_, V_);
+#endif
+    return 0;
+  }
+
+  int64_t words_bytes() const {
+#if HAS_MATRIX_TILES
+    if (words_) return up(WordScores(c_.P / 2, D_, c_.heads, group_).bytes(), 64);
 #endif
     return 0;
   }
@@ -228,8 +258,6 @@ class HeadsAttention {
 
   // --- tokens ----------------------------------------------------------------------------------------------------
 
-  // Keys of all heads are decoded at once, and then rotated a few tokens at a time, so that what rotates these is read once;
-  // values are decoded head by head, just before they are mixed.
   void attend_codes(Range tokens, Place& at, const Partial& partial) const {
     const uint8_t* codes = (const uint8_t*)a_.key + at.b * a_.key_stride[0];
     for (int64_t from = tokens.from, to; from < tokens.to; from = to) {
@@ -238,42 +266,89 @@ class HeadsAttention {
       const uint8_t* token[BLOCK + 3];
       find(at, codes, from, count, token);
       Ahead ahead(codes + to * a_.key_stride[2], a_.key_stride[2], std::min<int64_t>(BLOCK, tokens.to - to), c_.bytes, c_.count, 0);
-      const BlockPlan* plan = at.plans;
-      for (int64_t head = 0; head < c_.heads; head++)
-        for (int64_t d = 0; d < D_; d += CHANNELS, plan++) {
-          ahead.step();
-          decode_block(*plan, c_.tables, token, count, at.levels + head * BLOCK * D_ + d / CHANNELS * block_, token_);
-        }
-      score_tokens(at, from, count, [&](int64_t head, int t, int n) { coded_keys(at, head, from, t, n); });
+      score_codes(at, from, count, token, ahead);
       weigh(at, from, count, partial, at.value_gain);
-      for (int64_t head = 0; head < c_.heads; head++) {
-        for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
-          ahead.step();
-#if HAS_MATRIX_TILES
-          if (tiles_) {
-            decode_quads<false>(*plan, c_.tables, token, count, at.values + d * BLOCK, nullptr, 0);
-            continue;
-          }
-#endif
-          decode_block(*plan, c_.tables, token, count, at.values + d, V_);
-        }
-        mix_codes(at, int(head) * group_, count, partial);
-      }
+      mix_codes(at, count, token, partial, ahead);
     }
   }
 
-  void mix_codes(Place& at, int row, int count, const Partial& partial) const {
-    float *mixture = partial.mixture + row * V_, *weights = at.weights + row * BLOCK, *keep = at.keep + row;
+  // Scores of a block of tokens. Without tiles, keys of all heads are decoded at once, and then rotated a few tokens at a time, so
+  // that what rotates them is read once.
+  void score_codes(Place& at, int64_t from, int count, const uint8_t* const* token, Ahead& ahead) const {
+    const BlockPlan* plan = at.plans;
+    const auto decode_keys = [&](int8_t* levels) {
+      for (int64_t d = 0; d < D_; d += CHANNELS, plan++) {
+        ahead.step();
+        decode_block(*plan, c_.tables, token, count, levels + d / CHANNELS * block_, token_);
+      }
+    };
 #if HAS_MATRIX_TILES
-    if (tiles_) {
-      constexpr auto few = mix_quads<PIECES>, many = mix_tiles<PIECES>;
-      return (group_ * PIECES < 12 ? few : many)(mixture, group_, weights, keep, at.values, V_, at.tiles);
+    if (words_) {
+      turn_words(at, from);
+      for (int64_t head = 0; head < c_.heads; head++) {
+        decode_keys(at.levels);
+        at.words->score(head, int(from % TURN), count, at.levels, at.key_gain, at.scores + head * group_ * BLOCK);
+      }
+      return at.words->flush();
     }
 #endif
-    const int8_t* value[BLOCK];
-    for (int t = 0; t < count; t++) value[t] = at.values + t * V_;
-    Ahead none(at.values, 0, 0, 0, 0);
-    mix<A>(mixture, group_, Weights<float>{weights, BLOCK, 1}, keep, value, count, V_, none);
+    for (int64_t head = 0; head < c_.heads; head++) decode_keys(at.levels + head * BLOCK * D_);
+    score_tokens(at, from, count, [&](int64_t head, int t, int n) { coded_keys(at, head, from, t, n); });
+  }
+
+#if HAS_MATRIX_TILES
+  // Prepares scores of a block of tokens by tiles, whose gains are there.
+  void turn_words(Place& at, int64_t from) const {
+    at.words->read_gains(at.key_gain);
+    const int64_t slot = from / TURN * TURN;
+    if (at.words_turn == slot) return;
+    at.words_turn = slot;
+    const float *cos = c_.cos + slot * c_.frequencies, *sin = c_.sin + slot * c_.frequencies;
+    for (int64_t d = 0; d < c_.P / 2; d++) at.cos[d] = cos[c_.frequency[d]], at.sin[d] = sin[c_.frequency[d]];
+    at.words->turn_back(at.cos, at.sin);
+  }
+#endif
+
+  // Mixtures of a block of tokens; a head's values are decoded just before they are mixed.
+  void mix_codes(Place& at, int count, const uint8_t* const* token, const Partial& partial, Ahead& ahead) const {
+    const BlockPlan* plan = at.plans + c_.heads * (D_ / CHANNELS);
+#if HAS_MATRIX_TILES
+    if (mixes_ahead_) {
+      HeadMixtures<PIECES> mixtures(c_.heads, group_, V_, at.weights, at.tiles);
+      for (int64_t head = 0; head < c_.heads; head++) {
+        int8_t* quads = at.values + head % 2 * BLOCK * V_;
+        for (int64_t d = 0; d < V_; d += CHANNELS, plan++, quads += CHANNELS * BLOCK) {
+          ahead.step();
+          decode_quads<false>(*plan, c_.tables, token, count, quads, nullptr, 0);
+          mixtures.add(quads);
+        }
+        mixtures.finish(partial.mixture, at.keep, V_);
+      }
+      return;
+    }
+#endif
+    for (int64_t head = 0; head < c_.heads; head++) {
+      const int64_t row = head * group_;
+      float *mixture = partial.mixture + row * V_, *weights = at.weights + row * BLOCK, *keep = at.keep + row;
+#if HAS_MATRIX_TILES
+      if (tiles_) {
+        for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
+          ahead.step();
+          decode_quads<false>(*plan, c_.tables, token, count, at.values + d * BLOCK, nullptr, 0);
+        }
+        mix_tiles<PIECES>(mixture, group_, weights, keep, at.values, V_, at.tiles);
+        continue;
+      }
+#endif
+      for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
+        ahead.step();
+        decode_block(*plan, c_.tables, token, count, at.values + d, V_);
+      }
+      const int8_t* value[BLOCK];
+      for (int t = 0; t < count; t++) value[t] = at.values + t * V_;
+      Ahead none(at.values, 0, 0, 0, 0);
+      mix<A>(mixture, group_, Weights<float>{weights, BLOCK, 1}, keep, value, count, V_, none);
+    }
   }
 
   // Where the codes of a block of tokens are, and their gains.

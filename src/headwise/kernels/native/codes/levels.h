@@ -60,10 +60,12 @@ struct BlockReader {
   }
 
   static INLINE __m512i bytes(const uint8_t* const* at, int64_t byte) {
-    __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)(at[0] + byte)));
-    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i*)(at[1] + byte)), 1);
-    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i*)(at[2] + byte)), 2);
-    return _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i*)(at[3] + byte)), 3);
+    // A broadcast from memory needs no shuffle, which decoding has too many of.
+    const auto sixteen = [byte](const uint8_t* token) { return _mm_loadu_si128((const __m128i*)(token + byte)); };
+    __m512i x = _mm512_castsi128_si512(sixteen(at[0]));
+    x = _mm512_mask_broadcast_i32x4(x, 0x00f0, sixteen(at[1]));
+    x = _mm512_mask_broadcast_i32x4(x, 0x0f00, sixteen(at[2]));
+    return _mm512_mask_broadcast_i32x4(x, 0xf000, sixteen(at[3]));
   }
 
   // The levels of sixteen channels of four tokens.

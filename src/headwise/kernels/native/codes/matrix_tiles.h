@@ -162,47 +162,93 @@ void mix_tiles(float* out, int rows, const float* weights, const float* keep, co
   }
 }
 
-// What mix_tiles computes, for ROWS rows, by vectors: for so few rows tiles take longer to begin.
-template <int PIECES, int ROWS>
-INLINE void mix_few_quads(float* out, const uint8_t* pieces, const float* one, const float* keep, const int8_t* quads,
-                          int64_t columns) {
-  for (int64_t i = 0; i < columns; i += 2 * TILE) {
-    const int64_t others = i + TILE < columns ? QUADS : 0;
-    __m512i sum[ROWS * PIECES][2];
-    UNROLL for (int p = 0; p < ROWS * PIECES; p++) sum[p][0] = sum[p][1] = _mm512_setzero_si512();
-    const int8_t* at = quads + i * BLOCK;
-    for (int t = 0; t < BLOCK; t += 4, at += 64) {
-      const __m512i first = _mm512_load_si512(at), other = _mm512_load_si512(at + others);
-      UNROLL for (int p = 0; p < ROWS * PIECES; p++) {
-        int32_t four;
-        memcpy(&four, pieces + p * BLOCK + t, 4);
-        const __m512i weight = _mm512_set1_epi32(four);
-        sum[p][0] = _mm512_dpbusd_epi32(sum[p][0], weight, first);
-        sum[p][1] = _mm512_dpbusd_epi32(sum[p][1], weight, other);
-      }
+// Mixtures of heads of few rows. Tiles multiply a column block's levels while the next one's are decoded, and their sums are
+// stored two blocks later and added at the end of a head, so that nothing waits for them.
+template <int PIECES>
+class HeadMixtures {
+  const int heads_, group_, blocks_, ring_;  // heads, rows of a head, its column blocks, heads whose sums are kept
+  uint8_t* pieces_;                          // [row, piece, BLOCK]
+  float* one_;                               // [row], the weight of 1
+  int32_t* sums_;                            // [ring, block, row of a head, piece, 16]
+  const int8_t* quads_ = nullptr;            // of the block before
+  int64_t step_ = 0;
+  int finished_ = 0;                         // heads
+
+  static int ring(int64_t blocks) { return int(1 + (2 + blocks) / blocks); }
+  int64_t sums_of_block() const { return group_ * PIECES * TILE; }
+
+ public:
+  static bool may(int64_t group) { return group * PIECES <= TILE; }
+  static int64_t bytes(int64_t heads, int64_t group, int64_t columns) {
+    return up(heads * group * (PIECES * BLOCK + 4), 64) + ring(columns / TILE) * columns * group * PIECES * 4;
+  }
+
+  // Works in `scratch`. Tiles 0 to 4 have group · PIECES rows. Weights are [row, BLOCK], of all heads' rows.
+  HeadMixtures(int64_t heads, int64_t group, int64_t columns, const float* weights, char* scratch)
+      : heads_(int(heads)),
+        group_(int(group)),
+        blocks_(int(columns / TILE)),
+        ring_(ring(blocks_)),
+        pieces_((uint8_t*)scratch),
+        one_((float*)(pieces_ + heads * group * PIECES * BLOCK)),
+        sums_((int32_t*)(scratch + up(heads * group * (PIECES * BLOCK + 4), 64))) {
+    for (int r = 0; r < heads_ * group_; r++) one_[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces_ + r * PIECES * BLOCK);
+  }
+
+  // The next block's levels, in their order; they are read until the call after the next one.
+  INLINE void add(const int8_t* quads) {
+    asm volatile("" : : : "memory");
+    if (step_ > 0) multiply();
+    if (step_ > 2) store();
+    asm volatile("" : : : "memory");
+    quads_ = quads;
+    step_++;
+  }
+
+  // out[row] = keep[row] · out[row] + Σ weights[row, t] · level[t] for rows of heads that are ready; of all after the last. Rows of
+  // out lie `columns` apart.
+  void finish(float* out, const float* keep, int64_t columns) {
+    if (step_ == heads_ * blocks_)
+      for (int i = 0; i < 3; i++) add(quads_);
+    for (; (finished_ + 1) * blocks_ <= step_ - 3; finished_++) finish_head(finished_, out, keep, columns);
+  }
+
+ private:
+  // The numbers of tiles are parts of the instructions.
+  INLINE void multiply() {
+    const int64_t block = step_ - 1;
+    if (block % blocks_ == 0 && block < heads_ * blocks_) _tile_loadd(4, pieces_ + block / blocks_ * group_ * PIECES * BLOCK, BLOCK);
+    switch (block % 4) {
+      case 0: _tile_zero(0); _tile_loadd(6, quads_, 64); _tile_dpbusd(0, 4, 6); break;
+      case 1: _tile_zero(1); _tile_loadd(7, quads_, 64); _tile_dpbusd(1, 4, 7); break;
+      case 2: _tile_zero(2); _tile_loadd(6, quads_, 64); _tile_dpbusd(2, 4, 6); break;
+      default: _tile_zero(3); _tile_loadd(7, quads_, 64); _tile_dpbusd(3, 4, 7);
     }
-    UNROLL for (int r = 0; r < ROWS; r++)
-      for (int c = 0; c < (others ? 2 : 1); c++) {
-        Vector total = (Vector)_mm512_cvtepi32_ps(sum[r * PIECES][c]);
-        UNROLL for (int p = 1; p < PIECES; p++) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(sum[r * PIECES + p][c]);
-        float* to = out + r * columns + i + c * TILE;
-        store(to, load(to) * keep[r] + total * one[r]);
+  }
+
+  INLINE void store() {
+    const int64_t block = step_ - 3;
+    int32_t* to = sums_ + (block / blocks_ % ring_ * blocks_ + block % blocks_) * sums_of_block();
+    switch (block % 4) {
+      case 0: _tile_stored(0, to, 64); break;
+      case 1: _tile_stored(1, to, 64); break;
+      case 2: _tile_stored(2, to, 64); break;
+      default: _tile_stored(3, to, 64);
+    }
+  }
+
+  void finish_head(int head, float* out, const float* keep, int64_t columns) const {
+    const int32_t* sum = sums_ + head % ring_ * blocks_ * sums_of_block();
+    for (int i = 0; i < blocks_; i++)
+      for (int row = head * group_; row < (head + 1) * group_; row++, sum += PIECES * TILE) {
+        const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sum), 8), _mm512_load_si512(sum + TILE));
+        Vector total = (Vector)_mm512_cvtepi32_ps(high);
+        if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(sum + 2 * TILE));
+        float* to = out + row * columns + i * TILE;
+        ::store(to, load(to) * keep[row] + total * one_[row]);
       }
   }
-}
-
-// As mix_tiles, for any number of rows.
-template <int PIECES>
-void mix_quads(float* out, int rows, const float* weights, const float* keep, const int8_t* quads, int64_t columns,
-               char* scratch) {
-  uint8_t* pieces = (uint8_t*)scratch;
-  in_blocks<12 / PIECES>(rows, [&](int first, auto ROWS) {
-    float one[12 / PIECES];
-    for (int r = 0; r < ROWS(); r++)
-      one[r] = whole_weights<PIECES>(weights + (first + r) * BLOCK, pieces + r * PIECES * BLOCK);
-    mix_few_quads<PIECES, ROWS()>(out + first * columns, pieces, one, keep + first, quads, columns);
-  });
-}
+};
 
 #if HAS_BFLOAT16_TILES
 constexpr int DEPTH = 32;  // dims of a tile of bfloat16

@@ -1,0 +1,1 @@
+"""Coding new tokens: their gains, and the trellis codes of their values."""
