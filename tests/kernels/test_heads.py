@@ -62,7 +62,8 @@ def check(seed: int) -> None:
     turn = (cos[:TURN, frequency].float(), sin[:TURN, frequency].float()) if P else None
     layout = heads_layout(code, ((K, D), (K, V)), turn)
     assert layout is not None
-    tables = (cos.float(), sin.float())
+    factor = pick.choice([1.0, 1.0, 0.5, 1.35]) if P else 1.0  # scaled RoPE multiplies its rotations
+    tables = (cos.float() * factor, sin.float() * factor)
     out = attend_heads(query, codes, wide, first, layout, tables, frequency, *options)
 
     whole = decoded(code, codes, wide, first)
@@ -70,7 +71,7 @@ def check(seed: int) -> None:
         torch.unflatten(part, -1, (K, -1)).transpose(1, 2) for part in whole.split_with_sizes(code.parts, -1)
     )
     turned = rotate(keys[..., :P], cos[None, :T, frequency], sin[None, :T, frequency], interleaved=False)
-    expected = reference(query, torch.cat((turned, keys[..., P:]), -1), values, options)
+    expected = reference(query, torch.cat((turned * factor, keys[..., P:]), -1), values, options)
     largest = max(expected.abs().max().item(), values.abs().max().item() * 0.05)
     assert out.dtype == dtype
     assert (out.double() - expected).abs().max().item() <= CLOSE[dtype] * largest, seed
@@ -83,20 +84,24 @@ def test_it_is_attention_to_the_decoded_values(part: int) -> None:
         check(seed)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_keys_far_from_zero_lose_no_more_than_in_bfloat16(seed: int) -> None:
+@pytest.mark.parametrize("bias", [3, 30, 300, 3000])
+@pytest.mark.parametrize("seed", range(4))
+def test_keys_far_from_zero_lose_no_more_than_in_bfloat16(seed: int, bias: float) -> None:
     """Biases make keys many times as large as what tells them apart."""
     noise = torch.Generator().manual_seed(seed)
     K, G, D, T = 2, 4, 64, 150
     width = 2 * K * D
-    offset = torch.randn(width, generator=noise) * 30 * (torch.rand(width, generator=noise) < 0.1)
-    offset[K * D :] = 0
+    biased = torch.rand(width, generator=noise) < 0.1
+    biased[K * D :] = False
+    offset = torch.randn(width, generator=noise) * bias * biased
     scale = torch.rand(width, generator=noise) + 0.05
     code = TransformCode(offset, scale, (4,) * (width // 16), (D,) * (2 * K), (K * D, K * D))
     codes = torch.randint(0, 256, (1, 1, T, code.token_bytes), generator=noise, dtype=torch.uint8)
     codes[..., 0] = (codes[..., 0] & 0x77) + 1
     wide, first = torch.randn(1, SINKS, width, generator=noise).bfloat16(), torch.zeros(1, dtype=torch.int64)
-    query = (torch.randn(1, K * G, 1, D, generator=noise)).bfloat16()
+    query = torch.randn(1, K * G, 1, D, generator=noise)
+    small = torch.unflatten(biased[: K * D], 0, (K, 1, 1, D)).expand(K, G, 1, D).reshape(1, K * G, 1, D)
+    query = torch.where(small, query / bias, query).bfloat16()
     angles = torch.arange(T)[:, None] * 1e4 ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
     cos, sin, frequency = angles.cos(), angles.sin(), torch.arange(D // 2)
     layout = heads_layout(code, ((K, D), (K, D)), (cos[:TURN].float(), sin[:TURN].float()))
@@ -112,4 +117,4 @@ def test_keys_far_from_zero_lose_no_more_than_in_bfloat16(seed: int) -> None:
     expected = reference(query, keys, values, options)
     rounded = reference(query, keys.bfloat16().double(), values, options)
     loss, usual = ((result.double() - expected).square().mean().sqrt() for result in (out, rounded))
-    assert loss < usual
+    assert loss < usual + expected.square().mean().sqrt() / 512  # the result is rounded to bfloat16 too

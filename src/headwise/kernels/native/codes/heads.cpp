@@ -51,7 +51,7 @@ class HeadsAttention {
   // Levels of a head's keys lie in blocks [D_ / CHANNELS, BLOCK, CHANNELS], or where the halves of a rotated key begin within
   // one, in rows [BLOCK, D_]: how far blocks, and tokens, are apart.
   const int64_t block_, token_;
-  const bool words_;            // whether scores are computed by tiles too
+  const bool words_;            // whether scores are computed by tiles too, in words
   const bool mixes_ahead_;      // whether tiles mix a head's values while the next one's are decoded
 
  public:
@@ -76,7 +76,7 @@ class HeadsAttention {
         block_(c.P / 2 % CHANNELS ? CHANNELS : CHANNELS * BLOCK),
         token_(c.P / 2 % CHANNELS ? D_ : CHANNELS),
 #if HAS_MATRIX_TILES
-        words_(tiles_ && !std::is_same_v<Q, float> && WordScores::may(c.P / 2, D_)),
+        words_(tiles_ && !std::is_same_v<Q, float> && WordScores::may(c.P / 2, D_, c.heads, c.scale, c.offset, c.gains)),
         mixes_ahead_(tiles_ && HeadMixtures<PIECES>::may(group_)) {}
 #else
         words_(false),
@@ -122,7 +122,6 @@ class HeadsAttention {
     at.plans = (BlockPlan*)take(c_.count * sizeof(BlockPlan));
     at.copies = (uint8_t*)take(BLOCK * (c_.bytes + OVERRUN));
     for (int64_t i = 0; i < c_.count; i++) new (at.plans + i) BlockPlan(c_.blocks[i]);
-    char* words = take(words_bytes());
     std::fill_n(partial.high, rows_, NOTHING);
     std::fill_n(partial.sum, rows_ * W, 0.0f);
     std::fill_n(partial.mixture, rows_ * V_, 0.0f);
@@ -134,9 +133,10 @@ class HeadsAttention {
     std::fill_n(at.keys, KEYS * key_, 0.0f);
 #if HAS_MATRIX_TILES
     if (words_) {
+      static_assert(TURN == BLOCK);
       at.words.emplace(c_.P / 2, D_, c_.heads, group_);
-      at.words->begin(words, c_.scale, c_.offset, c_.gains, c_.turn_cos, c_.turn_sin);
-      at.words->read_queries(at.query, query_);
+      at.words->begin(take(words_bytes()), c_.scale, c_.offset, c_.gains, c_.turn_cos, c_.turn_sin);
+      at.words->read_queries(at.query, query_, rotation_size());
     }
 #endif
 
@@ -178,7 +178,7 @@ class HeadsAttention {
     float *scores, *weights;         // [row, BLOCK]
     float* keep;                     // [row], what partial results so far are multiplied by
     float* keys;                     // [KEYS, key_], of a head
-    int8_t* levels;                  // of keys, head by head
+    int8_t* levels;                  // of keys, head by head, or of one head
     int8_t* values;                  // of a head's values, [BLOCK, V_], or quads of two
     char* tiles;                     // memory for matrix tiles to work in
     float* wide;                     // [SINKS, heads, V_], values without codes in levels
@@ -272,7 +272,7 @@ class HeadsAttention {
     }
   }
 
-  // Scores of a block of tokens. Without tiles, keys of all heads are decoded at once, and then rotated a few tokens at a time, so
+  // Scores of a block of tokens. Without words, keys of all heads are decoded at once, and then rotated a few tokens at a time, so
   // that what rotates them is read once.
   void score_codes(Place& at, int64_t from, int count, const uint8_t* const* token, Ahead& ahead) const {
     const BlockPlan* plan = at.plans;
@@ -303,10 +303,13 @@ class HeadsAttention {
     const int64_t slot = from / TURN * TURN;
     if (at.words_turn == slot) return;
     at.words_turn = slot;
-    const float *cos = c_.cos + slot * c_.frequencies, *sin = c_.sin + slot * c_.frequencies;
-    for (int64_t d = 0; d < c_.P / 2; d++) at.cos[d] = cos[c_.frequency[d]], at.sin[d] = sin[c_.frequency[d]];
+    const float *cos = c_.cos + slot * c_.frequencies, *sin = c_.sin + slot * c_.frequencies, one = 1 / rotation_size();
+    for (int64_t d = 0; d < c_.P / 2; d++) at.cos[d] = cos[c_.frequency[d]] * one, at.sin[d] = sin[c_.frequency[d]] * one;
     at.words->turn_back(at.cos, at.sin);
   }
+
+  // What a model multiplies its rotations by.
+  float rotation_size() const { return c_.P ? c_.cos[c_.frequency[0]] : 1.0f; }
 #endif
 
   // Mixtures of a block of tokens; a head's values are decoded just before they are mixed.

@@ -60,7 +60,7 @@ struct BlockReader {
   }
 
   static INLINE __m512i bytes(const uint8_t* const* at, int64_t byte) {
-    // A broadcast from memory needs no shuffle, which decoding has too many of.
+    // A broadcast from memory leaves the shuffle unit alone, which limits decoding.
     const auto sixteen = [byte](const uint8_t* token) { return _mm_loadu_si128((const __m128i*)(token + byte)); };
     __m512i x = _mm512_castsi128_si512(sixteen(at[0]));
     x = _mm512_mask_broadcast_i32x4(x, 0x00f0, sixteen(at[1]));

@@ -195,7 +195,7 @@ class HeadMixtures {
     for (int r = 0; r < heads_ * group_; r++) one_[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces_ + r * PIECES * BLOCK);
   }
 
-  // The next block's levels, in their order; they are read until the call after the next one.
+  // The next block's levels, in their order; they are read by the next call, or by `finish` after the last head.
   INLINE void add(const int8_t* quads) {
     asm volatile("" : : : "memory");
     if (step_ > 0) multiply();

@@ -1,9 +1,9 @@
 // Scores of keys in trellis codes by matrix tiles (AMX), for queries that are rounded to 16 bits themselves.
 //
-// Keys and queries become words, whole numbers of 16 bits: a key's levels are multiplied by their channels' scales, its offsets
-// over the token's gain are added, and both halves are rotated by its slot. Words are two pieces of 8 bits, whose products
-// tiles add up exactly. A chunk of a key is 32 words: sixteen of the first half of what rotates and their sixteen partners,
-// then, behind what rotates, 32 neighbours.
+// A key is its token's gain times levels · scales + offsets / gain. The sum becomes words, whole numbers of 16 bits of one unit a
+// head, which are rotated by the slot; the gain and the units are multiplied into the score at the end. Queries are words too.
+// Words are two pieces of 8 bits, whose products tiles add up exactly. A chunk of a key is 32 words: sixteen of the first half
+// of what rotates and their sixteen partners, then, behind what rotates, 32 neighbours.
 #pragma once
 
 #include "matrix_tiles.h"
@@ -13,10 +13,11 @@ namespace {
 
 class WordScores {
   static constexpr int WORDS = 32, EIGHT = 8;
-  static constexpr int MOST_CHUNKS = 15;         // whose products' sums fit into 32 bits
-  static constexpr int STEP = 2 * TILE;          // tokens that are scored at a time
-  static constexpr int SLOTS = BLOCK + STEP;     // of the rotations: whole steps are read
-  static constexpr float MOST = 23000, ONE = 32767;  // a word of that size is still one when rotated
+  static constexpr int MOST_CHUNKS = 15;      // sums of 15 · 32 · 128 · 32767 fit into 32 bits
+  static constexpr int STEP = 2 * TILE;       // tokens that are scored at a time
+  static constexpr int SLOTS = BLOCK + STEP;  // of the rotations; those behind BLOCK are read for tokens whose scores are dropped
+  static constexpr float MOST = 23000, ONE = 32767;  // rotated, √2 · MOST is still less than 2¹⁵ − 128
+  static constexpr float FAR = 16;  // offsets that many times as large as levels would leave too few of a word's bits to levels
 
   const int64_t half_, columns_, heads_;  // columns of a head's levels: two rotating halves and others, in blocks of CHANNELS
   const int group_, sets_, rows_;         // rows of a head, sets of eight of them, rows of a tile of queries
@@ -33,8 +34,19 @@ class WordScores {
   float least_gain_;
 
  public:
-  static bool may(int64_t half, int64_t columns) {
-    return half % CHANNELS == 0 && half / CHANNELS + (columns - 2 * half + WORDS - 1) / WORDS <= MOST_CHUNKS;
+  // Whether such keys can be scored in words; see `begin`.
+  static bool may(int64_t half, int64_t columns, int64_t heads, const float* scale, const float* offset, const float* gains) {
+    if (half % CHANNELS || half / CHANNELS + (columns - 2 * half + WORDS - 1) / WORDS > MOST_CHUNKS) return false;
+    const float least_gain = *std::min_element(gains, gains + 16);
+    for (int64_t head = 0; head < heads; head++, scale += columns, offset += columns) {
+      Vector levels{}, offsets{}, any{};
+      for (int64_t d = 0; d < columns; d += W) {
+        const Vector s = size(load(scale + d)) * 127.0f, o = size(load(offset + d));
+        levels = larger(levels, s), offsets = larger(offsets, o), any += (s + o) * 0.0f;
+      }
+      if (!(largest(offsets) / least_gain + sum(any) <= FAR * largest(levels))) return false;  // also where any number is NaN
+    }
+    return true;
   }
 
   WordScores(int64_t half, int64_t columns, int64_t heads, int group)
@@ -46,9 +58,6 @@ class WordScores {
         rows_(std::min(TILE, 2 * group)),
         chunks_(half / CHANNELS + (columns - 2 * half + WORDS - 1) / WORDS) {}
 
-  // Rows of the tiles 0 to 4; others have sixteen.
-  int tile_rows() const { return rows_; }
-
   int64_t bytes() const {
     const auto words = [](int64_t n) { return up(2 * n, 64); };
     return 2 * words(heads_ * columns_) + 2 * words(half_ * SLOTS) + words(heads_ * group_ * chunks_ * WORDS) + up(heads_ * 4, 64) +
@@ -56,8 +65,8 @@ class WordScores {
            2 * chunks_ * 2048 + 2 * sets_ * 4096;
   }
 
-  // Memory to work in, and what all keys have in common: scales, offsets [head, columns], gains by number, rotations
-  // [BLOCK, half].
+  // Memory to work in, and what all keys have in common: scales, offsets [head, columns], gains by number, and the rotations of
+  // BLOCK slots, [BLOCK, half].
   void begin(char* scratch, const float* scale, const float* offset, const float* gains, const float* cos, const float* sin) {
     const auto take = [&](int64_t bytes) { return (scratch += up(bytes, 64)) - up(bytes, 64); };
     scale_ = (int16_t*)take(heads_ * columns_ * 2), offset_ = (int16_t*)take(heads_ * columns_ * 2);
@@ -92,25 +101,27 @@ class WordScores {
     pending_ = stored_ = {};
   }
 
-  // Reads the queries of all heads' rows, `stride` numbers apart.
-  void read_queries(const float* query, int64_t stride) {
+  // Reads the queries of all heads' rows, `stride` numbers apart; `factor` is multiplied into what rotates.
+  void read_queries(const float* query, int64_t stride, float factor) {
     for (int64_t row = 0; row < heads_ * group_; row++, query += stride) {
       Vector most = Vector{}, any = Vector{};
-      for (int64_t d = 0; d < columns_; d += W) most = larger(size(load(query + d)), most), any += load(query + d) * 0.0f;
-      const float whole = largest(most), factor = whole > 0 && whole < 1e38f ? MOST / whole : 0.0f;
+      const auto read = [&](int64_t d) { return load(query + d) * (d < 2 * half_ ? factor : 1.0f); };
+      for (int64_t d = 0; d < columns_; d += W) most = larger(size(read(d)), most), any += read(d) * 0.0f;
+      const float whole = largest(most), words = whole > 1e-30f && whole < 1e38f ? MOST / whole : 0.0f;
       query_unit_[row] = whole / MOST + sum(any);  // NaN where any number is NaN or infinite
       int16_t* to = query_ + row * chunks_ * WORDS;
       for (int64_t d = 0; d < half_; d += CHANNELS, to += WORDS) {
-        store_words(to, load(query + d) * factor);
-        store_words(to + CHANNELS, load(query + half_ + d) * factor);
+        store_words(to, read(d) * words);
+        store_words(to + CHANNELS, read(half_ + d) * words);
       }
-      for (int64_t d = 2 * half_; d < columns_; d += CHANNELS, to += CHANNELS) store_words(to, load(query + d) * factor);
+      for (int64_t d = 2 * half_; d < columns_; d += CHANNELS, to += CHANNELS) store_words(to, read(d) * words);
       if ((columns_ - 2 * half_) % WORDS) store_words(to, Vector{});
     }
     memset(tiles_, 0, heads_ * sets_ * chunks_ * 2 * rows_ * 64);
   }
 
-  // Rotates the queries back by a slot, of whose rotation cosines and sines [half] are given.
+  // Rotates the queries back by a slot, of whose rotation cosines and sines [half] are given. Tiles 0 to 4 have as many rows as
+  // queries of a head have pieces, or sixteen.
   void turn_back(const float* cos, const float* sin) {
     for (int64_t d = 0; d < half_; d += CHANNELS) {
       int16_t* to = turn_ + d / CHANNELS * 2 * WORDS;
