@@ -16,10 +16,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -45,7 +47,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of keys and values that the kernels read, and their numbers in the sources."""
 
 _COMPILE_TIMEOUT = 300
-"""Seconds that compiling may take; usually it takes a few."""
+"""Seconds that compiling may take; usually it takes some ten to forty, by the number of cores."""
 
 
 @dataclass(frozen=True)
@@ -200,45 +202,57 @@ def _processor() -> str:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compile under a temporary name and rename, so that concurrent processes find a whole library or none."""
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    try:
-        sources = (str(Path(__file__).parent / name) for name in _SOURCES)
-        _run([*command, *sources, "-o", temporary])
-        _load(Path(temporary))  # fails if the compiler wrote something else
-        with open(temporary, "r+b") as file:
+    """Compile in a temporary folder and rename, so that concurrent processes find a whole library or none."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+        folder, here = Path(name), Path(__file__).parent
+        objects = {here / source: folder / f"{source.replace('/', '-')}.o" for source in _SOURCES}
+        _run([[*command, "-c", str(source), "-o", str(compiled)] for source, compiled in objects.items()])
+        library = folder / path.name
+        library.touch()
+        _run([[*command, *map(str, objects.values()), "-o", str(library)]])
+        _load(library)  # fails if the compiler wrote something else
+        with open(library, "r+b") as file:
             content = file.read()
             file.write(hashlib.sha256(content).digest())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        os.replace(library, path)
 
 
-def _run(command: list[str]) -> None:
-    """Run the compiler; after an interruption or timeout, end it and every process that it started.
+def _run(commands: list[list[str]]) -> None:
+    """Run compilers side by side; after an interruption or timeout, end them and every process that they started.
 
     Raises:
-        subprocess.SubprocessError: it failed or took too long.
+        subprocess.SubprocessError: one failed or they took too long.
     """
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
+    end = time.monotonic() + _COMPILE_TIMEOUT
+    with ExitStack() as files:
+        waiting = commands[::-1]
+        running: list[tuple[subprocess.Popen[bytes], list[str], IO[bytes]]] = []
         try:
-            _, errors = process.communicate(timeout=_COMPILE_TIMEOUT)
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, stderr=errors)
+            while waiting or running:
+                while waiting and len(running) < (os.cpu_count() or 1):
+                    errors = files.enter_context(tempfile.TemporaryFile())
+                    command = waiting.pop()
+                    started = subprocess.Popen(
+                        command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+                    )
+                    running.append((started, command, errors))
+                for ended in [each for each in running if each[0].poll() is not None]:
+                    running.remove(ended)
+                    process, command, written = ended
+                    if process.returncode:
+                        written.seek(0)
+                        text = written.read().decode(errors="replace")
+                        raise subprocess.CalledProcessError(process.returncode, command, stderr=text)
+                if running and time.monotonic() > end:
+                    raise subprocess.TimeoutExpired(running[0][1], _COMPILE_TIMEOUT)
+                time.sleep(0.01)
+        finally:
+            for process, _, _ in running:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _is_whole(path: Path) -> bool:
