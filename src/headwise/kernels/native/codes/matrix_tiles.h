@@ -123,6 +123,16 @@ INLINE void multiply_tiles(const uint8_t* pieces, const int8_t* quads, int block
   for (int i = (blocks - 1) / 2 * 2; i < blocks; i++) done(i);
 }
 
+// out = keep · out + one · (a row's sums of pieces, [piece, 16]), for sixteen columns.
+template <int PIECES>
+INLINE void add_sums(float* out, float keep, const int32_t* sums, float one) {
+  // The two highest pieces' sums fit into 32 bits together.
+  const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums), 8), _mm512_load_si512(sums + TILE));
+  Vector total = (Vector)_mm512_cvtepi32_ps(high);
+  if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(sums + 2 * TILE));
+  store(out, load(out) * keep + total * one);
+}
+
 // Bytes of memory that mix_tiles works in.
 template <int PIECES>
 int64_t mix_tiles_bytes(int64_t rows, int64_t columns) {
@@ -146,14 +156,8 @@ void mix_tiles(float* out, int rows, const float* weights, const float* keep, co
     const uint8_t* of_rows = pieces + first * PIECES * BLOCK;
     const auto add = [&](int tiles, int i) __attribute__((always_inline)) {
       const int32_t* sum = products + i % 4 * tiles * TILE * TILE;
-      for (int r = 0; r < some; r++, sum += PIECES * TILE) {
-        // The two highest pieces' sums fit into 32 bits together.
-        const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sum), 8), _mm512_load_si512(sum + TILE));
-        Vector total = (Vector)_mm512_cvtepi32_ps(high);
-        if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(sum + 2 * TILE));
-        float* at = out + (first + r) * columns + i * TILE;
-        store(at, load(at) * keep[first + r] + total * one[first + r]);
-      }
+      for (int r = 0; r < some; r++, sum += PIECES * TILE)
+        add_sums<PIECES>(out + (first + r) * columns + i * TILE, keep[first + r], sum, one[first + r]);
     };
     if (some * PIECES > TILE)
       multiply_tiles<2>(of_rows, quads, blocks, products, [&](int i) { add(2, i); });
@@ -240,13 +244,8 @@ class HeadMixtures {
   void finish_head(int head, float* out, const float* keep, int64_t columns) const {
     const int32_t* sum = sums_ + head % ring_ * blocks_ * sums_of_block();
     for (int i = 0; i < blocks_; i++)
-      for (int row = head * group_; row < (head + 1) * group_; row++, sum += PIECES * TILE) {
-        const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sum), 8), _mm512_load_si512(sum + TILE));
-        Vector total = (Vector)_mm512_cvtepi32_ps(high);
-        if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(sum + 2 * TILE));
-        float* to = out + row * columns + i * TILE;
-        ::store(to, load(to) * keep[row] + total * one_[row]);
-      }
+      for (int row = head * group_; row < (head + 1) * group_; row++, sum += PIECES * TILE)
+        add_sums<PIECES>(out + row * columns + i * TILE, keep[row], sum, one_[row]);
   }
 };
 
