@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class HeadwiseError(ValueError):
     """An error that the user can correct; the command line prints it as one line and ends with status 2.
@@ -43,3 +46,20 @@ class MissingExtraError(HeadwiseError):
 def _short(value: object, limit: int = 200) -> str:
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+@contextmanager
+def naming(**names: str) -> Iterator[None]:
+    """Give fields of errors the names by which a caller's user knows them.
+
+    For example, ``with naming(context="planted"):`` around a function whose ``context`` is the option ``--planted``.
+
+    Args:
+        names: the new name of each field.
+    """
+    try:
+        yield
+    except HeadwiseError as error:
+        if error.field not in names:
+            raise
+        raise type(error)(names[error.field], error.value, error.rule) from None

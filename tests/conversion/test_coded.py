@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import headwise
@@ -17,6 +18,7 @@ from headwise.hf import HeadwiseCache
 from headwise.quantization.files import FILE, read_codes
 from headwise.specs import LatentSpec, read_config
 from tests.conversion.test_resumed import TEXT, StoppedError, stop_at
+from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
 OPTIONS: dict[str, Any] = {"to": "mla", "calibration_tokens": 1024, "calibration_window": 64, "evaluate": False}
@@ -46,6 +48,44 @@ def test_allocated_bytes_are_the_budget(tiny_llama: Path, text: Path, tmp_path: 
     assert cache.nbytes == 128 * report.kv_bytes_per_token_after + wide
     # A layer of this size has few bytes, and a step is two of them.
     assert fraction * source_bytes - 6 <= report.kv_bytes_per_token_after <= fraction * source_bytes
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 8), (7, 1, 10)])
+@pytest.mark.parametrize("fraction", [0.08, 0.12, 0.25])
+def test_small_layers_have_small_budgets(
+    heads: tuple[int, int, int], fraction: float, text: Path, tmp_path: Path
+) -> None:
+    H, K, D = heads
+    sizes = {"num_attention_heads": H, "num_key_value_heads": K, "head_dim": D, "hidden_size": 56}
+    source = save_tiny(tmp_path / "source", "llama", **sizes)
+    report = headwise.convert(source, tmp_path / "out", kv_bytes=fraction, calibrate=text, **OPTIONS)
+    assert 0 < report.kv_bytes_per_token_after <= fraction * report.kv_bytes_per_token_before / 2  # of float32
+    cached = HeadwiseCache(headwise.load(tmp_path / "out")).layers
+    assert report.kv_bytes_per_token_after == sum(layer.code.token_bytes for layer in cached)
+
+
+def test_less_than_a_bit_for_each_value_is_refused(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    rule = r"kv_bytes = 0\.03: leaves less than a bit for each of 4 values"
+    with pytest.raises(headwise.ArgumentError, match=rule):
+        headwise.convert(tiny_llama, tmp_path / "out", kv_bytes=0.03, calibrate=text, **OPTIONS)
+
+
+def test_a_layer_that_gives_nothing_has_a_code(text: Path, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "llama")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for target in ({"to": "same", "bits": 3}, {"to": "mla", "kv_bytes": 0.2}):
+        headwise.convert(source, tmp_path / "out", calibrate=text, overwrite=True, **{**OPTIONS, **target})
+        with torch.no_grad():
+            assert bool(headwise.load(tmp_path / "out")(torch.randint(2, 30, (1, 20))).logits.isfinite().all())
+
+
+def test_a_text_that_is_too_short_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the fox")
+    with pytest.raises(headwise.ArgumentError, match=r"calibrate = '.* tokens': are too few to design a code on"):
+        headwise.convert(tiny_llama, tmp_path / "out", kv_bytes=0.5, calibrate=tmp_path / "text.txt", **OPTIONS)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -275,5 +275,5 @@ def test_a_cache_that_cannot_be_is_refused(root: Path) -> None:
     options = {"text": root / "text.txt", "window": 50, "windows": 1, "context": 10}
     with pytest.raises(headwise.ArgumentError, match=r"^cache = 'int5': must be int8, int4, int3 or int2"):
         evaluate(root / "source", **options, cache="int5")
-    with pytest.raises(headwise.ArgumentError, match=r"^quantize = 'int4': is for keys and values of heads"):
+    with pytest.raises(headwise.ArgumentError, match=r"^cache = 'int4': is for keys and values of heads"):
         evaluate(root / "half", **options, cache="int4")

@@ -148,7 +148,7 @@ def test_published_methods_that_have_no_step_for_a_model_are_left_out(tmp_path: 
         open_checkpoint(save_family(tmp_path / "source", "gpt2")), ["mla:0.5"], methods=True
     )
     assert all(candidate.method is None for candidate in candidates)
-    assert notes[0].startswith("not tried: mha2mla (method = 'mha2mla': needs rotary embeddings on all")
+    assert notes[0].startswith("not tried: mha2mla for mla:0.5 (method = 'mha2mla': needs rotary embeddings on all")
 
 
 def test_a_format_has_no_methods_to_compare(tmp_path: Path) -> None:

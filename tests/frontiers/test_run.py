@@ -321,9 +321,10 @@ def test_methods(place: Path, tmp_path: Path) -> None:
     assert mean.perplexity_ratio == pooled.perplexity_ratio
 
 
+@pytest.mark.parametrize("kind", [headwise.CheckpointError, headwise.ArgumentError])
 @pytest.mark.parametrize("name", ["convert", "evaluate_windows"])
 def test_a_conversion_that_cannot_be_measured_is_left_out_and_noted(
-    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: type[headwise.HeadwiseError], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, calls = _own(name), 0
 
@@ -331,7 +332,7 @@ def test_a_conversion_that_cannot_be_measured_is_left_out_and_noted(
         nonlocal calls
         calls += 1
         if calls == 1:
-            raise headwise.CheckpointError("model", str(tmp_path), "computes NaN")
+            raise kind("model", str(tmp_path), "computes NaN")
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:

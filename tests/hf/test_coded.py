@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from headwise.caches.coded import CodedLayer
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import HeadwiseCache
 from headwise.quantization import SINKS
-from headwise.quantization.files import FILE, read_codes
+from headwise.quantization.files import FILE, codes_content, read_codes
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 
@@ -151,6 +152,51 @@ def test_rows_of_a_batch_are_chosen_and_repeated(model: Any, ids: Tensor) -> Non
 
 
 @torch.no_grad()
+def test_beams_change_places_among_the_first_tokens(model: Any, ids: Tensor) -> None:
+    order = torch.tensor([1, 0])
+    cache = HeadwiseCache(model)
+    model(ids[:, :2], past_key_values=cache)
+    cache.reorder_cache(order)
+    expected = model(ids[order], use_cache=False).logits[:, 2:]
+    assert torch.allclose(stepwise(model, ids[order][:, 2:], cache, 1), expected, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("move", ["reorder", "repeat"])
+def test_positions_go_with_their_rows(model: Any, ids: Tensor, move: str) -> None:
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    places = (mask.cumsum(1) - 1).clamp(0)
+    cache = HeadwiseCache(model)
+    model(ids[:, :20], mask[:, :20], places[:, :20], past_key_values=cache)
+    if move == "reorder":
+        rows = torch.tensor([1, 0])
+        cache.reorder_cache(rows)
+    else:
+        rows = torch.tensor([1])
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3]))
+    ids, mask, places = ids[rows], mask[rows], places[rows]
+    expected = model(ids, mask, places, use_cache=False).logits[:, 20:]
+    assert torch.allclose(
+        model(ids[:, 20:], mask, places[:, 20:], past_key_values=cache).logits, expected, atol=1e-10
+    )
+
+
+def test_a_cache_of_other_codes_is_refused(model: Any, coded: Path, ids: Tensor, tmp_path: Path) -> None:
+    folder = shutil.copytree(coded, tmp_path / "model")
+    codes = read_codes(folder)
+    codes = {index: replace(code, scale=2 * code.scale) for index, code in codes.items()}
+    (folder / FILE).write_bytes(codes_content(codes))
+    other, copied = headwise.load(folder, dtype=torch.float64), headwise.load(coded, dtype=torch.float64)
+    cache = HeadwiseCache(model)
+    with torch.no_grad():
+        with pytest.raises(ArgumentError, match="past_key_values = 'layer 0': was made for another model"):
+            other(ids, past_key_values=cache)
+        assert torch.equal(copied(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+@torch.no_grad()
 def test_bytes_are_those_of_the_codes(model: Any, coded: Path, ids: Tensor) -> None:
     cache = HeadwiseCache(model, max_length=24)
     model(ids, past_key_values=cache)
@@ -214,7 +260,22 @@ def test_positions_that_are_not_slots_apart_are_refused(model: Any, ids: Tensor,
 
 def test_damaged_codes_are_refused(coded: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(coded, tmp_path / "model")
-    (folder / FILE).write_bytes(b"no codes")
+    codes, path = read_codes(folder), folder / FILE
+    width = codes[0].width
+    wrong = {
+        "kv_cache.safetensors = '1 codes': must have a code for each of the model's 2 layers": {0: codes[0]},
+        "'0 codes': must have a code": {},
+        "= 1: codes a layer that the model does not have": {**codes, 1: replace(codes[1], parts=(width - 8 - 1, 9))},
+    }
+    for message, content in wrong.items():
+        path.write_bytes(codes_content(content))
+        with pytest.raises(CheckpointError, match=message):
+            headwise.load(folder)
+    path.write_bytes(b"no codes")
+    with pytest.raises(CheckpointError, match="damaged"):
+        headwise.load(folder)
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="damaged"):
         headwise.load(folder)
 

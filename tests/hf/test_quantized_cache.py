@@ -337,7 +337,9 @@ def test_limits_batches_and_latents_are_refused_by_name(spelling: str) -> None:
 
 
 def test_each_kind_of_layer_is_quantised_or_refused_by_name() -> None:
-    with pytest.raises(headwise.ArgumentError, match=r"quantize = 'kivi4': quantises none of this .* SlidingLayer$"):
+    with pytest.raises(
+        headwise.ArgumentError, match=r"quantize = 'kivi4': quantises none of this .* sliding windows$"
+    ):
         HeadwiseCache(config(sliding_window=9), quantize="kivi4")
     mixed = HeadwiseCache(tiny_family("gemma3_text", num_key_value_heads=HEADS), quantize="kivi4")
     assert [type(layer).__name__ for layer in mixed.layers] == ["SlidingLayer", "KiviLayer", "SlidingLayer"]

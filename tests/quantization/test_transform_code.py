@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from headwise.errors import CheckpointError
 from headwise.quantization import TransformCode, transform_code
@@ -155,6 +159,37 @@ def test_a_damaged_file_is_refused(tmp_path: Path, cut: int) -> None:
     (tmp_path / FILE).write_bytes(codes_content({0: code})[:cut])
     with pytest.raises(CheckpointError, match="damaged"):
         read_codes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"format": 2, "layers": {}}, "is of format 2; this headwise reads format 1"),
+        ({"format": 1, "layers": [1]}, "damaged"),
+        ({"layers": {}}, "damaged"),
+        (None, "damaged"),
+    ],
+)
+def test_metadata_that_cannot_be_read_is_refused(tmp_path: Path, about: Any, message: str) -> None:
+    metadata = "[" * 100_000 if about is None else json.dumps(about)
+    (tmp_path / FILE).write_bytes(save({"0.offset": torch.zeros(1)}, {"headwise": metadata}))
+    with pytest.raises(CheckpointError, match=message):
+        read_codes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("offset", "scale"), [(math.nan, 1.0), (math.inf, 1.0), (0.0, 0.0), (0.0, -1.0), (0.0, math.nan), (0.0, math.inf)]
+)
+def test_numbers_that_code_nothing_are_refused(offset: float, scale: float) -> None:
+    with pytest.raises(ValueError, match="offsets must be finite, and scales finite and positive"):
+        TransformCode(torch.full((16,), offset), torch.full((16,), scale), (3,), (16,), (16,))
+
+
+def test_codes_are_equal_by_their_content() -> None:
+    code = TransformCode(torch.zeros(20), torch.ones(20), (3, 2), (20,), (20,))
+    assert code.equals(replace(code, offset=code.offset.clone()))
+    for other in (replace(code, scale=2 * code.scale), replace(code, bits=(2, 3)), replace(code, parts=(10, 10))):
+        assert not code.equals(other)
 
 
 def test_values_that_are_no_numbers_spoil_their_own_token_alone() -> None:

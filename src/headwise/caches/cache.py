@@ -66,12 +66,14 @@ class HeadwiseCache(DynamicCache):
         self.max_length = max_length
         # How far the last token's position is ahead of its slot, int64 [B], where the model has codes and told it.
         self.positions_ahead: Tensor | None = None
-        kernel = None if not _reads_codes(config) else "int8" if quantize == _FUSED else "codes"
+        kernel = None if not _reads_codes(config) else "int8" if str(code) == _FUSED else "codes"
         self.layers: list[Any] = [_with_room(layer, max_length, code, kernel) for layer in self.layers]
         quantised = (QuantizedLayer, TokenwiseLayer, TokenwiseSlidingLayer, KiviLayer)
         if code is not None and not any(isinstance(layer, quantised) for layer in self.layers):
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
-            raise ArgumentError("quantize", quantize, f"quantises none of this model's layers, all of kind {kinds}")
+            kinds = {type(layer) for layer in self.layers}
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            why = ": it cannot store sliding windows" if SlidingLayer in kinds else f", all of kind {names}"
+            raise ArgumentError("quantize", quantize, f"quantises none of this model's layers{why}")
         for module in model.modules() if isinstance(model, nn.Module) else ():
             new_layer = getattr(module, "cache_layer", None)
             coded = None if new_layer is None else new_layer(max_length)
@@ -79,6 +81,35 @@ class HeadwiseCache(DynamicCache):
                 raise ArgumentError("quantize", quantize, "must be left out: the model's cache has codes of its own")
             if coded is not None:
                 self.layers[int(module.layer_idx)] = coded  # type: ignore[arg-type]  # a number, of such modules
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Copy row ``beam_idx[b]`` to row b of the batch, for every b.
+
+        Args:
+            beam_idx: ``[B]``.
+        """
+        super().reorder_cache(beam_idx)
+        self._select_positions(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some of the rows of the batch.
+
+        Args:
+            indices: of the rows.
+        """
+        super().batch_select_indices(indices)
+        self._select_positions(indices)
+
+    def _select_positions(self, indices: Tensor) -> None:
+        ahead = self.positions_ahead
+        if ahead is not None and len(ahead) > 1:  # one number may be of all rows
+            self.positions_ahead = ahead[indices.to(ahead.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch so many times."""
+        super().batch_repeat_interleave(repeats)
+        if self.positions_ahead is not None and len(self.positions_ahead) > 1:
+            self.positions_ahead = self.positions_ahead.repeat_interleave(repeats)
 
     @property
     def length(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.caches.growing import GrowingLayer
+from headwise.errors import ArgumentError
 from headwise.quantization import SINKS, TransformCode
 
 
@@ -87,11 +88,6 @@ class CodedLayer(GrowingLayer):
         super().reset()
         self.wide = self.first = None
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """See `GrowingLayer.reorder_cache`."""
-        super().reorder_cache(beam_idx)
-        self._select(beam_idx)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence so many times."""
         super().batch_repeat_interleave(repeats)
@@ -101,9 +97,6 @@ class CodedLayer(GrowingLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some of the sequences."""
         super().batch_select_indices(indices)
-        self._select(indices)
-
-    def _select(self, indices: Tensor) -> None:
         if self.wide is not None and self.first is not None:
             indices = indices.to(self.wide.device)
             self.wide, self.first = self.wide[indices], self.first[indices]
@@ -191,13 +184,18 @@ class CodedStates:
         return 0 if self._past is None else int(self._past.get_seq_length(self._layer_idx))
 
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append values ``[B, 1, S, W]``, and return those of all tokens, or `CodedLayer.stored`."""
+        """Append values ``[B, 1, S, W]``, and return those of all tokens, or `CodedLayer.stored`.
+
+        Raises:
+            ArgumentError: the cache was made for a model with other codes, or see `CodedLayer.append`.
+        """
         (states,) = new
         begin = self.length
         layer = None if self._past is None else self._past.layers[self._layer_idx]
         kept = layer.first if begin and isinstance(layer, CodedLayer) else None
         first = first_slots(self._mask, len(states), states.device) if kept is None else kept
         if isinstance(layer, CodedLayer):
+            self._refuse_other(layer)
             layer.append(states, first)
             return layer.stored
         values = rounded(self._code, states, first, begin)
@@ -205,6 +203,15 @@ class CodedStates:
             return (values,)
         stored = self._past.update(values, values[..., :0], self._layer_idx)[0]
         return (stored if self._mask is not None else stored[:, :, : begin + states.shape[2]],)
+
+    def _refuse_other(self, layer: CodedLayer) -> None:
+        """Refuse a layer that codes values in another way than this model reads them."""
+        if layer.code is self._code:
+            return
+        if not layer.code.equals(self._code):
+            rule = "was made for another model, whose codes are not this one's; make a new cache"
+            raise ArgumentError("past_key_values", f"layer {self._layer_idx}", rule)
+        layer.code = self._code  # of a copy of the model
 
     def views(self) -> tuple[Tensor, ...]:
         """All values, of a cache that holds some, or `CodedLayer.stored`."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, naming
 from headwise.hf import as_device, as_dtype, default_cache, load, open_decoder
 from headwise.progress import Progress, silent
 from headwise.quantization.formats import parse_format
@@ -73,7 +73,7 @@ class Pair:
             yield
             return
         parse_format(cache, name="cache")
-        with default_cache(self.models["model"], cache):
+        with naming(quantize="cache"), default_cache(self.models["model"], cache):
             yield
 
     def about(self, name: str = "model") -> dict[str, Any]:

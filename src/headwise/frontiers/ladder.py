@@ -128,7 +128,8 @@ def _possible(
         try:
             _check(candidate, checkpoint, dtype)
         except HeadwiseError as error:
-            refusals[candidate.method or candidate.target] = error
+            name = candidate.target if candidate.method is None else f"{candidate.method} for {candidate.target}"
+            refusals[name] = error
         else:
             possible.append(candidate)
     return possible

@@ -11,7 +11,7 @@ from typing import Any
 from headwise.checkpoints import open_checkpoint, versions
 from headwise.checkpoints.disk import lock_folder, refuse_file, remove_locked, unlock
 from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, refuse_unexamined
-from headwise.errors import ArgumentError, CheckpointError, StorageError
+from headwise.errors import ArgumentError, HeadwiseError, StorageError
 from headwise.frontiers.candidate import Candidate
 from headwise.frontiers.ladder import list_candidates
 from headwise.frontiers.page import markdown, page, refuse_no_plotly
@@ -107,18 +107,18 @@ def _results(
     """Each candidate's result; ``notes`` gets the reason for each candidate that cannot be measured.
 
     Raises:
-        CheckpointError: no candidate can be measured, or the disk fails.
+        HeadwiseError: no candidate can be measured; or the disk fails.
     """
-    results, failures = [], list[CheckpointError]()
+    results, failures = [], list[HeadwiseError]()
     for step, candidate in enumerate(candidates):
         setting.progress("frontier", step, len(candidates))
         try:
             results.append((candidate, result_of(candidate, setting)))
         except StorageError:  # the other candidates need the disk too
             raise
-        except CheckpointError as error:
+        except HeadwiseError as error:
             # A new error, because the traceback of the caught one holds models in memory.
-            failures.append(CheckpointError(error.field, error.value, error.rule))
+            failures.append(type(error)(error.field, error.value, error.rule))
             notes.append(f"not measured: {candidate.target}, {candidate.way} ({error.field} {error.rule})")
     setting.progress("frontier", len(candidates), len(candidates))
     if not results:

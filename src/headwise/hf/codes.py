@@ -17,7 +17,8 @@ from headwise.hf.attention import CodedAttention, HostedGroupedAttention
 from headwise.hf.models import replace_attention
 from headwise.quantization import TransformCode
 from headwise.quantization.files import FILE
-from headwise.specs import GroupedSpec
+from headwise.quantization.transform_code import code_shape
+from headwise.specs import GroupedSpec, LatentSpec
 
 
 def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkpoint) -> None:
@@ -42,7 +43,9 @@ def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkp
     slots = None if rotary is None else SlotRotation(rotary)
     for index, code in codes.items():
         layer = layers.get(index)
-        if layer is None or code.width != sum(heads * width for heads, width in layer.cache_shapes()):
+        spec = None if layer is None else layer.spec
+        fits = isinstance(spec, GroupedSpec | LatentSpec) and (code.sections, code.parts) == code_shape(spec)
+        if layer is None or not fits:
             raise CheckpointError(FILE, index, "codes a layer that the model does not have")
         layer.set_code(code, slots)
     model_class: Any = type(model)

@@ -83,7 +83,7 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
     check_finite(model)
     _check_cache(model)
     if not isinstance(checkpoint, GgufCheckpoint):
-        set_codes(model, read_codes(checkpoint.path), checkpoint)
+        set_codes(model, read_codes(checkpoint.path, checkpoint.spec.num_layers), checkpoint)
     model = model.eval()
     return model if device is None else model.to(place)
 

@@ -55,14 +55,18 @@ def codes_content(codes: Mapping[int, TransformCode]) -> bytes:
     return save(tensors, metadata={_KEY: json.dumps({"format": FORMAT, "layers": layers})})
 
 
-def read_codes(folder: Path) -> dict[int, TransformCode]:
+def read_codes(folder: Path, layers: int | None = None) -> dict[int, TransformCode]:
     """The code of each layer of a model folder; empty where its cache is not coded.
 
+    Args:
+        folder: of the model.
+        layers: the number of the model's layers, each of which must have a code; not checked when None.
+
     Raises:
-        CheckpointError: the file is damaged, or of another version.
+        CheckpointError: the file is damaged, of another version, or not of so many layers.
     """
     path = folder / FILE
-    if not path.is_file():
+    if not (path.exists() or path.is_symlink()):
         return {}
     try:
         with safe_open(path, framework="pt", backend="pread") as file:
@@ -70,9 +74,15 @@ def read_codes(folder: Path) -> dict[int, TransformCode]:
             if about["format"] != FORMAT:
                 rule = f"is of format {about['format']!r}; this headwise reads format {FORMAT}"
                 raise CheckpointError(FILE, str(path), rule)
-            return {
+            codes = {
                 int(index): code_from({name: file.get_tensor(f"{index}.{name}") for name in ("offset", "scale")}, own)
                 for index, own in about["layers"].items()
             }
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+    except CheckpointError:
+        raise
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(FILE, str(path), "is damaged; convert the model again") from None
+    if layers is not None and sorted(codes) != list(range(layers)):
+        rule = f"must have a code for each of the model's {layers} layers; convert the model again"
+        raise CheckpointError(FILE, f"{len(codes)} codes", rule)
+    return codes

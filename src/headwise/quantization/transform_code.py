@@ -17,6 +17,7 @@ from torch import Tensor
 from headwise.kernels.native.build import are_plain
 from headwise.kernels.native.codes.encoding.trellis import can_encode, choose_gains
 from headwise.quantization.trellis import NOISE, REACH, decode, encode
+from headwise.specs import GroupedSpec, LatentSpec
 
 BLOCK = 16
 """Channels that share a number of bits, so that a kernel decodes them together; a section's last block may be
@@ -73,6 +74,8 @@ class TransformCode:
         tensors, width = (self.offset, self.scale), len(self.offset)
         if any(tensor.dtype != torch.float32 or tensor.shape != (width,) for tensor in tensors):
             raise ValueError("offset and scale must be vectors of float32 of one length")
+        if not (bool(self.offset.isfinite().all()) and bool(((self.scale > 0) & self.scale.isfinite()).all())):
+            raise ValueError("offsets must be finite, and scales finite and positive")
         for widths in (self.sections, self.parts):
             if any(type(size) is not int or size < 1 for size in widths) or sum(widths) != width:
                 raise ValueError(f"sections and parts must be positive and add up to {width}")
@@ -105,6 +108,12 @@ class TransformCode:
     def to(self, device: torch.device) -> TransformCode:
         """The code with its tensors on a device."""
         return replace(self, offset=self.offset.to(device), scale=self.scale.to(device))
+
+    def equals(self, other: TransformCode) -> bool:
+        """Whether both give values the same codes; dataclasses with tensors cannot be compared by ``==``."""
+        fields = (self.bits, self.sections, self.parts) == (other.bits, other.sections, other.parts)
+        pairs = ((self.offset, other.offset), (self.scale, other.scale))
+        return fields and all(torch.equal(own, its.to(own.device)) for own, its in pairs)
 
     def encode(self, states: Tensor) -> Tensor:
         """Codes of some tokens: uint8 ``[…, token_bytes]`` of values ``[…, W]``."""
@@ -190,6 +199,15 @@ def blocks(sections: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         for first in range(start, start + width, BLOCK):
             yield first, min(first + BLOCK, start + width)
         start += width
+
+
+def code_shape(spec: GroupedSpec | LatentSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sections and parts of a layer's code; see `TransformCode`."""
+    if isinstance(spec, LatentSpec):
+        R, P = spec.kv_lora_rank, spec.qk_rope_head_dim
+        return ((R, P // 2, P // 2), (R, P)) if P else ((R,), (R,))
+    K, D, V = spec.num_kv_heads, spec.head_dim, spec.value_dim
+    return (*(D,) * K, *(V,) * K), (K * D, K * V)
 
 
 def wide_bytes(values: int) -> float:

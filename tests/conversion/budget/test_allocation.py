@@ -52,6 +52,8 @@ def test_what_cannot_be_spent_is_refused() -> None:
     for steps in (1, -1):
         with pytest.raises(ArgumentError, match="sum to 0"):
             allocate([[Choice(steps, Node(8, 2, 1.0))], [Choice(0, Node(8, 2, 1.0))]])
+    with pytest.raises(ArgumentError, match="at least one choice"):
+        allocate([[Choice(0, Node(8, 2, 1.0))], []])
 
 
 def test_a_curve_goes_through_what_was_measured_and_is_exponential_between() -> None:

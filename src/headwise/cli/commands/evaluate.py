@@ -11,7 +11,7 @@ import typer
 from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.scores import SHOW
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, naming
 from headwise.options import ChoiceOptions, EvaluateOptions, ItemOptions, RetrievalOptions, TextOptions, option
 from headwise.progress import Progress
 
@@ -78,9 +78,10 @@ def _results(model: str, options: TaskOptions, progress: Progress) -> dict[str, 
             items = ChoiceOptions.of(options, file=options.choices, **in_pair)
             results["choices"] = evaluation.evaluate_choices(pair, items, progress=progress)
         if options.planted is not None:
-            results["planted"] = evaluation.evaluate_planted(
-                pair, text=options.text[0], context=options.planted, cache=options.cache, progress=progress
-            )
+            with naming(context="planted", window="planted"):
+                results["planted"] = evaluation.evaluate_planted(
+                    pair, text=options.text[0], context=options.planted, cache=options.cache, progress=progress
+                )
     if options.retrieval:
         results["retrieval"] = evaluation.evaluate_retrieval(
             model,

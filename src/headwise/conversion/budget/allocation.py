@@ -150,8 +150,10 @@ def allocate(curves: Sequence[Sequence[Choice]]) -> list[Node]:
         curves: each layer's choices; see `curve`.
 
     Raises:
-        ArgumentError: no choice of sizes has steps that sum to 0.
+        ArgumentError: a layer has no choices, or no choice of sizes has steps that sum to 0.
     """
+    if not all(curves):
+        raise ArgumentError("sizes", len(curves), "must have at least one choice each")
     lowest = [min(choice.steps for choice in choices) for choices in curves]
     total = -sum(lowest)
     loss = torch.full((total + 1,), math.inf, dtype=torch.float64) if total >= 0 else torch.empty(0)

@@ -90,7 +90,7 @@ class CodedTrials(LayerTrials):
         whole, smaller = estimates[0], estimates[number]
         scale = divergences[1] / smaller if smaller > 0 else 0.0
         tried = coded[CODE_BITS.index(EVEN_BITS)]
-        rounding = max(tried - whole, 1e-3 * tried)
+        rounding = max(tried - whole, 1e-3 * tried, _TINY)
         # Of the first stream's divergence, what its size does not explain; at least a part of it.
         rounding_scale = max(divergences[0] - scale * whole, 0.2 * divergences[0]) / rounding
         nodes, key_weight = scaled_nodes(sizes, estimates, [whole, *estimates[len(sizes) : weights]], scale)
@@ -102,7 +102,11 @@ class CodedTrials(LayerTrials):
 def _smaller(losses: Sequence[float], target: float) -> int:
     """The number of the size, other than the first, whose loss is nearest to a target; losses of 0 do not count."""
     numbers = [number for number, loss in enumerate(losses) if number and loss > 0]
-    return min(numbers, key=lambda number: abs(math.log(losses[number] / target)), default=0)
+    return min(numbers, key=lambda number: abs(math.log(losses[number] / max(target, _TINY))), default=0)
+
+
+_TINY = 1e-30
+"""Below every loss but that of a layer whose output nothing depends on."""
 
 
 ROTARY_PARTS = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
@@ -120,9 +124,9 @@ def coded_sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int,
     most_values = min(total, values + values // 2)
     widths = {int(part * rotary) // 2 * 2 for part in ROTARY_PARTS if rotary}
     widths = {P, *(width for width in widths if 0.12 * values <= width <= 0.55 * most_values)}
-    least = max(8, values // 4 // 8 * 8)
     sizes = {(R, P)}
     for width in sorted(widths):
-        most = max(most_values - width, least + 8)
+        least = min(max(8, values // 4 // 8 * 8), total - width)
+        most = min(max(most_values - width, least + 8), total - width)
         sizes |= {(least + (most - least) * third // 24 * 8, width) for third in range(3)} | {(most, width)}
     return [(R, P), *sorted(sizes - {(R, P)})]

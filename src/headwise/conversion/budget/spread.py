@@ -26,6 +26,7 @@ from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.storage.layers import LayerFiles
+from headwise.errors import ArgumentError
 from headwise.processes import barrier, process_index
 from headwise.progress import Progress
 from headwise.quantization import wide_bytes
@@ -44,6 +45,9 @@ CODE_STEP = 2
 TRUST = 0.5
 """The power to which layers keep their distance from the geometric mean of what rounding loses. Of 0, 0.5, 0.8 and 1,
 it lost least on two texts."""
+
+_LEAST_PART = 1e-6
+"""The least part of the largest layer's loss by rounding that any layer's counts as."""
 
 MARGIN = 0.02
 """The share of the even allocation's loss that another allocation must be predicted to save to be tried."""
@@ -163,7 +167,12 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
         coded_curve(layer.nodes, rounding, share, CODE_STEP, values=layer.even.values)
         for layer, rounding, share in zip(layers, _roundings(layers), plan.token_bytes, strict=True)
     ]
-    nodes = allocate(curves)
+    try:
+        nodes = allocate(curves)
+    except ArgumentError:  # no size has two bits for each value in so few bytes; the even ones have at least one
+        sizes = tuple(layer.even[:2] for layer in layers)
+        loss = sum(layer.even.loss for layer in layers)
+        return Spread(sizes, (KEY_WEIGHT,) * len(sizes), sizes, (loss, loss), None, plan.token_bytes)
     total = sum(plan.token_bytes) + sum(wide_bytes(layer.even.values) for layer in layers)
     left = total - sum((node.token_bytes or 0) + wide_bytes(node.values) for node in nodes)
     specs = [as_latent(own, node.rank, node.rotary) for own, node in zip(plan.before.layers, nodes, strict=True)]
@@ -186,11 +195,13 @@ def _roundings(layers: Sequence[LayerLosses]) -> list[list[tuple[float, float]]]
     mean (both means are geometric).
     """
     bits = [number for number, _ in layers[0].rounding]
-    logs = torch.tensor([[loss for _, loss in layer.rounding] for layer in layers], dtype=torch.float64).log()
+    losses = torch.tensor([[loss for _, loss in layer.rounding] for layer in layers], dtype=torch.float64)
+    # A layer whose output nothing depends on loses nothing, which has no logarithm.
+    logs = losses.maximum((_LEAST_PART * losses.amax(0)).clamp_min(1e-30)).log()
     levels = logs[:, bits.index(EVEN_BITS)]
     course = (logs - levels[:, None]).mean(0)
     levels = levels.mean() + TRUST * (levels - levels.mean())
-    return [list(zip(bits, losses, strict=True)) for losses in (levels[:, None] + course).exp().tolist()]
+    return [list(zip(bits, row, strict=True)) for row in (levels[:, None] + course).exp().tolist()]
 
 
 def _spread(

@@ -29,10 +29,11 @@ from headwise.conversion.solvers.refit import Cost, OutputRefit
 from headwise.conversion.solvers.statistics import Statistics, root, statistics_of
 from headwise.conversion.storage.activations import Activations, Spill
 from headwise.conversion.storage.layers import LOST, LayerFiles
-from headwise.errors import CheckpointError
+from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.processes import all_sum, barrier, my_windows
 from headwise.progress import Progress, silent
+from headwise.quantization import SINKS
 from headwise.specs import GroupedSpec
 from headwise.texts import CalibrationTexts, open_windows
 
@@ -311,9 +312,12 @@ def start_on_text(
         progress: told of layers.
 
     Raises:
-        ArgumentError: see `open_windows`.
+        ArgumentError: see `open_windows`; or the texts are too short to design codes on.
     """
     windows, held = open_windows(plan.checkpoint, texts)
+    if plan.token_bytes is not None and windows.shape[1] <= SINKS:
+        rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
+        raise ArgumentError("calibrate", f"{windows.numel()} tokens", rule)
     # Float32 whatever dtype the weights are stored in: layers are solved for inputs that are not rounded further.
     model = LayerwiseModel(plan.checkpoint, torch.float32)
     calibrator = TextCalibrator(model, windows, held=held, folder=folder, stages=plan.stages, run=run)

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.quantization import SINKS, TransformCode
@@ -77,14 +78,17 @@ def channel_statistics(
     all_gradients = torch.cat(gradients)
     size = all_gradients.square().sum(-1)
     limit = OUTLIER * size.median()
-    limited = all_gradients * (limit / size.clamp_min(limit)).sqrt()[:, None]
+    limited = all_gradients * (limit / size.clamp_min(limit).clamp_min(torch.finfo(size.dtype).tiny)).sqrt()[:, None]
     metric = (limited.mT @ limited).double() / len(limited)
-    ridge = 1e-6 * metric.trace() / len(metric) * torch.eye(len(metric), dtype=metric.dtype)
+    ridge = (1e-6 * metric.trace() / len(metric) + NOTHING) * torch.eye(len(metric), dtype=metric.dtype)
     whitened = torch.linalg.solve_triangular(
         torch.linalg.cholesky(metric + ridge).float(), all_gradients.mT, upper=False
     )
     importance = whitened.square().mean(0)
-    return ChannelStatistics(torch.cat(values), metric, importance / importance.mean())
+    mean = importance.mean()
+    # Where nothing depends on the layer's output, all tokens are alike.
+    importance = torch.ones_like(importance) if mean == 0 else importance / mean
+    return ChannelStatistics(torch.cat(values), metric, importance)
 
 
 def decorrelated(layer: Layer, statistics: ChannelStatistics) -> tuple[Layer, Tensor]:
@@ -185,7 +189,9 @@ def _uncorrelated(covariance: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
     """
     # The path of a trellis code is the freer the more codes precede it: important channels come last.
     values, vectors = torch.linalg.eigh(metric)
-    root = values.clamp_min(1e-6 * float(values[-1].clamp_min(1e-300))).sqrt()
+    most = float(values[-1])
+    # Where nothing depends on the channels, all cost the same.
+    root = values.clamp_min(1e-6 * most).sqrt() if most > NOTHING else torch.ones_like(values)
     forward = (vectors * root) @ vectors.mH
     backward = (vectors / root) @ vectors.mH
     _, directions = torch.linalg.eigh(forward @ covariance @ forward)

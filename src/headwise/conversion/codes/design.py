@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headwise.conversion.codes.basis import channel_statistics, decorrelated
 from headwise.conversion.codes.scales import ROUNDS, SAMPLE, ScaleTable, allot, fit_scales
-from headwise.conversion.codes.shares import code_shape
 from headwise.conversion.solvers.layer import Layer, Rotation
+from headwise.quantization.transform_code import code_shape
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,10 @@ def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor, *, to
 
 
 def _sample(values: Tensor, importance: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """A sample ``[tokens, W]`` of values, and its weights, of sum 1: the most important ones, and others by turns."""
+    """Values ``[n, W]`` of about so many tokens, and their weights, of sum 1: the most important ones, and others.
+
+    The others are every k-th one, so that there may be up to twice as many as asked for.
+    """
     order = importance.argsort(descending=True)
     count = min(tokens, len(values))
     first, others = order[: count // 4], order[count // 4 :].sort().values
@@ -102,7 +105,7 @@ def _best_scales(code: TransformCode, deviation: Tensor, sample: Tensor, weights
 def allot(
     table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], token_bytes: int, *, rounds: int = ROUNDS
 ) -> TransformCode:
-    """The code with so many bytes a token, or the next fewer, that lets in least error.
+    """The code with so many bytes a token, or the next fewer, that lets in least error; at least a bit a channel.
 
     Args:
         table: of `fit_scales`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headwise.quantization.transform_code import blocks
+from headwise.quantization.transform_code import blocks, code_shape
 from headwise.specs import GroupedSpec, LatentSpec
 
 
@@ -29,12 +29,3 @@ def whole_shares(wanted: Sequence[float], specs: Sequence[GroupedSpec | LatentSp
         counts.append(1 + min(math.floor((left - 1) / step) * step, sum(widths)))  # eight bits a value are the most
         left -= counts[-1]
     return tuple(counts)
-
-
-def code_shape(spec: GroupedSpec | LatentSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sections and parts of a layer's code; see `TransformCode`."""
-    if isinstance(spec, LatentSpec):
-        R, P = spec.kv_lora_rank, spec.qk_rope_head_dim
-        return ((R, P // 2, P // 2), (R, P)) if P else ((R,), (R,))
-    K, D, V = spec.num_kv_heads, spec.head_dim, spec.value_dim
-    return (*(D,) * K, *(V,) * K), (K * D, K * V)

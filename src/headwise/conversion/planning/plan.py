@@ -216,7 +216,7 @@ def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, .
         else:
             assert target.kv_bytes is not None
             share = code_bytes(old, target.kv_bytes) - wide_bytes(values)
-            if target.mechanism != "mla" and share < _code_bytes(1, values):
+            if share < _code_bytes(1, values):
                 rule = f"leaves less than a bit for each of {values} values that a layer caches"
                 raise ArgumentError("kv_bytes", target.kv_bytes, rule)
             shares.append(min(share, _code_bytes(8, values)))
@@ -224,8 +224,8 @@ def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, .
 
 
 def _code_bytes(bits: float, values: int) -> int:
-    """The bytes of codes of so many bits on average, and one of gains."""
-    return int(bits * values / 8) + 1
+    """The bytes of codes of so many bits on average, at least one each, and a byte of gains."""
+    return max(int(bits * values / 8), -(-values // 8)) + 1
 
 
 def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
