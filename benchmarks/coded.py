@@ -240,8 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="*", default=["kivi4", "kivi3:32", "int4"], help="of the source's cache")
     parser.add_argument("--source", default="smollm2-135m")
     parser.add_argument("--context", type=int, default=8000)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
-    kept = Kept(options.json, {"rounds": options.rounds, "threads": torch.get_num_threads()})
+    torch.set_num_threads(options.threads)
+    kept = Kept(options.json, {"rounds": options.rounds, "threads": options.threads})
     if options.models is not None:
         row = models(options)
         kept.add(f"models, {Path(options.source).name}, {options.context}", row)

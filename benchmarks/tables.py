@@ -56,7 +56,7 @@ def retrieval(document: Document) -> str:
             recall = row["recall_at_1"]
             lost, low, high = (-100 * recall[key] for key in ("difference", "difference_high", "difference_low"))
             method = METHODS.get(row["method"], row["method"])
-            on = f"{row['tokens']:,} tokens of {row['text']}".replace(",", " ") if row["text"] else ""
+            on = f"{row['tokens']:,} tokens of {row['text']}" if row["text"] else ""
             on += shared_mark(row.get("shared"))
             rows.append(
                 [
@@ -483,7 +483,7 @@ def _minutes(row: dict[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}".replace(",", " ")
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
 
 
 def _text_ratio(row: dict[str, Any], score: dict[str, Any]) -> str:
@@ -503,7 +503,7 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def _ratio(value: float) -> str:
-    return f"×{value:.3f}" if value < 10 else f"×{value:,.0f}".replace(",", " ")
+    return f"×{value:.3f}" if value < 10 else f"×{value:,.0f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

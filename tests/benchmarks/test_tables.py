@@ -79,7 +79,7 @@ def test_conversions_the_largest_first_under_the_original() -> None:
         "| 192 | headwise on wikitext, news (48 rotated) | 26.00 (×1.300) | 22.00 (×1.100) |  | 1.0 |",
         "| 192 | TransMLA (FreqFold 4, 64 rotated) | 40.00 (×2.000) | 50.00 (×2.500) |  |  |",
         "| 128 | headwise (48 rotated) | 28.00 (×1.400) | 30.00 (×1.500) | 66.0 % | 1.5 |",
-        "| 128, MQA | mean pooling | 26 168 (×1 308) | 18 000 (×900) |  |  |",
+        "| 128, MQA | mean pooling | 26,168 (×1,308) | 18,000 (×900) |  |  |",
     ]
 
 
@@ -109,10 +109,10 @@ def test_points_lost() -> None:
     }
     assert retrieval({"rows": rows}).splitlines()[2:] == [
         "| mha (12) | original |  | 82.00 |  | 96.00 |",
-        "| gqa:6 | aligned | 16 384 tokens of boolq | 80.00 | 2.00 (1.00 to 3.10) | 95.00 |",
+        "| gqa:6 | aligned | 16,384 tokens of boolq | 80.00 | 2.00 (1.00 to 3.10) | 95.00 |",
     ]
     rows["gqa:6/aligned boolq 16384"]["shared"] = 0.02
-    assert "| 16 384 tokens of boolq, 2% shared |" in retrieval({"rows": rows})
+    assert "| 16,384 tokens of boolq, 2% shared |" in retrieval({"rows": rows})
 
 
 def test_length() -> None:

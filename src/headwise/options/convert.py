@@ -99,8 +99,8 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
         rule=KV_BUDGET,
     )
     bits: float | None = option(
-        "store the cache in codes of so many bits a value on average, 1 to 8; each channel is given its own "
-        "number of bits",
+        "store the cache in codes of so many bits a value on average, 1 to 8; each block of 16 "
+        "channels is given its own",
         default=None,
         rule=BITS,
     )

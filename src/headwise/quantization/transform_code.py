@@ -1,5 +1,5 @@
-"""Static codes of a layer's cached values: an offset, a scale and a number of bits for each channel, fixed at
-conversion, and for each token a gain or two.
+"""Static codes of a layer's cached values: an offset and a scale for each channel and a number of bits for each block
+of 16, all fixed at conversion, and for each token a gain or two.
 
 Shapes: W cached values of a token, in sections (for MLA the latent and the two halves of the rotary key).
 """
@@ -116,7 +116,10 @@ class TransformCode:
         return fields and all(torch.equal(own, its.to(own.device)) for own, its in pairs)
 
     def encode(self, states: Tensor) -> Tensor:
-        """Codes of some tokens: uint8 ``[…, token_bytes]`` of values ``[…, W]``."""
+        """Codes of some tokens: uint8 ``[…, token_bytes]`` of values ``[…, W]``.
+
+        A token with NaN or infinite values gets codes of finite ones, and no other token does.
+        """
         normal, gains, starts = self.normalised(states)
         _, codes = encode(normal, self.weights, self.channel_bits, starts, gains)
         assert codes is not None

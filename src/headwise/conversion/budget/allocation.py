@@ -184,7 +184,7 @@ def allocate(curves: Sequence[Sequence[Choice]]) -> list[Node]:
     return nodes[::-1]
 
 
-NOTHING = 0.1
+LEAST_PART = 0.1
 """The least part of its neighbour's loss that a size is taken to lose where sizes between them are estimated. An
 exponential through zero would have every size beside a lossless one lose nothing."""
 
@@ -208,12 +208,12 @@ def _loss_at(lines: Mapping[int, Sequence[Node]], rank: int, rotary: int) -> flo
 
 
 def _interpolate(low: int, at_low: float, high: int, at_high: float, position: int) -> float:
-    """The value at a position between ``low`` and ``high``, exponentially, where neither counts as below `NOTHING` of
-    the other: towards a size that loses nothing, losses fall more like a parabola.
+    """The value at a position between ``low`` and ``high``, exponentially, where neither counts as below `LEAST_PART`
+    of the other: towards a size that loses nothing, losses fall more like a parabola.
     """
     most = max(at_low, at_high)
     if position in (low, high) or most <= 0:
         return at_high if position == high else at_low
     part = (position - low) / (high - low)
-    logs = [math.log(max(value, NOTHING * most)) for value in (at_low, at_high)]
+    logs = [math.log(max(value, LEAST_PART * most)) for value in (at_low, at_high)]
     return math.exp((1 - part) * logs[0] + part * logs[1])

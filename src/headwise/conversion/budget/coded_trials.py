@@ -23,7 +23,7 @@ CODE_BITS = (2.0, 2.5, 3.0, 4.0, 5.0, 6.5)
 """The numbers of bits a value, on average, of the codes that are tried at a layer's even size."""
 
 EVEN_BITS = 3.0
-"""The one of them that the whole model is run with."""
+"""The one of them at which a layer's rounding is also measured through the whole model, by the KL of its logits."""
 
 FITTED = 1024
 """The tokens that the scales of a trial's codes are fitted to, once: half as many as a conversion's."""

@@ -1,10 +1,11 @@
-"""The basis that an MLA layer's cache is coded in.
+"""The basis that a layer's cache is coded in.
 
 The basis is free: an invertible map of the latent is absorbed by the projections around it, and so is a complex
 matrix for each rotary frequency. It is chosen such that channels are uncorrelated and an error of any of them costs
 the same (the Karhunen–Loève basis in the metric of the layer's own output); bits then go where the variance is.
 
-Shapes: T tokens of a window, R latent rank, P rotary dims, W = R + P cached values, E hidden.
+Shapes: T tokens of a window, E hidden, W cached values: R + P of MLA, a latent and a
+rotary key, or K · (D + V) of MHA, GQA and MQA, keys and values.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class ChannelStatistics:
     Attributes:
         values: float32 ``[n, W]``, cached values of tokens behind the sinks, before rotation.
         metric: float64 ``[W, W]``, the mean outer product of the derivative of the output's cost by them.
-        importance: float32 ``[n]``, the cost of an error of each token, over the mean. That of the tokens that
-            attention rests on is far above it.
+        importance: float32 ``[n]``, the cost of an error of each token over the mean: the squared length of its
+            derivative, whitened by the metric. That of the tokens that attention rests on is far above the mean.
     """
 
     values: Tensor
@@ -59,11 +60,17 @@ def channel_statistics(
     sensitivity gives the derivative by every cached value, and the mean outer product of those is the expectation.
 
     Args:
-        layer: an MLA layer, float32.
+        layer: MLA, or MHA, GQA or MQA; float32.
         windows: the inputs ``[T, E]`` of each.
         rotation: the rotary tables of a window.
         root: ``[E, E]``, the root of the sensitivity.
         seed: of the random directions.
+
+    Returns:
+        The statistics; gradients whose square is above `OUTLIER` medians count as so many in the metric.
+
+    Raises:
+        torch.linalg.LinAlgError: values are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     values, gradients = [], []
@@ -92,7 +99,7 @@ def channel_statistics(
 
 
 def decorrelated(layer: Layer, statistics: ChannelStatistics) -> tuple[Layer, Tensor]:
-    """The layer in the basis for its code, and the ``[W, W]`` map of cached values to that basis.
+    """The layer in the basis for its code, and the map of cached values to that basis, ``[W, W]``; both float64.
 
     Args:
         layer: the layer with its tensors in any dtype.

@@ -36,7 +36,7 @@ class Design:
 def design(
     layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, root: Tensor, *, tokens: int = SAMPLE
 ) -> Design:
-    """Design the code of an MLA layer's cache.
+    """Design the code of a layer's cache.
 
     Args:
         layer: the layer, float32.

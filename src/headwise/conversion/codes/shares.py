@@ -18,6 +18,10 @@ def whole_shares(wanted: Sequence[float], specs: Sequence[GroupedSpec | LatentSp
     Args:
         wanted: bytes a token, each layer's.
         specs: of the layers with codes.
+
+    Returns:
+        The bytes of each layer: for the gains one, and for each value from one bit to eight where ``wanted`` has one
+        bit for each.
     """
     counts: list[int] = []
     left = 0.0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.mask import mask_strides
-from headwise.kernels.native.build import TYPES, are_plain, built
+from headwise.kernels.native.build import TYPES, built
 
 CHANNELS = 16
 """Channels in a block, at most."""
@@ -173,8 +173,3 @@ def call_on_codes(
         raise MemoryError("no memory to attend in")
     assert status == 0
     return out
-
-
-def can_attend_coded(*tensors: Tensor | None) -> bool:
-    """Whether the kernel is there and can read the elements of all tensors."""
-    return built().library is not None and are_plain(*tensors)
