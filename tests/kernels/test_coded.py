@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from headwise.attention.rope import rotate
+from headwise.kernels import native
 from headwise.kernels.native import built
-from headwise.kernels.native.codes.attention import TURN, attend_coded
+from headwise.kernels.native.codes.attention import CHANNELS, TURN, attend_coded
 from headwise.quantization import SINKS, TransformCode
 from headwise.quantization.layout import kernel_layout
-from headwise.quantization.transform_code import blocks
+from headwise.quantization.transform_code import BLOCK, blocks
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 
@@ -147,3 +150,11 @@ def test_it_is_attention_to_the_decoded_values(part: int) -> None:
         assert out.dtype == case.query.dtype
         assert (out.double() - expected).abs().max().item() <= CLOSE[out.dtype] * largest, seed
         assert (out[~case.seen().any(-1)] == 0).all(), seed
+
+
+def test_sources_and_python_agree_on_sizes() -> None:
+    folder = Path(native.__file__).parent / "codes"
+    sources = "".join((folder / name).read_text() for name in ("stored_tokens.h", "levels.h"))
+    constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", sources)}
+    assert (constants["SINKS"], constants["TURN"], constants["CHANNELS"]) == (SINKS, TURN, CHANNELS)
+    assert BLOCK == CHANNELS

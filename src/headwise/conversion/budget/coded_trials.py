@@ -69,10 +69,7 @@ class CodedTrials(LayerTrials):
     def _count(self, sizes: Sequence[tuple[int, int]]) -> int:
         return super()._count(sizes) + len(CODE_BITS) + 1
 
-    def _sizes(self, index: int) -> list[tuple[int, int]]:
-        source, even = self.plan.before.layers[index], self.plan.after.layers[index]
-        assert isinstance(source, GroupedSpec)
-        assert isinstance(even, LatentSpec)
+    def _sizes_to_try(self, source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
         return coded_sizes_to_try(source, even)
 
     def _corrected(

@@ -230,6 +230,10 @@ class LayerTrials:
         source, even = self.plan.before.layers[index], self.plan.after.layers[index]
         assert isinstance(source, GroupedSpec)
         assert isinstance(even, LatentSpec)
+        return self._sizes_to_try(source, even)
+
+    def _sizes_to_try(self, source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
+        """R and P of each of a layer's trials, the even size first."""
         return sizes_to_try(source, even)
 
     def _source(self, index: int) -> Layer:

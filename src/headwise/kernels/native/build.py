@@ -34,8 +34,8 @@ _SOURCES = (
 )
 _HEADERS = (
     *("lanes.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h"),
-    *("codes/calls.h", "codes/levels.h", "codes/matrix_tiles.h", "codes/unpack.h", "codes/words.h"),
-    "codes/encoding/unfused.h",
+    *("codes/calls.h", "codes/levels.h", "codes/matrix_tiles.h", "codes/stored_tokens.h", "codes/unpack.h"),
+    *("codes/words.h", "codes/encoding/unfused.h"),
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (

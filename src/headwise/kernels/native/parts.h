@@ -1,6 +1,8 @@
 // The tokens of all units laid end to end and cut into equal parts, one a thread; partial results are combined at the end.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <new>
 
@@ -41,6 +43,21 @@ struct Partial {
   float *mixture, *high, *sum;
   static int64_t floats(int64_t rows, int64_t V) { return up(rows * V, 16) + up(rows, 16) + up(rows * W, 16); }
   Partial(float* at, int64_t rows, int64_t V) : mixture(at), high(at + up(rows * V, 16)), sum(high + up(rows, 16)) {}
+};
+
+// The share of each partial result in a row's whole: what its mixture and its sum are multiplied by before all are added.
+// Without a token that the row sees, all shares and the sum of weights are 0.
+struct Shares {
+  const Partial* partials;
+  int row;
+  float high = NOTHING, sum = 0;
+  Shares(const Partial* partials, int count, int row) : partials(partials), row(row) {
+    for (int i = 0; i < count; i++) high = std::max(high, partials[i].high[row]);
+    for (int i = 0; i < count; i++) sum += (*this)(i) * ::sum(load(partials[i].sum + row * W));
+  }
+  float operator()(int i) const {
+    return partials[i].high[row] == NOTHING ? 0.0f : std::exp2(partials[i].high[row] - high);
+  }
 };
 
 // Attends to all units of a call. `work` has range(b), the tokens of a sequence; rows(); width(), of a row of a partial

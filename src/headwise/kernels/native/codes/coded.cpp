@@ -8,30 +8,15 @@
 #include <new>
 #include <optional>
 
-#include "calls.h"
+#include "stored_tokens.h"
 #include "unpack.h"
 
 namespace {
 
-struct CodedArguments {
-  // The keys are the codes, uint8 [B, T, bytes], the values those without codes, bfloat16 [B, SINKS, R + P]; D is R + P, or
-  // P where queries have no content, and V is R.
-  Arguments call;
-  const int64_t* first;            // [B], the slot of each sequence's first token
-  const CodedBlock* blocks;        // [count]
-  const int8_t* tables;            // [9, 256], whole levels of the windows of codes of so many bits
-  const float* gains;              // [16], of each gain number
-  const float *scale, *offset;     // [columns], of a whole level; 0 in columns that pad
-  const float *turn_cos, *turn_sin;  // [TURN, half], rotation by a number of slots
-  const float *cos, *sin;          // [slots, frequencies], rotation by a slot
-  const int64_t* frequency;        // [P / 2], each pair's column in those
-  int64_t count, P, bytes, frequencies;
-  int64_t has_sums;                // whether the sum of weights, 1 or 0, stands behind each row of the result
+// The wide values are R + P of a token; D is R + P, or P where queries have no content, and V is R.
+struct CodedArguments : StoredTokens {
+  int64_t has_sums;  // whether the sum of weights, 1 or 0, stands behind each row of the result
 };
-
-constexpr int SINKS = 4;  // tokens without codes
-constexpr int TURN = 64;  // slots that share a rotated query
-constexpr int KEYS = 16;  // tokens whose keys are computed at a time
 
 template <class Q>
 class CodedAttention {
@@ -87,7 +72,7 @@ class CodedAttention {
   int64_t scratch_bytes() const {
     const int64_t rows = padded_rows();
     return up(c_.count * sizeof(BlockPlan), 64) + 2 * up(rows * D_ * 4, 64) + rounded_bytes() + 2 * half_ * 4 + 2 * up(rows * BLOCK * 4, 64) + up(rows * 4, 64) + KEYS * D_ * 4 +
-           up(BLOCK * columns_, 64) + quads_bytes() + tiles_bytes() + up(SINKS * content_ * 4, 64) + 2 * BLOCK * 4 + up(BLOCK * (c_.bytes + OVERRUN), 64) +
+           up(BLOCK * columns_, 64) + quads_bytes() + tiles_bytes() + up(SINKS * content_ * 4, 64) + 2 * BLOCK * 4 + up(copies_bytes(c_), 64) +
            pieces_bytes() + content_query_bytes() + up(rows_ * 4, 64);
   }
 
@@ -113,7 +98,7 @@ class CodedAttention {
     at.rotary_gain = (float*)take(BLOCK * 4);
     at.plans = (BlockPlan*)take(c_.count * sizeof(BlockPlan));
     for (int64_t i = 0; i < c_.count; i++) new (at.plans + i) BlockPlan(c_.blocks[i]);
-    at.copies = (uint8_t*)take(BLOCK * (c_.bytes + OVERRUN));
+    at.copies = (uint8_t*)take(copies_bytes(c_));
     at.content = (float*)take(content_query_bytes());
     at.pieces = (int8_t*)take(pieces_bytes());
     at.one = (float*)take(rows_ * 4);
@@ -139,12 +124,8 @@ class CodedAttention {
 
   // Writes one row of the output from the partial results of one or several threads; a row that saw nothing gives zeros.
   void finish(int64_t b, int64_t, int row, const Partial* partials, int count) const {
-    float high = NOTHING, sum = 0;
-    for (int i = 0; i < count; i++) high = std::max(high, partials[i].high[row]);
-    const auto share = [&](int i) {
-      return partials[i].high[row] == NOTHING ? 0.0f : std::exp2(partials[i].high[row] - high);
-    };
-    for (int i = 0; i < count; i++) sum += share(i) * ::sum(load(partials[i].sum + row * W));
+    const Shares share(partials, count, row);
+    const float sum = share.sum;
     Q* out = (Q*)a_.out + b * a_.out_stride[0] + row / a_.S * a_.out_stride[1] + row % a_.S * a_.out_stride[2];
     float* mixture = partials[0].mixture + row * content_;
     const float first = sum == 0 ? 0.0f : share(0) / sum, one = sum == 0 ? 0.0f : 1.0f;
@@ -311,22 +292,8 @@ class CodedAttention {
 
   // The levels and gains of a block of tokens.
   void decode(Place& at, int64_t from, int count) const {
-    const uint8_t* codes = (const uint8_t*)a_.key + at.b * a_.key_stride[0];
     const uint8_t* row[BLOCK + 3];
-    for (int t = 0; t < count; t++) row[t] = codes + (from + t) * a_.key_stride[2];
-    // What lies behind the last token may be no memory of this process.
-    const uint8_t* end = codes + (a_.T - 1) * a_.key_stride[2] + c_.bytes;
-    for (int t = count - 1; t >= 0 && row[t] + c_.bytes + OVERRUN > end; t--) {
-      uint8_t* copy = at.copies + t * (c_.bytes + OVERRUN);
-      memcpy(copy, row[t], c_.bytes);
-      memset(copy + c_.bytes, 0, OVERRUN);
-      row[t] = copy;
-    }
-    for (int t = count; t < count + 3; t++) row[t] = row[count - 1];
-    for (int t = 0; t < BLOCK; t++) {
-      const uint8_t numbers = *row[std::min(t, count - 1)];
-      at.content_gain[t] = c_.gains[numbers & 15], at.rotary_gain[t] = c_.gains[numbers >> 4];
-    }
+    find_tokens(c_, at.b, from, count, at.copies, row, at.content_gain, at.rotary_gain);
     for (int64_t i = 0; i < c_.count; i++) {
       const BlockPlan& block = at.plans[i];
 #if HAS_MATRIX_TILES

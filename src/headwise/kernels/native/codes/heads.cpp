@@ -8,30 +8,15 @@
 #include <new>
 #include <optional>
 
-#include "calls.h"
+#include "stored_tokens.h"
 #include "words.h"
 
 namespace {
 
-struct HeadsArguments {
-  // K is 1 and G all query heads: the rows of codes, uint8 [B, T, bytes], are those of all heads. The values are those without
-  // codes, bfloat16 [B, SINKS, heads · (D + V)].
-  Arguments call;
-  const int64_t* first;              // [B], the slot of each sequence's first token
-  const CodedBlock* blocks;          // [count]
-  const int8_t* tables;              // [9, 256], whole levels of the windows of codes of so many bits
-  const float* gains;                // [16], of each gain number
-  const float *scale, *offset;       // [columns], of a whole level; 0 in columns that pad
-  const float *turn_cos, *turn_sin;  // [TURN, half], rotation by a number of slots
-  const float *cos, *sin;            // [slots, frequencies], rotation by a slot
-  const int64_t* frequency;          // [P / 2], each pair's column in those
-  int64_t count, P, bytes, frequencies;
-  int64_t heads;                     // of keys and values
+// The wide values are heads · (D + V) of a token.
+struct HeadsArguments : StoredTokens {
+  int64_t heads;  // of keys and values
 };
-
-constexpr int SINKS = 4;  // tokens without codes
-constexpr int TURN = 64;  // slots that share a rotated query
-constexpr int KEYS = 16;  // tokens whose keys are computed at a time
 
 template <class Q>
 class HeadsAttention {
@@ -97,7 +82,7 @@ class HeadsAttention {
     return 2 * up(rows_ * (query_ + W) * 4, 64) + c_.heads * fours_ * 4 * query_ * 4 + 2 * up(half_ * 4, 64) + 2 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
            up(KEYS * key_ * 4, 64) + BLOCK * (c_.heads * D_ + 2 * V_) + 64 + up(tiles_bytes(), 64) +
            up(SINKS * c_.heads * V_ * 4, 64) + 2 * BLOCK * 4 + up(c_.count * sizeof(BlockPlan), 64) +
-           up(BLOCK * (c_.bytes + OVERRUN), 64) + 64 + words_bytes();
+           up(copies_bytes(c_), 64) + 64 + words_bytes();
   }
 
   void attend(int64_t b, int64_t, Range tokens, const Partial& partial, char* scratch) const {
@@ -120,7 +105,7 @@ class HeadsAttention {
     at.key_gain = (float*)take(BLOCK * 4);
     at.value_gain = (float*)take(BLOCK * 4);
     at.plans = (BlockPlan*)take(c_.count * sizeof(BlockPlan));
-    at.copies = (uint8_t*)take(BLOCK * (c_.bytes + OVERRUN));
+    at.copies = (uint8_t*)take(copies_bytes(c_));
     for (int64_t i = 0; i < c_.count; i++) new (at.plans + i) BlockPlan(c_.blocks[i]);
     std::fill_n(partial.high, rows_, NOTHING);
     std::fill_n(partial.sum, rows_ * W, 0.0f);
@@ -152,12 +137,8 @@ class HeadsAttention {
 
   // Writes one row of the output from the partial results of one or several threads; a row that saw nothing gives zeros.
   void finish(int64_t b, int64_t, int row, const Partial* partials, int count) const {
-    float high = NOTHING, sum = 0;
-    for (int i = 0; i < count; i++) high = std::max(high, partials[i].high[row]);
-    const auto share = [&](int i) {
-      return partials[i].high[row] == NOTHING ? 0.0f : std::exp2(partials[i].high[row] - high);
-    };
-    for (int i = 0; i < count; i++) sum += share(i) * ::sum(load(partials[i].sum + row * W));
+    const Shares share(partials, count, row);
+    const float sum = share.sum;
     Q* out = (Q*)a_.out + b * a_.out_stride[0] + row / a_.S * a_.out_stride[1] + row % a_.S * a_.out_stride[2];
     const int64_t column = c_.heads * D_ + row / group_ * V_;
     for (int64_t d = 0; d < a_.V; d++) {
@@ -264,7 +245,7 @@ class HeadsAttention {
       to = std::min(tokens.to, (from / BLOCK + 1) * BLOCK);
       const int count = int(to - from);
       const uint8_t* token[BLOCK + 3];
-      find(at, codes, from, count, token);
+      find_tokens(c_, at.b, from, count, at.copies, token, at.key_gain, at.value_gain);
       Ahead ahead(codes + to * a_.key_stride[2], a_.key_stride[2], std::min<int64_t>(BLOCK, tokens.to - to), c_.bytes, c_.count, 0);
       score_codes(at, from, count, token, ahead);
       weigh(at, from, count, partial, at.value_gain);
@@ -351,24 +332,6 @@ class HeadsAttention {
       for (int t = 0; t < count; t++) value[t] = at.values + t * V_;
       Ahead none(at.values, 0, 0, 0, 0);
       mix<A>(mixture, group_, Weights<float>{weights, BLOCK, 1}, keep, value, count, V_, none);
-    }
-  }
-
-  // Where the codes of a block of tokens are, and their gains.
-  void find(Place& at, const uint8_t* codes, int64_t from, int count, const uint8_t** token) const {
-    for (int t = 0; t < count; t++) token[t] = codes + (from + t) * a_.key_stride[2];
-    // What lies behind the last token may be no memory of this process.
-    const uint8_t* end = codes + (a_.T - 1) * a_.key_stride[2] + c_.bytes;
-    for (int t = count - 1; t >= 0 && token[t] + c_.bytes + OVERRUN > end; t--) {
-      uint8_t* copy = at.copies + t * (c_.bytes + OVERRUN);
-      memcpy(copy, token[t], c_.bytes);
-      memset(copy + c_.bytes, 0, OVERRUN);
-      token[t] = copy;
-    }
-    for (int t = count; t < count + 3; t++) token[t] = token[count - 1];
-    for (int t = 0; t < BLOCK; t++) {
-      const uint8_t numbers = *token[std::min(t, count - 1)];
-      at.key_gain[t] = c_.gains[numbers & 15], at.value_gain[t] = c_.gains[numbers >> 4];
     }
   }
 

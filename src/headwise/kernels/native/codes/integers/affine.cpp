@@ -145,12 +145,8 @@ class AffineAttention {
 
   // Writes one row of the output from the partial results of one or several threads; a row that saw nothing gives zeros.
   void finish(int64_t b, int64_t k, int row, const Partial* partials, int count) const {
-    float high = NOTHING, sum = 0;
-    for (int i = 0; i < count; i++) high = std::max(high, partials[i].high[row]);
-    const auto share = [&](int i) {
-      return partials[i].high[row] == NOTHING ? 0.0f : std::exp2(partials[i].high[row] - high);
-    };
-    for (int i = 0; i < count; i++) sum += share(i) * ::sum(load(partials[i].sum + row * W));
+    const Shares share(partials, count, row);
+    const float sum = share.sum;
     Q* out = (Q*)a_.out + b * a_.out_stride[0] + (k * a_.G + row / a_.S) * a_.out_stride[1] + row % a_.S * a_.out_stride[2];
     for (int64_t g = 0; g < c_.value.groups; g++) {
       float zero = 0;
