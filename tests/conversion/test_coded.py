@@ -81,6 +81,19 @@ def test_a_layer_that_gives_nothing_has_a_code(text: Path, tmp_path: Path) -> No
             assert bool(headwise.load(tmp_path / "out")(torch.randint(2, 30, (1, 20))).logits.isfinite().all())
 
 
+@pytest.mark.parametrize("target", [{"to": "same", "bits": 4}, {"to": "mla", "kv_bytes": 0.25}])
+def test_weights_that_leave_the_range_are_refused(target: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "llama")
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "k_proj" in name or "v_proj" in name:
+            tensor.mul_(1e30)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(headwise.CheckpointError, match=r"weights = .*: are so large or so small"):
+        headwise.convert(source, tmp_path / "out", calibrate=text, **{**OPTIONS, **target})
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_text_that_is_too_short_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the fox")
     with pytest.raises(headwise.ArgumentError, match=r"calibrate = '.* tokens': are too few to design a code on"):

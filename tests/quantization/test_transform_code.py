@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from headwise.errors import CheckpointError
 from headwise.quantization import TransformCode, transform_code
-from headwise.quantization.files import FILE, codes_content, read_codes
+from headwise.quantization.files import FILE, code_from, code_tensors, codes_content, read_codes
 from headwise.quantization.transform_code import BLOCK, GAIN_STEP, blocks
 from tests.closeness import assert_close
 
@@ -181,8 +181,9 @@ def test_metadata_that_cannot_be_read_is_refused(tmp_path: Path, about: Any, mes
     ("offset", "scale"), [(math.nan, 1.0), (math.inf, 1.0), (0.0, 0.0), (0.0, -1.0), (0.0, math.nan), (0.0, math.inf)]
 )
 def test_numbers_that_code_nothing_are_refused(offset: float, scale: float) -> None:
+    code = TransformCode(torch.full((16,), offset), torch.full((16,), scale), (3,), (16,), (16,))
     with pytest.raises(ValueError, match="offsets must be finite, and scales finite and positive"):
-        TransformCode(torch.full((16,), offset), torch.full((16,), scale), (3,), (16,), (16,))
+        code_from(*code_tensors(code))
 
 
 def test_codes_are_equal_by_their_content() -> None:

@@ -15,6 +15,9 @@ from headwise.quantization.trellis import UNIT, decode, encode, tables
 NORMAL_DB = {1: 4.40, 2: 9.30, 3: 14.62, 4: 20.22, 5: 26.02}
 """Signal to noise of the best levels for each value of a normal distribution by itself (J. Max, 1960), in decibel."""
 
+TRELLIS_DB = {1: 5.4, 2: 11.0, 3: 16.6, 4: 22.2}
+"""Of the codes, as docs/conversion.md has it."""
+
 BOUND_DB = 6.0206
 """Signal to noise for each bit that no code of such values can exceed."""
 
@@ -47,6 +50,7 @@ def test_the_error_of_normal_values(bits: int) -> None:
     levels, _ = encode(values, torch.ones(256), counts, starts, pack=False)
     decibel = -10 * float((levels - values).square().mean().log10())
     assert NORMAL_DB.get(bits, 30.0) + 0.9 < decibel < BOUND_DB * bits
+    assert decibel == pytest.approx(TRELLIS_DB.get(bits, decibel), abs=0.2)
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=40), st.integers(0, 2**16))

@@ -1,9 +1,8 @@
 """Layers whose cached values are coded: what is stored of a token, and what attention reads of it.
 
 A token is stored as the code of its latent and rotary key, or of all heads' keys and values, before rotation
-(`headwise.quantization`). Slots of
-the cache stand for positions: keys are rotated by the slot they lie in, and so are queries. That differs from the
-model's own positions by one rotation of all, which scores do not depend on.
+(`headwise.quantization`). Slots of the cache stand for positions: keys are rotated by the slot they lie in, and so
+are queries. That differs from the model's own positions by one rotation of all, which scores do not depend on.
 
 Shapes: B batch, S new tokens, T all tokens, W cached values of a token, P rotary dims.
 """

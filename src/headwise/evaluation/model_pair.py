@@ -15,7 +15,6 @@ from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer
 from headwise.errors import ArgumentError, naming
 from headwise.hf import as_device, as_dtype, default_cache, load, open_decoder
 from headwise.progress import Progress, silent
-from headwise.quantization.formats import parse_format
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +71,6 @@ class Pair:
         if cache is None:
             yield
             return
-        parse_format(cache, name="cache")
         with naming(quantize="cache"), default_cache(self.models["model"], cache):
             yield
 

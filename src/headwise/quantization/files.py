@@ -36,9 +36,15 @@ def code_tensors(code: TransformCode) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def code_from(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> TransformCode:
-    """The code that `code_tensors` took apart."""
-    fields = (tuple(about[name]) for name in ("bits", "sections", "parts"))
-    return TransformCode(tensors["offset"], tensors["scale"], *fields)
+    """The code that `code_tensors` took apart.
+
+    Raises:
+        ValueError: it is no code, or its numbers code nothing.
+    """
+    offset, scale = tensors["offset"], tensors["scale"]
+    if not (bool(offset.isfinite().all()) and bool(((scale > 0) & scale.isfinite()).all())):
+        raise ValueError("offsets must be finite, and scales finite and positive")
+    return TransformCode(offset, scale, *(tuple(about[name]) for name in ("bits", "sections", "parts")))
 
 
 def codes_content(codes: Mapping[int, TransformCode]) -> bytes:

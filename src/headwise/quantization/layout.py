@@ -12,7 +12,14 @@ from torch import Tensor
 from headwise.kernels.gpu import LatentLayout
 from headwise.kernels.native.codes.attention import CHANNELS, TURN, CodedLayout
 from headwise.kernels.native.codes.heads import HeadsLayout
-from headwise.quantization.transform_code import GAIN_STEP, GAIN_ZERO, TransformCode, blocks
+from headwise.quantization.transform_code import (
+    GAIN_STEP,
+    GAIN_ZERO,
+    TransformCode,
+    blocks,
+    heads_shape,
+    latent_shape,
+)
 from headwise.quantization.trellis import UNIT, tables
 
 
@@ -58,9 +65,7 @@ def latent_layout(
 
 def _is_latent(code: TransformCode, rank: int) -> bool:
     """Whether a code is of a latent and a rotary key, as MLA caches them."""
-    P = code.width - rank
-    sections, parts = ((rank, P // 2, P // 2), (rank, P)) if P else ((rank,), (rank,))
-    return code.sections == sections and code.parts == parts
+    return (code.sections, code.parts) == latent_shape(rank, code.width - rank)
 
 
 def _levels() -> tuple[Tensor, Tensor]:
@@ -79,7 +84,7 @@ def heads_layout(
         rotation: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
     """
     (K, D), (_, V) = shapes
-    if code.sections != (D,) * K + (V,) * K or code.parts != (K * D, K * V):
+    if (code.sections, code.parts) != heads_shape(K, D, V):
         return None
     rotary = 0 if rotation is None else 2 * rotation[0].shape[-1]
     return HeadsLayout(rotary, code.token_bytes, *_tensors(code, rotation), K, D, V)

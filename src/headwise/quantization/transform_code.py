@@ -74,8 +74,6 @@ class TransformCode:
         tensors, width = (self.offset, self.scale), len(self.offset)
         if any(tensor.dtype != torch.float32 or tensor.shape != (width,) for tensor in tensors):
             raise ValueError("offset and scale must be vectors of float32 of one length")
-        if not (bool(self.offset.isfinite().all()) and bool(((self.scale > 0) & self.scale.isfinite()).all())):
-            raise ValueError("offsets must be finite, and scales finite and positive")
         for widths in (self.sections, self.parts):
             if any(type(size) is not int or size < 1 for size in widths) or sum(widths) != width:
                 raise ValueError(f"sections and parts must be positive and add up to {width}")
@@ -207,9 +205,17 @@ def blocks(sections: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def code_shape(spec: GroupedSpec | LatentSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The sections and parts of a layer's code; see `TransformCode`."""
     if isinstance(spec, LatentSpec):
-        R, P = spec.kv_lora_rank, spec.qk_rope_head_dim
-        return ((R, P // 2, P // 2), (R, P)) if P else ((R,), (R,))
-    K, D, V = spec.num_kv_heads, spec.head_dim, spec.value_dim
+        return latent_shape(spec.kv_lora_rank, spec.qk_rope_head_dim)
+    return heads_shape(spec.num_kv_heads, spec.head_dim, spec.value_dim)
+
+
+def latent_shape(R: int, P: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`code_shape` of a latent of R values and, where P is not 0, a rotary key of P."""
+    return ((R, P // 2, P // 2), (R, P)) if P else ((R,), (R,))
+
+
+def heads_shape(K: int, D: int, V: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`code_shape` of K heads' keys of D channels, and then their values of V."""
     return (*(D,) * K, *(V,) * K), (K * D, K * V)
 
 

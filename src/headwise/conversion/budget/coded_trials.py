@@ -15,6 +15,7 @@ from torch import Tensor
 from headwise.conversion.budget.allocation import Node
 from headwise.conversion.budget.layer_trials import KEY_WEIGHTS, LayerLosses, LayerTrial, LayerTrials, scaled_nodes
 from headwise.conversion.codes.design import design
+from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.specs import GroupedSpec, LatentSpec, rotary_width
@@ -87,7 +88,7 @@ class CodedTrials(LayerTrials):
         whole, smaller = estimates[0], estimates[number]
         scale = divergences[1] / smaller if smaller > 0 else 0.0
         tried = coded[CODE_BITS.index(EVEN_BITS)]
-        rounding = max(tried - whole, 1e-3 * tried, _TINY)
+        rounding = max(tried - whole, 1e-3 * tried, NOTHING)
         # Of the first stream's divergence, what its size does not explain; at least a part of it.
         rounding_scale = max(divergences[0] - scale * whole, 0.2 * divergences[0]) / rounding
         nodes, key_weight = scaled_nodes(sizes, estimates, [whole, *estimates[len(sizes) : weights]], scale)
@@ -99,11 +100,7 @@ class CodedTrials(LayerTrials):
 def _smaller(losses: Sequence[float], target: float) -> int:
     """The number of the size, other than the first, whose loss is nearest to a target; losses of 0 do not count."""
     numbers = [number for number, loss in enumerate(losses) if number and loss > 0]
-    return min(numbers, key=lambda number: abs(math.log(losses[number] / max(target, _TINY))), default=0)
-
-
-_TINY = 1e-30
-"""Below every loss but that of a layer whose output nothing depends on."""
+    return min(numbers, key=lambda number: abs(math.log(losses[number] / max(target, NOTHING))), default=0)
 
 
 ROTARY_PARTS = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)

@@ -24,6 +24,7 @@ from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize
+from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.errors import ArgumentError
@@ -197,7 +198,7 @@ def _roundings(layers: Sequence[LayerLosses]) -> list[list[tuple[float, float]]]
     bits = [number for number, _ in layers[0].rounding]
     losses = torch.tensor([[loss for _, loss in layer.rounding] for layer in layers], dtype=torch.float64)
     # A layer whose output nothing depends on loses nothing, which has no logarithm.
-    logs = losses.maximum((_LEAST_PART * losses.amax(0)).clamp_min(1e-30)).log()
+    logs = losses.maximum((_LEAST_PART * losses.amax(0)).clamp_min(NOTHING)).log()
     levels = logs[:, bits.index(EVEN_BITS)]
     course = (logs - levels[:, None]).mean(0)
     levels = levels.mean() + TRUST * (levels - levels.mean())
