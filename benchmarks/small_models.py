@@ -76,9 +76,8 @@ def qwen2(folder: Path, cache: Path, *, steps: int = 400, seed: int = 0) -> Path
         for group in optimizer.param_groups:
             group["lr"] = FASTEST * rate
         batch = windows[order[step * BATCH : (step + 1) * BATCH]]
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(batch, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
+        logits = model(batch, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

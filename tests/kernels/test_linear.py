@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.hf.linear import FewTokensLinear, take_over_linears
-from headwise.kernels.native import build, built, linear
+from headwise.hf.linear import FewTokensLinear, ManyTokensLinear, take_over_linears
+from headwise.kernels.native import build, built, linear, linear_of_many
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernels: {built().reason}")
+
+linear_module = sys.modules[linear.__module__]  # the package's name for it is that of the function
 
 CLOSE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Tolerances, as fractions of the largest output."""
@@ -73,6 +76,32 @@ def test_many_rows_gradients_and_watchers_are_torchs(monkeypatch: pytest.MonkeyP
         assert not calls
         layer.float()(few)
     assert calls
+
+
+@torch.inference_mode()
+def test_many_rows_of_bfloat16_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processor cannot multiply bfloat16, and where it can."""
+    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((3, 700, 96), (80, 96), (80,)))
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    for has_products in (False, True):
+        monkeypatch.setattr(linear_module, "multiplies_bfloat16", lambda has=has_products: has)
+        out = linear_of_many(x, weight, bias)
+        assert out.dtype == torch.bfloat16
+        assert out.shape == (3, 700, 80)
+        assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * 96**0.5).all()
+        strided = linear_of_many(x[..., ::2], weight[:, :48])
+        assert torch.equal(strided, linear_of_many(x[..., ::2].contiguous(), weight[:, :48].contiguous()))
+
+
+def test_many_rows_with_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "multiplies_bfloat16", lambda: False)
+    layer = ManyTokensLinear(24, 16, dtype=torch.bfloat16)
+    x = torch.randn(40, 24).bfloat16()
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        layer(x)
+    assert counter.get_total_flops() == 2 * 40 * 24 * 16
 
 
 def test_what_torch_refuses_is_refused() -> None:

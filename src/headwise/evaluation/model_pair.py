@@ -14,6 +14,7 @@ import torch
 from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer
 from headwise.errors import ArgumentError, naming
 from headwise.hf import as_device, as_dtype, default_cache, load, open_decoder
+from headwise.hf.linear import ManyTokensLinear, take_over_linears
 from headwise.progress import Progress, silent
 
 
@@ -44,6 +45,7 @@ class Pair:
         for step, (name, checkpoint) in enumerate(self.checkpoints.items()):
             self.progress("loading", step, len(self.sources))
             loaded[name] = load(checkpoint.path, dtype=self.dtype, device=str(self.device))
+            take_over_linears(loaded[name], ManyTokensLinear)
         self.progress("loading", len(self.sources), len(self.sources))
         return loaded
 

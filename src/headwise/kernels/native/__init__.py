@@ -1,7 +1,7 @@
-"""CPU kernels in C++, compiled on the machine that runs them: attention, and linear layers of a few tokens."""
+"""CPU kernels in C++, compiled on the machine that runs them: attention, and linear layers."""
 
 from headwise.kernels.native.attention import attend_fused
 from headwise.kernels.native.build import Build, are_plain, built, why_not
-from headwise.kernels.native.linear import linear
+from headwise.kernels.native.linear import linear, linear_of_many
 
-__all__ = ["Build", "are_plain", "attend_fused", "built", "linear", "why_not"]
+__all__ = ["Build", "are_plain", "attend_fused", "built", "linear", "linear_of_many", "why_not"]

@@ -13,7 +13,7 @@ constexpr int BLOCK = 64;  // tokens at a time, at most
 
 // How many accumulators, rows and vectors of columns fit into the registers.
 constexpr int SUMS = W == 16 ? 16 : 8;
-constexpr int SCORE_ROWS = W == 16 ? 4 : 2;
+constexpr int SCORE_ROWS = 4;
 constexpr int MIX_SUMS = W == 16 ? 24 : 9;
 
 #if defined(__AVX512BF16__)
@@ -84,7 +84,7 @@ struct Single {
   using Operand = Vector;
   static constexpr int DIMS = W;    // dims of a key in an operand
   static constexpr int TOKENS = 1;  // tokens of values in an operand
-  static constexpr int MIX_ROWS = W == 16 ? 6 : 3;
+  static constexpr int MIX_ROWS = W == 16 ? 6 : 4;
   template <class T>
   static INLINE Operand load(const T* at) { return ::load(at); }
   template <class T>

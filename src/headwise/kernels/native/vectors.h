@@ -118,6 +118,7 @@ INLINE Vector load(const T* at, int count) {
 #else
 template <class T>
 INLINE Vector load(const T* at, int count) {
+  if (count == W) return load(at);
   T numbers[W] = {};
   memcpy(numbers, at, count * sizeof(T));
   return load(numbers);
@@ -126,6 +127,8 @@ INLINE Vector load(const T* at, int count) {
 
 #if defined(__AVX512F__)
 INLINE Vector larger(Vector a, Vector b) { return (Vector)_mm512_max_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX__)
+INLINE Vector larger(Vector a, Vector b) { return (Vector)_mm256_max_ps((__m256)a, (__m256)b); }
 #else
 INLINE Vector larger(Vector a, Vector b) {
   const Whole is_a = a > b;
@@ -192,6 +195,8 @@ INLINE float largest(Vector x) {
 INLINE bool exceeds(Vector lanes, float x) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(x), _CMP_GT_OQ) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)lanes, _mm256_set1_ps(x), _CMP_GT_OQ)) != 0;
 #else
   bool is_more = false;
   for (int i = 0; i < W; i++) is_more |= lanes[i] > x;

@@ -11,6 +11,11 @@
 #else
 #define HAS_BYTE_TABLES 0
 #endif
+#if !HAS_BYTE_TABLES && defined(__AVX2__)
+#define HAS_NIBBLE_TABLES 1  // tables of sixteen bytes in registers
+#else
+#define HAS_NIBBLE_TABLES 0
+#endif
 
 namespace {
 
@@ -39,6 +44,18 @@ struct BlockPlan : CodedBlock {
         shift[h] |= uint64_t((56 - offset - i * bits) & 63) << (8 * i);
       }
       last[h] = uint64_t((8 - offset) & 63) << 56;
+    }
+  }
+#elif HAS_NIBBLE_TABLES
+  // Of eight channels: the two bytes that a window is in, the first as the higher one, and what moves it to the highest bits.
+  uint8_t order[16];
+  uint16_t factor[8];
+
+  explicit BlockPlan(const CodedBlock& block) : CodedBlock(block) {
+    for (int i = 0; i < 8; i++) {
+      const int bit = first % 8 + i * bits;
+      order[2 * i] = uint8_t(bit / 8 + 1), order[2 * i + 1] = uint8_t(bit / 8);
+      factor[i] = uint16_t(1 << bit % 8);
     }
   }
 #else
@@ -98,6 +115,38 @@ INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uin
     return;
   }
   for (int t = 0; t < count; t += 4) store_rows(reader.read(at + t), levels + t * row, row);
+}
+#elif HAS_NIBBLE_TABLES
+// Levels of 32 windows: of all sixteen parts of the table by the lower half of each window, those that the higher half names.
+INLINE __m256i look_up(const int8_t* table, __m256i windows) {
+  const __m256i low = _mm256_and_si256(windows, _mm256_set1_epi8(15));
+  const __m256i bit6 = _mm256_add_epi8(windows, windows), bit5 = _mm256_add_epi8(bit6, bit6), bit4 = _mm256_add_epi8(bit5, bit5);
+  const auto part = [&](int i) __attribute__((always_inline)) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table + i)), low);
+  };
+  const auto two = [&](int i) __attribute__((always_inline)) { return _mm256_blendv_epi8(part(i), part(i + 1), bit4); };
+  const auto four = [&](int i) __attribute__((always_inline)) { return _mm256_blendv_epi8(two(i), two(i + 2), bit5); };
+  const auto eight = [&](int i) __attribute__((always_inline)) { return _mm256_blendv_epi8(four(i), four(i + 4), bit6); };
+  return _mm256_blendv_epi8(eight(0), eight(8), windows);
+}
+
+// See above.
+INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,
+                         int64_t row) {
+  const int8_t* table = tables + 256 * block.bits;
+  const __m256i order = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)block.order));
+  const __m256i factor = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)block.factor));
+  const int64_t byte = block.first / 8, half = byte + block.bits;
+  const auto windows = [=](const uint8_t* const* token, int64_t from) __attribute__((always_inline)) {
+    const __m128i *first = (const __m128i*)(token[0] + from), *second = (const __m128i*)(token[1] + from);
+    const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(first)), _mm_loadu_si128(second), 1);
+    return _mm256_srli_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(bytes, order), factor), 8);
+  };
+  for (int t = 0; t < count; t += 2, levels += 2 * row) {
+    const __m256i two = look_up(table, _mm256_packus_epi16(windows(at + t, byte), windows(at + t, half)));
+    _mm_storeu_si128((__m128i*)levels, _mm256_castsi256_si128(two));
+    _mm_storeu_si128((__m128i*)(levels + row), _mm256_extracti128_si256(two, 1));
+  }
 }
 #else
 INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count, int8_t* levels,

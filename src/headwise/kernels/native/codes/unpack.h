@@ -7,17 +7,86 @@
 
 namespace {
 
-constexpr int CHUNK = 64;  // numbers of a token that are unpacked at a time
+constexpr int CHUNK = 64;  // numbers of a token, to a multiple of which unpacked rows are padded
 
-// Numbers of a row one by one: `width` of them.
-INLINE void unpack_row(const uint8_t* row, int bits, int64_t width, int8_t* to) {
-  const int mask = (1 << bits) - 1, flip = bits == 8 ? 128 : 0;
-  for (int64_t i = 0; i < width; i++) {
-    const int64_t bit = i * bits;
-    const int last = bit % 8 + bits > 8 ? row[bit / 8 + 1] : 0;
-    to[i] = int8_t(((row[bit / 8] | last << 8) >> bit % 8 & mask) ^ flip);
+// Unpacks rows of numbers.
+class RowUnpacker {
+ public:
+#if defined(__AVX2__)
+  explicit RowUnpacker(int bits) : bits_(bits) {
+    alignas(32) uint8_t order[32];
+    alignas(32) uint16_t factor[16];
+    for (int i = 0; i < 16; i++) {
+      const int bit = i % 8 * bits;
+      order[2 * i] = uint8_t(bit / 8), order[2 * i + 1] = uint8_t(bit / 8 + 1);
+      factor[i] = uint16_t(1 << (16 - bits - bit % 8));
+    }
+    order_ = _mm256_load_si256((const __m256i*)order), factor_ = _mm256_load_si256((const __m256i*)factor);
+    flip_ = _mm256_set1_epi8(char(bits == 8 ? 128 : 0)), unused_ = _mm_cvtsi32_si128(16 - bits);
   }
-}
+
+  // Writes `width` numbers of each of `count` rows, and what pads them to a multiple of CHUNK; rows are `stride` bytes apart, and
+  // what is written `apart`. From the first row on, `readable` bytes may be read.
+  __attribute__((noinline)) void unpack(const uint8_t* row, int64_t stride, int count, int64_t width, int64_t readable, int8_t* to,
+                                        int64_t apart) const {
+    const RowUnpacker own = *this;  // a local copy, which the compiler knows that no store changes
+    const int64_t step = AT_ONCE / 8 * bits_;
+    for (int t = 0; t < count; t++, row += stride, readable -= stride, to += apart) {
+      __builtin_prefetch(row + count * stride);
+      const int64_t last = readable - 3 * own.bits_ - 16;
+      for (int64_t i = 0, byte = 0; i < width; i += AT_ONCE, byte += step) {
+        const __m256i numbers = byte <= last ? own.read(row + byte) : read_last(own, row + byte, (width - i) * own.bits_);
+        _mm256_storeu_si256((__m256i*)(to + i), numbers);
+      }
+    }
+  }
+
+ private:
+  static constexpr int AT_ONCE = 32;
+  // Of each number the two bytes that it is in, the second as the higher one; what moves it to the highest bits; and how many of
+  // sixteen are not its own.
+  __m256i order_, factor_;
+  __m128i unused_;
+  __m256i flip_;
+  int bits_;
+
+  INLINE __m256i read(const uint8_t* at) const {
+    if (bits_ == 4) {
+      const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)at));
+      return _mm256_and_si256(_mm256_or_si256(bytes, _mm256_slli_epi16(bytes, 4)), _mm256_set1_epi8(15));
+    }
+    const auto eights = [=](int first) __attribute__((always_inline)) {  // eight numbers, and eight that follow sixteen later
+      const __m128i *low = (const __m128i*)(at + first * bits_), *high = (const __m128i*)(at + (first + 2) * bits_);
+      const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
+      return _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(bytes, order_), factor_), unused_);
+    };
+    return _mm256_xor_si256(_mm256_packus_epi16(eights(0), eights(1)), flip_);
+  }
+
+  // The last numbers of a row, whose codes are so many bits.
+  static __attribute__((noinline)) __m256i read_last(RowUnpacker own, const uint8_t* at, int64_t bits) {
+    uint8_t copy[3 * 8 + 16] = {};
+    memcpy(copy, at, std::min<int64_t>(AT_ONCE / 8 * own.bits_, (bits + 7) / 8));
+    return own.read(copy);
+  }
+#else
+  explicit RowUnpacker(int bits) : bits_(bits) {}
+
+  // See above.
+  void unpack(const uint8_t* row, int64_t stride, int count, int64_t width, int64_t, int8_t* to, int64_t apart) const {
+    const int bits = bits_, mask = (1 << bits) - 1, flip = bits == 8 ? 128 : 0;
+    for (int t = 0; t < count; t++, row += stride, to += apart)
+      for (int64_t i = 0; i < width; i++) {
+        const int64_t bit = i * bits;
+        const int last = bit % 8 + bits > 8 ? row[bit / 8 + 1] : 0;
+        to[i] = int8_t(((row[bit / 8] | last << 8) >> bit % 8 & mask) ^ flip);
+      }
+  }
+
+ private:
+  int bits_;
+#endif
+};
 
 #if HAS_MATRIX_TILES
 

@@ -47,7 +47,7 @@ INLINE float number_of_half(uint16_t x) {
 
 // `count` numbers of float16, and zeros.
 INLINE Vector of_halves(const uint16_t* at, int count) {
-#if defined(__AVX512F__) && defined(__FLT16_MAX__)
+#if (defined(__AVX512F__) || defined(__F16C__)) && defined(__FLT16_MAX__)
   return load((const float16*)at, count);
 #else
   float numbers[W] = {};
@@ -294,6 +294,7 @@ class AffineAttention {
     std::optional<TileSetting> setting;
     if (tiles_) setting.emplace(std::min(TILE, rows_ * PIECES));
 #endif
+    const RowUnpacker key_unpacker(int(c_.key.bits)), value_unpacker(int(c_.value.bits));
     const uint8_t* key = (const uint8_t*)a_.key + at.b * a_.key_stride[0] + at.k * a_.key_stride[1];
     const uint8_t* value = (const uint8_t*)a_.value + at.b * a_.value_stride[0] + at.k * a_.value_stride[1];
     int64_t block_of_query = -1;
@@ -334,10 +335,10 @@ class AffineAttention {
         continue;
       }
 #endif
-      for (int t = 0; t < count; t++) {
-        unpack_row(key_rows + t * a_.key_stride[2], int(c_.key.bits), a_.D, at.keys + t * key_row_);
-        unpack_row(value_rows + t * a_.value_stride[2], int(c_.value.bits), a_.V, at.values + t * value_row_);
-      }
+      const int64_t behind = c_.coded - 1 - from;  // rows that follow the first one
+      key_unpacker.unpack(key_rows, a_.key_stride[2], count, a_.D, behind * a_.key_stride[2] + key_bytes(), at.keys, key_row_);
+      value_unpacker.unpack(value_rows, a_.value_stride[2], count, a_.V, behind * a_.value_stride[2] + value_bytes(), at.values,
+                            value_row_);
       score(from, count, [&](int t, int n) { score_rows(at, t, n); });
       weigh_codes(at, from, count, partial);
       mix_codes(at, count, partial);
@@ -375,13 +376,32 @@ class AffineAttention {
         store(scales + (half + 1) * BLOCK + t, (Vector)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16))));
       }
     }
-#else
-    for (int t = 0; t < BLOCK; t++)
-      for (int64_t half = 0; half < 2 * rows.groups; half++) {
-        uint16_t bits = 0;
-        if (t < count) memcpy(&bits, row + t * stride + rows.codes + 2 * half, 2);
-        scales[half * BLOCK + t] = number_of_half(bits);
+#elif defined(__AVX2__) && defined(__F16C__)
+    for (int64_t half = 0; half < 2 * rows.groups; half += 2) {  // two at a time, as above
+      const uint8_t* at = row + rows.codes + 2 * half;
+      const auto both = [&](int t) {
+        int32_t words[4];
+        for (int i = 0; i < 4; i++) memcpy(words + i, at + std::min(t + i, count - 1) * stride, 4);
+        return _mm_setr_epi32(words[0], words[1], words[2], words[3]);
+      };
+      const __m128i mask = _mm_set1_epi32(0xffff);
+      for (int t = 0; t < BLOCK; t += W) {
+        const __m128i a = both(t), b = both(t + 4);
+        const __m128i first = _mm_packus_epi32(_mm_and_si128(a, mask), _mm_and_si128(b, mask));
+        const __m128i second = _mm_packus_epi32(_mm_srli_epi32(a, 16), _mm_srli_epi32(b, 16));
+        store(scales + half * BLOCK + t, (Vector)_mm256_cvtph_ps(first));
+        store(scales + (half + 1) * BLOCK + t, (Vector)_mm256_cvtph_ps(second));
       }
+    }
+#else
+    for (int64_t half = 0; half < 2 * rows.groups; half++) {
+      const uint8_t* at = row + rows.codes + 2 * half;
+      for (int t = 0; t < BLOCK; t += W) {
+        uint16_t bits[W] = {};
+        for (int i = 0; i < W && t + i < count; i++) memcpy(bits + i, at + (t + i) * stride, 2);
+        store(scales + half * BLOCK + t, of_halves(bits, W));
+      }
+    }
 #endif
     // A scale that is no number says that its group holds none.
     for (int64_t i = 0; i < rows.groups * BLOCK; i += W) {
@@ -399,18 +419,22 @@ class AffineAttention {
     for (int64_t g = 0; g < key_groups_; g++) {
       for (int i = 0; i < n; i++) key[i] = at.keys + (t + i) * key_row_ + g * key_width_;
       score<A>(at.grouped + g * rows_ * key_padded_, rows_, key, n, key_width_, at.scaled, none);
-      for (int row = 0; row < rows_; row++)
-        for (int i = 0; i < n; i++) add_score(at, g, row, t + i, at.scaled[row * BLOCK + i]);
+      // Local copies, which the compiler knows that no store changes.
+      const float *scale = at.key_scales + g * BLOCK + t, *zero = scale + c_.key.groups * BLOCK;
+      const bool has_groups = c_.key.groups, is_first = g == 0;
+      for (int row = 0; row < rows_; row++) {
+        const float *product = at.scaled + row * BLOCK, sum = has_groups ? at.sums[g * rows_ + row] : at.added[row];
+        float* score = at.scores + row * BLOCK + t;
+        const auto add = [=](int i, auto read) __attribute__((always_inline)) {
+          if (!has_groups) return read(product + i) + sum;
+          const auto scaled = read(product + i) * read(scale + i) + read(zero + i) * sum;
+          return is_first ? scaled : read(score + i) + scaled;
+        };
+        int i = 0;
+        for (; i + W <= n; i += W) store(score + i, add(i, [](const float* x) { return load(x); }));
+        for (; i < n; i++) score[i] = add(i, [](const float* x) { return *x; });
+      }
     }
-  }
-  void add_score(Place& at, int64_t g, int row, int t, float product) const {
-    float* score = at.scores + row * BLOCK + t;
-    if (!c_.key.groups) {
-      *score = product + at.added[row];
-      return;
-    }
-    const float scale = at.key_scales[g * BLOCK + t], zero = at.key_scales[(c_.key.groups + g) * BLOCK + t];
-    *score = (g ? *score : 0.0f) + product * scale + zero * at.sums[g * rows_ + row];
   }
 
 #if HAS_MATRIX_TILES
