@@ -29,6 +29,7 @@ class SlotRotation:
     def __init__(self, rotary: nn.Module) -> None:
         self._rotary = rotary
         self._tables: tuple[Tensor, Tensor] | None = None
+        self._latest: tuple[object, tuple[Tensor, Tensor]] | None = None
 
     def tables(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 ``[1, count, frequencies]``, of slots 0 … count − 1."""
@@ -38,6 +39,25 @@ class SlotRotation:
             with torch.inference_mode(False), torch.no_grad():
                 kept = self._tables = self._rotary(torch.empty(1, dtype=torch.float32, device=device), slots)
         return kept[0][:, :count], kept[1][:, :count]
+
+    def of_slot(self, slot: int, channels: Tensor, key: object, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[1, 1, P/2]`` of one slot, kept because most layers want the same of a token.
+
+        Args:
+            slot: the slot.
+            channels: int64 ``[P/2]``, each pair's frequency.
+            key: what says that two layers' channels are the same.
+            like: a tensor of the dtype.
+        """
+        wanted = (slot, key, like.dtype, channels.device)
+        if self._latest is None or self._latest[0] != wanted:
+            with torch.inference_mode(False), torch.no_grad():
+                cos, sin = (
+                    table.narrow(1, slot, 1).index_select(2, channels).to(like.dtype)
+                    for table in self.tables(slot + 1, channels.device)
+                )
+            self._latest = wanted, (cos, sin)
+        return self._latest[1]
 
 
 class CodedLayer(GrowingLayer):

@@ -134,7 +134,7 @@ class HostedAttention(AttentionLayer):
             attention_mask=mask,
             # A 4-D mask includes causality; without a mask, or with one for padding, plain causal is meant.
             is_causal=self.spec.is_causal and not is_cross and (attention_mask is None or attention_mask.dim() == 2),
-            position_embeddings=self._rotation(position_embeddings),
+            position_embeddings=self._rotation(position_embeddings, hidden_states, past),
             cache=self._cache(past, mask),
             return_weights=output_attentions or self.config._attn_implementation == "eager",
         )
@@ -147,8 +147,16 @@ class HostedAttention(AttentionLayer):
             return None
         return LayerCache(past, self.layer_idx, trim=mask is None, tensors=len(self.cache_shapes()))
 
-    def _rotation(self, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of the frequencies that the layer kept, each ``[B or 1, S, P/2]``."""
+    def _rotation(
+        self, tables: tuple[Tensor, Tensor] | None, states: Tensor, past: Any
+    ) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of the new tokens at the frequencies that the layer kept, each ``[B or 1, S, P/2]``.
+
+        Args:
+            tables: the model's, each ``[B or 1, S, dims]``.
+            states: ``[B, S, E]``.
+            past: the cache.
+        """
         if self.rope is None or tables is None:
             return None
         channels = self._channels(tables[0])
@@ -214,9 +222,14 @@ class CodedAttention(HostedAttention):
             return super()._cache(past, mask)
         return CodedStates(self.code, past, self.layer_idx, mask)
 
-    def _by_slot(self, states: Tensor, call: Call) -> Call:
-        """The call with its queries rotated by their slots, as coded keys are."""
-        return call._replace(rotation=self._slots(states, call.total - states.shape[1], call.total))
+    def _rotation(
+        self, tables: tuple[Tensor, Tensor] | None, states: Tensor, past: Any
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `HostedAttention._rotation`; queries are rotated by their slots where keys are coded."""
+        if self.code is None:
+            return super()._rotation(tables, states, past)
+        begin = 0 if past is None else int(past.get_seq_length(self.layer_idx))
+        return self._slots(states, begin, begin + states.shape[1])
 
     def _can_read(self, states: Tensor, memory: tuple[Tensor, ...], call: Call) -> bool:
         """Whether the compiled kernel attends to codes as they are stored, of new tokens ``[B, S, E]``."""
@@ -236,6 +249,8 @@ class CodedAttention(HostedAttention):
         """cos and sin ``[1, end − begin, P/2]`` of slots; None without rotary dims."""
         if self.slots is None or not self.channels:
             return None
+        if end == begin + 1 and type(like) is Tensor and not torch.compiler.is_compiling():
+            return self.slots.of_slot(begin, self._channels(like), tuple(self.channels), like)
         cos, sin = (table[:, begin:] for table in self.slots.tables(end, like.device))
         channels = self._channels(cos)
         return cos[..., channels].to(like.dtype), sin[..., channels].to(like.dtype)
@@ -266,7 +281,6 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
     ) -> Tensor | tuple[Tensor, Tensor]:
         if self.code is None:
             return super()._attend(hidden_states, memory, call)
-        call = self._by_slot(hidden_states, call)
         if self._can_read(hidden_states, memory, call):
             assert self.reader is not None
             query = self._absorbed_query(*self._queries(hidden_states, call.rotation))
@@ -318,12 +332,12 @@ class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
         if self.code is None:
             return super()._attend(hidden_states, memory, call)
         if self._can_read(hidden_states, memory, call):
-            return self._read(hidden_states, memory, self._by_slot(hidden_states, call))
+            return self._read(hidden_states, memory, call)
         values, K = self._values(memory, hidden_states.dtype), self.spec.num_kv_heads
         widths = (K * self.spec.head_dim, K * self.spec.value_dim)
         key, value = (split_heads(part[:, 0], K) for part in values.split_with_sizes(widths, -1))
         key = rotated(key, self._slots(values, 0, key.shape[2]), self.rope)
-        return super()._attend(hidden_states, (key, value), self._by_slot(hidden_states, call))
+        return super()._attend(hidden_states, (key, value), call)
 
     def _read(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Tensor:
         """`_attend`, by the kernel that reads codes."""

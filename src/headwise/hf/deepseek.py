@@ -54,7 +54,7 @@ def take_over_attention(model: Any) -> None:
 class OptimizedLatentAttention(HostedLatentAttention):
     """DeepSeek's attention module after `take_over_attention`, which sets the class of existing modules."""
 
-    def _rotation(self, tables: Any) -> tuple[Tensor, Tensor]:
+    def _rotation(self, tables: Any, states: Tensor, past: Any) -> tuple[Tensor, Tensor]:
         if isinstance(tables, Tensor):  # V2: cos + i·sin
             return tables.real, tables.imag
         cos, sin = tables  # V3: every angle is stored twice, in the first half and in the second

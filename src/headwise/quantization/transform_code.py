@@ -93,7 +93,7 @@ class TransformCode:
         """The cost of a squared error of a level of every channel, float32 ``[W]``."""
         return self.scale.square()
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token: one for the gains, and those of all codes."""
         return 1 + -(-int(self.channel_bits.sum()) // 8)
@@ -119,9 +119,10 @@ class TransformCode:
         A token with NaN or infinite values gets codes of finite ones, and no other token does.
         """
         normal, gains, starts = self.normalised(states)
-        _, codes = encode(normal, self.weights, self.channel_bits, starts, gains)
-        assert codes is not None
-        return torch.cat((starts[:, None], codes), -1).view(*states.shape[:-1], self.token_bytes)
+        rows = starts.new_zeros(len(starts), self.token_bytes)
+        rows[:, 0] = starts
+        encode(normal, self.weights, self.channel_bits, starts, gains, codes=rows[:, 1:])
+        return rows.view(*states.shape[:-1], self.token_bytes)
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values ``[…, W]`` that codes stand for; see `encode`."""

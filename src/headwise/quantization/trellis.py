@@ -49,7 +49,14 @@ def tables(device: torch.device | None = None) -> Tensor:
 
 
 def encode(
-    values: Tensor, weights: Tensor, bits: Tensor, starts: Tensor, gains: Tensor | None = None, *, pack: bool = True
+    values: Tensor,
+    weights: Tensor,
+    bits: Tensor,
+    starts: Tensor,
+    gains: Tensor | None = None,
+    *,
+    codes: Tensor | None = None,
+    pack: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Choose the codes of rows of values of variance about 1, each row's together.
 
@@ -61,21 +68,22 @@ def encode(
         bits: uint8 ``[W]``, 1 to 8.
         starts: uint8 ``[n]``, the window before a row's first code.
         gains: float32 ``[n, W]``, factors of a value's error; 1 when None.
+        codes: uint8 ``[n, bytes]`` of zeros, rows to write the codes to; new ones when None.
         pack: whether codes are returned besides levels.
 
     Returns:
         The levels, float32 ``[n, W]``; and the codes, uint8 ``[n, bytes]``, the highest bit of a byte first, or None.
     """
-    size = int(bits.sum())
-    if can_encode() and are_plain(values, weights, bits, starts, gains):
-        codes = values.new_zeros(len(values), -(-size // 8), dtype=torch.uint8) if pack else None
+    if pack and codes is None:
+        codes = values.new_zeros(len(values), -(-int(bits.sum()) // 8), dtype=torch.uint8)
+    if can_encode() and are_plain(values, weights, bits, starts, gains, codes):
         return trellis_encode(values, weights, bits, tables(), starts, gains=gains, codes=codes), codes
     squares = weights.expand_as(values) if gains is None else weights * gains.square()
     pieces = zip(*(torch.split(rows, _ROWS) for rows in (values, squares, starts)), strict=True)
     parts = [_encode(rows, costs, first, bits.tolist()) for rows, costs, first in pieces]
     windows = torch.cat(parts)
     levels = tables(values.device)[bits.long(), windows.long()]
-    return levels, _packed(windows, bits) if pack else None
+    return levels, None if codes is None else codes.copy_(_packed(windows, bits))
 
 
 def decode(codes: Tensor, bits: Tensor, starts: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ def choose_gains(
     assert all(tensor.dtype == torch.float32 for tensor in inputs)
     normal, of_channel = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
     starts = values.new_empty(len(values), dtype=torch.uint8)
-    widths = torch.tensor(parts, dtype=torch.int64, device="cpu")
+    widths = _widths(parts)
     arguments = _GAINS_ARGUMENTS.pack(
         *(tensor.data_ptr() for tensor in (*inputs, widths, starts, normal, of_channel)),
         *(*values.shape, len(parts), tried, zero),
@@ -103,3 +104,8 @@ def choose_gains(
     )
     library.headwise_gains(arguments)
     return normal, of_channel, starts
+
+
+@lru_cache
+def _widths(parts: tuple[int, ...]) -> Tensor:
+    return torch.tensor(parts, dtype=torch.int64, device="cpu")
