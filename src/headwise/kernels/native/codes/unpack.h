@@ -22,7 +22,7 @@ class RowUnpacker {
       factor[i] = uint16_t(1 << (16 - bits - bit % 8));
     }
     order_ = _mm256_load_si256((const __m256i*)order), factor_ = _mm256_load_si256((const __m256i*)factor);
-    flip_ = _mm256_set1_epi8(char(bits == 8 ? 128 : 0)), unused_ = _mm_cvtsi32_si128(16 - bits);
+    unused_ = _mm_cvtsi32_si128(16 - bits);
   }
 
   // Writes `width` numbers of each of `count` rows, and what pads them to a multiple of CHUNK; rows are `stride` bytes apart, and
@@ -47,10 +47,10 @@ class RowUnpacker {
   // sixteen are not its own.
   __m256i order_, factor_;
   __m128i unused_;
-  __m256i flip_;
   int bits_;
 
   INLINE __m256i read(const uint8_t* at) const {
+    if (bits_ == 8) return _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)at), _mm256_set1_epi8(char(128)));
     if (bits_ == 4) {
       const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)at));
       return _mm256_and_si256(_mm256_or_si256(bytes, _mm256_slli_epi16(bytes, 4)), _mm256_set1_epi8(15));
@@ -60,7 +60,7 @@ class RowUnpacker {
       const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
       return _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(bytes, order_), factor_), unused_);
     };
-    return _mm256_xor_si256(_mm256_packus_epi16(eights(0), eights(1)), flip_);
+    return _mm256_packus_epi16(eights(0), eights(1));
   }
 
   // The last numbers of a row, whose codes are so many bits.

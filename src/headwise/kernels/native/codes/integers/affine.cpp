@@ -376,7 +376,7 @@ class AffineAttention {
         store(scales + (half + 1) * BLOCK + t, (Vector)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16))));
       }
     }
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
     for (int64_t half = 0; half < 2 * rows.groups; half += 2) {  // two at a time, as above
       const uint8_t* at = row + rows.codes + 2 * half;
       const auto both = [&](int t) {
