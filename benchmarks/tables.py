@@ -370,6 +370,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "decode": ("decode.json", decode),
     "limits": ("decode-96mib.json", limits),
     "coded": ("coded.json", coded),
+    "coded-avx2": ("coded-avx2.json", coded),
     "coded-models": ("coded.json", coded_models),
     "generate": ("generate.json", generate),
 }
@@ -403,7 +404,7 @@ def fill(text: str, tables: dict[str, str]) -> str:
         content = tables.get(place[2])
         return place[0] if content is None else f"{place[1]}\n{content}\n{place[3]}"
 
-    return re.sub(r"(<!-- table: ([a-z-]+) -->)\n.*?(<!-- end of table -->)", put, text, flags=re.DOTALL)
+    return re.sub(r"(<!-- table: ([a-z0-9-]+) -->)\n.*?(<!-- end of table -->)", put, text, flags=re.DOTALL)
 
 
 def _times(ms: float | None, headwise_ms: float) -> str:
