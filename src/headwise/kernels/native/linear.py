@@ -84,7 +84,7 @@ def linear_of_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether torch leaves products of bfloat16 to oneDNN, as on processors with AVX-512 or ARM's instructions for them.
+    """Whether torch leaves products of bfloat16 to oneDNN, as on processors with AVX-512 or ARM's bfloat16.
 
     Elsewhere torch multiplies bfloat16 by plain loops. oneDNN may still take longer for it than for float32, on a
     processor with AVX-512 that has no products of bfloat16.
