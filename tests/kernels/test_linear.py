@@ -90,15 +90,23 @@ def test_many_rows_of_bfloat16_are_rounded_once(monkeypatch: pytest.MonkeyPatch)
         assert out.shape == (3, 700, 80)
         assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * 96**0.5).all()
         strided = linear_of_many(x[..., ::2], weight[:, :48])
-        assert torch.equal(strided, linear_of_many(x[..., ::2].contiguous(), weight[:, :48].contiguous()))
+        halved = F.linear(x[..., ::2].double(), weight[:, :48].double())
+        assert ((strided.double() - halved).abs() <= 2**-8 * halved.abs() + 1e-5 * 48**0.5).all()
+        if not has_products:
+            assert torch.equal(strided, linear_of_many(x[..., ::2].contiguous(), weight[:, :48].contiguous()))
+            assert torch.equal(out, F.linear(x.float(), weight.float(), bias.float()).bfloat16())
 
 
-def test_many_rows_with_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_with_gradients_and_watchers_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "multiplies_bfloat16", lambda: False)
     layer = ManyTokensLinear(24, 16, dtype=torch.bfloat16)
     x = torch.randn(40, 24).bfloat16()
-    layer(x).sum().backward()
+    out = layer(x)
+    assert type(out.grad_fn) is type(F.linear(x, layer.weight, layer.bias).grad_fn)
+    out.sum().backward()
     assert layer.weight.grad is not None
+    with torch.no_grad():
+        assert torch.func.vmap(layer)(x[None]).shape == (1, 40, 16)  # which cannot write into a tensor of its own
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         layer(x)
     assert counter.get_total_flops() == 2 * 40 * 24 * 16

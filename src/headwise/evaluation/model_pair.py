@@ -15,6 +15,7 @@ from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer
 from headwise.errors import ArgumentError, naming
 from headwise.hf import as_device, as_dtype, default_cache, load, open_decoder
 from headwise.hf.linear import ManyTokensLinear, take_over_linears
+from headwise.kernels.native import multiplies_bfloat16
 from headwise.progress import Progress, silent
 
 
@@ -45,7 +46,8 @@ class Pair:
         for step, (name, checkpoint) in enumerate(self.checkpoints.items()):
             self.progress("loading", step, len(self.sources))
             loaded[name] = load(checkpoint.path, dtype=self.dtype, device=str(self.device))
-            take_over_linears(loaded[name], ManyTokensLinear)
+            if self.dtype == torch.bfloat16 and not multiplies_bfloat16():
+                take_over_linears(loaded[name], ManyTokensLinear)
         self.progress("loading", len(self.sources), len(self.sources))
         return loaded
 

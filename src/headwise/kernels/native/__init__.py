@@ -2,6 +2,15 @@
 
 from headwise.kernels.native.attention import attend_fused
 from headwise.kernels.native.build import Build, are_plain, built, why_not
-from headwise.kernels.native.linear import linear, linear_of_many
+from headwise.kernels.native.linear import linear, linear_of_many, multiplies_bfloat16
 
-__all__ = ["Build", "are_plain", "attend_fused", "built", "linear", "linear_of_many", "why_not"]
+__all__ = [
+    "Build",
+    "are_plain",
+    "attend_fused",
+    "built",
+    "linear",
+    "linear_of_many",
+    "multiplies_bfloat16",
+    "why_not",
+]
