@@ -32,6 +32,7 @@ from benchmarks import data
 from headwise.checkpoints import Checkpoint, FolderWriter, load_tokenizer, open_checkpoint
 from headwise.conversion.calibrate import collect_statistics
 from headwise.conversion.calibration.saved import write_statistics
+from headwise.conversion.calibration.windows import plain_windows
 from headwise.evaluation import evaluate, evaluate_choices, open_pair, score_window
 from headwise.specs import AttentionSpec, split_budget
 from headwise.texts import calibration_windows, read_text, token_windows
@@ -245,7 +246,8 @@ class Bench:
         if not folder.exists():
             texts = [TEXTS[name](self.cache) for name in row.texts]
             tokenizer = load_tokenizer(self.checkpoint.path)
-            windows = calibration_windows(tokenizer, texts, tokens=self.tokens, window=self.window)
+            ids = calibration_windows(tokenizer, texts, tokens=self.tokens, window=self.window)
+            windows = plain_windows(ids)  # text alone, as in the papers
             with FolderWriter(folder, {}) as writer:
                 results = collect_statistics(self.checkpoint, windows, writer.work)
                 write_statistics(writer.folder, results, self.checkpoint, texts, windows)

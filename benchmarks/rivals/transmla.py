@@ -44,7 +44,7 @@ class LatentAttention:
 
     def __call__(self, attention: Any, hidden: Tensor, rotary: Rotary) -> Tensor:
         """See `simulation.Rival`."""
-        return self.layer.output(hidden[0], rotation_tables(self.source, hidden.shape[1]))[None]
+        return self.layer.output(hidden[0], rotation_tables(self.source, torch.arange(hidden.shape[1])))[None]
 
 
 @dataclass(frozen=True)

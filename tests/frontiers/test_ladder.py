@@ -103,10 +103,18 @@ def test_each_stage_that_a_target_has_is_left_out_once(tmp_path: Path) -> None:
         candidates, _ = list_candidates(checkpoint, [target], methods=True)
         choices[target] = [candidate.without for candidate in candidates if candidate.method is None]
     some = [("sequence",), ("refine",), ("refit",)]
-    assert choices["mla:0.5"] == [(), ("sensitivity", "spread"), ("spread",), ("channels",), *some, STAGES]
+    assert choices["mla:0.5"] == [
+        (),
+        ("recall",),
+        ("sensitivity", "spread"),
+        ("spread",),
+        ("channels",),
+        *some,
+        STAGES,
+    ]
     # MQA's heads all have one size, and turn as they did.
-    merging = ("sensitivity", "sequence", "refine", "refit")
-    assert choices["mqa"] == [(), ("sensitivity",), *some, merging]
+    merging = ("recall", "sensitivity", "sequence", "refine", "refit")
+    assert choices["mqa"] == [(), ("recall",), ("sensitivity",), *some, merging]
     for target, stages in (("mla:0.5", STAGES), ("mqa", merging)):
         assert Candidate(target, without=stages).way == "headwise without any stage"
     assert choices["mla:1"] == choices["mha"] == [()]  # nothing is lost

@@ -19,6 +19,7 @@ import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.layerwise import LayerwiseModel
+from headwise.specs import GroupedSpec
 from tests.checkpoints.tiny_gguf import write_tiny_gguf
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
@@ -125,6 +126,29 @@ def test_batches_of_other_sizes_go_through_the_same_layers(tmp_path: Path, named
         expected = whole(ids, use_cache=False)
         final = expected.last_hidden_state if named == "bert" else expected.logits
         assert torch.equal(model.finish(run_layers(model, model.begin(ids))), final)
+
+
+@torch.no_grad()
+def test_windows_may_stand_at_other_positions(tmp_path: Path, named: str) -> None:
+    """As in the whole model with these position ids; layers with a sliding window see no gaps."""
+    whole, model = both(tmp_path, named, torch.float32)
+    ids = random_ids()
+    positions = torch.arange(16).repeat(2, 1)
+    positions[0, 8:] += 30
+    positions[1, 5:] += 11
+    hidden = model.begin(ids)
+    assert model.at(torch.arange(16)) is model
+    layers = model.checkpoint.spec.layers
+    if any(isinstance(layer, GroupedSpec) and layer.rope for layer in layers):
+        expected = whole(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        if all(layer.sliding_window is None for layer in layers):
+            assert torch.equal(model.finish(run_layers(model.at(positions), hidden)), expected)
+            one = model.at(positions[0])
+            assert_close(model.finish(run_layers(one, hidden[:1])), expected[:1], 1e-5)
+        for index, layer in enumerate(layers):
+            module = model.module(index)
+            has_moved = not torch.equal(*(m.run(index, module, hidden) for m in (model, model.at(positions))))
+            assert has_moved == (layer.sliding_window is None)
 
 
 @torch.no_grad()
@@ -282,6 +306,7 @@ from pathlib import Path
 import torch
 from headwise.checkpoints import open_checkpoint
 from headwise.hf.layerwise import LayerwiseModel
+from headwise.specs import GroupedSpec
 
 def resident(field):
     line = next(line for line in open("/proc/self/status") if line.startswith(field))

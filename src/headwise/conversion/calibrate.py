@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
 from headwise.checkpoints.disk import clearly, refuse_input_within
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import begin_streams, sensitivity_windows, traced
+from headwise.conversion.calibration.windows import CalibrationWindows, recall_windows
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.planning.target import refuse_latent
 from headwise.conversion.solvers.statistics import statistics_of
@@ -97,7 +97,7 @@ def calibrate(
         first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
         refuse_unsolvable(checkpoint),
     ):
-        windows, _ = open_windows(checkpoint, texts)
+        windows = recall_windows(*open_windows(checkpoint, texts), checkpoint.spec)
         results = collect_statistics(checkpoint, windows, writer.work, run, progress)
         if process_index() == 0:
             with clearly("output", output):
@@ -106,7 +106,7 @@ def calibrate(
         source=str(source),
         output=str(output),
         layers=checkpoint.spec.num_layers,
-        tokens=windows.numel(),
+        tokens=windows.tokens,
         disk_bytes=sum(file.stat().st_size for file in destination.iterdir()),
         seconds=time.perf_counter() - start,
         peak_rss_bytes=peak_rss_bytes(),
@@ -115,13 +115,13 @@ def calibrate(
 
 @torch.no_grad()
 def collect_statistics(
-    checkpoint: Checkpoint, windows: Tensor, folder: Path, run: str = "", progress: Progress = silent
+    checkpoint: Checkpoint, windows: CalibrationWindows, folder: Path, run: str = "", progress: Progress = silent
 ) -> LayerFiles:
     """Collect and save each layer's statistics of the inputs that the source gives it.
 
     Args:
         checkpoint: the source.
-        windows: ``[N, W]`` token ids.
+        windows: the windows.
         folder: the folder of activations and results.
         run: the identity of the run, by which a killed run is continued.
         progress: told of each layer.
@@ -131,18 +131,18 @@ def collect_statistics(
     """
     model = LayerwiseModel(checkpoint, torch.float32)  # the dtype of conversions on a text
     sensitivities, results = LayerFiles(folder / "sensitivities"), LayerFiles(folder / "layers")
-    sensitivity_sample = windows[: sensitivity_windows(checkpoint.spec, windows, len(windows))]
-    output_sensitivities(model, sensitivity_sample, sensitivities, progress=progress)
+    output_sensitivities(model, sensitivity_windows(checkpoint.spec, windows), sensitivities, progress=progress)
     stream = begin_streams(model, windows, folder, ("source",), run)
     assert stream.layer is not None
+    placed = partial(windows.placed, model)
     for index in range(stream.layer, model.num_layers):
         progress("calibrating", index, model.num_layers)
         module, sensitivity = model.module(index), kept_sensitivity(sensitivities, index)
         source = read_layer(checkpoint, Place(index)).float()
         states = ((window, stream.read("source", window, window + 1)) for window in my_windows(len(windows)))
-        calls = traced(model, index, module, states, partial(stream.write, "source"))
+        calls = traced(placed, index, module, states, partial(stream.write, "source"))
         inputs = ((window, call.inputs[0]) for window, _, call in calls)
-        statistics = statistics_of(source, sensitivity.double(), inputs, windows.shape[1])
+        statistics = statistics_of(source, sensitivity.double(), inputs, windows.seen_by(source.spec))
         if process_index() == 0:
             save_layer(results, index, statistics, sensitivity)
         stream.commit()

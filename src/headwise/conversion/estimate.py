@@ -13,7 +13,7 @@ from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.sensitivity import PIECE
 from headwise.conversion.calibration.source_stream import sensitivity_windows
-from headwise.conversion.calibration.text import TextCalibrator, descent_steps
+from headwise.conversion.calibration.text import TextCalibrator, descent_steps, open_calibration
 from headwise.conversion.layer_loop import convert_layer
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan, Place
@@ -21,7 +21,7 @@ from headwise.conversion.storage.store import LayerStore
 from headwise.hf import LayerwiseModel
 from headwise.processes import process_count, temporary_folder
 from headwise.progress import Progress, silent
-from headwise.texts import NO_TEXTS, CalibrationTexts, open_windows
+from headwise.texts import NO_TEXTS, CalibrationTexts
 
 _FEW, _MORE = 1, 7
 """The numbers of descent steps that are timed."""
@@ -96,10 +96,10 @@ def _time_on_text(
 
     Several processes share the windows, so that as many more windows are timed.
     """
-    windows, held_out = open_windows(plan.checkpoint, texts)
+    windows = open_calibration(plan, texts)
     model = LayerwiseModel(plan.checkpoint, torch.float32)
-    sensitivity_count = sensitivity_windows(plan.before, windows, len(windows) - held_out)
-    backward = _time_sensitivity(model, windows[:1]) if "sensitivity" in plan.stages else 0.0
+    sensitivity_count = len(sensitivity_windows(plan.before, windows))
+    backward = _time_sensitivity(model, windows.ids[:1]) if "sensitivity" in plan.stages else 0.0
     processes = process_count()
     layout = OutputLayout(plan)
     # Sensitivities are measured for all layers at once, and timed by themselves.
@@ -108,9 +108,9 @@ def _time_on_text(
 
         def time_layer(part: int, count: int, steps: int, layout: OutputLayout = layout) -> float:
             progress("estimating", part, _PARTS)
-            sample = windows[torch.arange(count * processes) % len(windows)]
+            sample = replace(windows[torch.arange(count * processes) % len(windows)], held=1)
             part_folder = folder / str(part)
-            calibrator = TextCalibrator(model, sample, held=1, folder=part_folder, stages=stages, steps=steps)
+            calibrator = TextCalibrator(model, sample, folder=part_folder, stages=stages, steps=steps)
             calibrator.prepare()
             start = time.perf_counter()
             convert_layer(layout, calibrator, LayerStore(part_folder / "layers"), Place(0))
@@ -123,12 +123,12 @@ def _time_on_text(
     by_window = max(more_windows - base, 0.0) / processes
     by_step = max(more_steps - base, 0.0) / (_MORE - _FEW)
     fixed = max(base - 2 * processes * by_window - _FEW * by_step, 0.0)
-    by_layer = fixed + by_window * len(windows) + by_step * descent_steps(windows[: len(windows) - held_out])
+    by_layer = fixed + by_window * len(windows) + by_step * descent_steps(windows)
     if shares_channels:
         by_layer += fixed + by_window * sensitivity_count
     if "spread" in plan.stages:
         # On average half of all layers run behind a layer that is tried; a timed window is two streams.
-        later_windows = model.num_layers / 4 * min(TOKENS / windows.shape[1], 1.0)
+        later_windows = model.num_layers / 4 * min(TOKENS / windows.width, 1.0)
         by_layer += _TRIALS * _time_layer(plan, NOTHING_KNOWN) + by_window * (sensitivity_count + later_windows)
         if plan.spends_bytes:
             by_layer += coding  # codes of a few numbers of bits on a little text take about as long

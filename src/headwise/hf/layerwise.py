@@ -139,9 +139,39 @@ class LayerwiseModel:
         """
         if ids.shape[1] != self._window:
             # Traced with one window, so that masks and tables fit a batch of any size.
-            self._calls = self._trace(ids[:1], self.num_layers)[1]
+            self._calls = self._trace(self.num_layers, input_ids=ids[:1])[1]
             self._window = ids.shape[1]
-        return self._trace(ids, 1)[0]
+        return self._trace(1, input_ids=ids)[0]
+
+    @torch.no_grad()
+    def at(self, positions: Tensor) -> LayerwiseModel:
+        """The model for windows whose tokens stand at other positions than 0 … W − 1; it shares this one's weights.
+
+        Tokens attend to those before them in the window, however far their positions lie apart; but for layers with
+        a sliding window, which never see far tokens, they follow each other without a gap. Layers of the result can
+        be run once this model has begun with any window of W tokens.
+
+        Args:
+            positions: ``[W]``, of every window, or ``[B, W]``, those of each window of a batch; rising.
+        """
+        rows = positions.view(-1, positions.shape[-1])  # [1 or B, W]
+        if bool((rows == torch.arange(rows.shape[1])).all()):
+            return self
+        embedding = self.model.get_input_embeddings()
+        # A mask of ones: without it, transformers takes a step between positions for the beginning of another text.
+        placed = self._trace(
+            self.num_layers,
+            inputs_embeds=torch.zeros(*rows.shape, embedding.embedding_dim, dtype=self.dtype),
+            position_ids=rows,
+            attention_mask=torch.ones_like(rows),
+        )[1]
+        view = copy.copy(self)
+        view._calls = [
+            new if layer.sliding_window is None else old
+            for layer, old, new in zip(self.checkpoint.spec.layers, self._calls, placed, strict=True)
+        ]
+        view._window = rows.shape[1]
+        return view
 
     def module(self, index: int) -> nn.Module:
         """Build a layer and read its weights; nothing else refers to them, so that the caller decides when they go.
@@ -281,8 +311,13 @@ class LayerwiseModel:
             for name, parameter in module.named_parameters(recurse=False):
                 module.register_parameter(name, _parameter(parameter.to("meta")))
 
-    def _trace(self, ids: Tensor, layers: int) -> tuple[Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-        """The first layer's input, and the other arguments of the first ``layers`` layers; no layer is run."""
+    def _trace(self, layers: int, **inputs: Tensor) -> tuple[Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+        """The first layer's input, and the other arguments of the first ``layers`` layers; no layer is run.
+
+        Args:
+            layers: the number of layers.
+            inputs: the arguments of the model's forward pass.
+        """
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         first: list[Tensor] = []
 
@@ -294,7 +329,7 @@ class LayerwiseModel:
             return hidden_states
 
         with _replaced_forward(self._layers, record), suppress(_EnoughError):
-            self.model(ids, use_cache=False)
+            self.model(**inputs, use_cache=False)
         return first[0], calls
 
     def _fill(self, module: nn.Module, path: str) -> None:

@@ -28,9 +28,10 @@ BITS = Rule("must be between 1 and 8", lambda bits: bool(1 <= bits <= 8))
 
 _TEXT = "a text to calibrate on: a file, a folder or hf-dataset://…"
 
-STAGES = ("sensitivity", "spread", "channels", "sequence", "refine", "refit")
+STAGES = ("recall", "sensitivity", "spread", "channels", "sequence", "refine", "refit")
 """The stages that a method can have; each can be left out by name, as an ablation.
 
+- ``recall``: some calibration windows repeat passages from far behind.
 - ``sensitivity``: errors are counted in nats, by the derivative of the loss at each layer's attention output.
 - ``spread``: one total of cached values is divided unevenly over layers.
 - ``channels``: key heads are mixed so that rotation is concentrated in few rotary channels.

@@ -19,6 +19,7 @@ from headwise.checkpoints import open_checkpoint
 from headwise.conversion.budget import layer_trials, spread
 from headwise.conversion.budget.layer_trials import LayerTrials, sizes_to_try
 from headwise.conversion.budget.trial import Trial, held_pieces
+from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.methods import Evidence, LatentMethod, LayerTarget
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
@@ -47,7 +48,7 @@ def studied(model: LayerwiseModel) -> tuple[Layer, Statistics]:
     """Layer 0 and its statistics."""
     layer = read_layer(model.checkpoint, Place(0)).float()
     call, _ = model.trace(0, model.module(0), model.begin(ids(4, 32)))
-    return layer, statistics_of(layer, None, enumerate(call.inputs), 32)
+    return layer, statistics_of(layer, None, enumerate(call.inputs), torch.arange(32).expand(4, -1))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
@@ -61,7 +62,7 @@ def test_a_narrowed_layer_is_the_one_solved_at_that_rank(model_type: str, tmp_pa
     direct, same_channels = convert_to_latent(layer.state, spec, narrow, statistics=statistics)
     assert (cut.spec, cut.channels) == (narrow, same_channels)
     assert {name: x.shape for name, x in cut.state.items()} == {name: x.shape for name, x in direct.items()}
-    inputs, rotation = torch.randn(16, spec.hidden_size), rotation_tables(spec, 16)
+    inputs, rotation = torch.randn(16, spec.hidden_size), rotation_tables(spec, torch.arange(16))
     output, other = (x.float().output(inputs, rotation) for x in (cut, Layer(narrow, direct, channels)))
     assert torch.allclose(output, other, atol=1e-3 * float(other.abs().max()))
     uncut = Layer(wide, state, channels).float().output(inputs, rotation)
@@ -94,7 +95,7 @@ def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
     model, pieces = opened(tmp_path / "source"), ids(2, 24)
     layer = read_layer(model.checkpoint, Place(0)).float()
     blurred = {name: x + 0.2 * x.std() * torch.randn_like(x) for name, x in layer.state.items()}
-    trial = Trial(model, pieces)
+    trial = Trial(model, plain_windows(pieces))
     module = model.module(0)
     streams = [trial.replaced(0, module, trial.source, Layer(layer.spec, x)) for x in (layer.state, blurred)]
     assert trial.errors(0, module, torch.eye(48))(layer) == pytest.approx(0.0, abs=1e-9)

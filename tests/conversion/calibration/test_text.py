@@ -16,6 +16,7 @@ from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.candidate_layer import Candidate
 from headwise.conversion.calibration.sensitivity import output_sensitivities
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps
+from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers import layer as heads
 from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
@@ -60,7 +61,7 @@ def test_a_layer_run_for_some_rows_is_the_models_own(
     module = model.module(0)
     call, _ = model.trace(0, module, hidden)
     layer = read_layer(model.checkpoint, Place(0)).float()
-    rotation = rotation_tables(layer.spec, 23)
+    rotation = rotation_tables(layer.spec, torch.arange(23))
     rows = torch.tensor([0, 4, 11, 22])
     some = layer.output(call.inputs[0], rotation, rows)
     assert torch.allclose(some, call.output[0, rows], atol=2e-5, rtol=1e-4)
@@ -84,10 +85,10 @@ def test_statistics_are_the_documented_sums(tmp_path: Path) -> None:
     inputs = torch.randn(T, spec.hidden_size, generator=torch.Generator().manual_seed(1))
     chance = torch.randn(spec.hidden_size, spec.hidden_size, generator=torch.Generator().manual_seed(2)).double()
     sensitivity = chance @ chance.mT
-    rotation = rotation_tables(spec, T)
+    rotation = rotation_tables(spec, torch.arange(T))
     sums = Statistics.zeros(spec.hidden_size, spec.num_heads, T)
     metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
-    sums.add(layer, inputs, metric, rotation=rotation, window=0)
+    sums.add(layer, inputs, metric, positions=torch.arange(T), window=0)
     heads = layer.heads(inputs, torch.arange(T), rotation)
     extended = torch.cat((inputs, torch.ones(T, 1)), dim=1).double()
     assert torch.allclose(sums.inputs, extended.mT @ extended)
@@ -134,7 +135,7 @@ def test_sensitivities_are_the_models_own_derivatives(
     model = LayerwiseModel(open_checkpoint(folder), torch.float32)
     windows = ids(2, 17)
     results = LayerFiles(tmp_path / "results")
-    output_sensitivities(model, windows, results)
+    output_sensitivities(model, plain_windows(windows), results)
     assert sorted(file.suffix for file in results.folder.iterdir()) == [".safetensors"] * 2
     whole = headwise.load(folder, dtype="float32")
     grams = [torch.zeros(48, 48, dtype=torch.float64) for _ in range(2)]
@@ -208,7 +209,7 @@ def test_an_outlier_is_not_what_a_refit_serves() -> None:
 def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:
     model = opened(tmp_path, "llama")
     layer = read_layer(model.checkpoint, Place(0)).float()
-    rotation = rotation_tables(layer.spec, 13)  # type: ignore[arg-type]
+    rotation = rotation_tables(layer.spec, torch.arange(13))  # type: ignore[arg-type]
     inputs = torch.randn(13, 48, generator=torch.Generator().manual_seed(1))
     rows = torch.arange(13)
     wanted = layer.output(inputs, rotation)
@@ -263,22 +264,22 @@ def test_the_root_is_symmetric_and_its_square_is_the_matrix() -> None:
 
 
 def test_a_sensitivity_that_is_lost_is_not_one_that_is_left_out(tmp_path: Path) -> None:
-    model, windows = opened(tmp_path / "source", "llama"), ids(4, 16)
+    model, windows = opened(tmp_path / "source", "llama"), plain_windows(ids(4, 16), 1)
     (tmp_path / "work").mkdir()
-    calibrator = TextCalibrator(model, windows, held=1, folder=tmp_path / "work")
+    calibrator = TextCalibrator(model, windows, folder=tmp_path / "work")
     calibrator.prepare()
     assert calibrator.sensitivity(1) is not None
     calibrator.sensitivities.file(1).unlink()
     with pytest.raises(CheckpointError, match="layer = 1: an earlier run's result is lost"):
         calibrator.sensitivity(1)
-    assert TextCalibrator(model, windows, held=1, folder=tmp_path / "none", stages=()).sensitivity(1) is None
+    assert TextCalibrator(model, windows, folder=tmp_path / "none", stages=()).sensitivity(1) is None
 
 
 def calibrator_of(folder: Path, **options: Any) -> TextCalibrator:
     """A calibrator on random windows of a tiny model, before layer 0."""
     model = opened(folder / "source", "llama")
     (folder / "work").mkdir()
-    calibrator = TextCalibrator(model, ids(5, 32), held=1, folder=folder / "work", **options)
+    calibrator = TextCalibrator(model, plain_windows(ids(5, 32), 1), folder=folder / "work", **options)
     calibrator.prepare()
     return calibrator
 
@@ -318,5 +319,5 @@ def test_a_layer_is_asked_to_make_up_for_the_drift_of_the_stream(tmp_path: Path)
 
 def test_the_descent_passes_eight_times_over_the_text() -> None:
     """Steps are counted by window, or by 1024 tokens of longer windows."""
-    assert descent_steps(ids(3, 1024)) == descent_steps(ids(3, 16)) == 24
-    assert descent_steps(ids(2, 4096)) == 64
+    assert descent_steps(plain_windows(ids(4, 1024), 1)) == descent_steps(plain_windows(ids(3, 16))) == 24
+    assert descent_steps(plain_windows(ids(2, 4096))) == 64

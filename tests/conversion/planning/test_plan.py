@@ -41,12 +41,16 @@ def test_errors_of_keys_count_half_unless_a_spread_says_otherwise(source: Path) 
     [
         ({"to": "mla", "kv_budget": 0.5}, {}, STAGES),
         ({"to": "mla", "kv_budget": 0.5}, {"without": ["refit"]}, STAGES[:-1]),
-        ({"to": "mla", "kv_budget": 0.5}, {"without": ["sensitivity"]}, ("channels", "sequence", "refine", "refit")),
+        (
+            {"to": "mla", "kv_budget": 0.5},
+            {"without": ["sensitivity"]},
+            ("recall", "channels", "sequence", "refine", "refit"),
+        ),
         ({"to": "mla", "kv_budget": 0.5}, {"calibration": "statistics"}, ("sensitivity", "channels")),
         ({"to": "mla", "kv_budget": 0.5}, {"calibration": None}, ()),
         ({"to": "mla", "kv_budget": 1.0}, {}, ()),
         ({"to": "mla", "kv_budget": 0.5}, {"method": "mha2mla"}, ()),
-        ({"to": "mqa"}, {}, ("sensitivity", "sequence", "refine", "refit")),
+        ({"to": "mqa"}, {}, ("recall", "sensitivity", "sequence", "refine", "refit")),
         ({"to": "mqa"}, {"method": "mean"}, ()),
         ({"to": "mha"}, {}, ()),
     ],

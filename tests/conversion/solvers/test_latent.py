@@ -31,7 +31,7 @@ def test_without_a_text_biases_are_inputs_too(tmp_path: Path, to: str) -> None:
     else:
         fewer = replace(spec, num_kv_heads=1)
         converted = Layer(fewer, align(state, spec, fewer))
-    rotation, nothing = rotation_tables(spec, 5), torch.zeros(5, spec.hidden_size)
+    rotation, nothing = rotation_tables(spec, torch.arange(5)), torch.zeros(5, spec.hidden_size)
     wanted = Layer(spec, state).float().output(nothing, rotation)
     assert (converted.float().output(nothing, rotation) - wanted).norm() < 0.1 * wanted.norm()
 

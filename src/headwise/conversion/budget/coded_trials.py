@@ -16,7 +16,7 @@ from headwise.conversion.budget.allocation import Node
 from headwise.conversion.budget.layer_trials import KEY_WEIGHTS, LayerLosses, LayerTrial, LayerTrials, scaled_nodes
 from headwise.conversion.codes.design import design
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Layer, rotation_tables
+from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.specs import GroupedSpec, LatentSpec, rotary_width
 
@@ -62,8 +62,9 @@ class CodedTrials(LayerTrials):
     def _coded(self, trial: LayerTrial, layer: Layer) -> list[Layer]:
         assert isinstance(trial.source.spec, GroupedSpec)
         assert isinstance(layer.spec, LatentSpec)
-        rotation = rotation_tables(trial.source.spec, self.calibrator.window)
-        designed = design(layer.float(), trial.inputs.values(), rotation, trial.metric, tokens=FITTED)
+        sample = self.calibrator.sample
+        windows = ((inputs, sample.rotation(trial.source.spec, window)) for window, inputs in trial.inputs.items())
+        designed = design(layer.float(), windows, trial.metric, tokens=FITTED)
         values = layer.spec.kv_lora_rank + layer.spec.qk_rope_head_dim
         return [designed.coded(int(values * bits / 8) + 1, rounds=1) for bits in CODE_BITS]
 

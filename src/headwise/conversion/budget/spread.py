@@ -22,6 +22,7 @@ from headwise.conversion.budget.coded_trials import EVEN_BITS, CodedTrials
 from headwise.conversion.budget.layer_trials import LayerLosses, LayerTrials
 from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.calibration.text import TextCalibrator
+from headwise.conversion.calibration.windows import plain_windows, recall_windows
 from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize
 from headwise.conversion.solvers.joint_latent import NOTHING
@@ -143,7 +144,9 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
 @torch.no_grad()
 def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
-    pieces = held_pieces(calibrator.windows[calibrator.train :], TOKENS, 1 + PIECES)
+    ids = held_pieces(calibrator.windows.ids[calibrator.train :], TOKENS, 1 + PIECES)
+    repeats = "recall" in trials.plan.stages
+    pieces = recall_windows(ids, 0, trials.plan.before, every=2, first=0) if repeats else plain_windows(ids)
     # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
     layers = trials.losses(Trial(calibrator.model, pieces if trials.plan.spends_bytes else pieces[:1]))
     if trials.plan.spends_bytes:

@@ -58,21 +58,22 @@ class TrainingWindows:
         wanted: the outputs that the attention should have on every window.
         count: the number of training windows, which are the first ones.
         tokens: tokens in each window.
+        rotation: the rotary tables of a window, by its number.
     """
 
     inputs: Spill
     wanted: Spill
     count: int
     tokens: int
+    rotation: Callable[[int], Rotation | None]
 
 
-def descend(layer: Layer, windows: TrainingWindows, rotation: Rotation | None, cost: Cost, *, steps: int) -> Layer:
+def descend(layer: Layer, windows: TrainingWindows, cost: Cost, *, steps: int) -> Layer:
     """Lower a layer's own error by gradient descent on all its matrices; see `refine`.
 
     Args:
         layer: the layer, float32.
         windows: the training windows.
-        rotation: the rotary tables of a window.
         cost: the cost of an error of the output.
         steps: the number of steps.
     """
@@ -84,9 +85,10 @@ def descend(layer: Layer, windows: TrainingWindows, rotation: Rotation | None, c
             order.extend(torch.randperm(windows.count, generator=generator).tolist())
         window = order.pop()
         rows = torch.randperm(windows.tokens, generator=generator)[:QUERIES].sort()[0]
-        return Sample(windows.inputs.read(window), windows.wanted.read(window)[rows], rows)
+        inputs, wanted = windows.inputs.read(window), windows.wanted.read(window)
+        return Sample(inputs, wanted[rows], rows, windows.rotation(window))
 
     def output(state: Mapping[str, Tensor], batch: Sample) -> Tensor:
-        return replace(layer, state=state).output(batch.inputs, rotation, batch.rows)
+        return replace(layer, state=state).output(batch.inputs, batch.rotation, batch.rows)
 
     return replace(layer, state=refine(layer.state, output, sample, cost, steps=steps))

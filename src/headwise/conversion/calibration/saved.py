@@ -26,6 +26,7 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint, dtype_name, model_identity, versions
 from headwise.checkpoints.disk import sync
 from headwise.conversion.calibration.base import Calibrator
+from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.methods import Evidence
 from headwise.conversion.planning.plan import Place
 from headwise.conversion.solvers.layer import Layer
@@ -110,7 +111,11 @@ def read_evidence(results: LayerFiles, index: int) -> Evidence:
 
 
 def write_statistics(
-    folder: Path, results: LayerFiles, checkpoint: Checkpoint, texts: Sequence[str | Path], windows: Tensor
+    folder: Path,
+    results: LayerFiles,
+    checkpoint: Checkpoint,
+    texts: Sequence[str | Path],
+    windows: CalibrationWindows,
 ) -> None:
     """Write the folder of statistics from the saved layers.
 
@@ -119,7 +124,7 @@ def write_statistics(
         results: the saved layers, whose files are linked where the disk allows it and copied otherwise.
         checkpoint: the model.
         texts: the calibration texts; of a path only the last name is written.
-        windows: ``[N, T]``, the calibration tokens.
+        windows: the calibration windows.
 
     Raises:
         CheckpointError: an earlier run saved a layer, and its file is missing or damaged.
@@ -138,8 +143,9 @@ def write_statistics(
         "format": FORMAT,
         "model": _model(checkpoint),
         "texts": [_about_text(text) for text in texts],
-        "tokens": windows.numel(),
-        "window": windows.shape[1],
+        "tokens": windows.tokens,
+        "window": windows.width,
+        "positions": windows.length,
         "versions": versions(),
         "layers": [results.checksum(index) for index in range(checkpoint.spec.num_layers)],
     }
@@ -166,13 +172,14 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         about = json.loads(text)
         version, model, sums = about["format"], about["model"], about["layers"]
         tokens, window = about["tokens"], about["window"]
+        positions = about.get("positions", window)  # absent in folders of earlier versions, whose windows had no gaps
         texts = tuple(str(text["name"]) for text in about["texts"])
         identities = frozenset(str(text.get("sha256", text["name"])) for text in about["texts"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(_FIELD, str(folder), f"has no readable {ABOUT}; headwise calibrate makes one") from None
     if version != FORMAT:
         raise CheckpointError(_FIELD, str(folder), f"is of format {version!r}; this headwise reads format {FORMAT}")
-    for name, count in (("tokens", tokens), ("window", window)):
+    for name, count in (("tokens", tokens), ("window", window), ("positions", positions)):
         if type(count) is not int or count < 1:
             rule = f"names {count!r} {name} in its {ABOUT}, which must be a whole number of at least 1"
             raise CheckpointError(_FIELD, str(folder), rule)
@@ -190,7 +197,8 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         assert evidence.statistics is not None
         assert evidence.sensitivity is not None
         sizes = (*evidence.statistics.distances.shape, len(evidence.sensitivity))
-        model_sizes = (getattr(layer, "num_heads", 0), window, layer.hidden_size)
+        length = positions if layer.sliding_window is None else window
+        model_sizes = (getattr(layer, "num_heads", 0), length, layer.hidden_size)
         if results.checksum(index) != sums[index] or sizes != model_sizes:
             raise CheckpointError(_FIELD, str(results.file(index)), f"is not the layer that {ABOUT} names")
     progress("checking statistics", layers, layers)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from headwise.checkpoints.disk import clearly
+from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.solvers.bfloat16 import quick_products
 from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import CheckpointError
@@ -35,7 +36,7 @@ _TEMPORARY = "sensitivities-"
 
 
 def output_sensitivities(
-    model: LayerwiseModel, windows: Tensor, results: LayerFiles, *, progress: Progress = silent
+    model: LayerwiseModel, windows: CalibrationWindows, results: LayerFiles, *, progress: Progress = silent
 ) -> None:
     """Measure G of every layer and save it, ``sensitivity`` ``[E, E]`` float32, unless an earlier run has.
 
@@ -43,7 +44,7 @@ def output_sensitivities(
 
     Args:
         model: the source.
-        windows: ``[N, W]`` token ids.
+        windows: the windows.
         results: the files to save to.
         progress: told of each layer, forward and backward.
     """
@@ -61,20 +62,24 @@ def output_sensitivities(
     barrier()
 
 
-def _measure(model: LayerwiseModel, windows: Tensor, results: LayerFiles, folder: Path, progress: Progress) -> None:
+def _measure(
+    model: LayerwiseModel, windows: CalibrationWindows, results: LayerFiles, folder: Path, progress: Progress
+) -> None:
     count, layers = len(windows), model.num_layers
     mine = my_windows(count)
     files = [folder / f"{index}.activations" for index in range(layers)]
     with torch.no_grad(), quick_products():
-        hidden = model.begin(windows[mine.start : mine.stop]) if len(mine) else model.begin(windows[:1])[:0]
+        hidden = model.begin(windows.ids[mine.start : mine.stop]) if len(mine) else model.begin(windows.ids[:1])[:0]
         for index in range(layers):
             progress("measuring sensitivities", index, 2 * layers)
             refuse_no_numbers(hidden, index)
             _save_inputs(hidden, files[index])
             module = model.module(index)
-            hidden = torch.cat(
-                [hidden[:0], *(model.run(index, module, window[None]).to(hidden.dtype) for window in hidden)]
+            outputs = (
+                windows.placed(model, number).run(index, module, window[None]).to(hidden.dtype)
+                for number, window in zip(mine, hidden, strict=True)
             )
+            hidden = torch.cat([hidden[:0], *outputs])
     refuse_no_numbers(hidden, layers)
     gradient = _loss_gradient(model, hidden, mine.start)
     for index in reversed(range(layers)):
@@ -86,7 +91,8 @@ def _measure(model: LayerwiseModel, windows: Tensor, results: LayerFiles, folder
         for window in range(len(inputs)):
             window_inputs = inputs[window : window + 1].requires_grad_()  # [1, W, E]
             with torch.enable_grad(), quick_products():
-                call, output = model.trace(index, module, window_inputs)
+                placed = windows.placed(model, mine.start + window)
+                call, output = placed.trace(index, module, window_inputs)
             output_gradient = gradient[window : window + 1].to(output.dtype)
             input_gradient, attention_gradient = torch.autograd.grad(
                 output, (window_inputs, call.output), output_gradient
@@ -95,7 +101,7 @@ def _measure(model: LayerwiseModel, windows: Tensor, results: LayerFiles, folder
             wide = attention_gradient[0].double()  # [W, E]
             gram.addmm_(wide.mT, wide)
         files[index].unlink()
-        total = all_sum(gram) / windows.numel()
+        total = all_sum(gram) / windows.tokens
         if process_index() == 0:
             results.save(index, {"sensitivity": total.float()}, {})
     progress("measuring sensitivities", 2 * layers, 2 * layers)

@@ -6,11 +6,13 @@ Shapes: N windows, W tokens in each, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from headwise.conversion.calibration.sensitivity import refuse_no_numbers
+from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
 from headwise.conversion.storage.activations import Activations
@@ -27,12 +29,12 @@ class SourceStream:
 
     Args:
         model: the source.
-        windows: ``[N, W]`` token ids; each process takes a share of them.
+        windows: of which each process takes a share.
     """
 
-    def __init__(self, model: LayerwiseModel, windows: Tensor) -> None:
-        self._model, self._window = model, windows.shape[1]
-        self._hidden = {index: model.begin(windows[index : index + 1]) for index in my_windows(len(windows))}
+    def __init__(self, model: LayerwiseModel, windows: CalibrationWindows) -> None:
+        self._model, self.windows = model, windows
+        self._hidden = {index: model.begin(windows.ids[index : index + 1]) for index in my_windows(len(windows))}
         self.inputs: dict[int, Tensor] = {}
         """The inputs ``[W, E]`` of the attention whose statistics were taken last, by window."""
         model.release()
@@ -47,7 +49,7 @@ class SourceStream:
             sensitivity: ``[E, E]``, see `headwise.conversion.methods.Evidence`.
         """
         self.inputs = {window: call.inputs[0] for window, _, call in self._advance(index, module)}
-        return statistics_of(source, sensitivity, self.inputs.items(), self._window)
+        return statistics_of(source, sensitivity, self.inputs.items(), self.windows.seen_by(source.spec))
 
     def skip(self, index: int, module: nn.Module) -> None:
         """Move the windows past a layer whose statistics are known."""
@@ -55,31 +57,33 @@ class SourceStream:
             pass
 
     def _advance(self, index: int, module: nn.Module) -> Iterator[tuple[int, Tensor, AttentionCall]]:
-        return traced(self._model, index, module, self._hidden.items(), self._hidden.__setitem__)
+        return traced(
+            partial(self.windows.placed, self._model), index, module, self._hidden.items(), self._hidden.__setitem__
+        )
 
 
-def sensitivity_windows(spec: ModelSpec, windows: Tensor, train: int) -> int:
-    """The number of windows, of the first ``train`` of ``[N, W]``, that sensitivities are measured on."""
-    return min(-(-max(SENSITIVITY_TOKENS, spec.hidden_size) // windows.shape[1]), train)
+def sensitivity_windows(spec: ModelSpec, windows: CalibrationWindows) -> CalibrationWindows:
+    """The windows that sensitivities are measured on: the first ones of those to train on."""
+    return windows[: min(-(-max(SENSITIVITY_TOKENS, spec.hidden_size) // windows.width), windows.train)]
 
 
 def begin_streams(
-    model: LayerwiseModel, windows: Tensor, folder: Path, streams: tuple[str, ...], run: str
+    model: LayerwiseModel, windows: CalibrationWindows, folder: Path, streams: tuple[str, ...], run: str
 ) -> Activations:
     """Open streams of hidden states, before layer 0 or where an earlier run in the same folder stopped.
 
     Args:
         model: the source; the weights of its embeddings are released.
-        windows: ``[N, W]`` token ids.
+        windows: the windows.
         folder: the folder of activations.
         streams: the streams' names.
         run: the identity of the run; activations of another run are discarded.
     """
-    shape = (*windows.shape, model.begin(windows[:1]).shape[-1])
+    shape = (*windows.ids.shape, model.begin(windows.ids[:1]).shape[-1])
     activations = Activations(folder, streams=streams, shape=shape, run=run)
     if activations.layer is None:
         for window in my_windows(len(windows)):
-            hidden = model.begin(windows[window : window + 1])  # [1, W, E]
+            hidden = model.begin(windows.ids[window : window + 1])  # [1, W, E]
             for stream in streams:
                 activations.write(stream, window, hidden)
         activations.commit()
@@ -88,7 +92,7 @@ def begin_streams(
 
 
 def traced(
-    model: LayerwiseModel,
+    placed: Callable[[int], LayerwiseModel],
     index: int,
     module: nn.Module,
     windows: Iterable[tuple[int, Tensor]],
@@ -97,7 +101,7 @@ def traced(
     """Move windows past a layer of the source, and yield each one's number, its input and its attention's call.
 
     Args:
-        model: the source.
+        placed: the source for the positions of a window, by its number.
         index: the layer's number.
         module: the layer's module.
         windows: each window's number, and its inputs of the layer, ``[1, W, E]``.
@@ -108,6 +112,6 @@ def traced(
     """
     for window, hidden in windows:
         refuse_no_numbers(hidden, index)
-        call, output = model.trace(index, module, hidden)
+        call, output = placed(window).trace(index, module, hidden)
         write(window, output)
         yield window, hidden, call

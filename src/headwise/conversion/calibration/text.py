@@ -21,10 +21,11 @@ from headwise.conversion.calibration.base import Calibrator, Refined
 from headwise.conversion.calibration.candidate_layer import Candidate, TrainingWindows, descend
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import SourceStream, begin_streams, sensitivity_windows, traced
+from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows, recall_windows
 from headwise.conversion.codes.design import design
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
-from headwise.conversion.solvers.layer import Layer, Rotation, rotation_tables
+from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import Cost, OutputRefit
 from headwise.conversion.solvers.statistics import Statistics, root, statistics_of
 from headwise.conversion.storage.activations import Activations, Spill
@@ -55,13 +56,13 @@ class _CurrentLayer:
     Attributes:
         index: the layer's number.
         module: the source's layer with its weights.
-        rotation: the rotary tables of a window.
+        rotation: the rotary tables of a window, by its number.
         cost: the cost of an error of its output, without a limit.
     """
 
     index: int
     module: nn.Module
-    rotation: Rotation | None
+    rotation: Callable[[int], Rotation | None]
     cost: Cost
 
 
@@ -70,8 +71,7 @@ class TextCalibrator(Calibrator):
 
     Args:
         model: the source.
-        windows: ``[N, W]`` token ids; the last ``held`` decide between solutions and are not trained on.
-        held: the number of held-out windows.
+        windows: the windows of the text.
         folder: the folder of activations, from which a killed run continues.
         stages: those of `STAGES` that are carried out.
         steps: the number of steps of each layer's descent; `descent_steps` when None.
@@ -83,18 +83,16 @@ class TextCalibrator(Calibrator):
     def __init__(
         self,
         model: LayerwiseModel,
-        windows: Tensor,
+        windows: CalibrationWindows,
         *,
-        held: int,
         folder: Path,
         stages: Collection[str] = STAGES,
         steps: int | None = None,
         run: str = "",
     ) -> None:
         self.model, self.windows, self.stages = model, windows, frozenset(stages)
-        self.tokens, self.window = windows.numel(), windows.shape[1]
-        self.train = len(windows) - held
-        self.steps = descent_steps(windows[: self.train]) if steps is None else steps
+        self.tokens, self.window, self.train = windows.tokens, windows.width, windows.train
+        self.steps = descent_steps(windows) if steps is None else steps
         self.sensitivities = LayerFiles(folder / "sensitivities")
         self._folder, self._run = folder, run
         self._streams: Activations | None = None
@@ -109,8 +107,7 @@ class TextCalibrator(Calibrator):
             StorageError: the disk is full.
         """
         if "sensitivity" in self.stages:
-            windows = self.windows[: self._sensitivity_windows]
-            output_sensitivities(self.model, windows, self.sensitivities, progress=progress)
+            output_sensitivities(self.model, self.sample, self.sensitivities, progress=progress)
         self._streams = begin_streams(self.model, self.windows, self._folder, ("source", "converted"), self._run)
         self._inputs = Spill(self._folder / "inputs.spill", self._streams.shape)
         self._wanted = Spill(self._folder / "wanted.spill", self._streams.shape)
@@ -152,7 +149,7 @@ class TextCalibrator(Calibrator):
         module = self.model.module(place.index)
         sensitivity = self.sensitivity(place.index)
         statistics = self._statistics(place.index, module, source, sensitivity)
-        rotation = rotation_tables(source.spec, self.window)
+        rotation = partial(self.windows.rotation, source.spec)
         cost = output_cost(sensitivity, source.spec.hidden_size)
         self._current = _CurrentLayer(place.index, module, rotation, cost)
         return Evidence(statistics, sensitivity)
@@ -194,7 +191,8 @@ class TextCalibrator(Calibrator):
         for window in my_windows(len(self.windows)):
             hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
             output = best.output(window)[None]  # [1, W, E]
-            hidden = self.model.run(current.index, current.module, hidden, attention_output=output)
+            placed = self.windows.placed(self.model, window)
+            hidden = placed.run(current.index, current.module, hidden, attention_output=output)
             self.streams.write("converted", window, hidden)
         self._current = self._best = None
         self.streams.commit()
@@ -206,13 +204,13 @@ class TextCalibrator(Calibrator):
         assert current is not None
 
         def output(layer: Layer, window: int) -> Tensor:
-            return layer.output(self._inputs.read(window), current.rotation)
+            return layer.output(self._inputs.read(window), current.rotation(window))
 
         return [float(self._held_costs(partial(output, layer.float()), current.cost).mean()) for layer in layers]
 
     def source_stream(self) -> SourceStream:
         """The windows that sensitivities are measured on, as a stream before layer 0 of the source."""
-        return SourceStream(self.model, self.windows[: self._sensitivity_windows])
+        return SourceStream(self.model, self.sample)
 
     @torch.no_grad()
     def source_evidence(self, plan: ConversionPlan) -> Iterator[tuple[Layer, Evidence]]:
@@ -229,8 +227,9 @@ class TextCalibrator(Calibrator):
         return "converted" if "sequence" in self.stages else "source"
 
     @property
-    def _sensitivity_windows(self) -> int:
-        return sensitivity_windows(self.model.checkpoint.spec, self.windows, self.train)
+    def sample(self) -> CalibrationWindows:
+        """The windows that sensitivities are measured on."""
+        return sensitivity_windows(self.model.checkpoint.spec, self.windows)
 
     def _current_layer(self, place: Place) -> _CurrentLayer:
         assert self._current is not None
@@ -239,30 +238,33 @@ class TextCalibrator(Calibrator):
 
     def _statistics(self, index: int, module: nn.Module, source: Layer, sensitivity: Tensor | None) -> Statistics:
         """Move the source's stream past a layer, and save the layer's inputs and the outputs it should have."""
-        streams = self.streams
+        streams, placed = self.streams, partial(self.windows.placed, self.model)
         write = partial(streams.write, "source")
         states = ((window, streams.read("source", window, window + 1)) for window in my_windows(len(self.windows)))
 
         def inputs() -> Iterator[tuple[int, Tensor]]:
-            for window, hidden, call in traced(self.model, index, module, states, write):
+            for window, hidden, call in traced(placed, index, module, states, write):
                 solved_hidden = streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
-                attention_inputs = self.model.attention_inputs(index, module, solved_hidden)[0]  # [W, E]
+                attention_inputs = placed(window).attention_inputs(index, module, solved_hidden)[0]  # [W, E]
                 drift = hidden - solved_hidden if self.model.adds else torch.zeros_like(hidden)
                 self._inputs.write(window, attention_inputs)
                 self._wanted.write(window, (call.output + drift)[0])
                 if window < self.train:
                     yield window, attention_inputs
 
-        statistics = statistics_of(source, sensitivity, inputs(), self.window)
+        statistics = statistics_of(source, sensitivity, inputs(), self.windows.seen_by(source.spec))
         barrier()  # all processes read the held-out windows
         return statistics
 
     def _candidate(self, layer: Layer, name: str) -> Candidate:
         """A candidate for the current layer, whose values are spilled to a file of its own name."""
-        rotation = self._current.rotation if self._current is not None else None
-        shape = (*self.windows.shape, layer.state["o_proj.weight"].shape[1])  # [N, W, H·V]
+        current = self._current
+        assert current is not None
+        shape = (*self.windows.ids.shape, layer.state["o_proj.weight"].shape[1])  # [N, W, H·V]
         spill = Spill(self._inputs.path.with_name(f"mixed-{name}.spill"), shape)
-        return Candidate(layer, lambda window: layer.mixed(self._inputs.read(window), rotation), spill)
+        return Candidate(
+            layer, lambda window: layer.mixed(self._inputs.read(window), current.rotation(window)), spill
+        )
 
     def _held_costs(self, output: Callable[[int], Tensor], cost: Cost) -> Tensor:
         """The cost of an output, without a limit, at every token of the held-out windows: ``[held · W]``."""
@@ -287,15 +289,16 @@ class TextCalibrator(Calibrator):
     def _coded(self, layer: Layer, token_bytes: int) -> Candidate:
         """The layer with a code of its cache, in that code's basis; see `codes.design`."""
         assert self._current is not None
-        windows = map(self._inputs.read, range(min(self.train, CODE_WINDOWS)))
-        designed = design(layer, windows, self._current.rotation, self._current.cost.metric)
+        rotation = self._current.rotation
+        windows = ((self._inputs.read(window), rotation(window)) for window in range(min(self.train, CODE_WINDOWS)))
+        designed = design(layer, windows, self._current.cost.metric)
         return self._candidate(designed.coded(token_bytes), "code")
 
     def _descended(self, candidate: Candidate, cost: Cost) -> Candidate:
         """The candidate after its descent on the training windows."""
         assert self._current is not None
-        windows = TrainingWindows(self._inputs, self._wanted, self.train, self.window)
-        layer = descend(candidate.layer, windows, self._current.rotation, cost, steps=self.steps)
+        windows = TrainingWindows(self._inputs, self._wanted, self.train, self.window, self._current.rotation)
+        layer = descend(candidate.layer, windows, cost, steps=self.steps)
         return self._candidate(layer, "refine")
 
 
@@ -314,20 +317,30 @@ def start_on_text(
     Raises:
         ArgumentError: see `open_windows`; or the texts are too short to design codes on.
     """
-    windows, held = open_windows(plan.checkpoint, texts)
-    if plan.token_bytes is not None and windows.shape[1] <= SINKS:
+    windows = open_calibration(plan, texts)
+    if plan.token_bytes is not None and windows.width <= SINKS:
         rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
-        raise ArgumentError("calibrate", f"{windows.numel()} tokens", rule)
+        raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
     # Float32 whatever dtype the weights are stored in: layers are solved for inputs that are not rounded further.
     model = LayerwiseModel(plan.checkpoint, torch.float32)
-    calibrator = TextCalibrator(model, windows, held=held, folder=folder, stages=plan.stages, run=run)
+    calibrator = TextCalibrator(model, windows, folder=folder, stages=plan.stages, run=run)
     calibrator.prepare(progress)
     return calibrator
 
 
-def descent_steps(windows: Tensor) -> int:
-    """The number of steps of each layer's descent on training windows ``[n, W]``."""
-    return round(PASSES * max(windows.numel() / STRETCH, len(windows)))
+def open_calibration(plan: ConversionPlan, texts: CalibrationTexts) -> CalibrationWindows:
+    """The windows of a conversion, cut from its texts; with the stage ``recall``, some repeat far passages.
+
+    Raises:
+        ArgumentError: see `open_windows`.
+    """
+    ids, held = open_windows(plan.checkpoint, texts)
+    return recall_windows(ids, held, plan.before) if "recall" in plan.stages else plain_windows(ids, held)
+
+
+def descent_steps(windows: CalibrationWindows) -> int:
+    """The number of steps of each layer's descent on the windows that are trained on."""
+    return round(PASSES * windows.train * max(windows.width / STRETCH, 1))
 
 
 def output_cost(sensitivity: Tensor | None, hidden_size: int) -> Cost:

@@ -52,7 +52,7 @@ class ChannelStatistics:
 
 
 def channel_statistics(
-    layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, root: Tensor, *, seed: int = 0
+    layer: Layer, windows: Iterable[tuple[Tensor, Rotation | None]], root: Tensor, *, seed: int = 0
 ) -> ChannelStatistics:
     """Collect a layer's cached values, and the metric of errors in them, on some windows.
 
@@ -61,8 +61,7 @@ def channel_statistics(
 
     Args:
         layer: MLA, or MHA, GQA or MQA; float32.
-        windows: the inputs ``[T, E]`` of each.
-        rotation: the rotary tables of a window.
+        windows: the inputs ``[T, E]`` of each, and its rotary tables.
         root: ``[E, E]``, the root of the sensitivity.
         seed: of the random directions.
 
@@ -74,7 +73,7 @@ def channel_statistics(
     """
     generator = torch.Generator().manual_seed(seed)
     values, gradients = [], []
-    for inputs in windows:
+    for inputs, rotation in windows:
         tap = _Tap()
         with torch.enable_grad():
             output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, torch.arange(len(inputs)))

@@ -34,18 +34,17 @@ class Design:
 
 
 def design(
-    layer: Layer, windows: Iterable[Tensor], rotation: Rotation | None, root: Tensor, *, tokens: int = SAMPLE
+    layer: Layer, windows: Iterable[tuple[Tensor, Rotation | None]], root: Tensor, *, tokens: int = SAMPLE
 ) -> Design:
     """Design the code of a layer's cache.
 
     Args:
         layer: the layer, float32.
-        windows: the inputs ``[T, E]`` of each window.
-        rotation: the rotary tables of a window.
+        windows: the inputs ``[T, E]`` of each window, and its rotary tables.
         root: ``[E, E]``, the root of the sensitivity.
         tokens: the number of tokens that scales are fitted to.
     """
-    statistics = channel_statistics(layer, windows, rotation, root)
+    statistics = channel_statistics(layer, windows, root)
     turned, basis = decorrelated(layer, statistics)
     values = statistics.values.double() @ basis.mT
     return Design(turned.float(), fit_scales(values, code_shape(layer.spec)[1], statistics.importance, tokens=tokens))

@@ -24,13 +24,13 @@ from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, as
 
 Calibration = Literal["text", "statistics"]
 
-_CODE_STAGES = ("sensitivity", "sequence", "refine", "refit")
+_CODE_STAGES = ("recall", "sensitivity", "sequence", "refine", "refit")
 """The stages of a method that has none, where its result gets codes."""
 
 ENOUGH_BITS = 4.5
 """The bits for each value of a whole cache above which ranks are left as they are."""
 
-_NEEDS_TEXT = ("spread", "sequence", "refine", "refit")
+_NEEDS_TEXT = ("recall", "spread", "sequence", "refine", "refit")
 """Stages that run the model on a text; the others can use saved statistics."""
 
 
@@ -237,7 +237,7 @@ def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
     can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without and not is_whole
     has_rotary_keys = any(isinstance(layer, LatentSpec) and layer.qk_rope_head_dim for layer in plan.after.layers)
     for stage in plan.possible_stages:
-        is_possible = {"spread": can_spread, "channels": has_rotary_keys}.get(stage, True)
+        is_possible = {"recall": is_decoder, "spread": can_spread, "channels": has_rotary_keys}.get(stage, True)
         if is_possible and stage not in without:
             yield stage
 

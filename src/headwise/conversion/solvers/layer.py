@@ -50,12 +50,16 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-def rotation_tables(source: GroupedSpec, tokens: int) -> Rotation | None:
-    """The rotary tables of a source layer for a window of so many tokens; None without RoPE."""
+def rotation_tables(source: GroupedSpec, positions: Tensor) -> Rotation | None:
+    """The rotary tables of a source layer for the tokens of a window; None without RoPE.
+
+    Args:
+        source: the layer's spec.
+        positions: ``[T]``, those of the tokens, rising.
+    """
     if source.rope is None:
         return None
-    positions = torch.arange(tokens)[None]
-    return Rotation(*RotaryEmbedding(source.rope)(positions, torch.float32, tokens))
+    return Rotation(*RotaryEmbedding(source.rope)(positions[None], torch.float32, int(positions[-1]) + 1))
 
 
 def sample_rows(tokens: int, count: int, window: int = 0) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headwise.conversion.solvers.bfloat16 import quick_products
 from headwise.conversion.solvers.joint_latent import NOTHING
+from headwise.conversion.solvers.layer import Rotation
 
 RIDGE = 0.1
 """The ridge penalty of a refit on its distance from the start, as a share of the inputs' mean square."""
@@ -66,12 +67,14 @@ class Sample:
     Attributes:
         inputs: ``[T, E]``, the attention's inputs.
         wanted: ``[S, E]``, the output that it should have at ``rows``.
-        rows: ``[S]``, positions in the window.
+        rows: ``[S]``, their places in the window.
+        rotation: the rotary tables of the window.
     """
 
     inputs: Tensor
     wanted: Tensor
     rows: Tensor
+    rotation: Rotation | None = None
 
 
 class OutputRefit:

@@ -112,10 +112,11 @@ def mean_rotation(frequencies: Sequence[float], distances: Tensor) -> Tensor:
 
     Args:
         frequencies: the F angles θ, in radians a token.
-        distances: ``[H, T]`` float64, the share of each distance 0 … T − 1.
+        distances: ``[H, T]`` float64, the share of each distance 0 … T − 1; a distance of no share costs nothing.
     """
-    steps = torch.arange(distances.shape[1], dtype=torch.float64)
-    angles = steps[:, None] * torch.tensor(frequencies, dtype=torch.float64)  # [T, F]
+    steps = torch.nonzero(distances.any(0))[:, 0]  # few, where windows have gaps
+    distances, steps = distances[:, steps], steps.double()
+    angles = steps[:, None] * torch.tensor(frequencies, dtype=torch.float64)  # [T or fewer, F]
     return torch.complex(distances @ angles.cos(), -(distances @ angles.sin()))
 
 

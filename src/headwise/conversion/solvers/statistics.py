@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.layer import Layer, Rotation, attention_weights, rotation_tables, sample_rows
+from headwise.conversion.solvers.layer import Layer, attention_weights, rotation_tables, sample_rows
 from headwise.processes import all_sum
 from headwise.specs import GroupedSpec
 
@@ -34,7 +34,7 @@ class Statistics:
         keys: ``[E', E']``, ``Σ w_s x_s x_sᵀ``, where w_s is the weight of token s: how much the output depends on the
             scores of its key.
         head_weight: ``[H]``, the sum of w for each head.
-        distances: ``[H, T]``, that sum by the distance from query to key.
+        distances: ``[H, …]``, that sum by the distance from query to key, from 0 up.
         queries: the number of sampled queries of each head.
     """
 
@@ -46,7 +46,7 @@ class Statistics:
 
     @classmethod
     def zeros(cls, hidden_size: int, heads: int, tokens: int) -> Statistics:
-        """Sums to begin with, before any text."""
+        """Sums to begin with, before any text, for distances below ``tokens``."""
         width = hidden_size + 1
         shapes = ((width, width), (width, width), (heads,), (heads, tokens), ())
         return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
@@ -60,14 +60,14 @@ class Statistics:
         ones = torch.ones(heads, dtype=torch.float64)
         return cls(gram, gram, ones, distances, ones[0])
 
-    def add(self, layer: Layer, inputs: Tensor, metric: Tensor, *, rotation: Rotation | None, window: int) -> None:
+    def add(self, layer: Layer, inputs: Tensor, metric: Tensor, *, positions: Tensor, window: int) -> None:
         """Add one window, in place.
 
         Args:
             layer: the source's layer, float32.
             inputs: ``[T, E]``, the attention's inputs.
             metric: ``[H, V, V]``, see `output_metric`.
-            rotation: the rotary tables of the window's positions.
+            positions: ``[T]``, those of the window's tokens.
             window: the window's number in the text; each window's sample has other queries.
         """
         H, T = layer.spec.num_heads, len(inputs)
@@ -75,9 +75,10 @@ class Statistics:
         with_constant = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1)  # [T, E']
         wide = with_constant.double()
         self.inputs.addmm_(wide.mT, wide)
-        heads = layer.heads(inputs, rows, rotation)
+        assert isinstance(layer.spec, GroupedSpec)
+        heads = layer.heads(inputs, rows, rotation_tables(layer.spec, positions))
         weights = attention_weights(heads, layer.spec, rows)  # [H, S, T]
-        steps = (rows[:, None] - torch.arange(T)).abs().flatten()  # [S·T], from query to key
+        steps = (positions[rows, None] - positions).abs().flatten()  # [S·T], from query to key
         token_weight = torch.zeros(T, dtype=torch.float64)
         for head in range(H):
             probabilities = weights[head]  # [S, T]
@@ -112,7 +113,7 @@ class Statistics:
 
 
 def statistics_of(
-    layer: Layer, sensitivity: Tensor | None, windows: Iterable[tuple[int, Tensor]], tokens: int
+    layer: Layer, sensitivity: Tensor | None, windows: Iterable[tuple[int, Tensor]], positions: Tensor
 ) -> Statistics:
     """The statistics of one layer on a text, as means over all processes' windows.
 
@@ -120,15 +121,14 @@ def statistics_of(
         layer: the source's layer, float32.
         sensitivity: see `output_metric`.
         windows: this process's windows: each one's number in the text, and the attention's inputs ``[T, E]``.
-        tokens: T.
+        positions: ``[N, T]``, those of the tokens of each window in the text, as the layer sees them.
     """
     spec = layer.spec
     assert isinstance(spec, GroupedSpec)
     metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
-    rotation = rotation_tables(spec, tokens)
-    sums = Statistics.zeros(spec.hidden_size, spec.num_heads, tokens)
+    sums = Statistics.zeros(spec.hidden_size, spec.num_heads, int(positions.max()) + 1)
     for window, inputs in windows:
-        sums.add(layer, inputs, metric, rotation=rotation, window=window)
+        sums.add(layer, inputs, metric, positions=positions[window], window=window)
     return sums.reduced().means()
 
 

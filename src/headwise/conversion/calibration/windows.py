@@ -1,0 +1,134 @@
+"""The windows that a conversion is calibrated on: plain text, and windows that repeat passages from far behind.
+
+Text alone says little about what a model looks up thousands of tokens back: it seldom does, and a window is shorter.
+So in some windows the second half repeats passages of the first half, in another order, and stands at positions far
+behind it. RoPE sees nothing but positions, so such a window costs no more than any other, and asks the attention for
+the same as a long text does: to find a passage far back, and to go on as it went on.
+
+Shapes: N windows, W tokens in each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwise.conversion.solvers.layer import Rotation, rotation_tables
+from headwise.hf import LayerwiseModel
+from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec
+
+EVERY = 4
+"""One window in so many repeats passages, the second one first."""
+
+PASSAGES = 8
+"""The number of passages that half of a window is cut into."""
+
+
+@dataclass(frozen=True)
+class CalibrationWindows:
+    """Windows of tokens, and the positions of these tokens.
+
+    Attributes:
+        ids: ``[N, W]``, token ids.
+        positions: ``[N, W]``, rising in every window.
+        held: the number of windows at the end that decide between solutions and are not trained on.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    held: int = 0
+    _placed: dict[int, LayerwiseModel] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all windows."""
+        return self.ids.numel()
+
+    @property
+    def width(self) -> int:
+        """W, the number of tokens in a window."""
+        return self.ids.shape[1]
+
+    @property
+    def train(self) -> int:
+        """The number of windows that are trained on, which are the first ones."""
+        return len(self.ids) - self.held
+
+    @property
+    def length(self) -> int:
+        """The length of a text in which the last tokens could stand where they do."""
+        return int(self.positions.max()) + 1
+
+    def __getitem__(self, which: slice | Tensor) -> CalibrationWindows:
+        """Some of the windows, of which none counts as held out."""
+        return CalibrationWindows(self.ids[which], self.positions[which])
+
+    def seen_by(self, layer: AttentionSpec) -> Tensor:
+        """The positions ``[N, W]`` as a layer sees them: with a sliding window no gaps; see `LayerwiseModel.at`."""
+        if layer.sliding_window is None:
+            return self.positions
+        return torch.arange(self.width).expand_as(self.positions)
+
+    def placed(self, model: LayerwiseModel, window: int) -> LayerwiseModel:
+        """The model for the positions of one window."""
+        key = int(self.positions[window, -1])  # a window has at most one gap, in its middle
+        if key not in self._placed:
+            self._placed[key] = model.at(self.positions[window])
+        return self._placed[key]
+
+    def rotation(self, layer: GroupedSpec, window: int) -> Rotation | None:
+        """The rotary tables of one window in a layer; None without RoPE."""
+        return rotation_tables(layer, self.seen_by(layer)[window])
+
+
+def plain_windows(ids: Tensor, held: int = 0) -> CalibrationWindows:
+    """Windows ``[N, W]`` of text whose tokens stand at positions 0 … W − 1."""
+    return CalibrationWindows(ids, torch.arange(ids.shape[1]).repeat(len(ids), 1), held)
+
+
+def recall_windows(
+    ids: Tensor, held: int, model: ModelSpec, *, every: int = EVERY, first: int = 1
+) -> CalibrationWindows:
+    """Make one window in ``every`` repeat passages of itself from far behind; an encoder's stay as they are.
+
+    For example ``recall_windows(ids, 2, open_checkpoint("./model").spec)``. The windows to train on and the held-out
+    ones are counted by themselves. Equal arguments give equal windows.
+
+    Args:
+        ids: ``[N, W]``, of a text.
+        held: the number of windows at the end that are held out.
+        model: the source. Its RoPE and number of positions say how far behind passages can be.
+        every: one window in so many repeats.
+        first: the number of the first one that does.
+    """
+    windows = plain_windows(ids.clone(), held)
+    half = windows.width // 2
+    passage = half // PASSAGES
+    if passage < 2 or not model.is_causal:
+        return windows
+    generator = torch.Generator().manual_seed(0)
+    train = windows.train
+    for window in [*range(first, train, every), *range(train + first, len(ids), every)]:
+        passages = windows.ids[window, : passage * PASSAGES].view(PASSAGES, passage)
+        repeated = passages[torch.randperm(PASSAGES, generator=generator)].flatten()
+        windows.ids[window, half : half + len(repeated)] = repeated
+        windows.positions[window, half:] += _gap(model, windows.width, float(torch.rand((), generator=generator)))
+    return windows
+
+
+def _gap(model: ModelSpec, width: int, part: float) -> int:
+    """The number of positions left out in the middle of a window: log-uniform up to all that the model has left."""
+    if not model.max_position_embeddings or not any(_has_rope(layer) for layer in model.layers):
+        return 0
+    most = max(model.max_position_embeddings - width, 0)
+    least = min(width, most)
+    return round(least * (most / least) ** part) if least else 0
+
+
+def _has_rope(layer: AttentionSpec) -> bool:
+    return isinstance(layer, GroupedSpec) and layer.rope is not None
