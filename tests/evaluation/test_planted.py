@@ -34,8 +34,8 @@ def test_a_context_is_as_long_as_asked_and_holds_the_fact_at_its_depth(root: Pat
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:220]
     context = _context(tokenizer, stretch, depth, CODES)
     ids = context.ids[0].tolist()
-    fact = tokenizer(FACT.format(code=CODES[0]), add_special_tokens=False)["input_ids"]
-    question = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
+    fact = tokenizer(FACT.format(of="", code=CODES[0]), add_special_tokens=False)["input_ids"]
+    question = tokenizer(QUESTION.format(of=""), add_special_tokens=False)["input_ids"]
     assert len(ids) + len(" 48213") == 220  # a token a character
     assert ids[-len(question) :] == question
     room = 220 - len(fact) - len(question) - len(" 48213")
@@ -44,6 +44,31 @@ def test_a_context_is_as_long_as_asked_and_holds_the_fact_at_its_depth(root: Pat
     assert ids[at : at + len(fact)] == fact
     assert ids[at + len(fact) : -len(question)] == stretch[at:room]
     assert [tokenizer.decode(candidate).replace(" ", "") for candidate in context.candidates] == CODES
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.6, 1.0])
+def test_several_facts_are_told_apart_by_name(root: Path, depth: float) -> None:
+    """Each stands once, the one asked for at its depth; without the facts the text is as it was."""
+    tokenizer, names = load_tokenizer(root / "source"), ["Oslo", "Lima", "Cairo"]
+    stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:400]
+    context = _context(tokenizer, stretch, depth, CODES, names)
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    ids, question = context.ids[0].tolist(), tokens(QUESTION.format(of=" of Oslo"))
+    assert len(ids) + len(" 48213") == 400
+    assert ids[-len(question) :] == question
+    del ids[-len(question) :]
+    facts = [tokens(FACT.format(of=f" of {name}", code=code)) for name, code in zip(names, CODES, strict=False)]
+    places = []
+    for fact in facts:
+        (at,) = (at for at in range(len(ids)) if ids[at : at + len(fact)] == fact)
+        del ids[at : at + len(fact)]
+        places.append(at)
+    assert ids == stretch[: len(ids)]
+    assert places[0] - sum(map(len, facts)) <= depth * len(ids) <= places[0]
+    assert max(places) - min(places) > len(ids) // 2
 
 
 @pytest.mark.parametrize("name", ["source", "half"])
@@ -135,6 +160,9 @@ def test_all_positions_that_a_model_has(root: Path, tmp_path: Path) -> None:
     ("options", "rule"),
     [
         ({"trials": 0}, "trials = 0: must be at least 1"),
+        ({"keys": 0}, "keys = 0: must be at least 1"),
+        ({"keys": 11}, "keys = 11: must be at most 10, with 10 codes"),
+        ({"keys": 17, "codes": 20}, "keys = 17: must be at most 16, with 20 codes"),
         ({"codes": 1}, "codes = 1: must be at least 2"),
         ({"depths": ()}, "depths = .*must be numbers from 0 to 1"),
         ({"depths": (0.5, 1.5)}, "depths = .*must be numbers from 0 to 1"),

@@ -57,8 +57,9 @@ def _show_choices(result: ChoiceEvaluation) -> None:
 
 
 def _show_planted(result: PlantedEvaluation) -> None:
+    facts = "a fact" if result.keys == 1 else f"{result.keys} facts"
     out.print(
-        f"a fact planted in {result.context:,} tokens of {escape(result.text)}, {result.trials} trials at each depth"
+        f"{facts} planted in {result.context:,} tokens of {escape(result.text)}, {result.trials} trials at each depth"
     )
     table = _table(f"probability among {result.codes} codes", result.against)
     for row in result.depths:

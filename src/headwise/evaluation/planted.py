@@ -1,4 +1,4 @@
-"""Recall of planted facts: a text hides a code, and a model and its reference are asked for it at the end."""
+"""Recall of planted facts: a text hides a code or several, and a model and its reference are asked for one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ from headwise.texts.files import read_text
 from headwise.texts.windows import ending_ids, first_ids, token_ids, token_windows
 from headwise.type_checks import typed
 
-FACT = "\nThe secret code is {code}. Remember it.\n"
-QUESTION = "\nQuestion: What is the secret code?\nAnswer: The secret code is"
+FACT = "\nThe secret code{of} is {code}. Remember it.\n"
+QUESTION = "\nQuestion: What is the secret code{of}?\nAnswer: The secret code{of} is"
+
+CITIES = (
+    *("Lisbon", "Cairo", "Oslo", "Lima", "Kyoto", "Delhi", "Boston", "Prague"),
+    *("Athens", "Dublin", "Havana", "Warsaw", "Madrid", "Sydney", "Berlin", "Toronto"),
+)
+"""What codes are told apart by, where a context has several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class PlantedEvaluation:
         text: the file that contexts are cut from.
         context: tokens of the text, the fact, the question and the code together.
         codes: the number of candidates, including the right one.
+        keys: the number of facts in each context.
         trials: the number of contexts at each depth.
         seed: of the codes.
         found: over all contexts, how often the greedy continuation contains the code.
@@ -84,6 +91,7 @@ class PlantedEvaluation:
     device: str
     threads: int
     cache: str | None = None
+    keys: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements as JSON-able values."""
@@ -121,13 +129,13 @@ class _Answer:
 def evaluate_planted(
     model: str | Path | Pair, options: PlantedOptions, *, progress: Progress = silent
 ) -> PlantedEvaluation:
-    """Plant a random code of five digits in a text, and ask for it at the end.
+    """Plant a random code of five digits in a text, or several, and ask for one at the end.
 
     For example ``evaluate_planted("./mla", against="smollm2-135m", text="text.txt", context=2048).first.rate``.
 
     Trial i uses the i-th ``context`` tokens of the text, from the beginning again when the text is too short for all,
     and every trial has another code. Codes are also ranked by likelihood, because a weak model that cannot generate
-    the code may still prefer it to others.
+    the code may still prefer it to others. With several ``keys`` the codes of the other facts are among the others.
 
     Args:
         model: a source with weights, or an open pair.
@@ -138,6 +146,9 @@ def evaluate_planted(
         ArgumentError: the text is missing or too short, or a number is out of range.
         CheckpointError: a model cannot be read.
     """
+    most = min(options.codes, len(CITIES))
+    if options.keys > most:
+        raise ArgumentError("keys", options.keys, f"must be at most {most}, with {options.codes} codes")
     content = read_text(options.text)
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
     context, trials = options.context, options.trials
@@ -163,6 +174,7 @@ def evaluate_planted(
             for index, depth in enumerate(options.depths)
         ),
         cache=options.cache,
+        keys=options.keys,
         **pair.about(),
     )
 
@@ -178,25 +190,38 @@ def _answers(
         progress("planted facts", step, total)
         codes = [str(code) for code in random.choice(90_000, size=options.codes, replace=False) + 10_000]
         stretch = stretches[trial % len(stretches)].tolist()
-        context = _context(pair.tokenizer, stretch, options.depths[index], codes)
+        names = random.permutation(CITIES)[: options.keys].tolist() if options.keys > 1 else [""]
+        context = _context(pair.tokenizer, stretch, options.depths[index], codes, names)
         for name, model in pair.models.items():
             answers[name][index].append(_ask(model, pair.tokenizer, context))
     progress("planted facts", total, total)
     return answers
 
 
-def _context(tokenizer: Any, stretch: list[int], depth: float, codes: list[str]) -> _Context:
-    """Plant the first code in a stretch of text, which is shortened to make room for fact, question and code."""
-    fact = token_ids(tokenizer, FACT.format(code=codes[0]))
-    split = [ending_ids(tokenizer, QUESTION, f" {code}") for code in codes]
+def _context(
+    tokenizer: Any, stretch: list[int], depth: float, codes: list[str], names: Sequence[str] = ("",)
+) -> _Context:
+    """Plant a code for each name in a stretch of text, which is shortened to make room for facts, question and code.
+
+    The first is asked for, and stands at ``depth``; the others are spread evenly over the rest of the text.
+    """
+    of = [f" of {name}" if name else "" for name in names]
+    facts = [
+        token_ids(tokenizer, FACT.format(of=of_name, code=code)) for of_name, code in zip(of, codes, strict=False)
+    ]
+    split = [ending_ids(tokenizer, QUESTION.format(of=of[0]), f" {code}") for code in codes]
     question = split[0][0]
     candidates = [ending for _, ending in split]
     first = first_ids(tokenizer)
-    room = len(stretch) - len(first) - len(fact) - len(question) - max(map(len, candidates))
+    room = len(stretch) - len(first) - sum(map(len, facts)) - len(question) - max(map(len, candidates))
     if room < 0:
         raise ArgumentError("context", len(stretch), f"must be at least {len(stretch) - room} tokens")
-    before = round(room * depth)
-    ids = [*first, *stretch[:before], *fact, *stretch[before:room], *question]
+    places = [round(room * depth), *(round(room * ((depth + n / len(facts)) % 1)) for n in range(1, len(facts)))]
+    ids, before = [*first], 0
+    for place, fact in sorted(zip(places, facts, strict=True)):
+        ids += [*stretch[before:place], *fact]
+        before = place
+    ids += [*stretch[before:room], *question]
     return _Context(torch.tensor([ids]), candidates, codes[0])
 
 

@@ -14,6 +14,7 @@ from headwise.options.declare import Declaration, Options, Rule, at_least, decla
 from headwise.options.evaluate import (
     ChoiceOptions,
     EvaluateOptions,
+    FactOptions,
     ItemOptions,
     PlantedOptions,
     RetrievalOptions,
@@ -34,6 +35,7 @@ __all__ = [
     "ConvertOptions",
     "Declaration",
     "EvaluateOptions",
+    "FactOptions",
     "FrontierOptions",
     "ItemOptions",
     "Options",

@@ -83,7 +83,18 @@ class SeedOptions(Options):
     seed: int = option("seed of bootstrap intervals, and of the codes of planted facts", default=0)
 
 
-class PlantedOptions(ModelOptions, CacheOptions, SeedOptions):
+class FactOptions(Options):
+    """The number of planted facts."""
+
+    trials: int = option("how many contexts have facts at each depth", default=4, rule=at_least(1))
+    keys: int = option(
+        "how many facts are planted in each context; with several, each code is that of a city, and one is asked for",
+        default=1,
+        rule=at_least(1),
+    )
+
+
+class PlantedOptions(FactOptions, ModelOptions, CacheOptions, SeedOptions):
     """The text, the planted facts and the questions of `headwise.evaluate_planted`.
 
     For example ``PlantedOptions(text="text.txt", against="smollm2-135m", context=4096)``.
@@ -96,7 +107,6 @@ class PlantedOptions(ModelOptions, CacheOptions, SeedOptions):
         default=DEPTHS,
         rule=_FRACTIONS,
     )
-    trials: int = option("contexts at each depth", default=4, rule=at_least(1))
     codes: int = option("how many codes the right one is ranked among, itself included", default=10, rule=at_least(2))
 
 

@@ -12,11 +12,20 @@ from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.scores import SHOW
 from headwise.errors import ArgumentError, naming
-from headwise.options import ChoiceOptions, EvaluateOptions, ItemOptions, RetrievalOptions, TextOptions, option
+from headwise.options import (
+    ChoiceOptions,
+    EvaluateOptions,
+    FactOptions,
+    ItemOptions,
+    PlantedOptions,
+    RetrievalOptions,
+    TextOptions,
+    option,
+)
 from headwise.progress import Progress
 
 
-class TaskOptions(TextOptions, ItemOptions):
+class TaskOptions(TextOptions, ItemOptions, FactOptions):
     """The texts and tasks that the command evaluates a model on."""
 
     text: Sequence[str | Path] = option("a UTF-8 file to predict", default=(), metavar="FILE")
@@ -79,9 +88,8 @@ def _results(model: str, options: TaskOptions, progress: Progress) -> dict[str, 
             results["choices"] = evaluation.evaluate_choices(pair, items, progress=progress)
         if options.planted is not None:
             with naming(context="planted", window="planted"):
-                results["planted"] = evaluation.evaluate_planted(
-                    pair, text=options.text[0], context=options.planted, cache=options.cache, progress=progress
-                )
+                facts = PlantedOptions.of(options, text=options.text[0], context=options.planted, **in_pair)
+                results["planted"] = evaluation.evaluate_planted(pair, facts, progress=progress)
     if options.retrieval:
         results["retrieval"] = evaluation.evaluate_retrieval(
             model,
