@@ -2,10 +2,12 @@
 
     python -m benchmarks.recall                      # kept in benchmarks/results/recall.json
     python -m benchmarks.recall --caches mla@0.25    # of one cache
+    python -m benchmarks.recall --keys 4 --json benchmarks/results/recall-keys.json    # four facts, one asked for
 
-A cache is ``own``, a format of ``headwise evaluate --cache``, or ``TARGET@F``, a conversion to a fraction F of the
-bytes. Each trial hides a code of five digits in other tokens of the text; all caches are asked for the same codes at
-the same places. A row is one cache and one depth.
+A cache is ``own``, a format of ``headwise evaluate --cache``, ``TARGET@F``, a conversion to a fraction F of the
+bytes, or ``TARGET:F``, a conversion to a fraction F of the values; ``TARGET:F without STAGE`` is an ablation. Each
+trial hides a code of five digits in other tokens of the text; all caches are asked for the same codes at the same
+places. A row is one cache and one depth.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from benchmarks import data
 from headwise.evaluation import open_pair
 from headwise.options.evaluate import DEPTHS
 
+TARGETS = ("mla@", "mla:", "same@")
 CACHES = ("own", "mla@0.25", "kivi3:32", "mla@0.15", "kivi2")
 
 
@@ -31,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16_384, help="of WikiText-2 train to calibrate on")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--trials", type=int, default=20, help="at each depth")
+    parser.add_argument("--keys", type=int, default=1, help="facts in each context")
+    parser.add_argument("--depths", type=float, nargs="+", default=DEPTHS)
     parser.add_argument("--seed", type=int, default=0, help="of the codes")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/recall.json"))
@@ -38,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, default=Path("build/recall"), help="where models are converted")
     options = parser.parse_args(arguments)
     names = ("source", "tokens", "context", "trials", "seed", "dtype")
-    kept = Kept(options.json, {name: getattr(options, name) for name in names})
+    kept = Kept(options.json, {name: getattr(options, name) for name in (*names, *["keys"][: options.keys > 1])})
     for cache in options.caches:
-        missing = [depth for depth in DEPTHS if f"{cache}/{depth}" not in kept.rows]
+        missing = [depth for depth in options.depths if f"{cache}/{depth}" not in kept.rows]
         if not missing:
             continue
-        target, _, fraction = cache.partition("@")
-        model = converted(options, target, float(fraction)) if fraction else options.source
+        is_converted = cache.startswith(TARGETS)
+        model = converted(options, cache) if is_converted else options.source
         pair = open_pair(model, dtype=options.dtype)
         for depth in missing:
             found = headwise.evaluate_planted(
@@ -54,23 +59,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 depths=(depth,),
                 trials=options.trials,
                 seed=options.seed,
-                cache=None if fraction or cache == "own" else cache,
+                keys=options.keys,
+                cache=None if is_converted or cache == "own" else cache,
             )
             kept.add(f"{cache}/{depth}", {"name": cache, "depth": depth, **found.to_dict()})
             (score,) = found.depths
             say(f"{cache:10} {depth:4}  found {score.found:.2f}  likeliest {score.first:.2f}  {score.nll:.2f} nats")
 
 
-def converted(options: argparse.Namespace, target: str, fraction: float) -> Path:
-    """The conversion to a fraction of the bytes, made once."""
-    folder = Path(options.work) / f"{Path(options.source).name}-{target}-{fraction:g}-{options.tokens}"
+def converted(options: argparse.Namespace, cache: str) -> Path:
+    """The conversion to a fraction of the bytes or of the values, made once."""
+    size, _, stage = cache.partition(" without ")
+    target, separator, fraction = size.partition("@") if "@" in size else size.partition(":")
+    way = size.replace("@", "-").replace(":", "-values-") + (f"-without-{stage}" if stage else "")
+    folder = Path(options.work) / f"{Path(options.source).name}-{way}-{options.tokens}"
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         headwise.convert(
             options.source,
             folder,
             to=target,
-            kv_bytes=fraction,
+            **{"kv_bytes" if separator == "@" else "kv_budget": float(fraction)},
+            without=[stage] if stage else (),
             calibrate=data.wikitext("train", options.cache),
             calibration_tokens=options.tokens,
             evaluate=False,

@@ -35,8 +35,8 @@ from headwise.quantization import wide_bytes
 from headwise.specs import as_latent
 
 TOKENS = 512
-"""Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; whole allocations
-on others."""
+"""Tokens in a piece of held-out text. Single layers are tried on one piece of plain text, or with codes on all; whole
+allocations on others, of which one repeats passages from far behind."""
 
 PIECES = 2
 """The number of pieces that an allocation is tried on."""
@@ -146,7 +146,7 @@ def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
     ids = held_pieces(calibrator.windows.ids[calibrator.train :], TOKENS, 1 + PIECES)
     repeats = "recall" in trials.plan.stages
-    pieces = recall_windows(ids, 0, trials.plan.before, every=2, first=0) if repeats else plain_windows(ids)
+    pieces = recall_windows(ids, 0, trials.plan.before, every=2, first=1) if repeats else plain_windows(ids)
     # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
     layers = trials.losses(Trial(calibrator.model, pieces if trials.plan.spends_bytes else pieces[:1]))
     if trials.plan.spends_bytes:

@@ -20,7 +20,13 @@ from headwise.hf import LayerwiseModel
 from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec
 
 EVERY = 4
-"""One window in so many repeats passages, the second one first."""
+"""One window in so many repeats passages."""
+
+FIRST = 2
+"""The number of the first one that does; sensitivities are measured on windows before it, which are plain text."""
+
+FIRST_HELD = 1
+"""The number of the first one that does among the held-out windows."""
 
 PASSAGES = 8
 """The number of passages that half of a window is cut into."""
@@ -92,19 +98,18 @@ def plain_windows(ids: Tensor, held: int = 0) -> CalibrationWindows:
 
 
 def recall_windows(
-    ids: Tensor, held: int, model: ModelSpec, *, every: int = EVERY, first: int = 1
+    ids: Tensor, held: int, model: ModelSpec, *, every: int = EVERY, first: int = FIRST
 ) -> CalibrationWindows:
     """Make one window in ``every`` repeat passages of itself from far behind; an encoder's stay as they are.
 
-    For example ``recall_windows(ids, 2, open_checkpoint("./model").spec)``. The windows to train on and the held-out
-    ones are counted by themselves. Equal arguments give equal windows.
+    For example ``recall_windows(ids, 2, open_checkpoint("./model").spec)``. Equal arguments give equal windows.
 
     Args:
         ids: ``[N, W]``, of a text.
         held: the number of windows at the end that are held out.
         model: the source. Its RoPE and number of positions say how far behind passages can be.
         every: one window in so many repeats.
-        first: the number of the first one that does.
+        first: the number of the first one that does, of those to train on.
     """
     windows = plain_windows(ids.clone(), held)
     half = windows.width // 2
@@ -113,7 +118,7 @@ def recall_windows(
         return windows
     generator = torch.Generator().manual_seed(0)
     train = windows.train
-    for window in [*range(first, train, every), *range(train + first, len(ids), every)]:
+    for window in [*range(first, train, every), *range(train + FIRST_HELD, len(ids), every)]:
         passages = windows.ids[window, : passage * PASSAGES].view(PASSAGES, passage)
         repeated = passages[torch.randperm(PASSAGES, generator=generator)].flatten()
         windows.ids[window, half : half + len(repeated)] = repeated
