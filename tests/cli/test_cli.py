@@ -443,3 +443,15 @@ def test_the_share_of_codes_is_of_a_bfloat16_cache(cli: Callable[..., Result], h
     assert report["coded"]
     share = report["kv_bytes_per_token_after"] / (report["kv_bytes_per_token_before"] / 2)  # the model is float32
     assert f" B in codes ({share:.1%} of bfloat16)" in cli("convert", "tiny", "out", *options).out
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(given: str | None) -> None:
+    """OpenMP itself tells, when torch loads it, what it has read from the environment."""
+    code = "import sys\nfrom headwise.cli import main\ntry: main(['--help'])\nexcept SystemExit: import torch"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_DISPLAY_ENV": "TRUE"} | ({} if given is None else {"OMP_WAIT_POLICY": given})
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert f"OMP_WAIT_POLICY = '{given or 'PASSIVE'}'" in process.stderr
