@@ -152,25 +152,24 @@ class LayerwiseModel:
         be run once this model has begun with any window of W tokens.
 
         Args:
-            positions: ``[W]``, of every window, or ``[B, W]``, those of each window of a batch; rising.
+            positions: ``[W]``, rising.
         """
-        rows = positions.view(-1, positions.shape[-1])  # [1 or B, W]
-        if bool((rows == torch.arange(rows.shape[1])).all()):
+        if bool((positions == torch.arange(len(positions))).all()):
             return self
         embedding = self.model.get_input_embeddings()
         # A mask of ones: without it, transformers takes a step between positions for the beginning of another text.
         placed = self._trace(
             self.num_layers,
-            inputs_embeds=torch.zeros(*rows.shape, embedding.embedding_dim, dtype=self.dtype),
-            position_ids=rows,
-            attention_mask=torch.ones_like(rows),
+            inputs_embeds=torch.zeros(1, len(positions), embedding.embedding_dim, dtype=self.dtype),
+            position_ids=positions[None],
+            attention_mask=torch.ones_like(positions[None]),
         )[1]
         view = copy.copy(self)
         view._calls = [
             new if layer.sliding_window is None else old
             for layer, old, new in zip(self.checkpoint.spec.layers, self._calls, placed, strict=True)
         ]
-        view._window = rows.shape[1]
+        view._window = len(positions)
         return view
 
     def module(self, index: int) -> nn.Module:

@@ -19,7 +19,6 @@ from headwise.checkpoints import open_checkpoint
 from headwise.conversion.budget import layer_trials, spread
 from headwise.conversion.budget.layer_trials import LayerTrials, sizes_to_try
 from headwise.conversion.budget.trial import Trial, held_pieces
-from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.methods import Evidence, LatentMethod, LayerTarget
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
@@ -95,7 +94,7 @@ def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
     model, pieces = opened(tmp_path / "source"), ids(2, 24)
     layer = read_layer(model.checkpoint, Place(0)).float()
     blurred = {name: x + 0.2 * x.std() * torch.randn_like(x) for name, x in layer.state.items()}
-    trial = Trial(model, plain_windows(pieces))
+    trial = Trial(model, pieces)
     module = model.module(0)
     streams = [trial.replaced(0, module, trial.source, Layer(layer.spec, x)) for x in (layer.state, blurred)]
     assert trial.errors(0, module, torch.eye(48))(layer) == pytest.approx(0.0, abs=1e-9)

@@ -84,16 +84,16 @@ def test_a_layer_is_measured_at_the_positions_it_sees(tmp_path: Path, window: in
     options = {} if window is None else {"sliding_window": window}
     folder = save_tiny(tmp_path / "tiny", "llama" if window is None else "mistral", **options)
     source = LayerwiseModel(open_checkpoint(folder), torch.float32)
-    text = torch.randint(3, 97, (2, 32), generator=torch.Generator().manual_seed(0))
-    windows = recall_windows(text, 0, replace(source.checkpoint.spec, max_position_embeddings=500), first=1)
+    text = torch.randint(3, 97, (3, 32), generator=torch.Generator().manual_seed(0))
+    windows = recall_windows(text, 0, replace(source.checkpoint.spec, max_position_embeddings=500))
     layer = read_layer(source.checkpoint, Place(0)).float()
     assert isinstance(layer.spec, GroupedSpec)
     source.begin(windows.ids[:1])
-    call, _ = windows.placed(source, 1).trace(0, source.module(0), source.begin(windows.ids[1:]))
-    output = layer.output(call.inputs[0], windows.rotation(layer.spec, 1))
+    call, _ = windows.placed(source, 2).trace(0, source.module(0), source.begin(windows.ids[2:]))
+    output = layer.output(call.inputs[0], windows.rotation(layer.spec, 2))
     assert torch.allclose(output, call.output[0], atol=2e-5, rtol=1e-4)
-    statistics = statistics_of(layer, None, [(1, call.inputs[0])], windows.seen_by(layer.spec))
-    gap = int(windows.positions[1, -1]) - 31
+    statistics = statistics_of(layer, None, [(2, call.inputs[0])], windows.seen_by(layer.spec))
+    gap = int(windows.positions[2, -1]) - 31
     assert gap > 0
     near, far = statistics.distances[:, :32].sum(1), statistics.distances[:, gap:].sum(1)
     if window is None:

@@ -22,7 +22,6 @@ from headwise.conversion.budget.coded_trials import EVEN_BITS, CodedTrials
 from headwise.conversion.budget.layer_trials import LayerLosses, LayerTrials
 from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.calibration.text import TextCalibrator
-from headwise.conversion.calibration.windows import plain_windows, recall_windows
 from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize
 from headwise.conversion.solvers.joint_latent import NOTHING
@@ -35,8 +34,8 @@ from headwise.quantization import wide_bytes
 from headwise.specs import as_latent
 
 TOKENS = 512
-"""Tokens in a piece of held-out text. Single layers are tried on one piece of plain text, or with codes on all; whole
-allocations on others, of which one repeats passages from far behind."""
+"""Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; whole allocations
+on others."""
 
 PIECES = 2
 """The number of pieces that an allocation is tried on."""
@@ -144,9 +143,7 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
 @torch.no_grad()
 def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
-    ids = held_pieces(calibrator.windows.ids[calibrator.train :], TOKENS, 1 + PIECES)
-    repeats = "recall" in trials.plan.stages
-    pieces = recall_windows(ids, 0, trials.plan.before, every=2, first=1) if repeats else plain_windows(ids)
+    pieces = held_pieces(calibrator.windows.ids[calibrator.train :], TOKENS, 1 + PIECES)
     # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
     layers = trials.losses(Trial(calibrator.model, pieces if trials.plan.spends_bytes else pieces[:1]))
     if trials.plan.spends_bytes:

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.conversion.calibration.sensitivity import PIECE
-from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.solvers.layer import Layer, sample_rows
+from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec
 
@@ -38,19 +37,18 @@ class Trial:
 
     Args:
         model: the source.
-        pieces: the pieces.
+        pieces: ``[N, T]`` token ids.
     """
 
-    def __init__(self, model: LayerwiseModel, pieces: CalibrationWindows) -> None:
+    def __init__(self, model: LayerwiseModel, pieces: Tensor) -> None:
         # A copy, whose `begin` is for pieces, which are shorter than calibration windows.
-        self._model, self.pieces = copy.copy(model), pieces
+        self.model, self.pieces = copy.copy(model), pieces
         self.source = self.begin()
-        self.model = self._model.at(pieces.positions)
 
     def begin(self) -> Tensor:
         """The inputs of layer 0, ``[N, T, E]``."""
-        hidden = self._model.begin(self.pieces.ids)
-        self._model.release()
+        hidden = self.model.begin(self.pieces)
+        self.model.release()
         return hidden
 
     def replaced(self, index: int, module: torch.nn.Module, hidden: Tensor, layer: Layer) -> Tensor:
@@ -62,10 +60,10 @@ class Trial:
             hidden: the layer's inputs, ``[N, T, E]``.
             layer: the attention to use in place of its own.
         """
-        spec = self._source_spec(index)
+        rotation = rotation_tables(self._source_spec(index), torch.arange(self.pieces.shape[1]))
         inputs = self.model.attention_inputs(index, module, hidden)
-        outputs = [layer.output(piece, self.pieces.rotation(spec, number)) for number, piece in enumerate(inputs)]
-        return self.model.run(index, module, hidden, attention_output=torch.stack(outputs))
+        output = torch.stack([layer.output(piece, rotation) for piece in inputs])
+        return self.model.run(index, module, hidden, attention_output=output)
 
     def errors(self, index: int, module: torch.nn.Module, metric: Tensor) -> Callable[[Layer], float]:
         """A function that estimates the cost of replacing a layer's attention by its output, in nats a token.
@@ -76,13 +74,12 @@ class Trial:
             metric: ``[E, E]``, the root of the sensitivity.
         """
         call, _ = self.model.trace(index, module, self.source)
-        spec = self._source_spec(index)
+        rotation = rotation_tables(self._source_spec(index), torch.arange(self.pieces.shape[1]))
 
         def error(layer: Layer) -> float:
             total, count = 0.0, 0
             for piece, inputs in enumerate(call.inputs):
                 rows = sample_rows(len(inputs), ROWS, piece)
-                rotation = self.pieces.rotation(spec, piece)
                 difference = (layer.output(inputs, rotation, rows) - call.output[piece, rows]) @ metric
                 total += 0.5 * float(difference.square().sum())
                 count += len(rows)

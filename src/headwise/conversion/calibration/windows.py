@@ -23,7 +23,8 @@ EVERY = 4
 """One window in so many repeats passages."""
 
 FIRST = 2
-"""The number of the first one that does; sensitivities are measured on windows before it, which are plain text."""
+"""The number of the first one that does. The search for a spread and sensitivities use the windows before it, which
+are plain text: where far passages counted as much as all else, perplexity got worse."""
 
 FIRST_HELD = 1
 """The number of the first one that does among the held-out windows."""
@@ -97,10 +98,8 @@ def plain_windows(ids: Tensor, held: int = 0) -> CalibrationWindows:
     return CalibrationWindows(ids, torch.arange(ids.shape[1]).repeat(len(ids), 1), held)
 
 
-def recall_windows(
-    ids: Tensor, held: int, model: ModelSpec, *, every: int = EVERY, first: int = FIRST
-) -> CalibrationWindows:
-    """Make one window in ``every`` repeat passages of itself from far behind; an encoder's stay as they are.
+def recall_windows(ids: Tensor, held: int, model: ModelSpec) -> CalibrationWindows:
+    """Make one window in `EVERY` repeat passages of itself from far behind; an encoder's stay as they are.
 
     For example ``recall_windows(ids, 2, open_checkpoint("./model").spec)``. Equal arguments give equal windows.
 
@@ -108,8 +107,6 @@ def recall_windows(
         ids: ``[N, W]``, of a text.
         held: the number of windows at the end that are held out.
         model: the source. Its RoPE and number of positions say how far behind passages can be.
-        every: one window in so many repeats.
-        first: the number of the first one that does, of those to train on.
     """
     windows = plain_windows(ids.clone(), held)
     half = windows.width // 2
@@ -118,7 +115,7 @@ def recall_windows(
         return windows
     generator = torch.Generator().manual_seed(0)
     train = windows.train
-    for window in [*range(first, train, every), *range(train + FIRST_HELD, len(ids), every)]:
+    for window in [*range(FIRST, train, EVERY), *range(train + FIRST_HELD, len(ids), EVERY)]:
         passages = windows.ids[window, : passage * PASSAGES].view(PASSAGES, passage)
         repeated = passages[torch.randperm(PASSAGES, generator=generator)].flatten()
         windows.ids[window, half : half + len(repeated)] = repeated
