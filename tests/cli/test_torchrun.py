@@ -46,7 +46,7 @@ def source(tmp_path: Path) -> Path:
 
 def test_grams_are_those_of_one_process(source: Path, tmp_path: Path) -> None:
     """Seven windows, which do not split evenly."""
-    options = ("--calibrate", tmp_path / "text.txt", "--calibration-tokens", 7 * 256)
+    options = ("--calibrate", tmp_path / "text.txt", "--calibration-tokens", 7 * 256, "--calibration-window", 64)
     for name, launch in (("one", ()), ("two", TWO)):
         done = run("-m", "headwise", "calibrate", source, tmp_path / name, *options, "--json", launch=launch)
         assert done.returncode == 0, done.stderr

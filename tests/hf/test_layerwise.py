@@ -148,6 +148,9 @@ def test_windows_may_stand_at_other_positions(tmp_path: Path, named: str) -> Non
             module = model.module(index)
             has_moved = not torch.equal(*(m.run(index, module, hidden) for m in (model, model.at(positions))))
             assert has_moved == (layer.sliding_window is None)
+    model.begin(random_ids(window=9))
+    with pytest.raises(ArgumentError, match=r"positions = \(16,\): must be of windows of 9 tokens"):
+        model.at(positions)
 
 
 @torch.no_grad()
@@ -305,7 +308,6 @@ from pathlib import Path
 import torch
 from headwise.checkpoints import open_checkpoint
 from headwise.hf.layerwise import LayerwiseModel
-from headwise.specs import GroupedSpec
 
 def resident(field):
     line = next(line for line in open("/proc/self/status") if line.startswith(field))

@@ -97,7 +97,7 @@ def calibrate(
         first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
         refuse_unsolvable(checkpoint),
     ):
-        windows = recall_windows(*open_windows(checkpoint, texts), checkpoint.spec)
+        windows = recall_windows(open_windows(checkpoint, texts)[0], 0, checkpoint.spec)
         results = collect_statistics(checkpoint, windows, writer.work, run, progress)
         if process_index() == 0:
             with clearly("output", output):

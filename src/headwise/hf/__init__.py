@@ -7,7 +7,7 @@ from headwise.hf.config import auto_class, model_class, stock_config
 from headwise.hf.generate import Generation, generate
 from headwise.hf.interface import attention_forward
 from headwise.hf.interface import register as register_attention
-from headwise.hf.layerwise import AttentionCall, LayerwiseModel
+from headwise.hf.layerwise import AttentionCall, LayerwiseModel, seen_positions
 from headwise.hf.load import as_device, as_dtype, load, open_decoder
 from headwise.hf.missing_weights import check_complete, expected_tensors
 from headwise.hf.models import hosted_classes, install_attention, register
@@ -38,6 +38,7 @@ __all__ = [
     "open_decoder",
     "optimize",
     "register",
+    "seen_positions",
     "stock_config",
 ]
 

@@ -21,6 +21,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from headwise.checkpoints import Checkpoint, has_family
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.config import refused, stock_config
+from headwise.specs import AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,16 @@ class AttentionCall:
             Its output, ``[B, W, E]``.
         """
         return _states(attention(self.inputs if inputs is None else inputs, *self.args, **self.kwargs))
+
+
+def seen_positions(layer: AttentionSpec, positions: Tensor) -> Tensor:
+    """The positions ``[W]`` at which a layer sees the tokens of a window, in place of ``positions``.
+
+    A layer whose sliding window is shorter than a gap between positions never sees tokens across it: there the tokens
+    follow each other.
+    """
+    is_near = layer.sliding_window is None or int(positions[-1]) < layer.sliding_window
+    return positions if is_near else torch.arange(len(positions))
 
 
 class LayerwiseModel:
@@ -109,6 +120,7 @@ class LayerwiseModel:
         self._stack = next(name for name, module in self.model.named_modules() if module is self._layers)
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._window = 0
+        self._placed: dict[tuple[int, ...], LayerwiseModel] = {}
         self._returns_tuple = False
         self._outside = {
             name: module
@@ -141,21 +153,33 @@ class LayerwiseModel:
             # Traced with one window, so that masks and tables fit a batch of any size.
             self._calls = self._trace(self.num_layers, input_ids=ids[:1])[1]
             self._window = ids.shape[1]
+            self._placed = {}
         return self._trace(1, input_ids=ids)[0]
 
     @torch.no_grad()
     def at(self, positions: Tensor) -> LayerwiseModel:
         """The model for windows whose tokens stand at other positions than 0 … W − 1; it shares this one's weights.
 
-        Tokens attend to those before them in the window, however far their positions lie apart; but for layers with
-        a sliding window, which never see far tokens, they follow each other without a gap. Layers of the result can
-        be run once this model has begun with any window of W tokens.
+        Tokens attend to those before them in the window, however far their positions lie apart; see `seen_positions`
+        for layers with a sliding window.
 
         Args:
-            positions: ``[W]``, rising.
+            positions: ``[W]``, rising; W is that of the windows that the model began with.
+
+        Raises:
+            ArgumentError: W differs from the windows that `begin` was called with.
         """
+        if len(positions) != self._window:
+            rule = f"must be of windows of {self._window} tokens, as the model began with"
+            raise ArgumentError("positions", tuple(positions.shape), rule)
         if bool((positions == torch.arange(len(positions))).all()):
             return self
+        key = tuple(positions.tolist())
+        if key not in self._placed:
+            self._placed[key] = self._at(positions)
+        return self._placed[key]
+
+    def _at(self, positions: Tensor) -> LayerwiseModel:
         embedding = self.model.get_input_embeddings()
         # A mask of ones: without it, transformers takes a step between positions for the beginning of another text.
         placed = self._trace(
@@ -166,10 +190,9 @@ class LayerwiseModel:
         )[1]
         view = copy.copy(self)
         view._calls = [
-            new if layer.sliding_window is None else old
+            new if seen_positions(layer, positions) is positions else old
             for layer, old, new in zip(self.checkpoint.spec.layers, self._calls, placed, strict=True)
         ]
-        view._window = len(positions)
         return view
 
     def module(self, index: int) -> nn.Module:

@@ -84,7 +84,7 @@ class SeedOptions(Options):
 
 
 class FactOptions(Options):
-    """The number of planted facts."""
+    """The numbers of planted facts and of contexts."""
 
     trials: int = option("how many contexts have facts at each depth", default=4, rule=at_least(1))
     keys: int = option(

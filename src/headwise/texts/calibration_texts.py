@@ -24,6 +24,10 @@ TOKENS = 16_384
 WINDOW = 1024
 """The default number of tokens in a window. Shorter windows have more first tokens, which attention uses as sinks, so
 that a conversion has to preserve them; longer ones have more dependencies over a distance."""
+
+WINDOWS = 2
+"""The kind of windows that conversions make of a text, which a killed run goes on with: 2, some repeat passages."""
+
 HELD_EVERY = 8
 """One window in so many is held out."""
 
@@ -62,6 +66,7 @@ class CalibrationTexts:
             "calibrate": [text_identity(source) for source in self.sources],
             "calibration_tokens": self.tokens,
             "calibration_window": self.widest,
+            "calibration_windows": WINDOWS,
         }
 
 

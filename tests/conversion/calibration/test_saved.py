@@ -299,8 +299,8 @@ def test_a_number_that_is_none_is_refused(
 
 def test_another_format_is_refused(source: Path, statistics: Path, tmp_path: Path) -> None:
     about = json.loads((statistics / "statistics.json").read_text())
-    (statistics / "statistics.json").write_text(json.dumps({**about, "format": 2}))
-    with pytest.raises(headwise.CheckpointError, match="is of format 2; this headwise reads format 1"):
+    (statistics / "statistics.json").write_text(json.dumps({**about, "format": 1}))
+    with pytest.raises(headwise.CheckpointError, match="is of format 1; this headwise reads format 2"):
         convert(source, tmp_path / "out", to="mqa", statistics=statistics)
 
 

@@ -143,7 +143,7 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
 @torch.no_grad()
 def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
-    pieces = held_pieces(calibrator.windows.ids[calibrator.train :], TOKENS, 1 + PIECES)
+    pieces = held_pieces(calibrator.windows.held_out.text.ids, TOKENS, 1 + PIECES)
     # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
     layers = trials.losses(Trial(calibrator.model, pieces if trials.plan.spends_bytes else pieces[:1]))
     if trials.plan.spends_bytes:

@@ -37,7 +37,7 @@ from headwise.progress import Progress, silent
 from headwise.texts import text_identity
 
 ABOUT = "statistics.json"
-FORMAT = 1
+FORMAT = 2
 _GRAMS = ("inputs", "keys")
 _FIELD = "statistics"
 
@@ -130,9 +130,11 @@ def write_statistics(
         CheckpointError: an earlier run saved a layer, and its file is missing or damaged.
         OSError: the disk is full.
     """
+    distances = []
     for index in range(checkpoint.spec.num_layers):
-        if results.load(index) is None:
+        if (result := results.load(index)) is None:
             raise CheckpointError("layer", index, LOST)
+        distances.append(result[0]["distances"].shape[1])
         file = results.file(index)
         try:
             os.link(file, folder / file.name)
@@ -145,7 +147,7 @@ def write_statistics(
         "texts": [_about_text(text) for text in texts],
         "tokens": windows.tokens,
         "window": windows.width,
-        "positions": windows.length,
+        "distances": distances,
         "versions": versions(),
         "layers": [results.checksum(index) for index in range(checkpoint.spec.num_layers)],
     }
@@ -171,21 +173,23 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         text = (folder / ABOUT).read_text(encoding="utf-8")
         about = json.loads(text)
         version, model, sums = about["format"], about["model"], about["layers"]
+        distances = about.get("distances")  # absent in another format
         tokens, window = about["tokens"], about["window"]
-        positions = about.get("positions", window)  # absent in folders of earlier versions, whose windows had no gaps
         texts = tuple(str(text["name"]) for text in about["texts"])
         identities = frozenset(str(text.get("sha256", text["name"])) for text in about["texts"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(_FIELD, str(folder), f"has no readable {ABOUT}; headwise calibrate makes one") from None
     if version != FORMAT:
         raise CheckpointError(_FIELD, str(folder), f"is of format {version!r}; this headwise reads format {FORMAT}")
-    for name, count in (("tokens", tokens), ("window", window), ("positions", positions)):
+    for name, count in (("tokens", tokens), ("window", window)):
         if type(count) is not int or count < 1:
             rule = f"names {count!r} {name} in its {ABOUT}, which must be a whole number of at least 1"
             raise CheckpointError(_FIELD, str(folder), rule)
     layers = checkpoint.spec.num_layers
-    if not isinstance(sums, list) or len(sums) != layers:
-        count = len(sums) if isinstance(sums, list) else 0
+    for each in (sums, distances):
+        if isinstance(each, list) and len(each) == layers:
+            continue
+        count = len(each) if isinstance(each, list) else 0
         raise CheckpointError(_FIELD, str(folder), f"has {count} layers, and {checkpoint.path} has {layers}")
     if model != _model(checkpoint):
         raise CheckpointError(_FIELD, str(folder), f"is of another model than {checkpoint.path}")
@@ -197,8 +201,7 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         assert evidence.statistics is not None
         assert evidence.sensitivity is not None
         sizes = (*evidence.statistics.distances.shape, len(evidence.sensitivity))
-        length = positions if layer.sliding_window is None else window
-        model_sizes = (getattr(layer, "num_heads", 0), length, layer.hidden_size)
+        model_sizes = (getattr(layer, "num_heads", 0), distances[index], layer.hidden_size)
         if results.checksum(index) != sums[index] or sizes != model_sizes:
             raise CheckpointError(_FIELD, str(results.file(index)), f"is not the layer that {ABOUT} names")
     progress("checking statistics", layers, layers)

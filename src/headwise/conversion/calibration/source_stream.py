@@ -63,8 +63,8 @@ class SourceStream:
 
 
 def sensitivity_windows(spec: ModelSpec, windows: CalibrationWindows) -> CalibrationWindows:
-    """The windows that sensitivities are measured on: the first ones of those to train on."""
-    return windows[: min(-(-max(SENSITIVITY_TOKENS, spec.hidden_size) // windows.width), windows.train)]
+    """The windows that sensitivities are measured on: the first ones to train on that are plain text."""
+    return windows.trained.text[: -(-max(SENSITIVITY_TOKENS, spec.hidden_size) // windows.width)]
 
 
 def begin_streams(

@@ -21,7 +21,7 @@ from headwise.conversion.calibration.base import Calibrator, Refined
 from headwise.conversion.calibration.candidate_layer import Candidate, TrainingWindows, descend
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import SourceStream, begin_streams, sensitivity_windows, traced
-from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows, recall_windows
+from headwise.conversion.calibration.windows import EVERY, CalibrationWindows, plain_windows, recall_windows
 from headwise.conversion.codes.design import design
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
@@ -214,8 +214,12 @@ class TextCalibrator(Calibrator):
 
     @torch.no_grad()
     def source_evidence(self, plan: ConversionPlan) -> Iterator[tuple[Layer, Evidence]]:
-        """Each layer of the source in turn, with its evidence: statistics of the inputs that the source gives it."""
-        stream = self.source_stream()
+        """Each layer of the source in turn, with its evidence: statistics of the inputs that the source gives it.
+
+        They are of the first windows, among which as many repeat far passages as among all.
+        """
+        count = -(-len(self.sample) // EVERY) * EVERY
+        stream = SourceStream(self.model, self.windows.trained[:count])
         for place in plan.places:
             source = read_layer(plan.checkpoint, place)
             module, sensitivity = self.model.module(place.index), self.sensitivity(place.index)

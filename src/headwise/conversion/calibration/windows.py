@@ -10,21 +10,20 @@ Shapes: N windows, W tokens in each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.layer import Rotation, rotation_tables
-from headwise.hf import LayerwiseModel
+from headwise.hf import LayerwiseModel, seen_positions
 from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec
 
 EVERY = 4
 """One window in so many repeats passages."""
 
 FIRST = 2
-"""The number of the first one that does. The search for a spread and sensitivities use the windows before it, which
-are plain text: where far passages counted as much as all else, perplexity got worse."""
+"""The number of the first one that does."""
 
 FIRST_HELD = 1
 """The number of the first one that does among the held-out windows."""
@@ -33,20 +32,21 @@ PASSAGES = 8
 """The number of passages that half of a window is cut into."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CalibrationWindows:
     """Windows of tokens, and the positions of these tokens.
 
     Attributes:
         ids: ``[N, W]``, token ids.
         positions: ``[N, W]``, rising in every window.
+        repeats: bool ``[N]``, whether a window repeats passages of itself.
         held: the number of windows at the end that decide between solutions and are not trained on.
     """
 
     ids: Tensor
     positions: Tensor
+    repeats: Tensor
     held: int = 0
-    _placed: dict[int, LayerwiseModel] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -66,36 +66,42 @@ class CalibrationWindows:
         """The number of windows that are trained on, which are the first ones."""
         return len(self.ids) - self.held
 
-    @property
-    def length(self) -> int:
-        """The length of a text in which the last tokens could stand where they do."""
-        return int(self.positions.max()) + 1
-
     def __getitem__(self, which: slice | Tensor) -> CalibrationWindows:
         """Some of the windows, of which none counts as held out."""
-        return CalibrationWindows(self.ids[which], self.positions[which])
+        return CalibrationWindows(self.ids[which], self.positions[which], self.repeats[which])
+
+    @property
+    def trained(self) -> CalibrationWindows:
+        """The windows to train on."""
+        return self[: self.train]
+
+    @property
+    def held_out(self) -> CalibrationWindows:
+        """The held-out windows."""
+        return self[self.train :]
+
+    @property
+    def text(self) -> CalibrationWindows:
+        """The windows that are plain text. Where far passages count as much as all else, perplexity gets worse."""
+        return self[~self.repeats]
 
     def seen_by(self, layer: AttentionSpec) -> Tensor:
-        """The positions ``[N, W]`` as a layer sees them: with a sliding window no gaps; see `LayerwiseModel.at`."""
-        if layer.sliding_window is None:
-            return self.positions
-        return torch.arange(self.width).expand_as(self.positions)
+        """The positions ``[N, W]`` as a layer sees them; see `headwise.hf.seen_positions`."""
+        return torch.stack([seen_positions(layer, row) for row in self.positions])
 
     def placed(self, model: LayerwiseModel, window: int) -> LayerwiseModel:
         """The model for the positions of one window."""
-        key = int(self.positions[window, -1])  # a window has at most one gap, in its middle
-        if key not in self._placed:
-            self._placed[key] = model.at(self.positions[window])
-        return self._placed[key]
+        return model.at(self.positions[window])
 
     def rotation(self, layer: GroupedSpec, window: int) -> Rotation | None:
         """The rotary tables of one window in a layer; None without RoPE."""
-        return rotation_tables(layer, self.seen_by(layer)[window])
+        return rotation_tables(layer, seen_positions(layer, self.positions[window]))
 
 
 def plain_windows(ids: Tensor, held: int = 0) -> CalibrationWindows:
     """Windows ``[N, W]`` of text whose tokens stand at positions 0 … W − 1."""
-    return CalibrationWindows(ids, torch.arange(ids.shape[1]).repeat(len(ids), 1), held)
+    count, width = ids.shape
+    return CalibrationWindows(ids, torch.arange(width).repeat(count, 1), torch.zeros(count, dtype=torch.bool), held)
 
 
 def recall_windows(ids: Tensor, held: int, model: ModelSpec) -> CalibrationWindows:
@@ -119,6 +125,7 @@ def recall_windows(ids: Tensor, held: int, model: ModelSpec) -> CalibrationWindo
         passages = windows.ids[window, : passage * PASSAGES].view(PASSAGES, passage)
         repeated = passages[torch.randperm(PASSAGES, generator=generator)].flatten()
         windows.ids[window, half : half + len(repeated)] = repeated
+        windows.repeats[window] = True
         windows.positions[window, half:] += _gap(model, windows.width, float(torch.rand((), generator=generator)))
     return windows
 

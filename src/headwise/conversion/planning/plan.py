@@ -31,7 +31,7 @@ ENOUGH_BITS = 4.5
 """The bits for each value of a whole cache above which ranks are left as they are."""
 
 _NEEDS_TEXT = ("recall", "spread", "sequence", "refine", "refit")
-"""Stages that run the model on a text; the others can use saved statistics."""
+"""Stages of a text, and of a model that runs on it; the others can use saved statistics."""
 
 
 @dataclass(frozen=True)
