@@ -35,23 +35,27 @@ class Kept:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = path, json.loads(json.dumps(dict(settings)))
-        self.rows: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            document = json.loads(path.read_text(encoding="utf-8"))
-            for name, value in self.settings.items():
-                if document["settings"].get(name) != value:
-                    was = document["settings"].get(name)
-                    raise OtherSettingsError(
-                        f"{path} was measured with {name} = {was!r}, not {value!r}: give another file"
-                    )
-            self.rows = document["rows"]
+        self.rows = self._read()
 
     def add(self, name: str, row: Mapping[str, Any]) -> None:
         """Write a row to the file, with the machine, the versions and the command that measured it."""
-        self.rows[name] = {**row, "run": run()}
+        self.rows |= self._read() | {name: {**row, "run": run()}}  # another run may have added rows meanwhile
         document = {"settings": self.settings, "rows": self.rows}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """The rows of the file, if there is one."""
+        if not self.path.exists():
+            return {}
+        document = json.loads(self.path.read_text(encoding="utf-8"))
+        for name, value in self.settings.items():
+            if (was := document["settings"].get(name)) != value:
+                raise OtherSettingsError(
+                    f"{self.path} was measured with {name} = {was!r}, not {value!r}: give another file"
+                )
+        rows: dict[str, dict[str, Any]] = document["rows"]
+        return rows
 
 
 def run() -> dict[str, Any]:

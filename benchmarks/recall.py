@@ -24,7 +24,7 @@ from headwise.evaluation import open_pair
 from headwise.options.evaluate import DEPTHS
 
 TARGETS = ("mla@", "mla:", "same@")
-CACHES = ("own", "mla@0.25", "kivi3:32", "mla@0.15", "kivi2")
+CACHES = ("own", "mla:0.5", "mla@0.25 without recall", "kivi3:32", "mla@0.15 without recall", "kivi2")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

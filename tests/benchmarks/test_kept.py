@@ -24,6 +24,14 @@ def test_a_row_is_kept_at_once_with_what_it_was_run_on_and_found_again(tmp_path:
     assert [file.name for file in path.parent.iterdir()] == ["a.json"]
 
 
+def test_runs_at_the_same_time_keep_each_others_rows(tmp_path: Path) -> None:
+    one, other = (Kept(tmp_path / "a.json", {"tokens": 4}) for _ in range(2))
+    one.add("one", {"value": 1})
+    other.add("two", {"value": 2})
+    one.add("three", {"value": 3})
+    assert list(Kept(tmp_path / "a.json", {"tokens": 4}).rows) == ["one", "two", "three"]
+
+
 def test_rows_of_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     Kept(path, {"tokens": 4}).add("one", {})
