@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headwise.checkpoints import FolderWriter, TensorInfo, open_checkpoint
 from headwise.conversion.calibration.saved import save_layer, write_statistics
+from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.hf import expected_tensors
@@ -104,7 +105,7 @@ def make_statistics(source: Path, folder: Path) -> None:
     for index in range(1, checkpoint.spec.num_layers):
         os.link(results.file(0), results.file(index))
     folder.mkdir()
-    write_statistics(folder, results, checkpoint, [], torch.zeros(WINDOWS, WINDOW))
+    write_statistics(folder, results, checkpoint, [], plain_windows(torch.zeros(WINDOWS, WINDOW)))
     shutil.rmtree(results.folder)
 
 

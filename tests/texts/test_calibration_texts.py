@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.conversion.calibration.text import descent_steps
+from headwise.conversion.calibration.windows import plain_windows
 from headwise.errors import ArgumentError
 from headwise.texts import token_ids, wrapping_ids
 from headwise.texts.calibration_texts import WINDOW, CalibrationTexts, check_texts, open_windows
@@ -131,4 +132,4 @@ def test_texts_are_told_apart_by_all_that_decides_their_windows(text: Path, tmp_
 def test_long_windows_are_descended_on_as_often_as_as_much_text_in_short_ones(
     shape: tuple[int, int], steps: int
 ) -> None:
-    assert descent_steps(torch.zeros(shape)) == steps
+    assert descent_steps(plain_windows(torch.zeros(shape, dtype=torch.long))) == steps
