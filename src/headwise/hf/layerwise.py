@@ -57,8 +57,8 @@ def seen_positions(layer: AttentionSpec, positions: Tensor) -> Tensor:
     """The positions ``[W]`` at which a layer sees the tokens of a window, in place of ``positions``.
 
     A layer whose sliding window is shorter than a gap between positions never sees tokens across it: there the tokens
-    follow each other, as after ``seen_positions(layer, torch.tensor([0, 1, 5000, 5001]))`` in a layer with a window of
-    4,096 tokens.
+    follow each other, as after ``seen_positions(layer, torch.tensor([0, 1, 5000, 5001]))`` in a layer with a window
+    of 4,096 tokens.
     """
     is_near = layer.sliding_window is None or int(positions[-1]) < layer.sliding_window
     return positions if is_near else torch.arange(len(positions))
