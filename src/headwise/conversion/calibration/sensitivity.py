@@ -161,9 +161,16 @@ def _loss_gradient(model: LayerwiseModel, hidden: Tensor, first: int) -> Tensor:
                 outputs = model.finish(piece)[0].float()  # [PIECE, vocabulary], or an encoder's [PIECE, E]
                 refuse_no_numbers(outputs.detach()[None], model.num_layers)
                 if model.has_logits:
-                    labels = torch.multinomial(outputs.detach().softmax(-1), 1, generator=generator)[:, 0]
+                    labels = _drawn(outputs.detach().softmax(-1), generator)
                     loss = F.cross_entropy(outputs, labels, reduction="sum")
                 else:
                     loss = (outputs * torch.randn(outputs.shape, generator=generator)).sum()
             gradient[index, start : start + PIECE] = torch.autograd.grad(loss, piece)[0][0]
     return gradient
+
+
+def _drawn(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a label from each row of ``[S, vocabulary]``: ``[S]``. `torch.multinomial` takes ten times as long."""
+    sums = probabilities.cumsum(-1)
+    drawn = torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]
+    return torch.searchsorted(sums, drawn)[:, 0].clamp_max(sums.shape[-1] - 1)

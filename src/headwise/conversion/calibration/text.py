@@ -25,8 +25,9 @@ from headwise.conversion.calibration.windows import EVERY, CalibrationWindows, p
 from headwise.conversion.codes.design import design
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
+from headwise.conversion.solvers.bfloat16 import quick_products
 from headwise.conversion.solvers.layer import Layer, Rotation
-from headwise.conversion.solvers.refit import Cost, OutputRefit
+from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit
 from headwise.conversion.solvers.statistics import Statistics, root, statistics_of
 from headwise.conversion.storage.activations import Activations, Spill
 from headwise.conversion.storage.layers import LOST, LayerFiles
@@ -38,7 +39,7 @@ from headwise.quantization import SINKS
 from headwise.specs import GroupedSpec
 from headwise.texts import CalibrationTexts, open_windows
 
-PASSES = 8
+PASSES = 6
 """The number of steps that a layer's descent takes on every training window, or on every `STRETCH` tokens of longer
 windows."""
 
@@ -175,8 +176,9 @@ class TextCalibrator(Calibrator):
             chosen, best = "code", self._coded(best.layer, token_bytes)
             errors["code"] = self._held_error(best, cost)
         if "refit" in self.stages:
-            candidate = self._refitted(best, cost)
-            errors["refit"] = self._held_error(candidate, cost)
+            refits = {self._held_error(candidate, cost): candidate for candidate in self._refitted(best, cost)}
+            errors["refit"] = min(refits)
+            candidate = refits[errors["refit"]]
             if errors["refit"] < errors[chosen]:
                 chosen, best = "refit", candidate
         self._best = best
@@ -192,8 +194,9 @@ class TextCalibrator(Calibrator):
             hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
             output = best.output(window)[None]  # [1, W, E]
             placed = self.windows.placed(self.model, window)
-            hidden = placed.run(current.index, current.module, hidden, attention_output=output)
-            self.streams.write("converted", window, hidden)
+            with quick_products():
+                hidden = placed.run(current.index, current.module, hidden, attention_output=output)
+            self.streams.write("converted", window, hidden.float())
         self._current = self._best = None
         self.streams.commit()
 
@@ -279,16 +282,17 @@ class TextCalibrator(Calibrator):
         """The mean levelled cost of a candidate on the held-out windows."""
         return float(cost.levelled(self._held_costs(candidate.output, cost)).mean())
 
-    def _refitted(self, candidate: Candidate, cost: Cost) -> Candidate:
-        """The candidate with its output projection refitted on the training windows."""
+    def _refitted(self, candidate: Candidate, cost: Cost) -> Iterator[Candidate]:
+        """The candidate with its output projection refitted on the training windows, with each of `RIDGES`."""
         state = candidate.layer.state
         refit = OutputRefit(state["o_proj.weight"], state.get("o_proj.bias"))
         for window in my_windows(self.train):
             refit.add(candidate.mixed(window), self._wanted.read(window), cost)
         all_sum(refit.moments)
         all_sum(refit.error)
-        state = {**state, **{name: tensor.float() for name, tensor in refit.solve().items()}}
-        return replace(candidate, layer=replace(candidate.layer, state=state))
+        for ridge in RIDGES:
+            refitted = {name: tensor.float() for name, tensor in refit.solve(ridge).items()}
+            yield replace(candidate, layer=replace(candidate.layer, state={**state, **refitted}))
 
     def _coded(self, layer: Layer, token_bytes: int) -> Candidate:
         """The layer with a code of its cache, in that code's basis; see `codes.design`."""
