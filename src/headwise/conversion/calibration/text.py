@@ -9,7 +9,10 @@ Shapes: N windows, W tokens in each, E hidden size.
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,6 +80,9 @@ class TextCalibrator(Calibrator):
         stages: those of `STAGES` that are carried out.
         steps: the number of steps of each layer's descent; `descent_steps` when None.
         run: the identity of the run; activations of another run are discarded.
+
+    Attributes:
+        seconds: the time that windows, the descent and codes have taken, by ``windows``, ``descent`` and ``code``.
     """
 
     is_sequential = has_evidence = True
@@ -95,6 +101,7 @@ class TextCalibrator(Calibrator):
         self.tokens, self.window, self.train = windows.tokens, windows.width, windows.train
         self.steps = descent_steps(windows) if steps is None else steps
         self.sensitivities = LayerFiles(folder / "sensitivities")
+        self.seconds = defaultdict[str, float](float)
         self._folder, self._run = folder, run
         self._streams: Activations | None = None
         self._current: _CurrentLayer | None = None
@@ -149,7 +156,8 @@ class TextCalibrator(Calibrator):
         assert isinstance(source.spec, GroupedSpec)
         module = self.model.module(place.index)
         sensitivity = self.sensitivity(place.index)
-        statistics = self._statistics(place.index, module, source, sensitivity)
+        with self._timed("windows"):
+            statistics = self._statistics(place.index, module, source, sensitivity)
         rotation = partial(self.windows.rotation, source.spec)
         cost = output_cost(sensitivity, source.spec.hidden_size)
         self._current = _CurrentLayer(place.index, module, rotation, cost)
@@ -162,6 +170,10 @@ class TextCalibrator(Calibrator):
         The code comes after the descent. Its basis has channels of very different sizes, which one learning rate for
         a tensor does not suit; and a descent hardly lowers what rounding loses.
         """
+        with self._timed("windows"):
+            return self._refine(place, layer, token_bytes)
+
+    def _refine(self, place: Place, layer: Layer, token_bytes: int | None) -> Refined:
         current = self._current_layer(place)
         best = self._candidate(layer.float(), "solved")
         cost = current.cost.limited(self._held_costs(best.output, current.cost))
@@ -190,13 +202,14 @@ class TextCalibrator(Calibrator):
         current, best = self._current_layer(place), self._best
         assert best is not None
         assert best.layer is refined.layer
-        for window in my_windows(len(self.windows)):
-            hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
-            output = best.output(window)[None]  # [1, W, E]
-            placed = self.windows.placed(self.model, window)
-            with quick_products():
-                hidden = placed.run(current.index, current.module, hidden, attention_output=output)
-            self.streams.write("converted", window, hidden.float())
+        with self._timed("windows"):
+            for window in my_windows(len(self.windows)):
+                hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
+                output = best.output(window)[None]  # [1, W, E]
+                placed = self.windows.placed(self.model, window)
+                with quick_products():
+                    hidden = placed.run(current.index, current.module, hidden, attention_output=output)
+                self.streams.write("converted", window, hidden.float())
         self._current = self._best = None
         self.streams.commit()
 
@@ -299,15 +312,24 @@ class TextCalibrator(Calibrator):
         assert self._current is not None
         rotation = self._current.rotation
         windows = ((self._inputs.read(window), rotation(window)) for window in range(min(self.train, CODE_WINDOWS)))
-        designed = design(layer, windows, self._current.cost.metric)
-        return self._candidate(designed.coded(token_bytes), "code")
+        with self._timed("code"):
+            coded = design(layer, windows, self._current.cost.metric).coded(token_bytes)
+        return self._candidate(coded, "code")
 
     def _descended(self, candidate: Candidate, cost: Cost) -> Candidate:
         """The candidate after its descent on the training windows."""
         assert self._current is not None
         windows = TrainingWindows(self._inputs, self._wanted, self.train, self.window, self._current.rotation)
-        layer = descend(candidate.layer, windows, cost, steps=self.steps)
+        with self._timed("descent"):
+            layer = descend(candidate.layer, windows, cost, steps=self.steps)
         return self._candidate(layer, "refine")
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Add the time of a block to ``seconds``, without that of timed blocks within it."""
+        start, within = time.perf_counter(), sum(self.seconds.values())
+        yield
+        self.seconds[part] += time.perf_counter() - start - (sum(self.seconds.values()) - within)
 
 
 def start_on_text(
