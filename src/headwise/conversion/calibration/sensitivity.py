@@ -183,7 +183,7 @@ def _loss_gradient(model: LayerwiseModel, hidden: Tensor, first: int) -> Tensor:
                 outputs = model.finish(piece)[0].float()  # [PIECE, vocabulary], or an encoder's [PIECE, E]
                 refuse_no_numbers(outputs.detach()[None], model.num_layers)
                 if model.has_logits:
-                    labels = _drawn(outputs.detach().softmax(-1), generator)
+                    labels = drawn_labels(outputs.detach().softmax(-1), generator)
                     loss = F.cross_entropy(outputs, labels, reduction="sum")
                 else:
                     loss = (outputs * torch.randn(outputs.shape, generator=generator)).sum()
@@ -191,7 +191,7 @@ def _loss_gradient(model: LayerwiseModel, hidden: Tensor, first: int) -> Tensor:
     return gradient
 
 
-def _drawn(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+def drawn_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a label from each row of ``[S, vocabulary]``: ``[S]``. `torch.multinomial` takes ten times as long."""
     sums = probabilities.cumsum(-1)
     drawn = torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]
