@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.conversion.budget.layer_trials import LayerTrials
 from headwise.conversion.budget.spread import TOKENS
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
@@ -124,8 +123,8 @@ def _time_on_text(
     if shares_channels:
         by_layer += solving + by_window * sensitivity_count
     if "spread" in plan.stages:
-        # On average half of all measured layers run behind a layer that is tried; a timed window is two streams.
-        later_windows = model.num_layers / 4 / LayerTrials.measured_every * min(TOKENS / windows.width, 1.0)
+        # On average half of all layers run behind a layer that is tried; a timed window is two streams.
+        later_windows = model.num_layers / 4 * min(TOKENS / windows.width, 1.0)
         by_layer += _TRIALS * solving + by_window * (sensitivity_count + later_windows)
         if plan.spends_bytes:
             by_layer += coding  # codes of a few numbers of bits on a little text take about as long

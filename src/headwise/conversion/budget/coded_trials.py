@@ -34,7 +34,6 @@ class CodedTrials(LayerTrials):
     """Trials of single layers with codes; see `LayerTrials`."""
 
     variants = 2
-    measured_every = 1
 
     def _try(self, trial: LayerTrial) -> tuple[Tensor, Tensor]:
         """A layer's estimated losses, and two streams ``[2, N, T, E]``.
@@ -71,11 +70,6 @@ class CodedTrials(LayerTrials):
 
     def _count(self, sizes: Sequence[tuple[int, int]]) -> int:
         return super()._count(sizes) + len(CODE_BITS) + 1
-
-    def _completed(
-        self, divergences: Sequence[Sequence[float]], estimates: Sequence[Sequence[float]]
-    ) -> Sequence[Sequence[float]]:
-        return divergences  # every layer is measured
 
     def _sizes_to_try(self, source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
         return coded_sizes_to_try(source, even)

@@ -1,9 +1,8 @@
 """The loss of each layer at several sizes and key weights, and of the whole model with an allocation.
 
 Layers are solved once, without refits. Each layer's loss is estimated on held-out text by its sensitivity, which
-covers its own output alone; so some layers at their even size also replace the source's in the model, one at a time,
-and the divergence of the logits scales the estimates. What it scales them by changes little from layer to layer, and
-is interpolated between the layers that were measured.
+covers its own output alone; so each layer at its even size also replaces the source's in the model by itself, and the
+divergence of the logits scales its estimates.
 
 Shapes: N pieces of T tokens, E hidden, R latent rank, P rotary dims.
 """
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -64,7 +62,6 @@ class LayerTrial:
         source: its attention, float32.
         evidence: its measurements on a text.
         inputs: the inputs ``[W, E]`` of its attention on some calibration windows.
-        is_measured: whether it also replaces the source's in the model.
     """
 
     trial: Trial
@@ -73,7 +70,6 @@ class LayerTrial:
     source: Layer
     evidence: Evidence
     inputs: Mapping[int, Tensor]
-    is_measured: bool
 
     @property
     def metric(self) -> Tensor:
@@ -109,9 +105,6 @@ class LayerTrials:
     variants: ClassVar[int] = 1
     """The number of streams of a layer's trial."""
 
-    measured_every: ClassVar[int] = 3
-    """One layer in so many is measured through the whole model; so is the last one."""
-
     def losses(self, trial: Trial) -> list[LayerLosses]:
         """Measure each layer's losses at several sizes and key weights, and save its statistics.
 
@@ -143,46 +136,21 @@ class LayerTrials:
                     save_layer(self.files, index, statistics, sensitivity)
                 if is_mine:
                     evidence = Evidence(statistics, sensitivity)
-                    is_measured = index in self._measured
-                    losses, own = self._try(
-                        LayerTrial(trial, index, module, source, evidence, source_stream.inputs, is_measured)
-                    )
+                    losses, own = self._try(LayerTrial(trial, index, module, source, evidence, source_stream.inputs))
                     finished.save(index, {"losses": losses, "streams": own}, {})
                     del evidence
                 del source, statistics
-            if is_mine and index in self._measured:
+            if is_mine:
                 streams |= {index * self.variants + number: stream for number, stream in enumerate(own)}
             estimates.append(losses)
             trial.source = trial.model.run(index, module, trial.source)
         refuse_no_numbers(trial.source, layers)
         divergences = _divergences(trial, streams, layers * self.variants)
         by_layer = [divergences[at : at + self.variants] for at in range(0, len(divergences), self.variants)]
-        summed = [all_sum(losses).tolist() for losses in estimates]
         return [
-            self._corrected(sizes, losses, measured)
-            for sizes, losses, measured in zip(layer_sizes, summed, self._completed(by_layer, summed), strict=True)
+            self._corrected(sizes, all_sum(losses).tolist(), measured)
+            for sizes, losses, measured in zip(layer_sizes, estimates, by_layer, strict=True)
         ]
-
-    def _completed(
-        self, divergences: Sequence[Sequence[float]], estimates: Sequence[Sequence[float]]
-    ) -> Sequence[Sequence[float]]:
-        """Each layer's divergence at its even size, estimated for the layers that were not measured."""
-        ratios = {
-            index: divergences[index][0] / estimates[index][0]
-            for index in sorted(self._measured)
-            if estimates[index][0] > 0 and divergences[index][0] > 0
-        }
-        if not ratios:  # no layer loses anything
-            return divergences
-        places, logs = [*ratios], np.log([*ratios.values()])
-        scales = np.exp(np.interp(range(len(estimates)), places, logs))
-        return [[float(scale) * losses[0]] for scale, losses in zip(scales, estimates, strict=True)]
-
-    @property
-    def _measured(self) -> set[int]:
-        """The layers that are measured through the whole model."""
-        layers = self.plan.before.num_layers
-        return {*range(0, layers, self.measured_every), layers - 1}
 
     def divergences(self, trial: Trial, allocations: Sequence[Sequence[LayerSize]]) -> list[float]:
         """Measure the KL from the source, in nats a token, of the whole model with each allocation, without refits.
@@ -218,15 +186,13 @@ class LayerTrials:
     def _try(self, trial: LayerTrial) -> tuple[Tensor, Tensor]:
         """A layer's estimated losses, and the stream ``[1, N, T, E]`` with its attention replaced at its first size.
 
-        The stream of a layer that is not measured through the whole model is empty.
-
         Losses are float64: of each size with the usual key weight, then of the first size with the other key weights.
         """
         sizes, error = self._sizes(trial.index), trial.errors()
         by_size, stream = {}, torch.empty(0)
         for size, layer in self._solutions(trial.index, trial.source, sizes, trial.evidence, KEY_WEIGHT):
             by_size[size] = error(layer)
-            if size == sizes[0] and trial.is_measured:
+            if size == sizes[0]:
                 stream = trial.replaced(layer)
         del layer  # freed before others are solved
         losses = [by_size[size] for size in sizes] + self._by_key_weight(trial, error)

@@ -88,7 +88,6 @@ def _measure(
         with clearly("activations", files[index], "read"):
             inputs = load_file(files[index])["hidden"]
         gram = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
-        fourth_powers = torch.zeros((), dtype=torch.float64)  # of the gradients' norms
         for window in range(len(inputs)):
             window_inputs = inputs[window : window + 1].requires_grad_()  # [1, W, E]
             with torch.enable_grad(), quick_products():
@@ -101,32 +100,11 @@ def _measure(
             gradient[window] = input_gradient[0]
             wide = attention_gradient[0].double()  # [W, E]
             gram.addmm_(wide.mT, wide)
-            fourth_powers += wide.square().sum(-1).square().sum()
         files[index].unlink()
-        sensitivity = shrunk(all_sum(gram), float(all_sum(fourth_powers)), windows.tokens)
+        total = all_sum(gram) / windows.tokens
         if process_index() == 0:
-            results.save(index, {"sensitivity": sensitivity.float()}, {})
+            results.save(index, {"sensitivity": total.float()}, {})
     progress("measuring sensitivities", 2 * layers, 2 * layers)
-
-
-def shrunk(gram: Tensor, fourth_powers: float, count: int) -> Tensor:
-    """Estimate second moments from few samples: their mean, drawn towards a multiple of the identity.
-
-    The mean square error is least where the identity's share is the part of the distance from it that is due to
-    sampling (Ledoit and Wolf, 2004, A well-conditioned estimator for large-dimensional covariance matrices). The
-    trace is kept.
-
-    Args:
-        gram: ``[E, E]``, ``Σ g gᵀ``.
-        fourth_powers: ``Σ ‖g‖⁴``.
-        count: the number of samples.
-    """
-    mean = gram / count
-    identity = torch.eye(len(mean), dtype=mean.dtype) * mean.diagonal().mean()
-    distance = float((mean - identity).square().sum())
-    sampling = (fourth_powers / count - float(mean.square().sum())) / count
-    share = min(max(sampling, 0.0) / distance, 1.0) if distance > 0 else 1.0
-    return torch.lerp(mean, identity, share)
 
 
 def _save_inputs(hidden: Tensor, file: Path) -> None:
