@@ -42,7 +42,7 @@ from headwise.quantization import SINKS
 from headwise.specs import GroupedSpec
 from headwise.texts import CalibrationTexts, open_windows
 
-PASSES = 6
+PASSES = 7
 """The number of steps that a layer's descent takes on every training window, or on every `STRETCH` tokens of longer
 windows."""
 
