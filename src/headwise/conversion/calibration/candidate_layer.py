@@ -71,8 +71,8 @@ class TrainingWindows:
 def descend(layer: Layer, windows: TrainingWindows, cost: Cost, *, steps: int) -> Layer:
     """Lower a layer's own error by gradient descent on all its matrices; see `refine`.
 
-    A step draws its queries from one half of a window. Those of the first half attend to nothing behind it, so that it
-    costs half as much.
+    A step draws its queries from one half of a window; those of the first half attend to nothing behind it, and cost
+    half as much.
 
     Args:
         layer: the layer, float32.
