@@ -13,7 +13,7 @@ from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_n
 from headwise.checkpoints.disk import refuse_input_within
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, prove
-from headwise.conversion.estimate import estimate_seconds
+from headwise.conversion.estimate import estimate_stages
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
@@ -27,8 +27,8 @@ from headwise.errors import ArgumentError, HeadwiseError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.options import ConvertOptions, takes_options
-from headwise.processes import first_enters, process_index
-from headwise.progress import Progress, silent
+from headwise.processes import first_enters, process_count, process_index
+from headwise.progress import Progress, ShowsTimeLeft, silent
 from headwise.texts import CalibrationTexts, check_texts, named_texts, refuse_cross_layers, refuse_texts_within
 from headwise.type_checks import typed
 
@@ -71,6 +71,8 @@ def convert(
         with refuse_unsolvable(prepared.plan.checkpoint):
             return _estimate(prepared, progress)
     with first_enters(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
+        if isinstance(progress, ShowsTimeLeft) and prepared.texts and process_count() == 1:
+            progress.expect(_seconds(prepared, progress))
         inputs = ConversionInputs(
             texts=prepared.texts,
             statistics=prepared.statistics,
@@ -246,17 +248,19 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
         prepared.format.tensors(layout),
         source=prepared.source,
         output=str(prepared.output),
-        seconds=estimate_seconds(
-            plan,
-            prepared.texts,
-            prepared.statistics,
-            shares_channels=prepared.format.is_exported,
-            progress=progress,
-        ),
+        seconds=sum(_seconds(prepared, progress).values()),
         notes=notes,
         code_bytes=plan.code_bytes,
     )
     return replace(report, dry_run=True)
+
+
+def _seconds(prepared: _Prepared, progress: Progress) -> dict[str, float]:
+    """The seconds that each stage is expected to take."""
+    shares_channels = prepared.format.is_exported
+    return estimate_stages(
+        prepared.plan, prepared.texts, prepared.statistics, shares_channels=shares_channels, progress=progress
+    )
 
 
 def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:

@@ -8,13 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headwise.conversion.budget.layer_trials import SPREADING
+from headwise.conversion.budget.shared_channels import CHOOSING
 from headwise.conversion.budget.spread import TOKENS
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
-from headwise.conversion.calibration.sensitivity import PIECE
+from headwise.conversion.calibration.sensitivity import MEASURING, PIECE
 from headwise.conversion.calibration.source_stream import sensitivity_windows
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps, open_calibration
-from headwise.conversion.layer_loop import convert_layer
+from headwise.conversion.layer_loop import CONVERTING, convert_layer
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan, Place
 from headwise.conversion.storage.store import LayerStore
@@ -38,15 +40,15 @@ _PARTS = 4
 """The number of parts of an estimate that progress is told of."""
 
 
-def estimate_seconds(
+def estimate_stages(
     plan: ConversionPlan,
     texts: CalibrationTexts = NO_TEXTS,
     statistics: SavedCalibrator | None = None,
     *,
     shares_channels: bool = False,
     progress: Progress = silent,
-) -> float:
-    """Estimate the seconds of a conversion on this machine, without its evaluation; no file stays.
+) -> dict[str, float]:
+    """Estimate the seconds of each stage of a conversion on this machine, without its evaluation; no file stays.
 
     Args:
         plan: the conversion.
@@ -56,19 +58,23 @@ def estimate_seconds(
             each layer's own.
         progress: told of each part.
 
+    Returns:
+        The seconds by the names of the stages that `convert` reports to its ``progress``, in their order.
+
     Raises:
         ArgumentError: a text cannot be read or is too short.
     """
     progress("estimating", 0, _PARTS)
     if texts and not plan.is_exact:
-        seconds = _time_on_text(plan, texts, shares_channels=shares_channels, progress=progress)
+        stages = _time_on_text(plan, texts, shares_channels=shares_channels, progress=progress)
     else:
         _time_layer(plan, NOTHING_KNOWN)  # the first solution also initialises the libraries
         progress("estimating", 1, _PARTS)
         calibrator = NOTHING_KNOWN if statistics is None or plan.is_exact else statistics
-        seconds = _time_layer(plan, calibrator) * plan.before.num_layers
+        stages = {CONVERTING: _time_layer(plan, calibrator) * plan.before.num_layers}
     progress("estimating", _PARTS, _PARTS)
-    return seconds + _time_copy(plan)
+    stages[CONVERTING] += _time_copy(plan)
+    return stages
 
 
 def _time_layer(plan: ConversionPlan, calibrator: Calibrator) -> float:
@@ -91,8 +97,8 @@ def _time_copy(plan: ConversionPlan) -> float:
 
 def _time_on_text(
     plan: ConversionPlan, texts: CalibrationTexts, *, shares_channels: bool, progress: Progress
-) -> float:
-    """Seconds to convert all layers: each takes a fixed time, and more for each window and each step of its descent.
+) -> dict[str, float]:
+    """Seconds of each stage: a layer takes a fixed time, and more for each window and each step of its descent.
 
     Several processes share the windows, so that as many more windows are timed.
     """
@@ -119,16 +125,22 @@ def _time_on_text(
     by_window, coding = timed["windows"] / _WINDOWS / processes, timed["code"]
     by_step = timed["descent"] / _STEPS
     solving = max(seconds - sum(timed.values()), 0.0)
-    by_layer = solving + coding + by_window * len(windows) + by_step * descent_steps(windows)
-    if shares_channels:
-        by_layer += solving + by_window * sensitivity_count
+    layers = plan.before.num_layers
+    by_stage: dict[str, float] = {}
+    if "sensitivity" in plan.stages:
+        by_stage[MEASURING] = backward * sensitivity_count / processes
     if "spread" in plan.stages:
         # On average half of all layers run behind a layer that is tried; a timed window is two streams.
-        later_windows = model.num_layers / 4 * min(TOKENS / windows.width, 1.0)
-        by_layer += _TRIALS * solving + by_window * (sensitivity_count + later_windows)
+        later_windows = layers / 4 * min(TOKENS / windows.width, 1.0)
+        by_layer = _TRIALS * solving + by_window * (sensitivity_count + later_windows)
         if plan.spends_bytes:
             by_layer += coding  # codes of a few numbers of bits on a little text take about as long
-    return by_layer * plan.before.num_layers + backward * sensitivity_count / processes
+        by_stage[SPREADING] = by_layer * layers
+    if shares_channels:
+        by_stage[CHOOSING] = (solving + by_window * sensitivity_count) * layers
+    by_layer = solving + coding + by_window * len(windows) + by_step * descent_steps(windows)
+    by_stage[CONVERTING] = by_layer * layers
+    return by_stage
 
 
 def _time_sensitivity(model: LayerwiseModel, window: Tensor) -> float:
