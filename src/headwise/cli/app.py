@@ -6,9 +6,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ from rich.table import Table
 from headwise.cli.captured_output import held_back
 from headwise.cli.printable import PrintableConsole, printable_json
 from headwise.documents import finite
-from headwise.progress import Progress, TimeLeft
+from headwise.progress import Progress
 
 app = typer.Typer(
     name="headwise",
@@ -89,13 +88,19 @@ def _bar() -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     quiet_transformers()
-    left = TextColumn("{task.fields[left]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Bar(*columns, console=err, redirect_stdout=False, redirect_stderr=False)
-    report = _Report(bar)
+    tasks: dict[str, Any] = {}
     patience = threading.Timer(_PATIENCE, bar.start)
     patience.daemon = True
     patience.start()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(stage, total=total)
+        elif done == 0:
+            bar.reset(tasks[stage])  # the stage begins again with another model
+        bar.update(tasks[stage], completed=done, total=total)
 
     try:
         yield report
@@ -109,37 +114,6 @@ def _bar() -> Iterator[Progress]:
         _stop(patience)
         if bar.live.is_started:
             bar.stop()
-
-
-class _Report:
-    """The progress that a bar shows: a line for each stage, and on the latest one the time that all have left.
-
-    Args:
-        bar: rich's.
-    """
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-        self._tasks: dict[str, Any] = {}
-        self._left: TimeLeft | None = None
-
-    def expect(self, seconds: Mapping[str, float]) -> None:
-        """See `headwise.progress.ShowsTimeLeft`."""
-        self._left = TimeLeft(seconds)
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """See `headwise.progress.Progress`."""
-        if stage not in self._tasks:
-            for task in self._tasks.values():
-                self._bar.update(task, left="")
-            self._tasks[stage] = self._bar.add_task(stage, total=total, left="")
-        elif done == 0:
-            self._bar.reset(self._tasks[stage])  # the stage begins again with another model
-        text = ""
-        if self._left is not None:
-            self._left.update(stage, done, total)
-            text = f"about {timedelta(seconds=round(left))} left" if (left := self._left.seconds()) >= 1 else ""
-        self._bar.update(self._tasks[stage], completed=done, total=total, left=text)
 
 
 def _stop(timer: threading.Timer) -> None:

@@ -27,8 +27,8 @@ from headwise.errors import ArgumentError, HeadwiseError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.options import ConvertOptions, takes_options
-from headwise.processes import first_enters, process_count, process_index
-from headwise.progress import Progress, ShowsTimeLeft, silent
+from headwise.processes import first_enters, process_index
+from headwise.progress import Progress, silent
 from headwise.texts import CalibrationTexts, check_texts, named_texts, refuse_cross_layers, refuse_texts_within
 from headwise.type_checks import typed
 
@@ -71,8 +71,6 @@ def convert(
         with refuse_unsolvable(prepared.plan.checkpoint):
             return _estimate(prepared, progress)
     with first_enters(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
-        if isinstance(progress, ShowsTimeLeft) and prepared.texts and process_count() == 1:
-            progress.expect(_seconds(prepared, progress))
         inputs = ConversionInputs(
             texts=prepared.texts,
             statistics=prepared.statistics,

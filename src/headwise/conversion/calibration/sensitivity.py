@@ -176,4 +176,4 @@ def drawn_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a label from each row of ``[S, vocabulary]``: ``[S]``. `torch.multinomial` takes ten times as long."""
     sums = probabilities.cumsum(-1)
     drawn = torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]
-    return torch.searchsorted(sums, drawn)[:, 0].clamp_max(sums.shape[-1] - 1)
+    return torch.searchsorted(sums, drawn, right=True)[:, 0].clamp_max(sums.shape[-1] - 1)

@@ -188,11 +188,11 @@ class TextCalibrator(Calibrator):
             chosen, best = "code", self._coded(best.layer, token_bytes)
             errors["code"] = self._held_error(best, cost)
         if "refit" in self.stages:
-            refits = {self._held_error(candidate, cost): candidate for candidate in self._refitted(best, cost)}
-            errors["refit"] = min(refits)
-            candidate = refits[errors["refit"]]
-            if errors["refit"] < errors[chosen]:
-                chosen, best = "refit", candidate
+            for candidate in self._refitted(best, cost):
+                error = self._held_error(candidate, cost)
+                errors["refit"] = min(error, errors.get("refit", error))
+                if error < errors[chosen]:
+                    chosen, best = "refit", candidate
         self._best = best
         return Refined(best.layer, errors, chosen)
 
@@ -351,7 +351,7 @@ def start_on_text(
     if plan.token_bytes is not None and windows.width <= SINKS:
         rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
         raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
-    # Float32 whatever dtype the weights are stored in: layers are solved for inputs that are not rounded further.
+    # Float32 whatever dtype the weights are stored in: weights and solutions are not rounded further.
     model = LayerwiseModel(plan.checkpoint, torch.float32)
     calibrator = TextCalibrator(model, windows, folder=folder, stages=plan.stages, run=run)
     calibrator.prepare(progress)

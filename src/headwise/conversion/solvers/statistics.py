@@ -73,8 +73,9 @@ class Statistics:
         H, T = layer.spec.num_heads, len(inputs)
         rows = sample_rows(T, sampled_queries(H), window)  # [S]
         with_constant = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1)  # [T, E']
-        # Products of a window are float32, whose rounding is far below what differs between texts; sums are float64.
-        self.inputs.add_(with_constant.mT @ with_constant)
+        # Float64: where a text has fewer tokens than there are inputs, rounding would make the moments indefinite.
+        wide = with_constant.double()
+        self.inputs.addmm_(wide.mT, wide)
         assert isinstance(layer.spec, GroupedSpec)
         heads = layer.heads(inputs, rows, rotation_tables(layer.spec, positions))
         weights = attention_weights(heads, layer.spec, rows)  # [H, S, T]
@@ -92,7 +93,7 @@ class Statistics:
             self.head_weight[head] += score_weight.sum()
             self.distances[head].index_add_(0, steps, score_weight.flatten())
         self.queries.add_(len(rows))
-        self.keys.add_((with_constant * token_weight[:, None].float()).mT @ with_constant)
+        self.keys.addmm_((wide * token_weight[:, None]).mT, wide)
 
     def reduced(self) -> Statistics:
         """The sums over all processes, each of which has its own windows."""
