@@ -1,10 +1,12 @@
-"""Small models of real text, as folders: `benchmarks.glassllm`, and one that is trained here.
+"""Small models of real text, as folders: `benchmarks.glassllm`, and some that are trained here.
 
     python -m benchmarks.small_models glassllm build/glassllm
     python -m benchmarks.small_models qwen2 build/qwen2
 
 ``qwen2`` has what makes the caches of the Qwen2 family hard to quantise: seven query heads for each key–value head,
-and in some channels of the keys a bias far larger than what the input adds to it.
+and in some channels of the keys a bias far larger than what the input adds to it. ``llama`` has eight query heads for
+each key–value head, ``gemma`` four, wide heads and scaled embeddings, and ``gpt2`` a key–value head for every query
+head, biases everywhere and no RoPE.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +22,34 @@ import torch
 from benchmarks.kept import say
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from benchmarks import data, glassllm
 from headwise.texts import read_text
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 224,
-    "intermediate_size": 512,
-    "head_dim": 32,
+VOCABULARY = 4096
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
     "num_hidden_layers": 4,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
-    "rope_theta": 10_000.0,
     "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
 }
+ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+
 LARGE_BIASES, SIZE_OF_BIASES = 4, 30.0
 """The number of channels of each key head whose bias starts large, and its standard deviation. In Qwen2.5-7B the norm
 of the key biases is about 605 in the first layer and 921 in the last, and that of all layers has a median of about 22
@@ -45,22 +59,11 @@ WINDOW, BATCH = 512, 8
 WARM_UP, FASTEST = 50, 2e-3
 
 
-def qwen2(folder: Path, cache: Path, *, steps: int = 400, seed: int = 0) -> Path:
-    """A qwen2 of 14 query heads and 2 key–value heads, trained on WikiText-2 train.
-
-    Args:
-        folder: the folder to write.
-        cache: where the texts are.
-        steps: of `BATCH` windows each.
-        seed: of the first weights and the order of the windows.
-    """
-    text = read_text(data.wikitext("train", cache))
-    tokenizer = _byte_tokenizer(text, SIZES["vocab_size"])
-    ids = torch.tensor(tokenizer(text)["input_ids"])
-    windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, bos_token_id=0, eos_token_id=0))
-    width = SIZES["head_dim"]
+def qwen2() -> PreTrainedModel:
+    """A qwen2 of 14 query heads and 2 key–value heads, whose keys have a few large biases."""
+    sizes = {"hidden_size": 224, "intermediate_size": 512, "head_dim": 32}
+    config = Qwen2Config(**COMMON, **ROPE, **sizes, num_attention_heads=14, num_key_value_heads=2)
+    model, width = Qwen2ForCausalLM(config), sizes["head_dim"]
     with torch.no_grad():
         for layer in model.model.layers:
             bias = layer.self_attn.k_proj.bias.view(-1, width)
@@ -69,6 +72,44 @@ def qwen2(folder: Path, cache: Path, *, steps: int = 400, seed: int = 0) -> Path
                 width - 1 - k for k in range(LARGE_BIASES // 2)
             ]
             bias[:, slow] = torch.randn(len(bias), len(slow)) * SIZE_OF_BIASES
+    return model
+
+
+def llama() -> PreTrainedModel:
+    """A llama of 16 query heads and 2 key–value heads."""
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 32}
+    return LlamaForCausalLM(LlamaConfig(**COMMON, **ROPE, **sizes, num_attention_heads=16, num_key_value_heads=2))
+
+
+def gemma() -> PreTrainedModel:
+    """A gemma of 8 query heads and 2 key–value heads, 48 wide."""
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 48}
+    return GemmaForCausalLM(GemmaConfig(**COMMON, **ROPE, **sizes, num_attention_heads=8, num_key_value_heads=2))
+
+
+def gpt2() -> PreTrainedModel:
+    """A gpt2 of 8 heads: MHA with biases, and learned positions."""
+    return GPT2LMHeadModel(GPT2Config(**COMMON, hidden_size=256, num_attention_heads=8))
+
+
+def train(
+    build: Callable[[], PreTrainedModel], folder: Path, cache: Path, *, steps: int = 400, seed: int = 0
+) -> Path:
+    """Train a model on WikiText-2 train.
+
+    Args:
+        build: makes the model.
+        folder: the folder to write.
+        cache: where the texts are.
+        steps: of `BATCH` windows each.
+        seed: of the first weights and the order of the windows.
+    """
+    text = read_text(data.wikitext("train", cache))
+    tokenizer = _byte_tokenizer(text, VOCABULARY)
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+    torch.manual_seed(seed)
+    model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=FASTEST, betas=(0.9, 0.95), weight_decay=0.05)
     order = torch.cat([torch.randperm(len(windows)) for _ in range(-(-steps * BATCH // len(windows)))])
     for step in range(steps):
@@ -106,7 +147,10 @@ def _glassllm(folder: Path, cache: Path) -> Path:
     return glassllm.save_tokenizer(folder)
 
 
-MODELS: dict[str, Callable[[Path, Path], Path]] = {"glassllm": _glassllm, "qwen2": qwen2}
+MODELS: dict[str, Callable[[Path, Path], Path]] = {
+    "glassllm": _glassllm,
+    **{build.__name__: partial(train, build) for build in (qwen2, llama, gemma, gpt2)},
+}
 """By name; each takes the folder to write and the cache of `benchmarks.data`."""
 
 

@@ -33,7 +33,7 @@ SCORED = 16_384
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("models", nargs="*", default=list(WINDOWS), metavar="MODEL", help=", ".join(WINDOWS))
     parser.add_argument("--targets", nargs="+", default=TARGETS, metavar="TARGET", help="of headwise frontier")
     parser.add_argument("--tokens", type=int, default=65_536, help="of WikiText-2 train to calibrate on")
     parser.add_argument("--scored", type=int, default=SCORED, help="tokens of each text to evaluate on")

@@ -13,7 +13,7 @@ from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_n
 from headwise.checkpoints.disk import refuse_input_within
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, prove
-from headwise.conversion.estimate import estimate_seconds
+from headwise.conversion.estimate import estimate_stages
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
@@ -246,17 +246,19 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
         prepared.format.tensors(layout),
         source=prepared.source,
         output=str(prepared.output),
-        seconds=estimate_seconds(
-            plan,
-            prepared.texts,
-            prepared.statistics,
-            shares_channels=prepared.format.is_exported,
-            progress=progress,
-        ),
+        seconds=sum(_seconds(prepared, progress).values()),
         notes=notes,
         code_bytes=plan.code_bytes,
     )
     return replace(report, dry_run=True)
+
+
+def _seconds(prepared: _Prepared, progress: Progress) -> dict[str, float]:
+    """The seconds that each stage is expected to take."""
+    shares_channels = prepared.format.is_exported
+    return estimate_stages(
+        prepared.plan, prepared.texts, prepared.statistics, shares_channels=shares_channels, progress=progress
+    )
 
 
 def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:

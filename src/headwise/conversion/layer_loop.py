@@ -18,6 +18,9 @@ from headwise.processes import process_index
 from headwise.progress import Progress, silent
 from headwise.quantization import TransformCode
 
+CONVERTING = "converting"
+"""The name of the stage, for progress."""
+
 
 def convert_layers(
     layout: OutputLayout,
@@ -41,11 +44,11 @@ def convert_layers(
     """
     count = layout.plan.before.num_layers
     for place in places:
-        progress("converting", place.index, count)
+        progress(CONVERTING, place.index, count)
         layer = store.load(place) if calibrator.may_be_saved(place) else None
         yield convert_layer(layout, calibrator, store, place) if layer is None else layer
         del layer  # freed before the next one is converted
-    progress("converting", count, count)
+    progress(CONVERTING, count, count)
 
 
 def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStore, place: Place) -> ConvertedLayer:

@@ -44,7 +44,7 @@ class Conversion:
         disk_bytes: the size of the result's weights.
         calibration_tokens: the number of calibration tokens, held-out tokens included; 0 without a text.
         calibration_window: tokens in each calibration window.
-        seconds: the seconds that it took, without the evaluation; estimated with ``dry_run`` (`estimate_seconds`).
+        seconds: the seconds that it took, without the evaluation; estimated with ``dry_run`` (`estimate_stages`).
         seconds_reading: the seconds spent on reading and checking weights and statistics.
         seconds_writing: the seconds spent on writing tensors; solving layers, and running them on a text, took the
             rest.

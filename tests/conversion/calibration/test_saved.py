@@ -91,7 +91,8 @@ def test_statistics_are_of_the_inputs_of_the_sources_layers(source: Path, statis
     for index, (own,) in enumerate(seen):
         inputs = torch.cat((own, torch.ones(512, 1, dtype=torch.float64)), dim=1)
         moments = read_evidence(LayerFiles(calibrator.folder), index).statistics.inputs  # type: ignore[union-attr]
-        assert torch.allclose(moments, inputs.mT @ inputs / 512, rtol=1e-4, atol=1e-5 * float(moments.abs().max()))
+        # Layers are run in bfloat16 where the processor has it.
+        assert torch.allclose(moments, inputs.mT @ inputs / 512, atol=0.01 * float(moments.abs().max()))
 
 
 @pytest.mark.parametrize("target", [{"to": "mla", "kv_budget": 0.5}, {"to": "mqa"}], ids=["mla", "mqa"])

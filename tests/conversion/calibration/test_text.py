@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.candidate_layer import Candidate
-from headwise.conversion.calibration.sensitivity import output_sensitivities
+from headwise.conversion.calibration.sensitivity import drawn_labels, output_sensitivities
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.planning.plan import Place, read_layer
@@ -91,7 +91,7 @@ def test_statistics_are_the_documented_sums(tmp_path: Path) -> None:
     sums.add(layer, inputs, metric, positions=torch.arange(T), window=0)
     heads = layer.heads(inputs, torch.arange(T), rotation)
     extended = torch.cat((inputs, torch.ones(T, 1)), dim=1).double()
-    assert torch.allclose(sums.inputs, extended.mT @ extended)
+    assert torch.allclose(sums.inputs, extended.mT @ extended, rtol=1e-5, atol=1e-5)
     assert int(sums.queries) == T
     weight = torch.zeros(spec.num_heads, T, dtype=torch.float64)
     keys = torch.zeros_like(sums.keys)
@@ -124,12 +124,18 @@ def record(model: Any, outputs: list[torch.Tensor]) -> Iterator[None]:
         handle.remove()
 
 
+def any_labels(outputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(outputs.shape[-1], outputs.shape[:1], generator=generator)
+
+
 @pytest.mark.parametrize("quick", [False, True])
 def test_sensitivities_are_the_models_own_derivatives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool
 ) -> None:
     """Sensitivities layer by layer equal those of one backward pass through the whole model; in bfloat16, nearly."""
     monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", quick)
+    # Drawn from the model, some labels would depend on the rounding.
+    monkeypatch.setattr("headwise.conversion.calibration.sensitivity.drawn_labels", any_labels)
     torch.manual_seed(3)
     folder = save_tiny(tmp_path / "tiny", "llama")
     model = LayerwiseModel(open_checkpoint(folder), torch.float32)
@@ -144,15 +150,23 @@ def test_sensitivities_are_the_models_own_derivatives(
         with record(whole, outputs):
             logits = whole(window[None], use_cache=False).logits[0]
         generator = torch.Generator().manual_seed(at)
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
-        loss = F.cross_entropy(logits, drawn, reduction="sum")
-        for gram, gradient in zip(grams, torch.autograd.grad(loss, outputs), strict=True):
-            gram.add_(gradient[0].double().mT @ gradient[0].double() / windows.numel())
+        loss = F.cross_entropy(logits, any_labels(logits, generator), reduction="sum")
+        for index, gradient in enumerate(torch.autograd.grad(loss, outputs)):
+            wide = gradient[0].double()
+            grams[index] += wide.mT @ wide / windows.numel()
     for index, gram in enumerate(grams):
         kept = results.load(index)
         assert kept is not None
         sensitivity = kept[0]["sensitivity"].double()
-        assert torch.allclose(gram, sensitivity, rtol=1e-3, atol=(0.05 if quick else 1e-4) * float(gram.abs().max()))
+        assert torch.allclose(gram, sensitivity, rtol=1e-3, atol=(0.08 if quick else 1e-4) * float(gram.abs().max()))
+
+
+def test_labels_are_drawn_as_often_as_they_are_likely() -> None:
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.2]).repeat(20_000, 1)
+    drawn = drawn_labels(probabilities, torch.Generator().manual_seed(0))
+    shares = drawn.bincount(minlength=4) / len(drawn)
+    assert float(shares[1]) == 0
+    assert torch.allclose(shares, probabilities[0], atol=0.015)  # four standard deviations
 
 
 def test_an_error_costs_its_nats_up_to_a_limit() -> None:
@@ -300,8 +314,12 @@ def test_what_is_worse_on_held_out_text_is_not_kept(tmp_path: Path, monkeypatch:
     assert torch.equal(refined.layer.state["o_proj.weight"], near["o_proj.weight"].float())
 
 
-def test_a_layer_is_asked_to_make_up_for_the_drift_of_the_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quick", "atol"), [(False, 1e-5), (True, 0.1)])
+def test_a_layer_is_asked_to_make_up_for_the_drift_of_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool, atol: float
+) -> None:
     """The wanted output is the source's output plus the difference of the streams before the layer."""
+    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", quick)
     calibrator = calibrator_of(tmp_path, stages=("sequence",))
     model = calibrator.model
     source = read_layer(model.checkpoint, Place(0))
@@ -313,11 +331,11 @@ def test_a_layer_is_asked_to_make_up_for_the_drift_of_the_stream(tmp_path: Path)
     call, _ = model.trace(1, model.module(1), own)
     inputs = model.attention_inputs(1, model.module(1), converted)
     calibrator.evidence(Place(1), read_layer(model.checkpoint, Place(1)))
-    assert torch.allclose(calibrator._wanted.read(0), (call.output + own - converted)[0], atol=1e-5)
-    assert torch.allclose(calibrator._inputs.read(0), inputs[0], atol=1e-5)
+    assert torch.allclose(calibrator._wanted.read(0), (call.output + own - converted)[0], atol=atol)
+    assert torch.allclose(calibrator._inputs.read(0), inputs[0], atol=atol)
 
 
-def test_the_descent_passes_eight_times_over_the_text() -> None:
+def test_the_descent_passes_seven_times_over_the_text() -> None:
     """Steps are counted by window, or by 1024 tokens of longer windows."""
-    assert descent_steps(plain_windows(ids(4, 1024), 1)) == descent_steps(plain_windows(ids(3, 16))) == 24
-    assert descent_steps(plain_windows(ids(2, 4096))) == 64
+    assert descent_steps(plain_windows(ids(4, 1024), 1)) == descent_steps(plain_windows(ids(3, 16))) == 21
+    assert descent_steps(plain_windows(ids(2, 4096))) == 56

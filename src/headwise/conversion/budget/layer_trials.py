@@ -31,6 +31,9 @@ from headwise.processes import all_sum, barrier, process_count, process_index
 from headwise.progress import Progress
 from headwise.specs import GroupedSpec, LatentSpec, rotary_width
 
+SPREADING = "spreading the cache"
+"""The name of the stage, for progress."""
+
 KEY_WEIGHTS = (KEY_WEIGHT, KEY_WEIGHT / 4, KEY_WEIGHT * 4)
 """The costs of an error of the keys relative to one of the values that are tried, the usual one first."""
 
@@ -116,7 +119,7 @@ class LayerTrials:
         layer_sizes: list[list[tuple[int, int]]] = []
         estimates = []
         for index in range(layers):
-            self.progress("spreading the cache", index, 2 * layers)
+            self.progress(SPREADING, index, 2 * layers)
             module = self.calibrator.model.module(index)
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
@@ -167,7 +170,7 @@ class LayerTrials:
             if (saved_trial := finished.load(number)) is not None:  # from a killed run
                 streams[number], positions[number] = saved_trial[0]["stream"], saved_trial[1]["layers"]
         for index in range(layers):
-            self.progress("spreading the cache", layers + index, 2 * layers)
+            self.progress(SPREADING, layers + index, 2 * layers)
             if not streams:
                 break
             module = trial.model.module(index)
@@ -180,7 +183,7 @@ class LayerTrials:
                 positions[number] = index + 1
                 finished.save(number, {"stream": streams[number]}, {"layers": positions[number]})
             trial.source = trial.model.run(index, module, trial.source)
-        self.progress("spreading the cache", 2 * layers, 2 * layers)
+        self.progress(SPREADING, 2 * layers, 2 * layers)
         return _divergences(trial, streams, len(allocations))
 
     def _try(self, trial: LayerTrial) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,9 @@ from headwise.conversion.solvers.statistics import Statistics
 from headwise.progress import Progress
 from headwise.specs import GroupedSpec, LatentSpec
 
+CHOOSING = "choosing rotary channels"
+"""The name of the stage, for progress."""
+
 
 @torch.no_grad()
 def choose_shared_channels(plan: ConversionPlan, calibrator: Calibrator, progress: Progress) -> Tensor:
@@ -43,7 +46,7 @@ def choose_shared_channels(plan: ConversionPlan, calibrator: Calibrator, progres
     energies, losses, pairs = [], [], 0
     layers = plan.before.num_layers
     for index, (source, evidence) in enumerate(calibrator.source_evidence(plan)):
-        progress("choosing rotary channels", index, layers)
+        progress(CHOOSING, index, layers)
         spec, target = source.spec, plan.after.layers[index]
         assert isinstance(spec, GroupedSpec)
         assert isinstance(target, LatentSpec)
@@ -55,7 +58,7 @@ def choose_shared_channels(plan: ConversionPlan, calibrator: Calibrator, progres
         pairs = target.qk_rope_head_dim // 2
         energies.append(energy / scale)
         losses.append(loss / scale)
-    progress("choosing rotary channels", layers, layers)
+    progress(CHOOSING, layers, layers)
     return keep_rotation(torch.stack(energies).sum(0), torch.stack(losses).sum(0), pairs)
 
 

@@ -71,6 +71,9 @@ class TrainingWindows:
 def descend(layer: Layer, windows: TrainingWindows, cost: Cost, *, steps: int) -> Layer:
     """Lower a layer's own error by gradient descent on all its matrices; see `refine`.
 
+    A step draws its queries from one half of a window; those of the first half attend to nothing behind it, and cost
+    half as much.
+
     Args:
         layer: the layer, float32.
         windows: the training windows.
@@ -78,14 +81,17 @@ def descend(layer: Layer, windows: TrainingWindows, cost: Cost, *, steps: int) -
         steps: the number of steps.
     """
     generator = torch.Generator().manual_seed(0)
+    parts = 2 if layer.spec.is_causal and windows.tokens >= 2 * QUERIES else 1
+    bounds = [windows.tokens * part // parts for part in range(parts + 1)]
     order: list[int] = []
 
     def sample() -> Sample:
         if not order:
-            order.extend(torch.randperm(windows.count, generator=generator).tolist())
-        window = order.pop()
-        rows = torch.randperm(windows.tokens, generator=generator)[:QUERIES].sort()[0]
-        inputs, wanted = windows.inputs.read(window), windows.wanted.read(window)
+            order.extend(torch.randperm(windows.count * parts, generator=generator).tolist())
+        window, part = divmod(order.pop(), parts)
+        start, end = bounds[part], bounds[part + 1]
+        rows = start + torch.randperm(end - start, generator=generator)[:QUERIES].sort()[0]
+        inputs, wanted = windows.inputs.read(window)[:end], windows.wanted.read(window)
         return Sample(inputs, wanted[rows], rows, windows.rotation(window))
 
     def output(state: Mapping[str, Tensor], batch: Sample) -> Tensor:

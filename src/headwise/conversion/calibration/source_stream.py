@@ -6,6 +6,7 @@ Shapes: N windows, W tokens in each, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.conversion.calibration.sensitivity import refuse_no_numbers
 from headwise.conversion.calibration.windows import CalibrationWindows
+from headwise.conversion.solvers.bfloat16 import quick_products
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
 from headwise.conversion.storage.activations import Activations
@@ -112,6 +114,7 @@ def traced(
     """
     for window, hidden in windows:
         refuse_no_numbers(hidden, index)
-        call, output = placed(window).trace(index, module, hidden)
-        write(window, output)
-        yield window, hidden, call
+        with quick_products():
+            call, output = placed(window).trace(index, module, hidden)
+        write(window, output.float())
+        yield window, hidden, replace(call, inputs=call.inputs.float(), output=call.output.float())

@@ -9,7 +9,10 @@ Shapes: N windows, W tokens in each, E hidden size.
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +28,9 @@ from headwise.conversion.calibration.windows import EVERY, CalibrationWindows, p
 from headwise.conversion.codes.design import design
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
+from headwise.conversion.solvers.bfloat16 import quick_products
 from headwise.conversion.solvers.layer import Layer, Rotation
-from headwise.conversion.solvers.refit import Cost, OutputRefit
+from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit
 from headwise.conversion.solvers.statistics import Statistics, root, statistics_of
 from headwise.conversion.storage.activations import Activations, Spill
 from headwise.conversion.storage.layers import LOST, LayerFiles
@@ -38,7 +42,7 @@ from headwise.quantization import SINKS
 from headwise.specs import GroupedSpec
 from headwise.texts import CalibrationTexts, open_windows
 
-PASSES = 8
+PASSES = 7
 """The number of steps that a layer's descent takes on every training window, or on every `STRETCH` tokens of longer
 windows."""
 
@@ -76,6 +80,9 @@ class TextCalibrator(Calibrator):
         stages: those of `STAGES` that are carried out.
         steps: the number of steps of each layer's descent; `descent_steps` when None.
         run: the identity of the run; activations of another run are discarded.
+
+    Attributes:
+        seconds: the time that windows, the descent and codes have taken, by ``windows``, ``descent`` and ``code``.
     """
 
     is_sequential = has_evidence = True
@@ -94,6 +101,7 @@ class TextCalibrator(Calibrator):
         self.tokens, self.window, self.train = windows.tokens, windows.width, windows.train
         self.steps = descent_steps(windows) if steps is None else steps
         self.sensitivities = LayerFiles(folder / "sensitivities")
+        self.seconds = defaultdict[str, float](float)
         self._folder, self._run = folder, run
         self._streams: Activations | None = None
         self._current: _CurrentLayer | None = None
@@ -148,7 +156,8 @@ class TextCalibrator(Calibrator):
         assert isinstance(source.spec, GroupedSpec)
         module = self.model.module(place.index)
         sensitivity = self.sensitivity(place.index)
-        statistics = self._statistics(place.index, module, source, sensitivity)
+        with self._timed("windows"):
+            statistics = self._statistics(place.index, module, source, sensitivity)
         rotation = partial(self.windows.rotation, source.spec)
         cost = output_cost(sensitivity, source.spec.hidden_size)
         self._current = _CurrentLayer(place.index, module, rotation, cost)
@@ -161,6 +170,10 @@ class TextCalibrator(Calibrator):
         The code comes after the descent. Its basis has channels of very different sizes, which one learning rate for
         a tensor does not suit; and a descent hardly lowers what rounding loses.
         """
+        with self._timed("windows"):
+            return self._refine(place, layer, token_bytes)
+
+    def _refine(self, place: Place, layer: Layer, token_bytes: int | None) -> Refined:
         current = self._current_layer(place)
         best = self._candidate(layer.float(), "solved")
         cost = current.cost.limited(self._held_costs(best.output, current.cost))
@@ -175,10 +188,11 @@ class TextCalibrator(Calibrator):
             chosen, best = "code", self._coded(best.layer, token_bytes)
             errors["code"] = self._held_error(best, cost)
         if "refit" in self.stages:
-            candidate = self._refitted(best, cost)
-            errors["refit"] = self._held_error(candidate, cost)
-            if errors["refit"] < errors[chosen]:
-                chosen, best = "refit", candidate
+            for candidate in self._refitted(best, cost):
+                error = self._held_error(candidate, cost)
+                errors["refit"] = min(error, errors.get("refit", error))
+                if error < errors[chosen]:
+                    chosen, best = "refit", candidate
         self._best = best
         return Refined(best.layer, errors, chosen)
 
@@ -188,12 +202,14 @@ class TextCalibrator(Calibrator):
         current, best = self._current_layer(place), self._best
         assert best is not None
         assert best.layer is refined.layer
-        for window in my_windows(len(self.windows)):
-            hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
-            output = best.output(window)[None]  # [1, W, E]
-            placed = self.windows.placed(self.model, window)
-            hidden = placed.run(current.index, current.module, hidden, attention_output=output)
-            self.streams.write("converted", window, hidden)
+        with self._timed("windows"):
+            for window in my_windows(len(self.windows)):
+                hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
+                output = best.output(window)[None]  # [1, W, E]
+                placed = self.windows.placed(self.model, window)
+                with quick_products():
+                    hidden = placed.run(current.index, current.module, hidden, attention_output=output)
+                self.streams.write("converted", window, hidden.float())
         self._current = self._best = None
         self.streams.commit()
 
@@ -279,31 +295,41 @@ class TextCalibrator(Calibrator):
         """The mean levelled cost of a candidate on the held-out windows."""
         return float(cost.levelled(self._held_costs(candidate.output, cost)).mean())
 
-    def _refitted(self, candidate: Candidate, cost: Cost) -> Candidate:
-        """The candidate with its output projection refitted on the training windows."""
+    def _refitted(self, candidate: Candidate, cost: Cost) -> Iterator[Candidate]:
+        """The candidate with its output projection refitted on the training windows, with each of `RIDGES`."""
         state = candidate.layer.state
         refit = OutputRefit(state["o_proj.weight"], state.get("o_proj.bias"))
         for window in my_windows(self.train):
             refit.add(candidate.mixed(window), self._wanted.read(window), cost)
         all_sum(refit.moments)
         all_sum(refit.error)
-        state = {**state, **{name: tensor.float() for name, tensor in refit.solve().items()}}
-        return replace(candidate, layer=replace(candidate.layer, state=state))
+        for ridge in RIDGES:
+            refitted = {name: tensor.float() for name, tensor in refit.solve(ridge).items()}
+            yield replace(candidate, layer=replace(candidate.layer, state={**state, **refitted}))
 
     def _coded(self, layer: Layer, token_bytes: int) -> Candidate:
         """The layer with a code of its cache, in that code's basis; see `codes.design`."""
         assert self._current is not None
         rotation = self._current.rotation
         windows = ((self._inputs.read(window), rotation(window)) for window in range(min(self.train, CODE_WINDOWS)))
-        designed = design(layer, windows, self._current.cost.metric)
-        return self._candidate(designed.coded(token_bytes), "code")
+        with self._timed("code"):
+            coded = design(layer, windows, self._current.cost.metric).coded(token_bytes)
+        return self._candidate(coded, "code")
 
     def _descended(self, candidate: Candidate, cost: Cost) -> Candidate:
         """The candidate after its descent on the training windows."""
         assert self._current is not None
         windows = TrainingWindows(self._inputs, self._wanted, self.train, self.window, self._current.rotation)
-        layer = descend(candidate.layer, windows, cost, steps=self.steps)
+        with self._timed("descent"):
+            layer = descend(candidate.layer, windows, cost, steps=self.steps)
         return self._candidate(layer, "refine")
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Add the time of a block to ``seconds``, without that of timed blocks within it."""
+        start, within = time.perf_counter(), sum(self.seconds.values())
+        yield
+        self.seconds[part] += time.perf_counter() - start - (sum(self.seconds.values()) - within)
 
 
 def start_on_text(
@@ -325,7 +351,7 @@ def start_on_text(
     if plan.token_bytes is not None and windows.width <= SINKS:
         rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
         raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
-    # Float32 whatever dtype the weights are stored in: layers are solved for inputs that are not rounded further.
+    # Float32 whatever dtype the weights are stored in: weights and solutions are not rounded further.
     model = LayerwiseModel(plan.checkpoint, torch.float32)
     calibrator = TextCalibrator(model, windows, folder=folder, stages=plan.stages, run=run)
     calibrator.prepare(progress)

@@ -1,4 +1,4 @@
-"""Matrix products in bfloat16 where the processor has them: for gradients, whose direction is all that counts."""
+"""Matrix products in bfloat16 where the processor has them: for gradients, and the source's layers."""
 
 from __future__ import annotations
 

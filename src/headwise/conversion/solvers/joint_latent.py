@@ -16,6 +16,9 @@ _FLOOR = 1e-6
 
 _TINY = 1e-12
 
+_CLEAR = 1e-9
+"""The least energy of a singular vector, as a share of the largest, that rounding does not blur."""
+
 NOTHING = 1e-60
 """The least mean diagonal of a matrix. Zero matrices, of layers that compute nothing, are regularised: they count as
 this multiple of the identity, whose square, times `_FLOOR`, is still far from underflow."""
@@ -37,7 +40,12 @@ class Part(NamedTuple):
 
 def weighted(metric: Tensor, rows: Tensor) -> Tensor:
     """``M W`` ``[n, E']``, for a part's metric and rows."""
-    blocks = metric.reshape(-1, *metric.shape[-2:])
+    return _by_blocks(metric, rows)
+
+
+def _by_blocks(blocks: Tensor, rows: Tensor) -> Tensor:
+    """The product of a matrix ``[n, n]``, or of one with these blocks ``[g, n/g, n/g]`` on its diagonal, and rows."""
+    blocks = blocks.reshape(-1, *blocks.shape[-2:])
     return (blocks @ rows.view(*blocks.shape[:2], -1)).view_as(rows)
 
 
@@ -66,18 +74,15 @@ def joint_latent(parts: list[Part], rank: int) -> tuple[Tensor, list[Tensor]]:
         mean.add_(part.moments, alpha=1 / size)
     mean /= mean.diagonal().mean().clamp_min(NOTHING)
     factor = torch.linalg.cholesky(observed(mean))
-    gram = torch.zeros_like(mean)  # [E', E'], of the weighted maps
     del mean
-    for part, size in zip(parts, sizes, strict=True):
-        rows = part.rows @ factor
-        gram.addmm_(rows.mT, weighted(floored(part.metric * size), rows))
-    del rows
-    # Among directions that no part needs, prefer those in which inputs vary most: others need large weights.
-    ridge = _TINY * gram.diagonal().mean().clamp_min(NOTHING)
-    gram.addmm_(factor.mT, factor, alpha=float(ridge))
+    metrics = [floored(part.metric * size) for part, size in zip(parts, sizes, strict=True)]
+    leading = _leading_by_rows(parts, metrics, factor, rank)
+    if leading is None:
+        leading = _leading_by_inputs(parts, metrics, factor, rank)
+    del metrics
     # Channels are uncorrelated and of mean square 1, so that a cache of few bits rounds them all alike.
-    down = torch.linalg.solve_triangular(factor, _leading(gram, rank), upper=False, left=False)
-    del factor, gram
+    down = torch.linalg.solve_triangular(factor, leading, upper=False, left=False)
+    del factor, leading
     # Rounding would decide between a channel and its negative: the largest weight is made positive.
     down *= down.gather(1, down.abs().argmax(1, keepdim=True)).sign()
     return down, [_decoder(part, size, down) for part, size in zip(parts, sizes, strict=True)]
@@ -94,9 +99,38 @@ def whole_latent(rows: list[Tensor], rank: int) -> tuple[Tensor, list[Tensor]]:
     return down, list(torch.split(up, [len(part) for part in rows]))
 
 
-def _leading(matrix: Tensor, rank: int) -> Tensor:
-    """The eigenvectors of a matrix's R largest eigenvalues, as rows: ``[R, E']``."""
-    vectors: Tensor = torch.linalg.eigh(matrix)[1]
+def _leading_by_rows(parts: list[Part], metrics: list[Tensor], factor: Tensor, rank: int) -> Tensor | None:
+    """The leading right singular vectors ``[R, E']`` of the weighted maps, from their products with each other.
+
+    These are far smaller than those of the inputs where few key heads serve a wide model.
+
+    Returns:
+        None where they are not smaller, or the maps have so little rank that other directions must be chosen.
+    """
+    if sum(len(part.rows) for part in parts) >= len(factor):
+        return None
+    maps = torch.cat(
+        [_by_blocks(torch.linalg.cholesky(m).mT, part.rows @ factor) for part, m in zip(parts, metrics, strict=True)]
+    )  # [n, E']
+    energy, vectors = torch.linalg.eigh(maps @ maps.mT)
+    energy, vectors = energy.flip(0)[:rank], vectors.flip(-1)[:, :rank]
+    if energy[-1] <= _CLEAR * energy[0]:
+        return None
+    leading: Tensor = (vectors / energy.sqrt()).mT @ maps
+    return leading
+
+
+def _leading_by_inputs(parts: list[Part], metrics: list[Tensor], factor: Tensor, rank: int) -> Tensor:
+    """The leading right singular vectors ``[R, E']`` of the weighted maps."""
+    gram = torch.zeros_like(factor)  # [E', E'], of the weighted maps
+    for part, metric in zip(parts, metrics, strict=True):
+        rows = part.rows @ factor
+        gram.addmm_(rows.mT, weighted(metric, rows))
+        del rows
+    # Among directions that no part needs, prefer those in which inputs vary most: others need large weights.
+    ridge = _TINY * gram.diagonal().mean().clamp_min(NOTHING)
+    gram.addmm_(factor.mT, factor, alpha=float(ridge))
+    vectors: Tensor = torch.linalg.eigh(gram)[1]
     return vectors.flip(-1)[:, :rank].mT.contiguous()
 
 

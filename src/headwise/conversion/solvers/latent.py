@@ -58,12 +58,14 @@ class LatentOptions:
         key_weight: with statistics, the cost of an error of the keys relative to one of the values.
         kept: bool ``[F, K]``, the channels that keep their rotation; those that the layer needs most when None.
         mix: whether rotary energy is concentrated by mixing heads; otherwise each channel is one head's own.
+        rotary: what `find_rotary` found, where several sizes are solved.
     """
 
     longest: int = 2048
     key_weight: float = KEY_WEIGHT
     kept: Tensor | None = None
     mix: bool = True
+    rotary: Rotary | None = None
 
 
 def convert_to_latent(
@@ -176,6 +178,17 @@ def rotary_channels(w_q: Tensor, w_k: Tensor, source: GroupedSpec, means: Statis
     return Rotary(queries, channels, rotation, lost_rotation(channels, query_energy, rotation))
 
 
+def find_rotary(
+    state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, means: Statistics, *, mix: bool = True
+) -> Rotary | None:
+    """The rotary channels of a layer, which all its MLA targets share; None without RoPE. See `rotary_channels`."""
+    if source.rope is None:
+        return None
+    w_q, w_k = (with_bias(state, name, is_biased(target)) for name in ("q_proj", "k_proj"))
+    rotary = rotary_channels(w_q, w_k, source, means, mix=mix)
+    return rotary._replace(queries=torch.empty(0))  # large, and used no more
+
+
 class _Keys(NamedTuple):
     """A layer's keys, divided into the shared rotary key and content.
 
@@ -211,20 +224,21 @@ def _divide_keys(
     if source.rope is None:
         no_channels, empty = torch.zeros(0, K, dtype=torch.bool), torch.zeros(0, K, K, dtype=torch.complex128)
         return _Keys(no_channels, empty, empty[:, 0].mT, w_k[:0], None), w_k
-    _, channels, rotation, loss = rotary_channels(w_q, w_k, source, means, mix=options.mix)
+    rotary = options.rotary or rotary_channels(w_q, w_k, source, means, mix=options.mix)
+    _, channels, rotation, loss = rotary
     mask = options.kept
     if mask is None:
         mask = keep_rotation(channels.energy, loss, P // 2)  # [F, K]
-    rotary, interleaved = to_real(channels.keys[mask]), source.rope.interleaved  # [P, E']
+    rotary_key, interleaved = to_real(channels.keys[mask]), source.rope.interleaved  # [P, E']
     plain = torch.unflatten(w_k, 0, (K, D))[:, rotated_dims(source) :]  # [K, n/K, E']
     if target.kv_lora_rank >= K * (D + source.value_dim) - P:
         rows, up = _unrotated_keys(channels, mask, interleaved=interleaved)  # [2C, E'], [K·D', 2C]
         content = torch.cat((rows, plain.flatten(0, 1)))  # [m, E'], m = 2C + n
         back_to_heads = _join_plain(up, plain.shape[0] * plain.shape[1], K)  # [K·D, m]
-        return _Keys(mask, channels.back, rotation, rotary, back_to_heads), content
+        return _Keys(mask, channels.back, rotation, rotary_key, back_to_heads), content
     unrotated = ((channels.back * ~mask[:, None]) @ channels.keys).transpose(0, 1)  # [K, F, E']
     content = torch.cat((as_rotated(unrotated, interleaved=interleaved), plain), dim=1).flatten(0, 1)  # [K·D, E']
-    return _Keys(mask, channels.back, rotation, rotary, None), content
+    return _Keys(mask, channels.back, rotation, rotary_key, None), content
 
 
 def _unrotated_queries(state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, keys: _Keys) -> Tensor:

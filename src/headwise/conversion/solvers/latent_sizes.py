@@ -6,13 +6,14 @@ Shapes: E hidden, R latent rank, P rotary dims.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.assemble import is_biased, with_bias
-from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
+from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent, find_rotary
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import centred
 from headwise.conversion.solvers.statistics import Statistics
@@ -42,6 +43,9 @@ def solve_sizes(
     """
     spec = source.spec
     assert isinstance(spec, GroupedSpec)
+    options = options or LatentOptions()
+    rotary = find_rotary(source.state, spec, as_latent(spec, *sizes[0]), statistics, mix=options.mix)
+    options = replace(options, rotary=rotary)
     ordered_sizes = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
     for _, width_sizes in groupby(ordered_sizes, key=lambda size: size[1]):
         widest = None  # freed before the next one is solved

@@ -16,10 +16,11 @@ from headwise.conversion.solvers.bfloat16 import quick_products
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Rotation
 
-RIDGE = 0.1
-"""The ridge penalty of a refit on its distance from the start, as a share of the inputs' mean square."""
+RIDGES = (0.1, 0.3, 1.0)
+"""The ridge penalties of a refit on its distance from the start that are tried, as shares of the inputs' mean square:
+the less a refit has left to gain, the larger the one that suits it."""
 
-RATE = 3e-3
+RATE = 4e-3
 """The peak learning rate of the descent, as a share of a tensor's root mean square."""
 
 OUTLIER = 10.0
@@ -107,8 +108,8 @@ class OutputRefit:
         self.moments += weighted.mT @ inputs
         self.error += error.mT @ weighted
 
-    def solve(self, ridge: float = RIDGE) -> dict[str, Tensor]:
-        """The refitted ``o_proj``, float64."""
+    def solve(self, ridge: float = RIDGES[0]) -> dict[str, Tensor]:
+        """The refitted ``o_proj``, float64; see `RIDGES`."""
         size = self.moments.diagonal().mean().clamp_min(NOTHING)
         penalty = ridge * size * torch.eye(len(self.moments), dtype=torch.float64)
         weight = self.start + torch.linalg.solve(self.moments + penalty, self.error.mT).mT
@@ -125,7 +126,7 @@ def refine(
     *,
     steps: int,
 ) -> dict[str, Tensor]:
-    """Lower the layer's own error by gradient descent on all its matrices: Adam, its rate falling to 0.
+    """Lower the layer's own error by gradient descent on all its matrices: Adam, its rate falling linearly to 0.
 
     Args:
         state: the converted layer's tensors.
@@ -142,11 +143,11 @@ def refine(
         {"params": [tensor], "lr": RATE * float(tensor.detach().square().mean().sqrt())}
         for tensor in tensors.values()
     ]
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.Adam(groups, betas=(0.8, 0.9), fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     warmup = max(steps // 10, 1)
     for step in range(steps):
-        factor = min((step + 1) / warmup, 1.0) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        factor = min((step + 1) / warmup, 1.0) * (1 - step / steps)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
         batch = sample()

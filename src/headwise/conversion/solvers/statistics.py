@@ -73,6 +73,7 @@ class Statistics:
         H, T = layer.spec.num_heads, len(inputs)
         rows = sample_rows(T, sampled_queries(H), window)  # [S]
         with_constant = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1)  # [T, E']
+        # Float64: where a text has fewer tokens than there are inputs, rounding would make the moments indefinite.
         wide = with_constant.double()
         self.inputs.addmm_(wide.mT, wide)
         assert isinstance(layer.spec, GroupedSpec)
