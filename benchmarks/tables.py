@@ -362,6 +362,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "ways": ("ways.json", ways),
     "ablation": ("ablation.json", ablation),
     "budgets": ("budgets.json", budgets),
+    "budgets-recall": ("budgets-recall.json", budgets),
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
     "samples": ("samples.json", samples),
