@@ -22,6 +22,12 @@ TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. 
 TOKENS = 512  # two windows of 256: one is calibrated on, and one is held out
 
 
+@pytest.fixture(autouse=True)
+def layers_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics are compared with those of the whole model in float32."""
+    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", False)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
