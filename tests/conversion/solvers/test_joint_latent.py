@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +19,12 @@ def gram(size: int, seed: int) -> torch.Tensor:
     return x.mT @ x / len(x)
 
 
-def parts(seed: int, *, shared: bool) -> list[Part]:
+def parts(seed: int, *, shared: bool, heights: tuple[int, int] = (6, 7)) -> list[Part]:
     moments = gram(11, seed + 2)
     other = moments if shared else gram(11, seed + 5)
     return [
-        Part(normal(6, 11, seed=seed), gram(6, seed + 1), moments),
-        Part(normal(7, 11, seed=seed + 3), gram(7, seed + 4), other),
+        Part(normal(heights[0], 11, seed=seed), gram(heights[0], seed + 1), moments),
+        Part(normal(heights[1], 11, seed=seed + 3), gram(heights[1], seed + 4), other),
     ]
 
 
@@ -35,9 +36,10 @@ def error(some: list[Part], down: torch.Tensor, ups: list[torch.Tensor]) -> floa
     return total
 
 
-@given(st.integers(1, 10), st.integers(0, 10**6))
-def test_the_error_is_what_the_dropped_singular_values_hold(rank: int, seed: int) -> None:
-    some = parts(seed, shared=True)
+@pytest.mark.parametrize("heights", [(6, 7), (4, 5)], ids=["more rows than inputs", "fewer rows"])
+@given(st.integers(1, 8), st.integers(0, 10**6))
+def test_the_error_is_what_the_dropped_singular_values_hold(heights: tuple[int, int], rank: int, seed: int) -> None:
+    some = parts(seed, shared=True, heights=heights)
     loss = error(some, *joint_latent(some, rank))
     root = torch.linalg.cholesky(some[0].moments)
     weighted = torch.cat([torch.linalg.cholesky(part.metric).mT @ part.rows @ root for part in some])

@@ -39,13 +39,8 @@ class Part(NamedTuple):
 
 
 def weighted(metric: Tensor, rows: Tensor) -> Tensor:
-    """``M W`` ``[n, E']``, for a part's metric and rows."""
-    return _by_blocks(metric, rows)
-
-
-def _by_blocks(blocks: Tensor, rows: Tensor) -> Tensor:
-    """The product of a matrix ``[n, n]``, or of one with these blocks ``[g, n/g, n/g]`` on its diagonal, and rows."""
-    blocks = blocks.reshape(-1, *blocks.shape[-2:])
+    """``M W`` ``[n, E']``, for a part's metric, or a factor of it, and rows."""
+    blocks = metric.reshape(-1, *metric.shape[-2:])
     return (blocks @ rows.view(*blocks.shape[:2], -1)).view_as(rows)
 
 
@@ -110,7 +105,7 @@ def _leading_by_rows(parts: list[Part], metrics: list[Tensor], factor: Tensor, r
     if sum(len(part.rows) for part in parts) >= len(factor):
         return None
     maps = torch.cat(
-        [_by_blocks(torch.linalg.cholesky(m).mT, part.rows @ factor) for part, m in zip(parts, metrics, strict=True)]
+        [weighted(torch.linalg.cholesky(m).mT, part.rows @ factor) for part, m in zip(parts, metrics, strict=True)]
     )  # [n, E']
     energy, vectors = torch.linalg.eigh(maps @ maps.mT)
     energy, vectors = energy.flip(0)[:rank], vectors.flip(-1)[:, :rank]
