@@ -18,6 +18,7 @@ from headwise.conversion.calibration.source_stream import begin_streams, sensiti
 from headwise.conversion.calibration.windows import CalibrationWindows, recall_windows
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.planning.target import refuse_latent
+from headwise.conversion.solvers.device import computing_on, own_device
 from headwise.conversion.solvers.statistics import statistics_of
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.unsolvable import refuse_unsolvable
@@ -85,7 +86,7 @@ def calibrate(
     """
     start, overwrite = time.perf_counter(), options.overwrite
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
-    destination = Path(output)
+    device, destination = own_device(options.device), Path(output)
     check_output(destination, overwrite=overwrite, mark=ABOUT)
     checkpoint = open_checkpoint(source)
     refuse_input_within(destination, checkpoint.path, "the source")
@@ -98,7 +99,8 @@ def calibrate(
         refuse_unsolvable(checkpoint),
     ):
         windows = recall_windows(open_windows(checkpoint, texts)[0], 0, checkpoint.spec)
-        results = collect_statistics(checkpoint, windows, writer.work, run, progress)
+        with computing_on(device):
+            results = collect_statistics(checkpoint, windows.to(device), writer.work, run, progress)
         if process_index() == 0:
             with clearly("output", output):
                 write_statistics(writer.folder, results, checkpoint, texts.sources, windows)
@@ -121,7 +123,7 @@ def collect_statistics(
 
     Args:
         checkpoint: the source.
-        windows: the windows.
+        windows: the windows, on the device of the block.
         folder: the folder of activations and results.
         run: the identity of the run, by which a killed run is continued.
         progress: told of each layer.
@@ -129,7 +131,8 @@ def collect_statistics(
     Returns:
         The files of the layers' statistics.
     """
-    model = LayerwiseModel(checkpoint, torch.float32)  # the dtype of conversions on a text
+    # The dtype of conversions on a text.
+    model = LayerwiseModel(checkpoint, torch.float32, device=torch.get_default_device())
     sensitivities, results = LayerFiles(folder / "sensitivities"), LayerFiles(folder / "layers")
     output_sensitivities(model, sensitivity_windows(checkpoint.spec, windows), sensitivities, progress=progress)
     stream = begin_streams(model, windows, folder, ("source",), run)

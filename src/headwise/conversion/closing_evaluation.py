@@ -139,6 +139,7 @@ def prove(
     *,
     cache: str | None = None,
     dtype: str | None = None,
+    device: str | None = None,
 ) -> Evaluation | str:
     """Evaluate a written folder, or the source with its cache in a format, beside the source.
 
@@ -149,13 +150,14 @@ def prove(
         progress: told of each window.
         cache: the format that the cache is stored in; as it is when None.
         dtype: to run both models in; the wider of their stored ones when None.
+        device: to run both models on; the CPU when None.
 
     Returns:
         The evaluation, or a note why there is none.
     """
     undone = "not evaluated" if cache is None else f"not compared with {cache}"
     try:
-        pair = open_pair(output, against=source, dtype=dtype, progress=progress)
+        pair = open_pair(output, against=source, dtype=dtype, device=device, progress=progress)
         memory = sum(info.numel for checkpoint in pair.checkpoints.values() for info in checkpoint.tensors.values())
         memory *= pair.dtype.itemsize
         if (free := available_bytes()) is not None and free < memory:

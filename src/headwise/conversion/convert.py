@@ -21,6 +21,7 @@ from headwise.conversion.plain_comparison import compare_plain
 from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_inputs
 from headwise.conversion.planning.target import Target, parse_target
 from headwise.conversion.report import Conversion, describe, notes_before
+from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
 from headwise.errors import ArgumentError, HeadwiseError
@@ -68,7 +69,7 @@ def convert(
     start = time.perf_counter()
     prepared = _prepare(source, Path(output), options, progress)
     if options.dry_run:
-        with refuse_unsolvable(prepared.plan.checkpoint):
+        with refuse_unsolvable(prepared.plan.checkpoint), computing_on(prepared.plan.device):
             return _estimate(prepared, progress)
     with first_enters(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
         inputs = ConversionInputs(
@@ -78,7 +79,8 @@ def convert(
             run=prepared.run,
             progress=progress,
         )
-        written = write_folder(prepared.plan, inputs, writer, prepared.format)
+        with computing_on(prepared.plan.device):
+            written = write_folder(prepared.plan, inputs, writer, prepared.format)
         notes = _notes(prepared, written)
         report = _describe(prepared, written, [*notes, *writer.notes], start)
         report = replace(report, seconds_writing=writer.write_seconds + written.write_seconds)
@@ -157,6 +159,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     target = _target(options)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     dtype = None if options.dtype is None else as_dtype(options.dtype)
+    device = own_device(options.device)
     check_output(output, overwrite=options.overwrite)
     checkpoint = open_checkpoint(source)
     refuse_cross_layers(checkpoint, texts)
@@ -169,6 +172,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         dtype=dtype,
         without=[*options.without, *(["spread"] if folder_format.is_exported else [])],
         calibration="statistics" if options.statistics is not None else "text" if texts else None,
+        device=device,
     )
     if plan.token_bytes is not None and folder_format.is_exported:
         rule = "has no place for the codes of a cache; leave out kv_bytes and bits, or the format"
@@ -286,6 +290,7 @@ def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str],
         calibration_window=written.window,
         seconds_reading=prepared.plan.checkpoint.read_seconds + written.read_seconds,
         peak_rss_bytes=peak_rss_bytes(),
+        peak_device_bytes=peak_bytes(prepared.plan.device),
         stock=written.stock,
         spread=written.spread,
     )
@@ -297,7 +302,7 @@ def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progre
         return report
     if prepared.no_exam:
         return replace(report, notes=(*report.notes, f"not evaluated: {prepared.no_exam}"))
-    evaluation = prove(writer.folder, report.source, prepared.exam, progress)
+    evaluation = prove(writer.folder, report.source, prepared.exam, progress, device=prepared.options.device)
     if isinstance(evaluation, str):
         return replace(report, notes=(*report.notes, evaluation))
     report = replace(report, evaluation=replace(evaluation, model=report.output))

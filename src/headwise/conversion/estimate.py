@@ -106,7 +106,7 @@ def _time_on_text(
     progress("estimating", 1, _PARTS)
     nothing = torch.zeros(1, 1, _TOKENS, 8)
     attend(nothing, nothing, nothing, is_causal=True)  # the first call compiles kernels, or loads them
-    model = LayerwiseModel(plan.checkpoint, torch.float32)
+    model = LayerwiseModel(plan.checkpoint, torch.float32, device=plan.device)
     sensitivity_count = len(sensitivity_windows(plan.before, windows))
     backward = _time_sensitivity(model, windows.ids[:1]) if "sensitivity" in plan.stages else 0.0
     processes = process_count()

@@ -13,6 +13,7 @@ from headwise.conversion.budget.shared_channels import compare_own_channels
 from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import Place, read_layer
+from headwise.conversion.solvers.device import CPU
 from headwise.conversion.storage.store import ConvertedLayer, LayerStore
 from headwise.processes import process_index
 from headwise.progress import Progress, silent
@@ -62,7 +63,11 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
     refined = calibrator.refine(place, solution, target.token_bytes)
     about = {**refined.about(), **channel_losses}
     layer = ConvertedLayer(
-        place, layout.stored(place, refined.layer), refined.layer.channels, about, refined.layer.code
+        place,
+        layout.stored(place, refined.layer),
+        refined.layer.channels,
+        about,
+        None if refined.layer.code is None else refined.layer.code.to(CPU),
     )
     if process_index() == 0:
         store.save(layer)

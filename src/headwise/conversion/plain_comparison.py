@@ -80,7 +80,7 @@ def compare_plain(
     if spelling is None:
         return None
     name = evaluation.against or source.path  # as the user named it
-    plain = prove(name, name, exam, progress, cache=spelling, dtype=evaluation.dtype)
+    plain = prove(name, name, exam, progress, cache=spelling, dtype=evaluation.dtype, device=evaluation.device)
     if isinstance(plain, str):
         return plain
     taken = bfloat16_bytes(source, tokens, spelling)

@@ -49,6 +49,7 @@ class Conversion:
         seconds_writing: the seconds spent on writing tensors; solving layers, and running them on a text, took the
             rest.
         peak_rss_bytes: the peak resident memory of the process up to the written folder; None with ``dry_run``.
+        peak_device_bytes: the most memory of a GPU that the conversion had; None on a CPU.
         dry_run: whether nothing was written.
         evaluation: the result beside its source, on text that it was not calibrated on; None if it was skipped.
         plain: the source with its cache quantised to about as many bytes, on the same text; None if it was not
@@ -77,6 +78,7 @@ class Conversion:
     seconds_reading: float = 0.0
     seconds_writing: float = 0.0
     peak_rss_bytes: int | None = None
+    peak_device_bytes: int | None = None
     dry_run: bool = False
     evaluation: Evaluation | None = None
     plain: PlainComparison | None = None

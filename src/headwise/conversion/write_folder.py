@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name, open_checkpoint
@@ -20,6 +21,7 @@ from headwise.conversion.output.difference import logits_difference
 from headwise.conversion.output.formats import OutputFormat, StockReport
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan
+from headwise.conversion.solvers.device import CPU, computing_on
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.storage.store import LayerStore
 from headwise.processes import barrier, first_enters, process_index
@@ -183,9 +185,10 @@ def _write_exported(
     barrier()  # every process has read the folder before it is removed
     report = StockReport(shared_plan_error=about.get("shared"), own_plan_error=about.get("own"))
     if process_index() == 0:
-        output_format.export(writer, checkpoint, config, inputs.progress)
+        with computing_on(CPU):  # the folder is read once more
+            output_format.export(writer, checkpoint, config, inputs.progress)
         writer.note_left_out(plan.checkpoint)  # links of the source, which the working folder does not have
-        report = _compared(report, checkpoint, writer, inputs.exam)
+        report = _compared(report, checkpoint, writer, inputs.exam, plan.device)
     return WrittenFolder(
         config=config,
         tensors=output_format.tensors(OutputLayout(plan)),
@@ -219,11 +222,13 @@ def _channel_losses(plan: ConversionPlan, store: LayerStore) -> dict[str, float]
     return {name: sum(about.get(name, 0.0) for about in layers) for name in ("shared", "own")}
 
 
-def _compared(report: StockReport, own_format: Checkpoint, writer: FolderWriter, exam: Exam) -> StockReport:
+def _compared(
+    report: StockReport, own_format: Checkpoint, writer: FolderWriter, exam: Exam, device: torch.device
+) -> StockReport:
     """The report with the difference between the two formats on the exam, where there is one."""
     if not exam:
         return report
     (text, windows), *_ = exam
     ids = windows[:1, :TOKENS]
-    difference = logits_difference(own_format, open_checkpoint(writer.folder), ids)
+    difference = logits_difference(own_format, open_checkpoint(writer.folder), ids, device)
     return replace(report, text=text, tokens=ids.numel(), logits_difference=difference)

@@ -86,7 +86,13 @@ def _document(
     candidate: Candidate, model: str | Path, conversion: dict[str, Any] | None, setting: Setting
 ) -> dict[str, Any]:
     """Evaluate a candidate beside the source; see `result_of`."""
-    pair = open_pair(model, against=setting.source, dtype=_name(setting.dtype), progress=setting.progress)
+    pair = open_pair(
+        model,
+        against=setting.source,
+        dtype=_name(setting.dtype),
+        device=setting.options.device,
+        progress=setting.progress,
+    )
     evaluation = evaluate_windows(pair, setting.exam, cache=candidate.cache, progress=setting.progress).to_dict()
     tokens = evaluation["window"]
     is_coded = has_codes(pair.models["model"])  # and as large in every dtype
@@ -131,6 +137,7 @@ def _convert(candidate: Candidate, model: Path, run: str, setting: Setting) -> d
         calibration_tokens=texts.tokens if texts else None,
         calibration_window=texts.window,
         dtype=_name(setting.dtype),
+        device=setting.options.device,
         evaluate=False,  # all candidates are evaluated alike, on the frontier's windows
         overwrite=model.is_dir(),
         progress=setting.progress,

@@ -17,7 +17,7 @@ from headwise.frontiers.ladder import list_candidates
 from headwise.frontiers.page import markdown, page, refuse_no_plotly
 from headwise.frontiers.points import Frontier, collect
 from headwise.frontiers.results import RESULTS, Setting, result_of, write_file
-from headwise.hf import as_dtype
+from headwise.hf import as_device, as_dtype
 from headwise.options import FrontierOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts import check_texts, named_texts, read_source, refuse_texts_within
@@ -66,6 +66,7 @@ def frontier(
     for text in named:
         read_source(text, characters=1, name="evaluate")  # refuses a missing text before any work
     dtype = None if options.dtype is None else as_dtype(options.dtype)
+    as_device(options.device)  # refused before any work
     checkpoint = open_checkpoint(source)
     refuse_unexamined(checkpoint.spec)
     candidates, notes = list_candidates(checkpoint, options.targets, methods=options.methods, dtype=dtype)

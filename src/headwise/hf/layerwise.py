@@ -61,7 +61,7 @@ def seen_positions(layer: AttentionSpec, positions: Tensor) -> Tensor:
     of 4,096 tokens.
     """
     is_near = layer.sliding_window is None or int(positions[-1]) < layer.sliding_window
-    return positions if is_near else torch.arange(len(positions))
+    return positions if is_near else torch.arange(len(positions), device=positions.device)
 
 
 class LayerwiseModel:
@@ -82,6 +82,7 @@ class LayerwiseModel:
     Args:
         checkpoint: a decoder, or an encoder, which is run without its pooler.
         dtype: to compute in; the dtype of most of the checkpoint when None.
+        device: to compute on; the CPU when None.
         layer: path of a layer, such as ``model.layers.{layer}``; the module that holds the attention when None.
         attention: path of a layer's attention module; the family's when None.
 
@@ -96,6 +97,7 @@ class LayerwiseModel:
         checkpoint: Checkpoint,
         dtype: torch.dtype | None = None,
         *,
+        device: torch.device | None = None,
         layer: str | None = None,
         attention: str | None = None,
     ) -> None:
@@ -109,7 +111,8 @@ class LayerwiseModel:
         self.checkpoint = checkpoint
         self.adds = checkpoint.family.adds if has_family(checkpoint.config.get("model_type")) else True
         self.dtype = dtype or checkpoint.dtype
-        self.model = _without_weights(checkpoint, self.dtype)
+        self.device = device or torch.device("cpu")
+        self.model = _without_weights(checkpoint, self.dtype, self.device)
         self._stored = _stored_names(self.model, checkpoint)
         self.attention = attention.removeprefix(f"{layer}.")
         self.output = f"{self.attention}.{output}" if output else self.attention
@@ -150,6 +153,7 @@ class LayerwiseModel:
         Returns:
             The hidden states, ``[B, W, E]``.
         """
+        ids = ids.to(self.device)
         if ids.shape[1] != self._window:
             # Traced with one window, so that masks and tables fit a batch of any size.
             self._calls = self._trace(self.num_layers, input_ids=ids[:1])[1]
@@ -173,7 +177,7 @@ class LayerwiseModel:
         if len(positions) != self._window:
             rule = f"must be of windows of {self._window} tokens, as the model began with"
             raise ArgumentError("positions", tuple(positions.shape), rule)
-        if bool((positions == torch.arange(len(positions))).all()):
+        if bool((positions == torch.arange(len(positions), device=positions.device)).all()):
             return self
         key = tuple(positions.tolist())
         if key not in self._placed:
@@ -181,11 +185,13 @@ class LayerwiseModel:
         return self._placed[key]
 
     def _at(self, positions: Tensor) -> LayerwiseModel:
-        embedding = self.model.get_input_embeddings()
+        embedding, positions = self.model.get_input_embeddings(), positions.to(self.device)
         # A mask of ones: without it, transformers takes a step between positions for the beginning of another text.
         placed = self._trace(
             self.num_layers,
-            inputs_embeds=torch.zeros(1, len(positions), embedding.embedding_dim, dtype=self.dtype),
+            inputs_embeds=torch.zeros(
+                1, len(positions), embedding.embedding_dim, dtype=self.dtype, device=self.device
+            ),
             position_ids=positions[None],
             attention_mask=torch.ones_like(positions[None]),
         )[1]
@@ -370,15 +376,15 @@ class LayerwiseModel:
         if tensor.shape != like.shape:
             rule = f"must be {tuple(like.shape)} by the config"
             raise CheckpointError(f"{stored} shape", tuple(tensor.shape), rule)
-        return tensor.to(like.dtype)
+        return tensor.to(self.device, like.dtype)
 
 
 class _EnoughError(Exception):
     """Raised by the last layer of interest to end a forward pass."""
 
 
-def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The transformers model of a checkpoint with its parameters on the meta device and its buffers real."""
+def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+    """The transformers model of a checkpoint, its parameters on the meta device and its buffers on the given one."""
     builder = AutoModelForCausalLM if checkpoint.spec.is_causal else AutoModel
     config = stock_config(checkpoint.config)
     try:
@@ -389,7 +395,7 @@ def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         # frequencies. Parameters are on the meta device, where initialising them costs nothing.
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+                setattr(module, name, torch.empty_like(buffer, device=device))
         with torch.no_grad():
             model.initialize_weights()
     except Exception as error:  # a size, activation or scaling that only the modules check

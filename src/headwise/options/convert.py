@@ -52,6 +52,9 @@ class CalibrationOptions(Options):
         default=None,
         rule=at_least(2),
     )
+    device: str | None = option(
+        "device to run and solve layers on, such as cuda; the CPU when left out", default=None, identity=False
+    )
 
 
 class RequiredTextOptions(CalibrationOptions):

@@ -30,8 +30,9 @@ REACH = (0.0, 1.5, 2.4, 3.0, 3.2, 3.45, 3.5, 3.6, 3.97)
 """The size beyond which a single value's error is mostly its distance from this size, by the number of bits."""
 
 _WINDOW = 8
-_ROWS = 256
-"""The rows that are encoded at a time without the compiled kernel, whose memory is 100 bytes a value."""
+_ROWS, _ROWS_OF_A_GPU = 256, 16_384
+"""The rows that are encoded at a time without the compiled kernel, whose memory is 100 bytes a value. On a GPU,
+starting an operation takes as long as hundreds of rows."""
 
 
 @lru_cache
@@ -79,7 +80,10 @@ def encode(
     if can_encode() and are_plain(values, weights, bits, starts, gains, codes):
         return trellis_encode(values, weights, bits, tables(), starts, gains=gains, codes=codes), codes
     squares = weights.expand_as(values) if gains is None else weights * gains.square()
-    pieces = zip(*(torch.split(rows, _ROWS) for rows in (values, squares, starts)), strict=True)
+    pieces = zip(
+        *(torch.split(rows, _ROWS if values.is_cpu else _ROWS_OF_A_GPU) for rows in (values, squares, starts)),
+        strict=True,
+    )
     parts = [_encode(rows, costs, first, bits.tolist()) for rows, costs, first in pieces]
     windows = torch.cat(parts)
     levels = tables(values.device)[bits.long(), windows.long()]

@@ -55,6 +55,8 @@ def _show(report: Conversion) -> None:
     out.print(f"parameters     {report.parameters_before:,} → {report.parameters_after:,}")
     out.print(f"on disk        {bytes_text(report.disk_bytes)}")
     peak = "" if report.peak_rss_bytes is None else f", peak memory {bytes_text(report.peak_rss_bytes)}"
+    if report.peak_device_bytes is not None:
+        peak += f", of the GPU {bytes_text(report.peak_device_bytes)}"
     out.print(f"{'about ' if report.dry_run else ''}{report.seconds:.1f} s{peak}")
     if report.model_type.startswith(HOSTED_PREFIX) and not report.dry_run:
         out.print("run it with headwise.load, or in transformers after import headwise.hf")

@@ -15,6 +15,7 @@ from torch import Tensor
 from headwise.conversion.budget.allocation import Node
 from headwise.conversion.budget.layer_trials import KEY_WEIGHTS, LayerLosses, LayerTrial, LayerTrials, scaled_nodes
 from headwise.conversion.codes.design import design
+from headwise.conversion.solvers.device import CPU
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
@@ -57,7 +58,7 @@ class CodedTrials(LayerTrials):
         at = self._solutions(trial.index, trial.source, [sizes[number]], trial.evidence, KEY_WEIGHT)
         streams = torch.stack([coded, *(trial.replaced(layer) for _, layer in at)])
         losses += [*self._by_key_weight(trial, error), *code_losses, float(number)]
-        return torch.tensor(losses, dtype=torch.float64), streams
+        return torch.tensor(losses, dtype=torch.float64, device=CPU), streams
 
     def _coded(self, trial: LayerTrial, layer: Layer) -> list[Layer]:
         assert isinstance(trial.source.spec, GroupedSpec)

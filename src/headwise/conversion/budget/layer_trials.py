@@ -23,6 +23,7 @@ from headwise.conversion.calibration.sensitivity import refuse_no_numbers
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.methods import Evidence, LatentMethod
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize, Place, read_layer
+from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import root
@@ -123,14 +124,14 @@ class LayerTrials:
             module = self.calibrator.model.module(index)
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
-            losses = torch.zeros(self._count(sizes), dtype=torch.float64)
+            losses = torch.zeros(self._count(sizes), dtype=torch.float64, device=CPU)
             streams = {replaced: trial.model.run(index, module, stream) for replaced, stream in streams.items()}
             is_mine = index % process_count() == process_index()
             saved_trial = None if self.files.load(index) is None else finished.load(index)
             if saved_trial is not None:
                 source_stream.skip(index, module)
                 if is_mine:
-                    losses, own = saved_trial[0]["losses"], saved_trial[0]["streams"]
+                    losses, own = saved_trial[0]["losses"], moved(saved_trial[0]["streams"])
             else:
                 source, sensitivity = self._source(index), self.calibrator.sensitivity(index)
                 assert sensitivity is not None
@@ -168,7 +169,7 @@ class LayerTrials:
         positions = dict.fromkeys(streams, 0)  # how many layers each stream has passed
         for number in streams:
             if (saved_trial := finished.load(number)) is not None:  # from a killed run
-                streams[number], positions[number] = saved_trial[0]["stream"], saved_trial[1]["layers"]
+                streams[number], positions[number] = moved(saved_trial[0]["stream"]), saved_trial[1]["layers"]
         for index in range(layers):
             self.progress(SPREADING, layers + index, 2 * layers)
             if not streams:
@@ -199,7 +200,7 @@ class LayerTrials:
                 stream = trial.replaced(layer)
         del layer  # freed before others are solved
         losses = [by_size[size] for size in sizes] + self._by_key_weight(trial, error)
-        return torch.tensor(losses, dtype=torch.float64), stream[None]
+        return torch.tensor(losses, dtype=torch.float64, device=CPU), stream[None]
 
     def _by_key_weight(self, trial: LayerTrial, error: Callable[[Layer], float]) -> list[float]:
         """The loss of the first size with each other key weight."""
@@ -283,7 +284,7 @@ def scaled_nodes(
 
 def _divergences(trial: Trial, streams: dict[int, Tensor], count: int) -> list[float]:
     """The divergences of all ``count`` streams, of which each process has some."""
-    divergences = torch.zeros(count, dtype=torch.float64)
+    divergences = torch.zeros(count, dtype=torch.float64, device=CPU)
     for number, nats in zip(streams, trial.divergences(list(streams.values())), strict=True):
         divergences[number] = nats
     return list(all_sum(divergences).tolist())

@@ -24,6 +24,7 @@ from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize
+from headwise.conversion.solvers.device import CPU, computing_on
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.storage.layers import LayerFiles
@@ -147,11 +148,13 @@ def _search(trials: LayerTrials) -> Spread:
     # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
     layers = trials.losses(Trial(calibrator.model, pieces if trials.plan.spends_bytes else pieces[:1]))
     if trials.plan.spends_bytes:
-        return _coded(trials.plan, layers)
+        with computing_on(CPU):
+            return _coded(trials.plan, layers)
     even = [LayerSize(*layer.even[:2]) for layer in layers]
     shares = [size.rank + size.rotary for size in even]
     step = step_of(shares)
-    nodes = allocate([curve(layer.nodes, share, step) for layer, share in zip(layers, shares, strict=True)])
+    with computing_on(CPU):
+        nodes = allocate([curve(layer.nodes, share, step) for layer, share in zip(layers, shares, strict=True)])
     best = [LayerSize(*node[:2], layer.key_weight) for node, layer in zip(nodes, layers, strict=True)]
     predicted = sum(layer.even.loss for layer in layers), sum(node.loss for node in nodes)
     if predicted[1] > (1 - MARGIN) * predicted[0]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import Cost, Sample, refine
 from headwise.conversion.storage.activations import Spill
@@ -87,10 +88,11 @@ def descend(layer: Layer, windows: TrainingWindows, cost: Cost, *, steps: int) -
 
     def sample() -> Sample:
         if not order:
-            order.extend(torch.randperm(windows.count * parts, generator=generator).tolist())
+            order.extend(torch.randperm(windows.count * parts, generator=generator, device=CPU).tolist())
         window, part = divmod(order.pop(), parts)
         start, end = bounds[part], bounds[part + 1]
-        rows = start + torch.randperm(end - start, generator=generator)[:QUERIES].sort()[0]
+        drawn = torch.randperm(end - start, generator=generator, device=CPU)[:QUERIES]
+        rows = moved(start + drawn.sort()[0])
         inputs, wanted = windows.inputs.read(window)[:end], windows.wanted.read(window)
         return Sample(inputs, wanted[rows], rows, windows.rotation(window))
 

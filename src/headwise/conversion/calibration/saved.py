@@ -29,6 +29,7 @@ from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.methods import Evidence
 from headwise.conversion.planning.plan import Place
+from headwise.conversion.solvers.device import moved
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage.layers import LOST, LayerFiles
@@ -104,9 +105,11 @@ def read_evidence(results: LayerFiles, index: int) -> Evidence:
     tensors = result[0]
     if (fault := _fault(tensors)) is not None:
         raise CheckpointError(_FIELD, str(results.folder), f"{fault} of layer {index}; calibrate again")
-    sensitivity = tensors.pop("sensitivity").double()
+    sensitivity = moved(tensors.pop("sensitivity")).double()
     width = len(sensitivity) + 1
-    means = {name: _whole(tensor, width) if name in _GRAMS else tensor for name, tensor in tensors.items()}
+    means = {
+        name: _whole(moved(tensor), width) if name in _GRAMS else moved(tensor) for name, tensor in tensors.items()
+    }
     return Evidence(Statistics(**means), sensitivity)
 
 
@@ -253,7 +256,7 @@ def _squares(name: str, tensor: Tensor) -> Tensor:
     if name not in _GRAMS:
         return tensor
     width = (math.isqrt(8 * len(tensor) + 1) - 1) // 2
-    rows = torch.arange(width, 0, -1)
+    rows = torch.arange(width, 0, -1, device=tensor.device)
     return tensor[rows.cumsum(0) - rows]
 
 

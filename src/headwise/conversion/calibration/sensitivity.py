@@ -22,6 +22,7 @@ from torch import Tensor
 from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.solvers.bfloat16 import quick_products
+from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
@@ -89,7 +90,7 @@ def _measure(
         progress(MEASURING, 2 * layers - index - 1, 2 * layers)
         module = model.module(index)
         with clearly("activations", files[index], "read"):
-            inputs = load_file(files[index])["hidden"]
+            inputs = moved(load_file(files[index])["hidden"])
         gram = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
         for window in range(len(inputs)):
             window_inputs = inputs[window : window + 1].requires_grad_()  # [1, W, E]
@@ -129,7 +130,7 @@ def kept_sensitivity(results: LayerFiles, index: int) -> Tensor:
     result = results.load(index)
     if result is None:
         raise CheckpointError("layer", index, LOST)
-    return result[0]["sensitivity"]
+    return moved(result[0]["sensitivity"])
 
 
 def refuse_no_numbers(states: Tensor, index: int) -> None:
@@ -167,7 +168,8 @@ def _loss_gradient(model: LayerwiseModel, hidden: Tensor, first: int) -> Tensor:
                     labels = drawn_labels(outputs.detach().softmax(-1), generator)
                     loss = F.cross_entropy(outputs, labels, reduction="sum")
                 else:
-                    loss = (outputs * torch.randn(outputs.shape, generator=generator)).sum()
+                    direction = moved(torch.randn(outputs.shape, generator=generator, device=CPU))
+                    loss = (outputs * direction).sum()
             gradient[index, start : start + PIECE] = torch.autograd.grad(loss, piece)[0][0]
     return gradient
 
@@ -175,5 +177,5 @@ def _loss_gradient(model: LayerwiseModel, hidden: Tensor, first: int) -> Tensor:
 def drawn_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a label from each row of ``[S, vocabulary]``: ``[S]``. `torch.multinomial` takes ten times as long."""
     sums = probabilities.cumsum(-1)
-    drawn = torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]
+    drawn = moved(torch.rand(len(sums), 1, generator=generator, device=CPU)) * sums[:, -1:]
     return torch.searchsorted(sums, drawn, right=True)[:, 0].clamp_max(sums.shape[-1] - 1)

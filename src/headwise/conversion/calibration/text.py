@@ -29,6 +29,7 @@ from headwise.conversion.codes.design import design
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.bfloat16 import quick_products
+from headwise.conversion.solvers.device import CPU, computing_on, finished
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit
 from headwise.conversion.solvers.statistics import Statistics, root, statistics_of
@@ -329,6 +330,7 @@ class TextCalibrator(Calibrator):
         """Add the time of a block to ``seconds``, without that of timed blocks within it."""
         start, within = time.perf_counter(), sum(self.seconds.values())
         yield
+        finished()
         self.seconds[part] += time.perf_counter() - start - (sum(self.seconds.values()) - within)
 
 
@@ -352,7 +354,7 @@ def start_on_text(
         rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
         raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
     # Float32 whatever dtype the weights are stored in: weights and solutions are not rounded further.
-    model = LayerwiseModel(plan.checkpoint, torch.float32)
+    model = LayerwiseModel(plan.checkpoint, torch.float32, device=plan.device)
     calibrator = TextCalibrator(model, windows, folder=folder, stages=plan.stages, run=run)
     calibrator.prepare(progress)
     return calibrator
@@ -364,8 +366,10 @@ def open_calibration(plan: ConversionPlan, texts: CalibrationTexts) -> Calibrati
     Raises:
         ArgumentError: see `open_windows`.
     """
-    ids, held = open_windows(plan.checkpoint, texts)
-    return recall_windows(ids, held, plan.before) if "recall" in plan.stages else plain_windows(ids, held)
+    with computing_on(CPU):  # where text is cut
+        ids, held = open_windows(plan.checkpoint, texts)
+        windows = recall_windows(ids, held, plan.before) if "recall" in plan.stages else plain_windows(ids, held)
+    return windows.to(plan.device)
 
 
 def descent_steps(windows: CalibrationWindows) -> int:

@@ -70,6 +70,11 @@ class CalibrationWindows:
         """Some of the windows, of which none counts as held out."""
         return CalibrationWindows(self.ids[which], self.positions[which], self.repeats[which])
 
+    def to(self, device: torch.device) -> CalibrationWindows:
+        """The windows on a device."""
+        ids, positions, repeats = (tensor.to(device) for tensor in (self.ids, self.positions, self.repeats))
+        return CalibrationWindows(ids, positions, repeats, self.held)
+
     @property
     def trained(self) -> CalibrationWindows:
         """The windows to train on."""

@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import OUTLIER
@@ -77,7 +78,8 @@ def channel_statistics(
         tap = _Tap()
         with torch.enable_grad():
             output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, torch.arange(len(inputs)))
-            direction = torch.randn(len(inputs), root.shape[1], generator=generator) @ root.mT
+            drawn = torch.randn(len(inputs), root.shape[1], generator=generator, device=CPU)
+            direction = moved(drawn) @ root.mT
             (gradient,) = torch.autograd.grad((output * direction).sum(), tap.values)
         values.append(tap.values.detach()[SINKS:])
         gradients.append(gradient[SINKS:])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headwise.checkpoints import TensorInfo, dtype_name
 from headwise.conversion.planning.plan import ConversionPlan, Place
+from headwise.conversion.solvers.device import CPU
 from headwise.conversion.solvers.layer import Layer
 from headwise.errors import CheckpointError
 from headwise.hf import expected_tensors, model_class
@@ -92,13 +93,13 @@ class OutputLayout:
         return {name: self.cast(name, tensor) for name, tensor in tensors.items()}
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Cast a tensor to the folder's dtype, whose range may be smaller than the source's.
+        """Cast a tensor to the folder's dtype, on the CPU, whose range may be smaller than the source's.
 
         Raises:
             CheckpointError: a number does not fit, or is NaN or infinite.
         """
         dtype = self.plan.dtype
-        cast = tensor.to(dtype)
+        cast = tensor.to(CPU, dtype)
         if not bool(torch.isfinite(cast).all()):
             rule = f"does not fit in {dtype_name(dtype)}; choose a wider dtype"
             if not bool(torch.isfinite(tensor).all()):  # fits no dtype

@@ -14,6 +14,7 @@ from headwise.checkpoints import Checkpoint
 from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.methods import LONGEST, LayerTarget, Method, choose_method
 from headwise.conversion.planning.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
+from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.layer import NORM_EPS, Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.cost import formulas
@@ -79,6 +80,7 @@ class ConversionPlan:
             chooses its own.
         token_bytes: the bytes of a token's codes in each layer's cache; None for a cache without codes.
         bits: the bits of a value on average, where the user sets them; None where sizes and bits are chosen together.
+        device: the device that the source is run on and its layers are solved on.
     """
 
     checkpoint: Checkpoint
@@ -91,6 +93,7 @@ class ConversionPlan:
     rotary_channels: Tensor | None = None
     token_bytes: tuple[int, ...] | None = None
     bits: float | None = None
+    device: torch.device = CPU
 
     @property
     def before(self) -> ModelSpec:
@@ -170,6 +173,7 @@ def make_plan(
     dtype: torch.dtype | None = None,
     without: Collection[str] = (),
     calibration: Calibration | None = "text",
+    device: torch.device = CPU,
 ) -> ConversionPlan:
     """Plan a conversion with all stages that its method has and that apply.
 
@@ -180,6 +184,7 @@ def make_plan(
         dtype: the dtype of the output; the source's when None.
         without: the stages to leave out; without ``sensitivity``, ``spread`` is left out too.
         calibration: the kind of evidence that layers are solved from; None for weights alone.
+        device: see `ConversionPlan`.
 
     Raises:
         ArgumentError: a layer cannot have the size, or the method does not go with the target.
@@ -197,6 +202,7 @@ def make_plan(
         method=choose_method(method, before, after),
         dtype=dtype or checkpoint.dtype,
         mixes_heads="channels" not in without,
+        device=device,
     )
     if target.is_coded:
         refuse_codes(after)
@@ -243,11 +249,12 @@ def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
 
 
 def read_layer(checkpoint: Checkpoint, place: Place) -> Layer:
-    """Read one attention layer of a model, by the layer's own names, in its stored dtype."""
+    """Read one attention layer of a model, by the layer's own names, in its stored dtype, to the block's device."""
     spec = (checkpoint.spec.cross_layers if place.cross else checkpoint.spec.layers)[place.index]
     assert isinstance(spec, GroupedSpec)
     was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
     state = checkpoint.family.read_attention(checkpoint.read, place.index, spec, cross=place.cross, hosted=was_hosted)
+    state = {name: moved(tensor) for name, tensor in state.items()}
     norm_eps = checkpoint.config.get("rms_norm_eps")
     return Layer(spec, state, norm_eps=NORM_EPS if norm_eps is None else float(norm_eps))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwise.checkpoints import dtype_name
 from headwise.checkpoints.disk import clearly
+from headwise.conversion.solvers.device import CPU, moved
 from headwise.errors import CheckpointError
 from headwise.processes import all_sum, barrier, process_index
 
@@ -76,12 +77,12 @@ class Activations:
         """
         assert self.layer is not None, "nothing was committed yet"
         assert 0 <= start < stop <= len(self), (start, stop)
-        states = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
+        states = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype, device=CPU)
         with clearly("activations", self.folder, "read"), self._file(stream, self.layer).open("rb") as file:
             file.seek(start * self._window_bytes)
             if file.readinto(_bytes(states)) != states.nbytes:
                 raise CheckpointError("activations", str(self.folder), "are cut short")
-        return states
+        return moved(states)
 
     def write(self, stream: str, start: int, states: Tensor) -> None:
         """Write the next layer's outputs of the windows from ``start`` on, ``[n, W, E]``.
@@ -97,7 +98,7 @@ class Activations:
             os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
         ):
             file.seek(start * self._window_bytes)
-            file.write(_bytes(states.detach().to("cpu", self.dtype).contiguous()))
+            file.write(_bytes(states.detach().to(CPU, self.dtype).contiguous()))
             self._written.update((stream, window) for window in range(start, start + len(states)))
 
     def commit(self) -> None:
@@ -108,7 +109,7 @@ class Activations:
         Raises:
             StorageError: the disk is full, or the files cannot be written.
         """
-        total = int(all_sum(torch.tensor(float(len(self._written)), dtype=torch.float64)))
+        total = int(all_sum(torch.tensor(float(len(self._written)), dtype=torch.float64, device=CPU)))
         assert total == len(self) * len(self.streams), "a window was not written"
         if process_index() == 0:
             with clearly("activations", self.folder):
@@ -175,7 +176,7 @@ class Spill:
             os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
         ):
             file.seek(window * self._bytes)
-            file.write(_bytes(states.detach().float().contiguous()))
+            file.write(_bytes(states.detach().to(CPU, torch.float32).contiguous()))
 
     def read(self, window: int) -> Tensor:
         """Read one window ``[W, E]``.
@@ -184,12 +185,12 @@ class Spill:
             CheckpointError: the file is cut short.
             StorageError: it cannot be read.
         """
-        states = torch.empty(self.shape[1:])
+        states = torch.empty(self.shape[1:], device=CPU)
         with clearly("activations", self.path, "read"), self.path.open("rb") as file:
             file.seek(window * self._bytes)
             if file.readinto(_bytes(states)) != states.nbytes:
                 raise CheckpointError("activations", str(self.path), "are cut short")
-        return states
+        return moved(states)
 
 
 def _bytes(tensor: Tensor) -> Any:

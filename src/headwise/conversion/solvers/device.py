@@ -1,0 +1,58 @@
+"""The device that a source is run on and its layers are solved on.
+
+Functions of tensors compute where their arguments are, and make new tensors on the device of the block that they are
+called in. What is read from files, and random numbers, which are drawn on the CPU so that every device draws the same
+ones, is moved there first; what is written is moved back.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from headwise.hf import as_device
+from headwise.processes import process_count, process_index
+
+CPU = torch.device("cpu")
+
+
+def own_device(name: str | None) -> torch.device:
+    """The device of a name; of several processes each has a GPU of its own by the name ``cuda``, as far as there are.
+
+    Args:
+        name: such as ``cuda``; the CPU when None.
+
+    Raises:
+        ArgumentError: torch has no such device on this machine.
+    """
+    device = as_device(name)
+    if device == torch.device("cuda") and process_count() > 1:
+        return torch.device("cuda", process_index() % torch.cuda.device_count())
+    return device
+
+
+def computing_on(device: torch.device) -> AbstractContextManager[object]:
+    """A block whose new tensors are made on a device.
+
+    For example, within ``with computing_on(torch.device("cuda")):`` ``torch.eye(3)`` is on the GPU.
+    """
+    # Every call of torch takes longer within the block, so that there is none where nothing changes.
+    return nullcontext() if device == torch.get_default_device() else device
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """The tensor on the device of the block."""
+    return tensor.to(torch.get_default_device())
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most memory of a GPU that tensors of this process have had; None for the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def finished() -> None:
+    """Wait until the device of the block has computed what it was given, so that the time can be read."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()

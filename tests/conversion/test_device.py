@@ -1,0 +1,94 @@
+"""Conversions on a device: the CPU's results, and every tensor where it should be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise
+from headwise.errors import ArgumentError
+from headwise.hf import as_device
+from tests.conversion.test_resumed import TEXT
+from tests.pretended_device import DEVICE, pretended_device
+
+KEYWORDS: dict[str, Any] = {"calibration_tokens": 256, "calibration_window": 32}
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    "mla": {"to": "mla", "kv_budget": 0.5},
+    "codes": {"to": "mla", "kv_bytes": 0.15},
+    "same": {"to": "same", "bits": 3.0},
+    "gqa": {"to": "mqa"},
+    "deepseek": {"to": "mla", "kv_budget": 0.5, "format": "deepseek"},
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+@pytest.fixture(autouse=True)
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", False)
+    monkeypatch.setattr("headwise.conversion.codes.scales.RATIOS", (1.0, 1.6))  # each takes seconds here
+    optimizers = sys.modules["torch.optim.optimizer"]  # which torch.optim hides
+    monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["cpu", str(DEVICE)])
+    # To torch the name is that of a device without numbers, which is refused.
+    devices = "headwise.conversion.solvers.device.as_device"
+    monkeypatch.setattr(devices, lambda name: DEVICE if name == str(DEVICE) else as_device(name))
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_device_converts_as_the_cpu_does(name: str, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    options = {**CONVERSIONS[name], **KEYWORDS, "calibrate": text, "evaluate": False}
+    headwise.convert(tiny_llama, tmp_path / "cpu", **options)
+    with pretended_device():
+        headwise.convert(tiny_llama, tmp_path / "device", **options, device=str(DEVICE))
+    refuse_difference(tiny_llama, tmp_path / "cpu", tmp_path / "device")
+
+
+def test_statistics_of_a_device_are_the_cpus(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    options = {**KEYWORDS, "calibrate": text}
+    target: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "evaluate": False}
+    headwise.calibrate(tiny_llama, tmp_path / "of cpu", **options)
+    headwise.convert(tiny_llama, tmp_path / "cpu", statistics=tmp_path / "of cpu", **target)
+    with pretended_device():
+        headwise.calibrate(tiny_llama, tmp_path / "of device", **options, device=str(DEVICE))
+        statistics = tmp_path / "of device"
+        headwise.convert(tiny_llama, tmp_path / "device", statistics=statistics, device=str(DEVICE), **target)
+    refuse_difference(tiny_llama, tmp_path / "cpu", tmp_path / "device")
+
+
+def test_a_dry_run_times_the_device(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    options = {**CONVERSIONS["mla"], **KEYWORDS, "calibrate": text}
+    with pretended_device():
+        report = headwise.convert(tiny_llama, tmp_path / "out", **options, dry_run=True, device=str(DEVICE))
+    assert report.seconds > 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [headwise.convert, headwise.calibrate, headwise.frontier])
+def test_a_device_that_is_not_here_is_refused(command: Any, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    target = {"to": "mqa"} if command is headwise.convert else {}
+    with pytest.raises(ArgumentError, match=r"device = 'nowhere'.*such as cpu or cuda"):
+        command(tiny_llama, tmp_path / "out", calibrate=text, device="nowhere", **target)
+    assert not (tmp_path / "out").exists()
+
+
+def refuse_difference(source: Path, cpu: Path, device: Path) -> None:
+    """Two conversions of a source differ by far less than either does from the source."""
+    ids = torch.randint(2, 30, (2, 60), generator=torch.Generator().manual_seed(0))
+    its, expected, found = (logits(folder, ids) for folder in (source, cpu, device))
+    lost = float((expected - its).norm())
+    assert lost > 1e-3 * float(its.norm())
+    assert float((found - expected).norm()) < 1e-3 * lost  # at most 4e-5 measured
+
+
+def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = headwise.load(folder)(ids).logits
+    return out
