@@ -93,6 +93,7 @@ DIFFERENT = {
     "context": "of decoding; of a planted fact",
     "dtype": "of converted models; of models that are run",
     "file": "of choices; of questions and passages",
+    "device": "of a conversion; of an evaluation alone",
     "evaluate": "convert can leave it out",
     "overwrite": "a model; statistics",
 }

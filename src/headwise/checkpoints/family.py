@@ -41,6 +41,7 @@ class Family:
         gguf_tensors: GGUF name → transformers name, both with ``{layer}`` for the number of a layer and without
             ``.weight`` or ``.bias`` at the end.
         gguf_interleaved: GGUF stores rows of queries and keys as neighbouring pairs, transformers as halves.
+        gguf_norm_offset: GGUF stores the weights of norms with this added.
     """
 
     model_type: str
@@ -60,6 +61,7 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     gguf_tensors: Mapping[str, str] = field(default_factory=dict)
     gguf_interleaved: bool = False
+    gguf_norm_offset: float = 0.0
 
     @property
     def base(self) -> str:

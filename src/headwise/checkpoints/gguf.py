@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
+from headwise.checkpoints.gguf_layout import Join, gguf_layout
 from headwise.errors import CheckpointError, StorageError
 from headwise.specs import gguf_config, read_gguf_header
+from headwise.specs.gguf import GgufTensor
+
+
+class _Stored(NamedTuple):
+    """A tensor in the file.
+
+    Attributes:
+        place: its name, shape and offset.
+        kind: its GGML type.
+        nbytes: its size.
+    """
+
+    place: GgufTensor
+    kind: Any
+    nbytes: int
 
 
 class GgufCheckpoint(Checkpoint):
@@ -38,11 +55,12 @@ class GgufCheckpoint(Checkpoint):
         self.path = path
         header = read_gguf_header(path)
         self.config = gguf_config(header)
-        self._stored, self.tensors = {}, {}
+        self._layout = gguf_layout(self.config["model_type"])
+        self._stored: dict[str, dict[str, _Stored]] = {}
+        self.tensors = {}
         self._has_tokenizer = "tokenizer.ggml.model" in header.metadata
         size = path.stat().st_size
         for stored in header.tensors.values():
-            name = self._transformers_name(stored.name)
             try:
                 kind = GGMLQuantizationType(stored.ggml_type)
             except ValueError:
@@ -58,8 +76,10 @@ class GgufCheckpoint(Checkpoint):
             nbytes = math.prod(stored.shape) // block * block_bytes
             if stored.offset + nbytes > size:
                 raise CheckpointError("file", str(path), f"ends before tensor {stored.name}: it is cut short")
-            self._stored[name] = (stored, kind, nbytes)
-            self.tensors[name] = TensorInfo(stored.shape, DTYPES.get(kind.name, torch.float32))
+            name = self._transformers_name(stored.name)
+            self._stored.setdefault(name, {})[stored.name.split(".")[-2]] = _Stored(stored, kind, nbytes)
+        for name, parts in self._stored.items():
+            self.tensors[name] = self._info(name, parts)
         if not self.tensors:
             raise CheckpointError("file", str(path), "has no tensors")
         self.quantization = self._commonest_quantization()
@@ -67,25 +87,66 @@ class GgufCheckpoint(Checkpoint):
     def _commonest_quantization(self) -> str | None:
         """The quantised type of most of the model's values; None where none are quantised."""
         values: dict[str, int] = {}
-        for stored, kind, _ in self._stored.values():
-            if kind.name not in DTYPES:
-                values[kind.name] = values.get(kind.name, 0) + math.prod(stored.shape)
+        for parts in self._stored.values():
+            for stored, kind, _ in parts.values():
+                if kind.name not in DTYPES:
+                    values[kind.name] = values.get(kind.name, 0) + math.prod(stored.shape)
         return max(values, key=lambda name: values[name], default=None)
 
     def _transformers_name(self, stored: str) -> str:
         stem, _, kind = stored.rpartition(".")
         layer = re.match(r"blk\.(\d+)\.", stem)
         template = re.sub(r"^blk\.\d+\.", "blk.{layer}.", stem)
-        names = self.family.gguf_tensors
+        names, number = self._layout.names, layer[1] if layer else None
+        if (whole := names.get(f"{template}.{kind}")) is not None:
+            return whole.format(layer=number)
         if template not in names or kind not in ("weight", "bias"):
-            rule = f"has no place in a {self.family.model_type} model"
+            rule = f"has no place in a {self.config['model_type']} model"
             raise CheckpointError("GGUF tensor", stored, rule)
-        return f"{names[template].format(layer=layer[1] if layer else None)}.{kind}"
+        return f"{names[template].format(layer=number)}.{kind}"
+
+    def _join(self, name: str, parts: Mapping[str, _Stored]) -> Join | None:
+        """How a tensor is made of its parts; None where one of them is the whole.
+
+        Raises:
+            CheckpointError: parts are missing, or there is more than one whole.
+        """
+        join = next((join for ending, join in self._layout.joined.items() if name.endswith(ending)), None)
+        if join is None or "attn_kv_b" in parts:
+            return None
+        try:
+            join({part: torch.empty(stored.shape, device="meta") for part, (stored, _, _) in parts.items()})
+        except (KeyError, RuntimeError, IndexError):
+            shapes = ", ".join(f"{part} {stored.shape}" for part, (stored, _, _) in parts.items())
+            raise CheckpointError("tensor", name, f"cannot be made of {shapes}") from None
+        return join
+
+    def _info(self, name: str, parts: Mapping[str, _Stored]) -> TensorInfo:
+        """The shape and the dtype of a tensor."""
+        if (join := self._join(name, parts)) is None:
+            stored, kind, _ = parts.get("attn_kv_b") or next(iter(parts.values()))
+            return TensorInfo(stored.shape, DTYPES.get(kind.name, torch.float32))
+        dtypes = {part: DTYPES.get(kind.name, torch.float32) for part, (_, kind, _) in parts.items()}
+        made = join(
+            {part: torch.empty(own.shape, dtype=dtypes[part], device="meta") for part, (own, _, _) in parts.items()}
+        )
+        return TensorInfo(tuple(made.shape), made.dtype)
 
     def _read(self, name: str) -> Tensor:
+        parts = self._stored[name]
+        if (join := self._join(name, parts)) is not None:
+            return join({part: self._read_stored(stored) for part, stored in parts.items()})
+        tensor = self._read_stored(parts.get("attn_kv_b") or next(iter(parts.values())))
+        if self._layout.is_interleaved:
+            tensor = self._unpermute(name, tensor)
+        if self._layout.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor - self._layout.norm_offset
+        return tensor
+
+    def _read_stored(self, entry: _Stored) -> Tensor:
         from gguf.quants import dequantize
 
-        stored, kind, nbytes = self._stored[name]
+        stored, kind, nbytes = entry
         with self.path.open("rb") as file:
             file.seek(stored.offset)
             raw = np.frombuffer(bytearray(file.read(nbytes)), dtype=np.uint8)
@@ -96,8 +157,6 @@ class GgufCheckpoint(Checkpoint):
             with np.errstate(all="ignore"):  # `read` refuses a tensor with a scale that is NaN by name
                 values = dequantize(rows, kind)
             tensor = torch.from_numpy(values).reshape(stored.shape)
-        if self.family.gguf_interleaved:
-            tensor = self._unpermute(name, tensor)
         return tensor
 
     def _unpermute(self, name: str, tensor: Tensor) -> Tensor:

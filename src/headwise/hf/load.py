@@ -56,8 +56,12 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
     wanted = wanted or checkpoint.dtype
     if isinstance(checkpoint, GgufCheckpoint):
         state = {name: checkpoint.read(name) for name in checkpoint.tensors}
-        model = model_class(checkpoint.config).from_pretrained(
-            None, config=stock_config(checkpoint.config), state_dict=state, dtype=wanted
+        model, loading = model_class(checkpoint.config).from_pretrained(
+            None,
+            config=stock_config(checkpoint.config),
+            state_dict=state,
+            dtype=wanted,
+            output_loading_info=True,
         )
     else:
         refuse_other_weights(checkpoint.path)
@@ -77,9 +81,9 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
             )
         except Exception as error:  # such as a generation_config.json that is not JSON
             raise refused("folder", str(source), error) from None
-        # For other families only transformers knows which tensors are missing: it may rename or fuse them.
-        for name in sorted(loading["missing_keys"]):
-            raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
+    # For other families only transformers knows which tensors are missing: it may rename or fuse them.
+    for name in sorted(loading["missing_keys"]):
+        raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
     check_finite(model)
     _check_cache(model)
     if not isinstance(checkpoint, GgufCheckpoint):

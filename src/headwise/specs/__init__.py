@@ -4,7 +4,8 @@ from headwise.hub import fetch_hub
 from headwise.specs.base import AttentionSpec, RopeSpec, mechanism_module, spec_from_dict
 from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.feed_forward import FeedForwardSpec
-from headwise.specs.gguf import gguf_config, read_gguf_header
+from headwise.specs.gguf import read_gguf_header
+from headwise.specs.gguf_config import gguf_config
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
 from headwise.specs.latent import LatentSpec

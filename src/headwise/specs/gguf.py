@@ -1,4 +1,4 @@
-"""Read a GGUF file's header: metadata, the tensor table, and the `ModelSpec` they describe.
+"""Read a GGUF file's header: metadata and the tensor table.
 
 The gguf package's reader makes a string of every vocabulary entry, which takes seconds. A model's attention is
 described by a few dozen numbers, so this reader steps over long arrays.
@@ -10,13 +10,11 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import CheckpointError, SpecError, StorageError
-from headwise.specs.huggingface import read_config
-from headwise.specs.model import ModelSpec
+from headwise.errors import CheckpointError, StorageError
 
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -25,10 +23,9 @@ _LONGEST_ARRAY = 1024
 """Items up to which an array is read; longer ones are stepped over."""
 _MAX_DIMS = 8
 """The most dimensions of a tensor; more of them mean a damaged file."""
-_LARGEST_FLOAT32 = 3.4028234e38
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""GGUF's ``general.architecture`` → transformers' ``model_type``, for architectures whose metadata are understood."""
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are part of what a config says: a factor for each rotary frequency."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,17 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The part of a GGUF file before the weights."""
+    """The part of a GGUF file before the weights.
+
+    Attributes:
+        metadata: the values of its keys.
+        tensors: the places of its tensors, without those in ``factors``.
+        factors: factors of rotary frequencies, by the tensor's name.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -150,7 +154,20 @@ def _parse(data: mmap.mmap) -> GgufHeader:
         raise IndexError
     start = -(-reader.position // alignment) * alignment
     tensors = {name: GgufTensor(name, shape, kind, start + offset) for name, shape, kind, offset in table}
-    return GgufHeader(metadata, tensors)
+    factors = {name: _floats(data, tensors.pop(name)) for name in _FACTORS if name in tensors}
+    return GgufHeader(metadata, tensors, factors)
+
+
+def _floats(data: mmap.mmap, tensor: GgufTensor) -> tuple[float, ...]:
+    """Read a vector of float32.
+
+    Raises:
+        CheckpointError: it is none, or longer than a vector of factors.
+    """
+    if tensor.ggml_type != 0 or len(tensor.shape) != 1 or tensor.shape[0] > _LONGEST_ARRAY:
+        rule = f"must be a vector of at most {_LONGEST_ARRAY} float32"
+        raise CheckpointError(tensor.name, f"type {tensor.ggml_type} {tensor.shape}", rule)
+    return struct.unpack_from(f"<{tensor.shape[0]}f", data, tensor.offset)
 
 
 def _read_entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
@@ -161,75 +178,3 @@ def _read_entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
         raise IndexError
     shape = tuple(reversed([reader.number("Q") for _ in range(dims)]))
     return name, shape, reader.number("I"), reader.number("Q")
-
-
-def gguf_config(header: GgufHeader) -> dict[str, Any]:
-    """The fields of the ``config.json`` that a GGUF header is equivalent to.
-
-    For example ``gguf_config(read_gguf_header(Path("model.gguf")))["hidden_size"]``.
-
-    Raises:
-        SpecError: the architecture's metadata are not understood, or a needed number is missing.
-    """
-    metadata, architecture = header.metadata, header.architecture
-    if architecture not in ARCHITECTURES:
-        names = ", ".join(sorted(ARCHITECTURES))
-        raise SpecError("general.architecture", architecture, f"is not understood in GGUF; known: {names}")
-
-    def get(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{architecture}.{key}", default)
-
-    for key in ("rope.scaling.type", "expert_count"):
-        if get(key) not in (None, 0, "none"):
-            raise SpecError(f"{architecture}.{key}", get(key), "is not understood in GGUF")
-    if "rope_freqs.weight" in header.tensors:
-        raise SpecError("rope_freqs.weight", "present", "scaled RoPE is not understood in GGUF; use the safetensors")
-    for key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
-        if not isinstance(get(key, 1.0), int | float):
-            raise SpecError(f"{architecture}.{key}", get(key), "must be a number")
-    hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length")
-    if head_dim is None and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
-        head_dim = None if hidden_size % num_heads else hidden_size // num_heads
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if head_dim is not None and get(key, head_dim) != head_dim:
-            raise SpecError(f"{architecture}.{key}", get(key), f"must equal the head dim, {head_dim}")
-    embedding = header.tensors.get("token_embd.weight")
-    config = {
-        "model_type": ARCHITECTURES[architecture],
-        "hidden_size": hidden_size,
-        "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": get("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(get("rope.freq_base", 10000.0))},
-        "vocab_size": embedding.shape[0] if embedding and embedding.shape else get("vocab_size"),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "dtype": "float32",
-    }
-    if config["rms_norm_eps"] is not None:
-        # The file holds a float32; the shortest decimal that rounds to it is the number its author wrote.
-        config["rms_norm_eps"] = _shortest_float32(config["rms_norm_eps"])
-    for key, name in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
-        if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            config[name] = token
-    return config
-
-
-def read_gguf_spec(path: Path) -> ModelSpec:
-    """Read the spec of the model in a GGUF file."""
-    return read_config(gguf_config(read_gguf_header(path)))
-
-
-def _shortest_float32(value: float) -> float:
-    """The shortest decimal that rounds to a float32."""
-    if abs(value) > _LARGEST_FLOAT32:
-        return value
-    for digits in range(1, 10):
-        short = float(f"{value:.{digits}g}")
-        if struct.pack("<f", short) == struct.pack("<f", value):
-            return short
-    return value
