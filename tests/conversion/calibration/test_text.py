@@ -20,7 +20,7 @@ from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers import layer as heads
 from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
-from headwise.conversion.solvers.refit import Cost, OutputRefit, Sample, refine
+from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit, Sample, refine
 from headwise.conversion.solvers.statistics import Statistics, output_metric, root
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.errors import CheckpointError
@@ -268,6 +268,43 @@ def test_a_layer_is_refitted_once(
         evaluate=False,
     )
     assert len(candidates) == refits  # of two layers
+
+
+def test_the_ridge_of_a_refit_is_the_best_on_held_out_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)
+    tried = dict[float, list[float]]()
+    held_error = TextCalibrator._held_error
+    of_ridge: list[float] = []
+    solve = OutputRefit.solve
+
+    def solved(self: OutputRefit, ridge: float) -> dict[str, torch.Tensor]:
+        of_ridge.append(ridge)
+        return solve(self, ridge)
+
+    def measured(self: TextCalibrator, candidate: Candidate, cost: Cost) -> float:
+        error = held_error(self, candidate, cost)
+        if of_ridge:
+            tried.setdefault(of_ridge.pop(), []).append(error)
+        return error
+
+    monkeypatch.setattr(OutputRefit, "solve", solved)
+    monkeypatch.setattr(TextCalibrator, "_held_error", measured)
+    source = save_tiny(tmp_path / "tiny")
+    options = {"to": "mqa", "calibrate": tmp_path / "text.txt", "calibration_tokens": 512, "evaluate": False}
+    report = headwise.convert(source, tmp_path / "out", **options, without=("refine",))
+    assert report.evaluation is None
+    assert {*tried} == {*RIDGES}
+    losses = torch.tensor([tried[ridge] for ridge in RIDGES])  # [ridges, layers]
+    monkeypatch.setattr("headwise.conversion.calibration.text.RIDGES", (RIDGES[int(losses[:, 0].argmin())],))
+    tried.clear()
+    headwise.convert(source, tmp_path / "one", **options, without=("refine",))
+    (alone,) = tried.values()
+    assert alone[0] == losses[:, 0].min()
+    own, other = (headwise.load(tmp_path / name).state_dict() for name in ("out", "one"))
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert torch.equal(own[name], other[name])
 
 
 def test_the_root_is_symmetric_and_its_square_is_the_matrix() -> None:

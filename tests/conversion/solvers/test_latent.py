@@ -12,8 +12,11 @@ from headwise.checkpoints import open_checkpoint
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.aligned import align
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
+from headwise.conversion.solvers.latent_sizes import solve_sizes
 from headwise.conversion.solvers.layer import Layer, rotation_tables
+from headwise.conversion.solvers.statistics import statistics_of
 from headwise.specs import GroupedSpec, as_latent
+from tests.closeness import assert_close
 from tests.real_models import save_tiny
 
 
@@ -51,3 +54,25 @@ def test_options_are_an_object_or_its_fields(tmp_path: Path) -> None:
     assert all(torch.equal(solved[name], tensor) for name, tensor in expected.items())
     with pytest.raises(TypeError, match="takes options or their fields, not both: longest, nonsense"):
         convert_to_latent(source.state, spec, target, statistics=None, options=LatentOptions(), longest=3, nonsense=4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rotary'"):  # which was never a keyword
+        convert_to_latent(source.state, spec, target, statistics=None, rotary=None)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_sizes_that_are_solved_together_are_those_solved_alone(model_type: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "source", model_type)
+    source = read_layer(open_checkpoint(tmp_path / "source"), Place(0)).float()
+    spec, generator = source.spec, torch.Generator().manual_seed(0)
+    assert isinstance(spec, GroupedSpec)
+    positions = torch.arange(40).repeat(4, 1)
+    inputs = [(window, torch.randn(40, spec.hidden_size, generator=generator)) for window in range(4)]
+    statistics = statistics_of(source, None, inputs, positions)
+    sizes = [(16, 8), (10, 8), (16, 4), (30, 4), (4, 4)]
+    together = dict(solve_sizes(source, sizes, statistics))
+    assert {*together} == {*sizes}
+    rotation = rotation_tables(spec, positions[0])
+    for size, layer in together.items():
+        (_, alone), *_ = solve_sizes(source, [size], statistics)
+        assert layer.channels == alone.channels
+        outputs = [each.float().output(inputs[0][1], rotation) for each in (layer, alone)]
+        assert_close(outputs[0], outputs[1], 1e-5)

@@ -347,12 +347,9 @@ def start_on_text(
         progress: told of layers.
 
     Raises:
-        ArgumentError: see `open_windows`; or the texts are too short to design codes on.
+        ArgumentError: see `open_calibration`.
     """
     windows = open_calibration(plan, texts)
-    if plan.token_bytes is not None and windows.width <= SINKS:
-        rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
-        raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
     # Float32 whatever dtype the weights are stored in: weights and solutions are not rounded further.
     model = LayerwiseModel(plan.checkpoint, torch.float32, device=plan.device)
     calibrator = TextCalibrator(model, windows, folder=folder, stages=plan.stages, run=run)
@@ -364,11 +361,14 @@ def open_calibration(plan: ConversionPlan, texts: CalibrationTexts) -> Calibrati
     """The windows of a conversion, cut from its texts; with the stage ``recall``, some repeat far passages.
 
     Raises:
-        ArgumentError: see `open_windows`.
+        ArgumentError: see `open_windows`; or the texts are too short to design codes on.
     """
     with computing_on(CPU):  # where text is cut
         ids, held = open_windows(plan.checkpoint, texts)
         windows = recall_windows(ids, held, plan.before) if "recall" in plan.stages else plain_windows(ids, held)
+    if plan.token_bytes is not None and windows.width <= SINKS:
+        rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
+        raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
     return windows.to(plan.device)
 
 

@@ -139,7 +139,7 @@ def convert_to_latent(
 def _refuse_unknown(keywords: Mapping[str, Any]) -> None:
     """Refuse keywords that `convert_to_latent` never had, as Python does."""
     for name in keywords:
-        if name not in LatentOptions.__dataclass_fields__:
+        if name not in LatentOptions.__dataclass_fields__ or name == "rotary":
             raise TypeError(f"convert_to_latent() got an unexpected keyword argument {name!r}")
 
 

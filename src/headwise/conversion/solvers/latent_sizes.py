@@ -83,7 +83,7 @@ def narrowed(layer: Layer, target: LatentSpec, statistics: Statistics) -> Layer:
     for rows, moments in ((decoders[:, :N], keys), (decoders[:, N:], statistics.inputs)):
         covariance = down @ moments[: down.shape[1], : down.shape[1]] @ down.mT  # [R, R]
         # The dropped channels, as far as the remaining ones predict them.
-        prediction = torch.linalg.lstsq(covariance[:r, :r], covariance[:r, r:], driver="gelsd").solution.mT
+        prediction = covariance[r:, :r] @ torch.linalg.pinv(covariance[:r, :r], hermitian=True)
         narrow_decoders.append(rows[..., :r] + rows[..., r:] @ prediction)
     channels = [*range(r), *range(R, len(state["kv_a_proj_with_mqa.weight"]))]
     narrow = {name: state[name][channels] for name in state if name.startswith("kv_a_proj_with_mqa.")}
