@@ -6,7 +6,7 @@
 ``qwen2`` has what makes the caches of the Qwen2 family hard to quantise: seven query heads for each key–value head,
 and in some channels of the keys a bias far larger than what the input adds to it. ``llama`` has eight query heads for
 each key–value head, ``gemma`` four, wide heads and scaled embeddings, and ``gpt2`` a key–value head for every query
-head, biases everywhere and no RoPE.
+head, biases everywhere and no RoPE. ``qwen3`` is ``llama`` with norms of queries and keys.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from benchmarks import data, glassllm
@@ -79,6 +81,12 @@ def llama() -> PreTrainedModel:
     """A llama of 16 query heads and 2 key–value heads."""
     sizes = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 32}
     return LlamaForCausalLM(LlamaConfig(**COMMON, **ROPE, **sizes, num_attention_heads=16, num_key_value_heads=2))
+
+
+def qwen3() -> PreTrainedModel:
+    """A qwen3 of the sizes of `llama`."""
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 32}
+    return Qwen3ForCausalLM(Qwen3Config(**COMMON, **ROPE, **sizes, num_attention_heads=16, num_key_value_heads=2))
 
 
 def gemma() -> PreTrainedModel:
@@ -149,7 +157,7 @@ def _glassllm(folder: Path, cache: Path) -> Path:
 
 MODELS: dict[str, Callable[[Path, Path], Path]] = {
     "glassllm": _glassllm,
-    **{build.__name__: partial(train, build) for build in (qwen2, llama, gemma, gpt2)},
+    **{build.__name__: partial(train, build) for build in (qwen2, llama, qwen3, gemma, gpt2)},
 }
 """By name; each takes the folder to write and the cache of `benchmarks.data`."""
 

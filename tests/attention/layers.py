@@ -69,6 +69,7 @@ LAYERS: dict[str, Callable[..., AttentionLayer]] = {
     "grouped": lambda **more: GroupedQueryAttention(16, 4, 2, rope=ROPE, **more),
     "mla expanded": lambda **more: mla(impl="expanded", **more),
     "mla absorbed": lambda **more: mla(impl="absorbed", bias=True, **more),
+    "mla behind norms": lambda **more: mla(qk_norm="head", num_kv_heads=1, head_dim=4, **more),
 }
 
 

@@ -25,6 +25,7 @@ from headwise.attention import (
 )
 from headwise.cost.stages import Kernel
 from headwise.counting.module import count
+from headwise.errors import SpecError
 from headwise.kernels import Backend
 from headwise.specs import ExpertLatentSpec, GroupedSpec, LatentSpec, RopeSpec
 from tests.strategies import (
@@ -98,6 +99,24 @@ def assert_a_training_step_costs(case: Case) -> None:
     # A latent one wide, or a single token, lies in memory every way at once, and torch saves itself some copies.
     single = S == 1 and not (isinstance(spec, GroupedSpec) and case.kernel == "unfused")
     assert kept == counted.saved_bytes or single or getattr(spec, "kv_dim", 2) == 1
+
+
+@pytest.mark.parametrize("qk_norm", ["head", "full"])
+@pytest.mark.parametrize("impl", ["expanded", "absorbed"])
+def test_mla_behind_norms(qk_norm: str, impl: str) -> None:
+    """Parameters and FLOPs; it has no list of its activations."""
+    spec = LatentSpec(**MLA, qk_norm=qk_norm, num_kv_heads=2, head_dim=6, bias=("o_proj",))
+    layer = layer_of(spec, impl)
+    assert cost.parameters(spec) == sum(parameter.numel() for parameter in layer.parameters())
+    for source in (None, 5):
+        case = Case(spec, impl, 2, 9, source, False, "float32", "unfused", True)
+        x, kwargs = call_of(case, layer, "meta")
+        counted = count(layer, x, backward=True, **kwargs)
+        options: dict[str, Any] = {"batch": 2, "impl": impl, "kernel": "unfused", "causal": False}
+        assert counted.forward_flops == cost.forward_flops(spec, 9, source, cross=source is not None, **options)
+        assert counted.backward_flops == cost.backward_flops(spec, 9, source, input_gradient=True, **options)
+    with pytest.raises(SpecError, match=f"qk_norm = '{qk_norm}': an MLA layer with it has no list"):
+        cost.activation_bytes(spec, 9, dtype="float32")
 
 
 MLA: dict[str, Any] = {"hidden_size": 12, "num_heads": 3, "kv_lora_rank": 7, "qk_nope_head_dim": 4}

@@ -28,6 +28,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "biased": {"q_lora_rank": 7, "bias": True},
     "transformers' biases": {"q_lora_rank": 7, "bias": "hf", "norm_eps": 1e-3},
     "all dims rotate": {"qk_nope_head_dim": 0, "bias": True, "latent_norm": False},
+    "behind norms of heads": {"qk_norm": "head", "num_kv_heads": 1, "head_dim": 7, "latent_norm": False},
+    "behind whole norms": {
+        "qk_norm": "full",
+        "num_kv_heads": 3,
+        "head_dim": 4,
+        "bias": ("o_proj",),
+        "norm_eps": 1e-2,
+    },
     "half-split": {"rope": RopeSpec(dim=4, theta=100.0), "softmax_scale": 0.7},
 }
 
@@ -66,7 +74,18 @@ def by_hand(
         angles, interleaved = layer.rope.frequencies, layer.rope.spec.interleaved
         return torch.stack([rotate_by_hand(row, at, angles, interleaved=interleaved) for row in part])
 
-    if spec.q_lora_rank is None:
+    def normed_heads(projection: Any, norm: Any, states: Tensor) -> Tensor:
+        projected = project(projection, states)
+        if spec.qk_norm == "full":
+            return normed(norm, projected)
+        return torch.cat([normed(norm, head) for head in projected.split(spec.head_dim, -1)], -1)
+
+    if spec.qk_norm is not None:
+        heads = normed_heads(layer.q_proj, layer.q_norm, x).split(spec.head_dim, -1)
+        maps = layer.q_b_proj.weight.split(N + P)
+        queries = torch.cat([head @ rows.T for head, rows in zip(heads, maps, strict=True)], -1)
+        source = torch.cat((normed_heads(layer.k_proj, layer.k_norm, source), project(layer.v_proj, source)), -1)
+    elif spec.q_lora_rank is None:
         queries = project(layer.q_proj, x)
     else:
         queries = project(layer.q_b_proj, normed(layer.q_a_layernorm, project(layer.q_a_proj, x)))

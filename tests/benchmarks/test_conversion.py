@@ -83,7 +83,7 @@ def test_every_variant_is_another_and_keeps_the_rows_own_split_among_its_choices
 def test_statistics_are_of_windows_as_long_as_those_that_are_measured_on(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", False)  # layers are then run in float32
+    monkeypatch.setattr("headwise.conversion.solvers.device.QUICK", False)  # layers are then run in float32
     options = {"source": str(root / "source"), "cache": root / "cache", "work": root / "own", "json": root / "s.json"}
     options |= {"tokens": 512, "items": 0, "windows": 2, "window": 64, "split": "test"}
     bench = conversion.Bench(Namespace(**options))

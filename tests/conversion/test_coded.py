@@ -17,6 +17,7 @@ from headwise.errors import HeadwiseError
 from headwise.hf import HeadwiseCache
 from headwise.quantization.files import FILE, read_codes
 from headwise.specs import LatentSpec, read_config
+from tests.closeness import assert_close
 from tests.conversion.test_resumed import TEXT, StoppedError, stop_at
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
@@ -48,6 +49,22 @@ def test_allocated_bytes_are_the_budget(tiny_llama: Path, text: Path, tmp_path: 
     assert cache.nbytes == 128 * report.kv_bytes_per_token_after + wide
     # A layer of this size has few bytes, and a step is two of them.
     assert fraction * source_bytes - 6 <= report.kv_bytes_per_token_after <= fraction * source_bytes
+
+
+@torch.inference_mode()
+def test_mla_behind_norms_has_codes_too(text: Path, tmp_path: Path) -> None:
+    source = save_family(tmp_path / "source", "qwen3")
+    report = headwise.convert(source, tmp_path / "out", kv_bytes=0.25, calibrate=text, **OPTIONS)
+    assert report.coded
+    model = headwise.load(tmp_path / "out")
+    ids = torch.randint(2, 30, (2, 40), generator=torch.Generator().manual_seed(0))
+    whole = model(ids, use_cache=False).logits
+    cache = HeadwiseCache(model, max_length=64)
+    parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 20), (20, 21), (21, 40))]
+    assert_close(torch.cat(parts, 1), whole, 1e-6)
+    # Random weights lose much by a quarter of the bytes; a map of the wrong channels would lose everything.
+    error = (whole - headwise.load(source)(ids).logits).norm() / whole.norm()
+    assert error < 1
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 8), (7, 1, 10)])

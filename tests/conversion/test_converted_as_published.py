@@ -25,7 +25,7 @@ TOKENS = 512  # two windows of 256: one is calibrated on, and one is held out
 @pytest.fixture(autouse=True)
 def layers_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics are compared with those of the whole model in float32."""
-    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", False)
+    monkeypatch.setattr("headwise.conversion.solvers.device.QUICK", False)
 
 
 @pytest.fixture(scope="module")

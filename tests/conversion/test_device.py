@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", False)
+    monkeypatch.setattr("headwise.conversion.solvers.device.QUICK", False)
     monkeypatch.setattr("headwise.conversion.codes.scales.RATIOS", (1.0, 1.6))  # each takes seconds here
     optimizers = sys.modules["torch.optim.optimizer"]  # which torch.optim hides
     monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["cpu", str(DEVICE)])

@@ -135,7 +135,8 @@ def test_the_ladder(heads: int, grouped: list[str], tmp_path: Path) -> None:
 
 
 def test_targets_that_a_family_cannot_have_are_left_out_and_noted(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(save_family(tmp_path / "source", "qwen3"))
+    source = save_family(tmp_path / "source", "qwen3", attention_bias=True)
+    checkpoint = open_checkpoint(source)
     candidates, notes = list_candidates(checkpoint)
     formats = [name for name in PLAIN_FORMATS if "hadamard" not in name]  # for heads of 14 channels
     assert [candidate.target for candidate in candidates] == [*formats, "mqa"]
@@ -149,6 +150,8 @@ def test_targets_that_a_family_cannot_have_are_left_out_and_noted(tmp_path: Path
         list_candidates(checkpoint, ["mqa", "mla:0.5"])
     ways, _ = list_candidates(checkpoint, methods=True)
     assert {way.target for way in ways} == {"mqa"}
+    others, _ = list_candidates(open_checkpoint(save_family(tmp_path / "without", "qwen3")))
+    assert {"mla:0.5", "mla@0.25"} < {candidate.target for candidate in others}
 
 
 def test_published_methods_that_have_no_step_for_a_model_are_left_out(tmp_path: Path) -> None:

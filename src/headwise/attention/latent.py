@@ -47,6 +47,10 @@ class MultiHeadLatentAttention(AttentionLayer):
         norm_eps: epsilon of the latents' norms.
         softmax_scale: multiplies the scores; ``1/sqrt(N + P)`` when None.
         sliding_window: how many of the latest tokens are attended to; all when None.
+        qk_norm: see `LatentSpec`, as for ``num_kv_heads`` and ``head_dim``: queries and keys are projected and normed
+            first, as in `GroupedQueryAttention`, and the latent is a map of normed keys and of values.
+        num_kv_heads: K, with ``qk_norm``.
+        head_dim: D, with ``qk_norm``.
         backend: passed to `headwise.kernels.attend`.
 
     Raises:
@@ -79,6 +83,9 @@ class MultiHeadLatentAttention(AttentionLayer):
         norm_eps: float = 1e-6,
         softmax_scale: float | None = None,
         sliding_window: int | None = None,
+        qk_norm: str | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         backend: Backend = "auto",
     ) -> None:
         if impl not in ("auto", "expanded", "absorbed"):
@@ -99,6 +106,9 @@ class MultiHeadLatentAttention(AttentionLayer):
             rope=None if rotary is None else rotary.spec,
             softmax_scale=softmax_scale,
             sliding_window=sliding_window,
+            qk_norm=qk_norm,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
         )
         super().__init__(spec, rope=rotary, dropout=dropout, backend=backend)
         self.impl: Impl = impl
@@ -114,16 +124,37 @@ class MultiHeadLatentAttention(AttentionLayer):
         self.q_a_proj: nn.Linear | None = None
         self.q_b_proj: nn.Linear | None = None
         self.q_a_layernorm: RMSNorm | None = None
-        if q_lora_rank is None:
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        self.k_proj: nn.Linear | None = None
+        self.v_proj: nn.Linear | None = None
+        kv_inputs = E
+        if spec.qk_norm is not None:
+            kv_inputs = self._project_heads(norm_eps)
+        elif q_lora_rank is None:
             self.q_proj = nn.Linear(E, H * (N + P), bias="q_proj" in spec.bias)
         else:
             self.q_a_proj = nn.Linear(E, q_lora_rank, bias="q_a_proj" in spec.bias)
             self.q_a_layernorm = RMSNorm(q_lora_rank, norm_eps) if latent_norm else None
             self.q_b_proj = nn.Linear(q_lora_rank, H * (N + P), bias="q_b_proj" in spec.bias)
-        self.kv_a_proj_with_mqa = nn.Linear(E, R + P, bias="kv_a_proj_with_mqa" in spec.bias)
+        self.kv_a_proj_with_mqa = nn.Linear(kv_inputs, R + P, bias="kv_a_proj_with_mqa" in spec.bias)
         self.kv_a_layernorm = RMSNorm(R, norm_eps) if latent_norm else None
         self.kv_b_proj = nn.Linear(R, H * (N + V), bias="kv_b_proj" in spec.bias)
         self.o_proj = nn.Linear(H * V, E, bias="o_proj" in spec.bias)
+
+    def _project_heads(self, norm_eps: float) -> int:
+        """Make the projections and norms of a layer with ``qk_norm``; the width that its latent is a map of."""
+        spec = self.spec
+        assert spec.num_kv_heads is not None
+        assert spec.head_dim is not None
+        E, H, K, D, V = spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
+        is_whole = spec.qk_norm == "full"
+        self.q_proj, self.q_norm = nn.Linear(E, H * D, bias=False), RMSNorm(H * D if is_whole else D, norm_eps)
+        self.k_proj, self.k_norm = nn.Linear(E, K * D, bias=False), RMSNorm(K * D if is_whole else D, norm_eps)
+        self.v_proj = nn.Linear(E, K * V, bias=False)
+        # The rows of each head are a map of that head's own query.
+        self.q_b_proj = nn.Linear(D, H * spec.qk_head_dim, bias=False)
+        return K * (D + V)
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """One tensor ``[B, 1, T, R + P]``: the latent, then the rotary key."""
@@ -131,7 +162,9 @@ class MultiHeadLatentAttention(AttentionLayer):
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
         widths = (self.spec.kv_lora_rank, self.spec.qk_rope_head_dim)
-        latent, k_rope = self.kv_a_proj_with_mqa(states).split_with_sizes(widths, dim=-1)  # [B, S, R], [B, S, P]
+        latent, k_rope = self.kv_a_proj_with_mqa(self._keys_and_values(states)).split_with_sizes(
+            widths, dim=-1
+        )  # [B, S, R], [B, S, P]
         if self.kv_a_layernorm is not None:
             latent = self.kv_a_layernorm(latent)
         k_rope = rotated(k_rope.unsqueeze(1), rotation, self.rope)  # [B, 1, S, P]
@@ -153,9 +186,36 @@ class MultiHeadLatentAttention(AttentionLayer):
 
     def _queries(self, hidden_states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """The content ``[B, H, S, N]`` and the rotated dims ``[B, H, S, P]`` of the queries."""
-        query = split_heads(self._query(hidden_states), self.spec.num_heads)  # [B, H, S, N + P]
+        if self.q_norm is None:
+            query = split_heads(self._query(hidden_states), self.spec.num_heads)  # [B, H, S, N + P]
+        else:
+            query = self._query_behind_norm(hidden_states)
         q_nope, q_rope = query.split_with_sizes((self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim), dim=-1)
         return q_nope, rotated(q_rope, rotation, self.rope)
+
+    def _keys_and_values(self, states: Tensor) -> Tensor:
+        """What the latent is a map of: states ``[B, S, E]``, or normed keys and values ``[B, S, K·(D + V)]``."""
+        if self.k_norm is None:
+            return states
+        assert self.k_proj is not None
+        assert self.v_proj is not None
+        return torch.cat((self._normed(self.k_proj(states), self.k_norm), self.v_proj(states)), dim=-1)
+
+    def _query_behind_norm(self, hidden_states: Tensor) -> Tensor:
+        """Queries ``[B, H, S, N + P]``, each a map of its head's normed query."""
+        assert self.q_proj is not None
+        assert self.q_norm is not None
+        assert self.q_b_proj is not None
+        query = split_heads(self._normed(self.q_proj(hidden_states), self.q_norm), self.spec.num_heads)
+        return per_head(query, torch.unflatten(self.q_b_proj.weight, 0, (self.spec.num_heads, -1)).transpose(1, 2))
+
+    def _normed(self, projected: Tensor, norm: RMSNorm) -> Tensor:
+        """Projected queries or keys ``[B, S, heads·D]`` with their norm."""
+        if self.spec.qk_norm == "full":
+            whole: Tensor = norm(projected)
+            return whole
+        assert self.spec.head_dim is not None
+        return norm(torch.unflatten(projected, -1, (-1, self.spec.head_dim))).flatten(-2)  # type: ignore[no-any-return]
 
     def _query(self, hidden_states: Tensor) -> Tensor:
         """Projected queries ``[B, S, H·(N + P)]``, through the query latent where there is one."""
@@ -251,4 +311,5 @@ def constructor_arguments(spec: LatentSpec) -> dict[str, Any]:
     """Keyword arguments of `MultiHeadLatentAttention` from a spec, all but ``rope``."""
     names = ("hidden_size", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     more = ("q_lora_rank", "latent_norm", "bias", "softmax_scale", "sliding_window")
-    return {name: getattr(spec, name) for name in (*names, *more)}
+    norms = ("qk_norm", "num_kv_heads", "head_dim")
+    return {name: getattr(spec, name) for name in (*names, *more, *norms)}

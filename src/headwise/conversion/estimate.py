@@ -115,7 +115,8 @@ def _time_on_text(
         sample = replace(windows[torch.arange(_WINDOWS * processes) % len(windows)], held=1)
         # Sensitivities are measured for all layers at once, and timed by themselves.
         stages = [stage for stage in plan.stages if stage != "sensitivity"]
-        calibrator = TextCalibrator(model, sample, folder=folder, stages=stages, steps=_STEPS)
+        for_mla = plan.after.mechanism == "mla"
+        calibrator = TextCalibrator(model, sample, folder=folder, stages=stages, steps=_STEPS, for_mla=for_mla)
         calibrator.prepare()
         progress("estimating", 3, _PARTS)
         start = time.perf_counter()

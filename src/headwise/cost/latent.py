@@ -36,7 +36,13 @@ def stages(spec: LatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
         return name in spec.bias
 
     query: tuple[Stage, ...]
-    if spec.q_lora_rank is None:
+    down: tuple[Stage, ...] = (
+        Linear("kv_a_proj_with_mqa", E, R + P, has_bias("kv_a_proj_with_mqa"), over="source"),
+        Vector("kv_a_layernorm", R if spec.latent_norm else 0),
+    )
+    if spec.qk_norm is not None:
+        query, down = _behind_norms(spec)
+    elif spec.q_lora_rank is None:
         query = (Linear("q_proj", E, H * (N + P), has_bias("q_proj")),)
     else:
         Q = Size(spec.q_lora_rank, "Q")
@@ -45,10 +51,6 @@ def stages(spec: LatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
             Vector("q_a_layernorm", Q if spec.latent_norm else 0),
             Linear("q_b_proj", Q, H * (N + P), has_bias("q_b_proj"), reads="inner"),
         )
-    down = (
-        Linear("kv_a_proj_with_mqa", E, R + P, has_bias("kv_a_proj_with_mqa"), over="source"),
-        Vector("kv_a_layernorm", R if spec.latent_norm else 0),
-    )
     over: Over = "source" if impl == "cached_kv" else "total"
     up = Linear("kv_b_proj", R, H * (N + V), has_bias("kv_b_proj"), over=over, reads="inner")
     core: tuple[Stage, ...]
@@ -62,6 +64,30 @@ def stages(spec: LatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     else:
         core = (up, Core(H, N + P, V))
     return (*query, *down, *core, Linear("o_proj", H * V, E, has_bias("o_proj"), reads="inner"))
+
+
+def _behind_norms(spec: LatentSpec) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+    """The stages of the queries and of the latent, of a layer whose queries and keys are normed first."""
+    assert spec.num_kv_heads is not None
+    assert spec.head_dim is not None
+    E, H, R = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.kv_lora_rank, "R")
+    N, P, V = Size(spec.qk_nope_head_dim, "N"), Size(spec.qk_rope_head_dim, "P"), Size(spec.v_head_dim, "V")
+    K, D = Size(spec.num_kv_heads, "K"), Size(spec.head_dim, "D")
+    is_whole = spec.qk_norm == "full"
+    maps = H * (N + P) * D
+    query = (
+        Linear("q_proj", E, H * D),
+        Vector("q_norm", H * D if is_whole else D),
+        Product("q_b_proj", maps, parameters=maps),
+    )
+    down = (
+        Linear("k_proj", E, K * D, over="source"),
+        Vector("k_norm", K * D if is_whole else D),
+        Linear("v_proj", E, K * V, over="source"),
+        Linear("kv_a_proj_with_mqa", K * (D + V), R + P, over="source", reads="inner"),
+        Vector("kv_a_layernorm", R if spec.latent_norm else 0),
+    )
+    return query, down
 
 
 def absorbed_widths(spec: LatentSpec) -> tuple[int, int]:
@@ -103,6 +129,8 @@ def activations(spec: LatentSpec, impl: str, training: Training) -> tuple[Kept, 
     """The tensors that one layer keeps for the backward pass."""
     E, H, R = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.kv_lora_rank, "R")
     N, P, V = Size(spec.qk_nope_head_dim, "N"), Size(spec.qk_rope_head_dim, "P"), Size(spec.v_head_dim, "V")
+    if spec.qk_norm is not None:
+        raise SpecError("qk_norm", spec.qk_norm, "an MLA layer with it has no list of its activations")
     if impl == "cached_kv":
         raise SpecError("impl", impl, "has no list of its activations: no layer here runs it")
     kept = [*kept_inputs(training, E)]

@@ -264,7 +264,8 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
     def __init__(self, spec: LatentSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         # cos and sin come from the model; the two dims of a rotary pair are half a head apart
         rope = RopeSpec(dim=spec.qk_rope_head_dim) if spec.qk_rope_head_dim else None
-        super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope)
+        norm_eps = {} if spec.qk_norm is None else {"norm_eps": config.rms_norm_eps}
+        super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope, **norm_eps)
         self.host(spec, config, layer_idx, channels)
 
     def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:

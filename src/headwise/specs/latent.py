@@ -26,6 +26,10 @@ class LatentSpec(AttentionSpec):
         v_head_dim: width of a value head.
         q_lora_rank: width of the query latent, or None for a plain query projection.
         latent_norm: RMSNorm on the latents before they are used (and cached).
+        qk_norm: where MLA stands behind norms of queries and keys, the kind of norm, as in `GroupedSpec`; None
+            elsewhere. Its latent is a map of normed keys and values, and each head's query of that head's own.
+        num_kv_heads: K, the key–value heads of that layer; None elsewhere.
+        head_dim: D, the width of its query and key heads; None elsewhere.
     """
 
     num_heads: int
@@ -35,6 +39,9 @@ class LatentSpec(AttentionSpec):
     v_head_dim: int
     q_lora_rank: int | None = None
     latent_norm: bool = True
+    qk_norm: str | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +59,21 @@ class LatentSpec(AttentionSpec):
         if self.rope is not None and self.rope.dim != self.qk_rope_head_dim:
             raise SpecError("rope dim", self.rope.dim, f"must equal qk_rope_head_dim = {self.qk_rope_head_dim}")
         object.__setattr__(self, "bias", latent_bias(self.bias, self.q_lora_rank))
+        self._check_norms()
+
+    def _check_norms(self) -> None:
+        if self.qk_norm is None:
+            for name in ("num_kv_heads", "head_dim"):
+                if getattr(self, name) is not None:
+                    raise SpecError(name, getattr(self, name), "goes with qk_norm")
+            return
+        if self.qk_norm not in ("head", "full"):
+            raise SpecError("qk_norm", self.qk_norm, 'must be None, "head" or "full"')
+        for name in ("num_kv_heads", "head_dim"):
+            positive(name, getattr(self, name))
+        if self.q_lora_rank is not None or any(name != "o_proj" for name in self.bias):
+            rule = "goes with no query latent, and no bias but that of the output"
+            raise SpecError("qk_norm", self.qk_norm, rule)
 
     @property
     def qk_head_dim(self) -> int:

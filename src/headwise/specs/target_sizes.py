@@ -69,20 +69,23 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
             *(("q_proj", "kv_a_proj_with_mqa") if has_bias else ()),
             *(("o_proj",) if "o_proj" in source.bias else ()),
         ),
+        qk_norm=source.qk_norm,
+        num_kv_heads=None if source.qk_norm is None else source.num_kv_heads,
+        head_dim=None if source.qk_norm is None else source.head_dim,
     )
 
 
 def refuse_as_latent(source: AttentionSpec) -> None:
     """Raise an error for a layer that `compare` can set beside MLA, but that cannot be converted to it.
 
-    For example ``refuse_as_latent(layer_spec("qwen3-8b"))`` raises a SpecError.
+    For example ``refuse_as_latent(layer_spec("gpt-oss-20b"))`` raises a SpecError.
 
     Raises:
-        SpecError: it has norms on queries and keys, sinks or a softcap.
+        SpecError: it has sinks, a softcap, or norms on queries and keys beside biases.
     """
     source = _grouped(source)
     for field, value in (
-        ("qk_norm", source.qk_norm),
+        ("qk_norm", source.qk_norm if any(name != "o_proj" for name in source.bias) else None),
         ("sinks", source.sinks or None),
         ("softcap", source.softcap),
     ):

@@ -80,7 +80,7 @@ def test_statistics_are_of_the_inputs_of_the_sources_layers(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The moments of every attention's inputs, from the whole model run on all of the tokens."""
-    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", False)  # layers are then run in float32
+    monkeypatch.setattr("headwise.conversion.solvers.device.QUICK", False)  # layers are then run in float32
     statistics = tmp_path / "statistics"
     headwise.calibrate(source, statistics, calibrate=text, calibration_tokens=512)
     calibrator = open_statistics(statistics, open_checkpoint(source))

@@ -133,7 +133,7 @@ def test_sensitivities_are_the_models_own_derivatives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool
 ) -> None:
     """Sensitivities layer by layer equal those of one backward pass through the whole model; in bfloat16, nearly."""
-    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", quick)
+    monkeypatch.setattr("headwise.conversion.solvers.device.QUICK", quick)
     # Drawn from the model, some labels would depend on the rounding.
     monkeypatch.setattr("headwise.conversion.calibration.sensitivity.drawn_labels", any_labels)
     torch.manual_seed(3)
@@ -356,7 +356,7 @@ def test_a_layer_is_asked_to_make_up_for_the_drift_of_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool, atol: float
 ) -> None:
     """The wanted output is the source's output plus the difference of the streams before the layer."""
-    monkeypatch.setattr("headwise.conversion.solvers.bfloat16.QUICK", quick)
+    monkeypatch.setattr("headwise.conversion.solvers.device.QUICK", quick)
     calibrator = calibrator_of(tmp_path, stages=("sequence",))
     model = calibrator.model
     source = read_layer(model.checkpoint, Place(0))

@@ -26,6 +26,7 @@ from headwise.conversion.planning.plan import ConversionPlan, LayerSize, Place, 
 from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
+from headwise.conversion.solvers.normed import seen_by_mla
 from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.processes import all_sum, barrier, process_count, process_index
@@ -176,7 +177,8 @@ class LayerTrials:
                 break
             module = trial.model.module(index)
             if waiting := [number for number in streams if positions[number] == index]:
-                source, evidence = self._source(index), read_evidence(self.files, index)
+                source = self._source(index)
+                evidence = read_evidence(self.files, index, inputs=seen_by_mla(source)[0].spec.hidden_size)
             for number in waiting:
                 size = allocations[number][index]
                 for _, layer in self._solutions(index, source, [size[:2]], evidence, size.key_weight):

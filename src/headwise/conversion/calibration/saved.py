@@ -91,8 +91,13 @@ def save_layer(results: LayerFiles, index: int, statistics: Statistics, sensitiv
     results.save(index, {**tensors, "sensitivity": sensitivity.float()}, {})
 
 
-def read_evidence(results: LayerFiles, index: int) -> Evidence:
+def read_evidence(results: LayerFiles, index: int, *, inputs: int | None = None) -> Evidence:
     """Read what `save_layer` saved.
+
+    Args:
+        results: the files.
+        index: the layer's number.
+        inputs: the number of inputs that the statistics are of; those of the layer, E, when None.
 
     Raises:
         CheckpointError: the layer's file is missing or damaged, or does not hold statistics of a layer.
@@ -103,10 +108,10 @@ def read_evidence(results: LayerFiles, index: int) -> Evidence:
         rule = "is cut short or damaged" if file.is_file() else "is missing"
         raise CheckpointError(_FIELD, str(file), f"{rule}; calibrate again")
     tensors = result[0]
-    if (fault := _fault(tensors)) is not None:
+    if (fault := _fault(tensors, inputs)) is not None:
         raise CheckpointError(_FIELD, str(results.folder), f"{fault} of layer {index}; calibrate again")
     sensitivity = moved(tensors.pop("sensitivity")).double()
-    width = len(sensitivity) + 1
+    width = (len(sensitivity) if inputs is None else inputs) + 1
     means = {
         name: _whole(moved(tensor), width) if name in _GRAMS else moved(tensor) for name, tensor in tensors.items()
     }
@@ -223,15 +228,21 @@ def _about_text(text: str | Path) -> dict[str, str]:
     return {"name": Path(text).name, "sha256": identity}
 
 
-def _fault(tensors: Mapping[str, Tensor]) -> str | None:
-    """Why tensors are not one layer's statistics, ending with a tensor's name; None when they are."""
+def _fault(tensors: Mapping[str, Tensor], inputs: int | None) -> str | None:
+    """Why tensors are not one layer's statistics, ending with a tensor's name; None when they are.
+
+    Args:
+        tensors: by name.
+        inputs: see `read_evidence`.
+    """
     names = {"sensitivity", *(field.name for field in fields(Statistics))}
     for name in sorted(names ^ tensors.keys()):
         return f"{'lacks' if name in names else 'has a tensor too many:'} {name}"
     width, heads = math.isqrt(tensors["sensitivity"].numel()), tensors["head_weight"].numel()
+    own = width if inputs is None else inputs
     shapes: dict[str, tuple[int, ...]] = {
         "sensitivity": (width, width),
-        **dict.fromkeys(_GRAMS, ((width + 1) * (width + 2) // 2,)),
+        **dict.fromkeys(_GRAMS, ((own + 1) * (own + 2) // 2,)),
         "head_weight": (heads,),
         "distances": (heads, tensors["distances"].numel() // max(heads, 1)),
         "queries": (),

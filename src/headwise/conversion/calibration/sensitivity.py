@@ -21,8 +21,7 @@ from torch import Tensor
 
 from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.solvers.bfloat16 import quick_products
-from headwise.conversion.solvers.device import CPU, moved
+from headwise.conversion.solvers.device import CPU, moved, quick_products
 from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel

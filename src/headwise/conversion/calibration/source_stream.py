@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from headwise.conversion.calibration.sensitivity import refuse_no_numbers
 from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.solvers.bfloat16 import quick_products
+from headwise.conversion.solvers.device import quick_products
 from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.normed import seen_by_mla
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
 from headwise.conversion.storage.activations import Activations
 from headwise.hf import AttentionCall, LayerwiseModel
@@ -32,10 +33,11 @@ class SourceStream:
     Args:
         model: the source.
         windows: of which each process takes a share.
+        for_mla: whether statistics are those that MLA is solved from; see `seen_by_mla`.
     """
 
-    def __init__(self, model: LayerwiseModel, windows: CalibrationWindows) -> None:
-        self._model, self.windows = model, windows
+    def __init__(self, model: LayerwiseModel, windows: CalibrationWindows, *, for_mla: bool) -> None:
+        self._model, self.windows, self._for_mla = model, windows, for_mla
         self._hidden = {index: model.begin(windows.ids[index : index + 1]) for index in my_windows(len(windows))}
         self.inputs: dict[int, Tensor] = {}
         """The inputs ``[W, E]`` of the attention whose statistics were taken last, by window."""
@@ -51,7 +53,7 @@ class SourceStream:
             sensitivity: ``[E, E]``, see `headwise.conversion.methods.Evidence`.
         """
         self.inputs = {window: call.inputs[0] for window, _, call in self._advance(index, module)}
-        return statistics_of(source, sensitivity, self.inputs.items(), self.windows.seen_by(source.spec))
+        return measured(source, sensitivity, self.inputs.items(), self.windows, for_mla=self._for_mla)
 
     def skip(self, index: int, module: nn.Module) -> None:
         """Move the windows past a layer whose statistics are known."""
@@ -62,6 +64,28 @@ class SourceStream:
         return traced(
             partial(self.windows.placed, self._model), index, module, self._hidden.items(), self._hidden.__setitem__
         )
+
+
+def measured(
+    source: Layer,
+    sensitivity: Tensor | None,
+    inputs: Iterable[tuple[int, Tensor]],
+    windows: CalibrationWindows,
+    *,
+    for_mla: bool,
+) -> Statistics:
+    """The statistics that a layer is solved from.
+
+    Args:
+        source: the layer's attention, float32.
+        sensitivity: ``[E, E]``, see `headwise.conversion.methods.Evidence`.
+        inputs: this process's windows: each one's number, and the attention's inputs ``[W, E]``.
+        windows: all windows.
+        for_mla: see `SourceStream`.
+    """
+    seen, see = seen_by_mla(source) if for_mla else (source, lambda states: states)
+    pairs = ((window, see(states)) for window, states in inputs)
+    return statistics_of(seen, sensitivity, pairs, windows.seen_by(source.spec))
 
 
 def sensitivity_windows(spec: ModelSpec, windows: CalibrationWindows) -> CalibrationWindows:

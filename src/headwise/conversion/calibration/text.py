@@ -23,16 +23,21 @@ from torch import Tensor, nn
 from headwise.conversion.calibration.base import Calibrator, Refined
 from headwise.conversion.calibration.candidate_layer import Candidate, TrainingWindows, descend
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
-from headwise.conversion.calibration.source_stream import SourceStream, begin_streams, sensitivity_windows, traced
+from headwise.conversion.calibration.source_stream import (
+    SourceStream,
+    begin_streams,
+    measured,
+    sensitivity_windows,
+    traced,
+)
 from headwise.conversion.calibration.windows import EVERY, CalibrationWindows, plain_windows, recall_windows
 from headwise.conversion.codes.design import design
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
-from headwise.conversion.solvers.bfloat16 import quick_products
-from headwise.conversion.solvers.device import CPU, computing_on, finished
+from headwise.conversion.solvers.device import CPU, computing_on, finished, quick_products
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit
-from headwise.conversion.solvers.statistics import Statistics, root, statistics_of
+from headwise.conversion.solvers.statistics import Statistics, root
 from headwise.conversion.storage.activations import Activations, Spill
 from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import ArgumentError, CheckpointError
@@ -80,6 +85,7 @@ class TextCalibrator(Calibrator):
         folder: the folder of activations, from which a killed run continues.
         stages: those of `STAGES` that are carried out.
         steps: the number of steps of each layer's descent; `descent_steps` when None.
+        for_mla: whether layers are converted to MLA; see `SourceStream`.
         run: the identity of the run; activations of another run are discarded.
 
     Attributes:
@@ -96,8 +102,10 @@ class TextCalibrator(Calibrator):
         folder: Path,
         stages: Collection[str] = STAGES,
         steps: int | None = None,
+        for_mla: bool = True,
         run: str = "",
     ) -> None:
+        self.for_mla = for_mla
         self.model, self.windows, self.stages = model, windows, frozenset(stages)
         self.tokens, self.window, self.train = windows.tokens, windows.width, windows.train
         self.steps = descent_steps(windows) if steps is None else steps
@@ -227,7 +235,7 @@ class TextCalibrator(Calibrator):
 
     def source_stream(self) -> SourceStream:
         """The windows that sensitivities are measured on, as a stream before layer 0 of the source."""
-        return SourceStream(self.model, self.sample)
+        return SourceStream(self.model, self.sample, for_mla=self.for_mla)
 
     @torch.no_grad()
     def source_evidence(self, plan: ConversionPlan) -> Iterator[tuple[Layer, Evidence]]:
@@ -236,7 +244,7 @@ class TextCalibrator(Calibrator):
         They are of the first windows, among which as many repeat far passages as among all.
         """
         count = -(-len(self.sample) // EVERY) * EVERY
-        stream = SourceStream(self.model, self.windows.trained[:count])
+        stream = SourceStream(self.model, self.windows.trained[:count], for_mla=self.for_mla)
         for place in plan.places:
             source = read_layer(plan.checkpoint, place)
             module, sensitivity = self.model.module(place.index), self.sensitivity(place.index)
@@ -273,7 +281,7 @@ class TextCalibrator(Calibrator):
                 if window < self.train:
                     yield window, attention_inputs
 
-        statistics = statistics_of(source, sensitivity, inputs(), self.windows.seen_by(source.spec))
+        statistics = measured(source, sensitivity, inputs(), self.windows, for_mla=self.for_mla)
         barrier()  # all processes read the held-out windows
         return statistics
 
@@ -352,7 +360,8 @@ def start_on_text(
     windows = open_calibration(plan, texts)
     # Float32 whatever dtype the weights are stored in: weights and solutions are not rounded further.
     model = LayerwiseModel(plan.checkpoint, torch.float32, device=plan.device)
-    calibrator = TextCalibrator(model, windows, folder=folder, stages=plan.stages, run=run)
+    for_mla = plan.after.mechanism == "mla"
+    calibrator = TextCalibrator(model, windows, folder=folder, stages=plan.stages, for_mla=for_mla, run=run)
     calibrator.prepare(progress)
     return calibrator
 

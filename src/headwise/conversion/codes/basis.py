@@ -129,7 +129,7 @@ def _decorrelated_latent(layer: Layer, covariance: Tensor, metric: Tensor) -> tu
         basis[R:, R:] = _as_real(pairs)
         channels = [layer.channels[index] for index in order]
         back = torch.linalg.inv(_as_real(pairs)).mT
-        for name in ("q_proj.weight", "q_proj.bias"):
+        for name in ("q_proj.weight", "q_proj.bias") if spec.qk_norm is None else ("q_b_proj.weight",):
             if name in state:
                 query = torch.unflatten(state[name].view(H * (N + P), -1), 0, (H, N + P)).clone()
                 query[:, N:] = back @ query[:, N:]

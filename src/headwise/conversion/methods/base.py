@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
+from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms, without_norms
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent
 
@@ -23,7 +24,8 @@ class Evidence:
     """Measurements of one layer on a text.
 
     Attributes:
-        statistics: means over a text; None where no text was read.
+        statistics: means over a text, of the layer's inputs or, for MLA, of what `seen_by_mla` says; None without
+            a text.
         sensitivity: ``[E, E]`` float64, the cost of an error of the layer's output; None for equal cost in every
             direction.
     """
@@ -164,11 +166,13 @@ class LatentMethod(Method):
     targets = frozenset({"mla"})
 
     def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
-        """Convert one layer by `solve_latent`."""
-        assert isinstance(source.spec, GroupedSpec)
+        """Convert one layer by `solve_latent`; one with norms as `solvers.normed` has it."""
         assert isinstance(target.spec, LatentSpec)
-        state, channels = self.solve_latent(source.state, source.spec, target.spec, target, evidence)
-        return Layer(target.spec, state, channels)
+        seen, _ = seen_by_mla(source)
+        assert isinstance(seen.spec, GroupedSpec)
+        spec = without_norms(target.spec, seen.spec)
+        solved = Layer(spec, *self.solve_latent(seen.state, seen.spec, spec, target, evidence))
+        return with_norms(source, solved, target.spec) if is_normed(source) else solved
 
     @abstractmethod
     def solve_latent(

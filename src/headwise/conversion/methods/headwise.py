@@ -10,8 +10,9 @@ from headwise.conversion.methods.base import Evidence, LatentMethod, LayerTarget
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
 from headwise.conversion.solvers.latent_sizes import solve_sizes
 from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms
 from headwise.options import STAGES
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, rotary_width
+from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent, rotary_width
 
 
 class Headwise(LatentMethod):
@@ -55,7 +56,10 @@ class Headwise(LatentMethod):
     ) -> Iterator[tuple[tuple[int, int], Layer]]:
         """See `solvers.latent_sizes`."""
         assert evidence.statistics is not None  # sizes are tried on a text alone
-        return solve_sizes(source, sizes, evidence.statistics, evidence.sensitivity, _options(target))
+        seen, _ = seen_by_mla(source)
+        for size, layer in solve_sizes(seen, sizes, evidence.statistics, evidence.sensitivity, _options(target)):
+            assert isinstance(source.spec, GroupedSpec)
+            yield size, with_norms(source, layer, as_latent(source.spec, *size)) if is_normed(source) else layer
 
 
 def _options(target: LayerTarget) -> LatentOptions:
@@ -71,6 +75,8 @@ def _is_lossless(old: GroupedSpec, new: LatentSpec) -> bool:
     content = old.num_kv_heads * (old.head_dim + old.value_dim) - rotary_width(old)
     # However wide the content, it is a linear map of E inputs and a constant.
     inputs = old.hidden_size + ("kv_a_proj_with_mqa" in new.bias)
+    if old.qk_norm is not None:  # it is none of them behind a norm
+        inputs = content
     return new.qk_rope_head_dim == rotary_width(old) and new.kv_lora_rank >= min(content, inputs)
 
 

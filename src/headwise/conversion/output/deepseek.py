@@ -121,6 +121,8 @@ def common_spec(layers: Sequence[AttentionSpec], channels: Sequence[Sequence[int
     for index, (layer, layer_channels) in enumerate(zip(layers, channels, strict=True)):
         if not isinstance(layer, LatentSpec) or layer.latent_norm or layer.q_lora_rank is not None:
             raise SpecError("attention", layer.label, "must be MLA as convert makes it to become deepseek_v3's")
+        if layer.qk_norm is not None:
+            raise SpecError("qk_norm", layer.qk_norm, "deepseek_v3 has no such norms")
         if layer.sliding_window is not None:
             raise SpecError("sliding_window", layer.sliding_window, "deepseek_v3 has none")
         for name in ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):

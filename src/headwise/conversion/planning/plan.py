@@ -277,6 +277,12 @@ def refuse_inputs(
     for field, value in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
         if value is not None and not method.uses_text and plan.token_bytes is None:
             raise ArgumentError(field, str(value), f"goes with mla and aligned heads, not with {method.name}")
+    has_norms = any(isinstance(layer, LatentSpec) and layer.qk_norm is not None for layer in plan.after.layers)
+    if statistics is not None and has_norms:
+        reason = (
+            "is of layers' inputs, and mla of a layer with qk_norm is solved behind its norms: calibrate on a text"
+        )
+        raise ArgumentError("statistics", str(statistics), reason)
     if statistics is not None and texts:
         raise ArgumentError("statistics", str(statistics), "cannot be used with calibrate: it replaces the text")
     absent, rule = set(without).difference(plan.possible_stages), None

@@ -1,4 +1,4 @@
-"""The device that a source is run on and its layers are solved on.
+"""The device that a source is run on and its layers are solved on, and its products in bfloat16.
 
 Functions of tensors compute where their arguments are, and make new tensors on the device of the block that they are
 called in. What is read from files, and random numbers, which are drawn on the CPU so that every device draws the same
@@ -16,6 +16,10 @@ from headwise.hf import as_device
 from headwise.processes import process_count, process_index
 
 CPU = torch.device("cpu")
+
+QUICK = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+"""Whether the processor multiplies bfloat16 matrices. Read from its features, not timed, so that a continued run
+computes the numbers that an uninterrupted one would have."""
 
 
 def own_device(name: str | None) -> torch.device:
@@ -56,3 +60,9 @@ def finished() -> None:
     """Wait until the device of the block has computed what it was given, so that the time can be read."""
     if torch.get_default_device().type == "cuda":
         torch.cuda.synchronize()
+
+
+def quick_products() -> torch.autocast:
+    """A context in which float32 matrix products are computed in bfloat16: on a GPU, and on a CPU where `QUICK`."""
+    kind = torch.get_default_device().type
+    return torch.autocast("cuda" if kind == "cuda" else "cpu", torch.bfloat16, enabled=QUICK or kind == "cuda")

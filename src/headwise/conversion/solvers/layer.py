@@ -89,10 +89,7 @@ def grouped_heads(
         code: rounds the keys before rotation and the values, those of the first tokens excepted.
     """
     H, K = spec.num_heads, spec.num_kv_heads
-    query = _split(_project(state, "q_proj", inputs[rows]), H)  # [H, S, D]
-    key, value = (_split(_project(state, name, inputs), K) for name in ("k_proj", "v_proj"))  # [K, T, D], [K, T, V]
-    if spec.qk_norm is not None:
-        query, key = (_normed(x, state[f"{n}_norm.weight"], spec, norm_eps) for x, n in ((query, "q"), (key, "k")))
+    query, key, value = normed_heads(state, spec, inputs, rows, norm_eps, (H, K))  # [H, S, D], [K, T, D], [K, T, V]
     if code is not None:
         cached = coded(torch.cat((key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)), 1), code)
         key, value = (_split(x, K) for x in cached.split_with_sizes((K * spec.head_dim, K * spec.value_dim), 1))
@@ -105,6 +102,32 @@ def grouped_heads(
     return Heads(query, key.repeat_interleave(group, 0), value.repeat_interleave(group, 0))
 
 
+def normed_heads(
+    state: State,
+    spec: GroupedSpec | LatentSpec,
+    inputs: Tensor,
+    rows: Tensor,
+    norm_eps: float,
+    heads: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Projected queries ``[H, S, D]``, keys ``[K, T, D]`` and values ``[K, T, V]``, with norms where there are any.
+
+    Args:
+        state: see `grouped_heads`, as for ``inputs``, ``rows`` and ``norm_eps``.
+        spec: of the layer, for its kind of norm.
+        inputs: ``[T, E]``.
+        rows: ``[S]``.
+        norm_eps: the epsilon of the norms.
+        heads: H and K.
+    """
+    H, K = heads
+    query = _split(_project(state, "q_proj", inputs[rows]), H)
+    key, value = (_split(_project(state, name, inputs), K) for name in ("k_proj", "v_proj"))
+    if spec.qk_norm is not None:
+        query, key = (_normed(x, state[f"{n}_norm.weight"], spec, norm_eps) for x, n in ((query, "q"), (key, "k")))
+    return query, key, value
+
+
 def latent_heads(
     state: State,
     spec: LatentSpec,
@@ -113,6 +136,7 @@ def latent_heads(
     rotation: Rotation | None,
     channels: list[int],
     code: TransformCode | None = None,
+    norm_eps: float = NORM_EPS,
 ) -> Heads:
     """The queries, decoded keys and values of MLA: each head's key is its content and the shared rotary key.
 
@@ -124,9 +148,16 @@ def latent_heads(
         rotation: the model's rotary tables, of which ``channels`` are taken.
         channels: the model frequency of each of the P/2 pairs.
         code: rounds the cached values, those of the first tokens excepted.
+        norm_eps: the epsilon of the norms of queries and keys.
     """
     H, R, N = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim
-    query = _split(_project(state, "q_proj", inputs[rows]), H)  # [H, S, N + P]
+    if spec.qk_norm is None:
+        query = _split(_project(state, "q_proj", inputs[rows]), H)  # [H, S, N + P]
+    else:
+        assert spec.num_kv_heads is not None
+        query, key, value = normed_heads(state, spec, inputs, rows, norm_eps, (H, spec.num_kv_heads))
+        query = query @ torch.unflatten(state["q_b_proj.weight"], 0, (H, -1)).mT  # [H, S, N + P]
+        inputs = torch.cat((key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)), 1)  # [T, K·(D + V)]
     latent = _project(state, "kv_a_proj_with_mqa", inputs)  # [T, R + P], the rotary key last
     if code is not None:
         latent = coded(latent, code)
@@ -202,7 +233,9 @@ class Layer:
     def heads(self, inputs: Tensor, rows: Tensor, rotation: Rotation | None) -> Heads:
         """The queries at positions ``rows``, and the keys and values, of one window's inputs ``[T, E]``."""
         if isinstance(self.spec, LatentSpec):
-            return latent_heads(self.state, self.spec, inputs, rows, rotation, self.channels, self.code)
+            return latent_heads(
+                self.state, self.spec, inputs, rows, rotation, self.channels, self.code, self.norm_eps
+            )
         return grouped_heads(self.state, self.spec, inputs, rows, rotation, self.norm_eps, self.code)
 
     def mixed(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:
@@ -233,7 +266,8 @@ def _split(projection: Tensor, heads: int) -> Tensor:
     return torch.unflatten(projection, -1, (heads, -1)).transpose(0, 1)  # [heads, tokens, dims]
 
 
-def _normed(heads: Tensor, weight: Tensor, spec: GroupedSpec, eps: float) -> Tensor:
+def _normed(heads: Tensor, weight: Tensor, spec: GroupedSpec | LatentSpec, eps: float) -> Tensor:
+    heads = heads.to(weight.dtype)  # narrower where products are
     if spec.qk_norm == "head":
         return F.rms_norm(heads, heads.shape[-1:], weight, eps)
     flat = heads.transpose(0, 1).flatten(1)  # [tokens, heads·dims]

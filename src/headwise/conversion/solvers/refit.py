@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.bfloat16 import quick_products
+from headwise.conversion.solvers.device import quick_products
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Rotation
 
