@@ -5,8 +5,9 @@
 
 ``qwen2`` has what makes the caches of the Qwen2 family hard to quantise: seven query heads for each key–value head,
 and in some channels of the keys a bias far larger than what the input adds to it. ``llama`` has eight query heads for
-each key–value head, ``gemma`` four, wide heads and scaled embeddings, and ``gpt2`` a key–value head for every query
-head, biases everywhere and no RoPE. ``qwen3`` is ``llama`` with norms of queries and keys.
+each key–value head, and ``qwen3`` is ``llama`` with norms of queries and keys. ``gemma3`` has four query heads for
+each key–value head, wide heads, such norms and windows; ``gpt2`` a key–value head for every query head, biases
+everywhere and no RoPE.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from benchmarks.kept import say
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -89,10 +90,12 @@ def qwen3() -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**COMMON, **ROPE, **sizes, num_attention_heads=16, num_key_value_heads=2))
 
 
-def gemma() -> PreTrainedModel:
-    """A gemma of 8 query heads and 2 key–value heads, 48 wide."""
-    sizes = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 48}
-    return GemmaForCausalLM(GemmaConfig(**COMMON, **ROPE, **sizes, num_attention_heads=8, num_key_value_heads=2))
+def gemma3() -> PreTrainedModel:
+    """A gemma3_text of 8 query heads and 2 key–value heads, 48 wide; every other layer has a window."""
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 48, "query_pre_attn_scalar": 48}
+    kinds = ["sliding_attention", "full_attention"] * (COMMON["num_hidden_layers"] // 2)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**COMMON, **sizes, **heads, sliding_window=128, layer_types=kinds))
 
 
 def gpt2() -> PreTrainedModel:
@@ -157,7 +160,7 @@ def _glassllm(folder: Path, cache: Path) -> Path:
 
 MODELS: dict[str, Callable[[Path, Path], Path]] = {
     "glassllm": _glassllm,
-    **{build.__name__: partial(train, build) for build in (qwen2, llama, qwen3, gemma, gpt2)},
+    **{build.__name__: partial(train, build) for build in (qwen2, llama, qwen3, gemma3, gpt2)},
 }
 """By name; each takes the folder to write and the cache of `benchmarks.data`."""
 
