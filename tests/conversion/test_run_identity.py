@@ -39,6 +39,7 @@ CONVERT: dict[str, tuple[dict[str, Any], Any]] = {
     "format": (MLA, "deepseek"),
     "evaluate": ({**MLA, **STUDY, "evaluate": False}, "exam.txt"),
     "evaluation_windows": ({**MLA, **STUDY}, 3),
+    "device": (MLA, "cpu"),
     "overwrite": (MLA, True),
 }
 """For each option the rest of a command, and another value than the option has there."""
@@ -47,6 +48,7 @@ CALIBRATE: dict[str, tuple[dict[str, Any], Any]] = {
     "calibrate": (STUDY, "other.txt"),
     "calibration_tokens": (STUDY, 500),
     "calibration_window": (STUDY, 64),
+    "device": (STUDY, "cpu"),
     "overwrite": (STUDY, True),
 }
 
@@ -62,6 +64,7 @@ FRONTIER: dict[str, tuple[dict[str, Any], Any]] = {
     "targets": (ONE, ["mla:0.5", "mqa"]),
     "methods": (ONE, True),
     "keep": (ONE, True),
+    "device": (ONE, "cpu"),
 }
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], ModuleType, type[Options]]] = {
@@ -137,9 +140,9 @@ def test_what_does_not_decide_a_result() -> None:
         for name, (_, _, kind) in FUNCTIONS.items()
     }
     assert never == {
-        "convert": {"evaluate", "evaluation_windows", "overwrite", "dry_run"},
-        "calibrate": {"overwrite"},
-        "frontier": {"targets", "methods", "keep", "plot"},
+        "convert": {"evaluate", "evaluation_windows", "overwrite", "dry_run", "device"},
+        "calibrate": {"overwrite", "device"},
+        "frontier": {"targets", "methods", "keep", "plot", "device"},
     }
 
 

@@ -186,7 +186,7 @@ class MultiHeadLatentAttention(AttentionLayer):
 
     def _queries(self, hidden_states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """The content ``[B, H, S, N]`` and the rotated dims ``[B, H, S, P]`` of the queries."""
-        if self.q_norm is None:
+        if self.spec.qk_norm is None:
             query = split_heads(self._query(hidden_states), self.spec.num_heads)  # [B, H, S, N + P]
         else:
             query = self._query_behind_norm(hidden_states)
@@ -195,8 +195,9 @@ class MultiHeadLatentAttention(AttentionLayer):
 
     def _keys_and_values(self, states: Tensor) -> Tensor:
         """What the latent is a map of: states ``[B, S, E]``, or normed keys and values ``[B, S, K·(D + V)]``."""
-        if self.k_norm is None:
+        if self.spec.qk_norm is None:
             return states
+        assert self.k_norm is not None
         assert self.k_proj is not None
         assert self.v_proj is not None
         return torch.cat((self._normed(self.k_proj(states), self.k_norm), self.v_proj(states)), dim=-1)

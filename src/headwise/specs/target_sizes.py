@@ -55,6 +55,7 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
         rule = f"must be at least 1 and at most {most}, all channels beside the rotary key"
         raise ArgumentError("kv_lora_rank", kv_lora_rank, rule)
     has_bias = any(name in source.bias for name in ("q_proj", "k_proj", "v_proj"))
+    has_norms = source.qk_norm is not None and not has_bias  # with both it is not converted, and compared without
     return LatentSpec(
         hidden_size=source.hidden_size,
         is_causal=source.is_causal,
@@ -69,9 +70,9 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
             *(("q_proj", "kv_a_proj_with_mqa") if has_bias else ()),
             *(("o_proj",) if "o_proj" in source.bias else ()),
         ),
-        qk_norm=source.qk_norm,
-        num_kv_heads=None if source.qk_norm is None else source.num_kv_heads,
-        head_dim=None if source.qk_norm is None else source.head_dim,
+        qk_norm=source.qk_norm if has_norms else None,
+        num_kv_heads=source.num_kv_heads if has_norms else None,
+        head_dim=source.head_dim if has_norms else None,
     )
 
 

@@ -219,7 +219,13 @@ def test_an_unknown_match_is_refused() -> None:
         compare(read_spec("llama-3-8b"), match="speed")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "gpt-oss-120b", "gemma-2-9b"])
+def test_what_convert_takes_has_a_way_to_mla_behind_norms_too() -> None:
+    rows = [row for row in compare(read_spec("qwen3-0.6b")).rows if row.mechanism == "mla"]
+    assert rows
+    assert all(row.convert_to is not None for row in rows)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "gemma-2-9b"])
 def test_what_convert_refuses_has_no_way_to_mla(name: str) -> None:
     rows = compare(read_spec(name)).rows
     assert {row.convert_to for row in rows if row.mechanism == "mla"} == {None}
