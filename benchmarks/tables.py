@@ -138,6 +138,20 @@ def ways(document: Document) -> str:
     return table(["model", "way", "bytes", *dict.fromkeys(texts)], rows, left=2)
 
 
+def other_models(document: Document) -> str:
+    """The table of models that nothing was tuned on: each method's range of ratios over its samples, on each text."""
+    ratios: dict[tuple[str, str], list[list[float]]] = {}
+    for row in document["rows"].values():
+        scores = [float(score["perplexity_ratio"]) for score in row["evaluate"]["texts"]]
+        ratios.setdefault((row["model"], row["method"]), []).append(scores)
+    names = [_text_name(score["text"]) for score in next(iter(document["rows"].values()))["evaluate"]["texts"]]
+    lines = [
+        [model, f"`{method}`", str(len(scores)), *(_spread(column) for column in zip(*scores, strict=True))]
+        for (model, method), scores in ratios.items()
+    ]
+    return table(["model", "method", "samples", *names], lines, left=2)
+
+
 def ablation(document: Document) -> str:
     """The table of stages: headwise without each of them, and the published methods, TransMLA at its best fold."""
     names = [Path(text).stem for text in document["texts"]]
@@ -360,6 +374,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "kivi": ("kivi.json", kivi),
     "recall": ("recall.json", recall),
     "ways": ("ways.json", ways),
+    "other-models": ("other-models.json", other_models),
     "ablation": ("ablation.json", ablation),
     "budgets": ("budgets.json", budgets),
     "budgets-recall": ("budgets-recall.json", budgets),
