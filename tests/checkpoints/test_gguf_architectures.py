@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
 from headwise.checkpoints import open_checkpoint
-from headwise.errors import CheckpointError, SpecError
-from headwise.specs import read_spec
+from headwise.errors import CheckpointError, HeadwiseError, SpecError
+from headwise.specs import gguf_config, read_config, read_gguf_header, read_spec
 from headwise.specs.gguf_config import ARCHITECTURES
 from tests.closeness import assert_close
 
@@ -179,6 +181,37 @@ def test_other_factors_of_frequencies_are_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "llama", random_model("llama3"), factors=np.full(32, 2.0, np.float32))
     with pytest.raises(SpecError, match=r"rope_freqs\.weight = '32 factors': are not those of Llama 3's RoPE"):
         read_spec(path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_metadata_that_cannot_be_right_are_one_line(name: str, tmp_path: Path) -> None:
+    """Whatever is wrong with one value, the file is read or refused by name."""
+    header = read_gguf_header(write_gguf(tmp_path / "model.gguf", MODELS[name][0], random_model(name)))
+    refused = 0
+    for key, values in itertools.product(
+        [key for key in header.metadata if key.startswith(f"{header.architecture}.")],
+        [("absent",), *[(value,) for value in ("x", [1], 0, -1, 0.0, -2.5, math.nan, math.inf, 62, None, True)]],
+    ):
+        metadata = {**header.metadata, key: values[0]}
+        if values == ("absent",):
+            del metadata[key]
+        try:
+            read_config(gguf_config(replace(header, metadata=metadata)))
+        except HeadwiseError:
+            refused += 1
+    assert refused > 20
+    for factors in ((), (math.inf,) * 4, (math.nan,) * 4, (0.0,) * 4, (-1.0,) * 32):
+        for tensor in ("rope_freqs.weight", "rope_factors_long.weight"):
+            with pytest.raises(HeadwiseError):
+                read_config(gguf_config(replace(header, factors={**header.factors, tensor: factors})))
+
+
+def test_tensors_of_other_shapes_are_one_line(tmp_path: Path) -> None:
+    model = random_model("deepseek v3")
+    model.config.qk_nope_head_dim, model.config.v_head_dim = 7, 7  # of the heads that the decoder has
+    path = write_gguf(tmp_path / "model.gguf", "deepseek2", model, in_parts=False)
+    with pytest.raises(CheckpointError, match="is refused by transformers"):
+        headwise.load(path)
 
 
 def test_a_gguf_of_a_family_converts(tmp_path: Path) -> None:

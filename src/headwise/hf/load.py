@@ -56,13 +56,13 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
     wanted = wanted or checkpoint.dtype
     if isinstance(checkpoint, GgufCheckpoint):
         state = {name: checkpoint.read(name) for name in checkpoint.tensors}
-        model, loading = model_class(checkpoint.config).from_pretrained(
-            None,
-            config=stock_config(checkpoint.config),
-            state_dict=state,
-            dtype=wanted,
-            output_loading_info=True,
-        )
+        config = stock_config(checkpoint.config)
+        try:
+            model, loading = model_class(checkpoint.config).from_pretrained(
+                None, config=config, state_dict=state, dtype=wanted, output_loading_info=True
+            )
+        except Exception as error:  # such as a tensor of another shape
+            raise refused("file", str(source), error) from None
     else:
         refuse_other_weights(checkpoint.path)
         config = stock_config(checkpoint.config)

@@ -24,6 +24,9 @@ Get = Callable[..., Any]
 _LARGEST_FLOAT32 = 3.4028234e38
 _FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 
+_FACTORS = {"llama": {_FREQS}, "qwen2": {_FREQS}, "qwen3": {_FREQS}, "phi3": {_LONG, _SHORT}}
+"""The factors of frequencies that an architecture may have."""
+
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What all of Llama 3.1 to 3.3 have beside the factor; their files hold the frequencies' factors alone."""
 
@@ -53,6 +56,8 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     for key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
         if not isinstance(get(key, 1.0), int | float):
             raise SpecError(f"{architecture}.{key}", get(key), "must be a number")
+    for name in header.factors.keys() - _FACTORS.get(architecture, frozenset()):
+        raise SpecError(name, "present", f"is not understood in {architecture}; use the safetensors")
     embedding = header.tensors.get("token_embd.weight")
     config = {
         "hidden_size": get("embedding_length"),
@@ -91,6 +96,32 @@ def _refuse(header: GgufHeader, get: Get, *keys: str) -> None:
             raise SpecError(f"{header.architecture}.{key}", get(key), "is not understood in GGUF")
 
 
+def _number(header: GgufHeader, get: Get, key: str, default: float | None = None, *, whole: bool = False) -> Any:
+    """A finite number above 0, or the default where the key is missing.
+
+    Raises:
+        SpecError: it is none.
+    """
+    value = get(key, default)
+    is_number = isinstance(value, int) if whole else isinstance(value, int | float)
+    if value is not None and not (is_number and type(value) is not bool and 0 < value < math.inf):
+        kind = "whole number" if whole else "number"
+        raise SpecError(f"{header.architecture}.{key}", value, f"must be a {kind} above 0")
+    return value
+
+
+def _needed(header: GgufHeader, get: Get, key: str, default: int | None = None) -> int:
+    """A whole number above 0.
+
+    Raises:
+        SpecError: it is none, or missing.
+    """
+    value = _number(header, get, key, default, whole=True)
+    if value is None:
+        raise SpecError(f"{header.architecture}.{key}", None, "is required")
+    return int(value)
+
+
 def _heads(header: GgufHeader, get: Get, *, partial: bool = False) -> dict[str, Any]:
     """Key–value heads and the width of heads, of which RoPE rotates the whole unless ``partial``."""
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
@@ -117,7 +148,7 @@ def _llama(model_type: str, header: GgufHeader, get: Get) -> dict[str, Any]:
     return {"model_type": model_type, **heads, "rope_parameters": rope}
 
 
-def _llama3_rope(factors: tuple[float, ...], theta: float, head_dim: int) -> dict[str, Any]:
+def _llama3_rope(factors: tuple[float, ...], theta: float, head_dim: Any) -> dict[str, Any]:
     """The scaled RoPE of Llama 3.1 and later, from the factors that its frequencies are divided by.
 
     Raises:
@@ -125,13 +156,16 @@ def _llama3_rope(factors: tuple[float, ...], theta: float, head_dim: int) -> dic
     """
     low, high, original = _LLAMA3.values()
     factor = max(factors, default=0.0)
-    expected = []
-    for pair in range(len(factors)):
+    expected: list[float] = []
+    has_numbers = type(head_dim) is int and head_dim > 0 and 0 < theta < math.inf and 0 < factor < math.inf
+    for pair in range(len(factors) if has_numbers else 0):
         wavelength = 2 * math.pi * theta ** (2 * pair / head_dim)
         part = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)  # 0 where all is scaled
-        expected.append(1 / ((1 - part) / factor + part) if factor > 0 else math.nan)
-    is_llama3 = 2 * len(factors) == head_dim and all(
-        math.isclose(own, other, rel_tol=1e-4) for own, other in zip(factors, expected, strict=True)
+        expected.append(1 / ((1 - part) / factor + part))
+    is_llama3 = (
+        len(expected) == len(factors)
+        and 2 * len(factors) == head_dim
+        and all(math.isclose(own, other, rel_tol=1e-4) for own, other in zip(factors, expected, strict=True))
     )
     if not is_llama3:
         raise SpecError(_FREQS, f"{len(factors)} factors", "are not those of Llama 3's RoPE; use the safetensors")
@@ -144,14 +178,18 @@ def _phi3(header: GgufHeader, get: Get) -> dict[str, Any]:
     heads = _heads(header, get, partial=True)
     rotated, head_dim = get("rope.dimension_count"), heads["head_dim"]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(get)}
-    original = get("rope.scaling.original_context_length")
+    original = _number(header, get, "rope.scaling.original_context_length", whole=True)
     if _LONG in header.factors or _SHORT in header.factors:
         long, short = (header.factors.get(name) for name in (_LONG, _SHORT))
         if long is None or short is None:
             raise SpecError("rope_factors", "one of two", "must be given for short and for long texts")
         rope = {"rope_type": "longrope", "rope_theta": _theta(get)}
         rope |= {"long_factor": list(long), "short_factor": list(short)}
-        attention = get("rope.scaling.attn_factor")
+        attention = _number(header, get, "rope.scaling.attn_factor")
+        for factors in (long, short):
+            if 2 * len(factors) != (rotated or head_dim) or not all(0 < own < math.inf for own in factors):
+                rule = f"must be a factor above 0 for each pair of {rotated or head_dim} rotated dims"
+                raise SpecError("rope_factors", f"{len(factors)} factors", rule)
         if attention is not None and not _is_usual(attention, original, get("context_length")):
             rope["attention_factor"] = attention
         if original is not None:
@@ -179,43 +217,53 @@ def _is_usual(attention_factor: Any, original: Any, longest: Any) -> bool:
 
 def _gemma3(header: GgufHeader, get: Get) -> dict[str, Any]:
     """Gemma 3: five layers with a window and a RoPE of their own to one that sees all."""
-    _refuse(header, get, "expert_count", "attn_logit_softcapping")
+    _refuse(header, get, "expert_count", "attn_logit_softcapping", "attention.scale")
+    if get("attention.sliding_window_pattern", 6) != 6:
+        pattern = get("attention.sliding_window_pattern")
+        raise SpecError("gemma3.attention.sliding_window_pattern", pattern, "must be 6")
     heads, layers = _heads(header, get), get("block_count")
     if get("rope.scaling.type") not in (None, "none", "linear"):
         raise SpecError("gemma3.rope.scaling.type", get("rope.scaling.type"), "must be linear")
     full: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rope.freq_base", 1e6))}
     if get("rope.scaling.type") == "linear":
-        full |= {"rope_type": "linear", "factor": get("rope.scaling.factor", 1.0)}
-    local = {"rope_type": "default", "rope_theta": float(get("rope.freq_base_swa", 1e4))}
+        full |= {"rope_type": "linear", "factor": _number(header, get, "rope.scaling.factor", 1.0)}
+    local = {"rope_type": "default", "rope_theta": _number(header, get, "rope.freq_base_swa", 1e4)}
     config: dict[str, Any] = {
         "model_type": "gemma3_text",
         **heads,
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
         "query_pre_attn_scalar": heads["head_dim"],
-        "sliding_window": get("attention.sliding_window") or None,
-        "final_logit_softcapping": get("final_logit_softcapping"),
+        "sliding_window": _needed(header, get, "attention.sliding_window"),
+        "final_logit_softcapping": get("final_logit_softcapping") or None,  # 0 is none
         "attention_bias": False,
         "hidden_activation": "gelu_pytorch_tanh",
     }
     if isinstance(layers, int):
-        windowed = config["sliding_window"] is not None
-        kinds = ["sliding_attention" if windowed and (index + 1) % 6 else "full_attention" for index in range(layers)]
+        kinds = ["sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(layers)]
         config["layer_types"] = kinds
     if layers == _GEMMA3_27B:
-        config["query_pre_attn_scalar"] = get("embedding_length") // get("attention.head_count")
+        width, heads_of_layer = (_needed(header, get, key) for key in ("embedding_length", "attention.head_count"))
+        config["query_pre_attn_scalar"] = width // heads_of_layer
     return config
 
 
 def _deepseek2(header: GgufHeader, get: Get) -> dict[str, Any]:
     """DeepSeek-V2 and V3, which score experts by a softmax and by a sigmoid."""
+    _refuse(header, get, "attention.temperature_scale", "attention.temperature_length")
     rank, rotary = get("attention.kv_lora_rank"), get("rope.dimension_count")
     gating = get("expert_gating_func", _SOFTMAX)
     if gating not in (_SOFTMAX, _SIGMOID):
         raise SpecError("deepseek2.expert_gating_func", gating, f"must be {_SOFTMAX} or {_SIGMOID}")
     # Files without the lengths of MLA are older, and those of attention are of its heads.
     key = get("attention.key_length_mla", get("attention.key_length"))
-    groups = get("expert_group_count", 1)
+    groups, experts = (
+        _needed(header, get, key, at) for key, at in (("expert_group_count", 1), ("expert_count", None))
+    )
     is_v3 = gating == _SIGMOID
+    if experts % groups:
+        raise SpecError("deepseek2.expert_group_count", groups, f"must divide expert_count = {experts}")
+    if not is_v3:
+        _refuse(header, get, "expert_weights_norm")
     config = {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         "num_key_value_heads": get("attention.head_count"),
@@ -224,34 +272,34 @@ def _deepseek2(header: GgufHeader, get: Get) -> dict[str, Any]:
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": key - rotary if isinstance(key, int) and isinstance(rotary, int) else None,
         "v_head_dim": get("attention.value_length_mla", get("attention.value_length")),
-        "rope_parameters": _deepseek_rope(get),
-        "n_routed_experts": get("expert_count"),
+        "rope_parameters": _deepseek_rope(header, get),
+        "n_routed_experts": experts,
         "n_shared_experts": get("expert_shared_count"),
-        "num_experts_per_tok": get("expert_used_count"),
-        "moe_intermediate_size": get("expert_feed_forward_length"),
-        "first_k_dense_replace": get("leading_dense_block_count"),
+        "num_experts_per_tok": _needed(header, get, "expert_used_count"),
+        "moe_intermediate_size": _needed(header, get, "expert_feed_forward_length"),
+        "first_k_dense_replace": get("leading_dense_block_count", 0),
         "n_group": groups,
-        "topk_group": get("expert_group_used_count", 1),
+        "topk_group": _needed(header, get, "expert_group_used_count", 1),
         "norm_topk_prob": bool(get("expert_weights_norm", False)),
-        "routed_scaling_factor": get("expert_weights_scale", 1.0),
+        "routed_scaling_factor": get("expert_weights_scale") or 1.0,  # 0 is no scaling
     }
     if not is_v3:
         config["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
     return config
 
 
-def _deepseek_rope(get: Get) -> dict[str, Any]:
+def _deepseek_rope(header: GgufHeader, get: Get) -> dict[str, Any]:
     if get("rope.scaling.type") in (None, "none"):
         return {"rope_type": "default", "rope_theta": _theta(get)}
     if get("rope.scaling.type") != "yarn":
         raise SpecError("deepseek2.rope.scaling.type", get("rope.scaling.type"), "must be yarn")
-    rope = {"rope_type": "yarn", "rope_theta": _theta(get), "factor": get("rope.scaling.factor")}
-    rope["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
-    if (multiplier := get("rope.scaling.yarn_log_multiplier")) is not None:
+    rope = {"rope_type": "yarn", "rope_theta": _theta(get), "factor": _number(header, get, "rope.scaling.factor")}
+    rope["original_max_position_embeddings"] = _needed(header, get, "rope.scaling.original_context_length")
+    if (multiplier := _number(header, get, "rope.scaling.yarn_log_multiplier")) is not None:
         # The two are equal in every published model, and only one of them is in the file, times 0.1.
         rope["mscale"] = rope["mscale_all_dim"] = round(10 * multiplier, 6)
     for name in ("beta_fast", "beta_slow"):
-        if (value := get(f"rope.scaling.yarn_{name}")) is not None:
+        if (value := _number(header, get, f"rope.scaling.yarn_{name}")) is not None:
             rope[name] = value
     return rope
 
