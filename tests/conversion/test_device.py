@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import headwise
+from headwise.conversion.solvers.device import own_device
 from headwise.errors import ArgumentError
-from headwise.hf import as_device
-from tests.conversion.test_resumed import TEXT
+from tests.conversion.test_resumed import TEXT, StoppedError
 from tests.pretended_device import DEVICE, pretended_device
 
 KEYWORDS: dict[str, Any] = {"calibration_tokens": 256, "calibration_window": 32}
@@ -37,9 +37,9 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwise.conversion.codes.scales.RATIOS", (1.0, 1.6))  # each takes seconds here
     optimizers = sys.modules["torch.optim.optimizer"]  # which torch.optim hides
     monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["cpu", str(DEVICE)])
-    # To torch the name is that of a device without numbers, which is refused.
-    devices = "headwise.conversion.solvers.device.as_device"
-    monkeypatch.setattr(devices, lambda name: DEVICE if name == str(DEVICE) else as_device(name))
+    for name in ("convert", "calibrate"):  # the device is refused, as torch knows it as one without numbers
+        module = sys.modules[f"headwise.conversion.{name}"]
+        monkeypatch.setattr(module, "own_device", lambda name: DEVICE if name == str(DEVICE) else own_device(name))
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
@@ -69,6 +69,46 @@ def test_a_dry_run_times_the_device(tiny_llama: Path, text: Path, tmp_path: Path
         report = headwise.convert(tiny_llama, tmp_path / "out", **options, dry_run=True, device=str(DEVICE))
     assert report.seconds > 0
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stock_folder_that_was_killed_is_finished_on_the_device(
+    tiny_llama: Path, text: Path, tmp_path: Path
+) -> None:
+    """The channels that all layers share are read from a file by then."""
+    options = {**CONVERSIONS["deepseek"], **KEYWORDS, "calibrate": text, "evaluate": False}
+    headwise.convert(tiny_llama, tmp_path / "cpu", **options)
+
+    def stopping(stage: str, done: int, _: int) -> None:
+        if (stage, done) == ("converting", 1):
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        headwise.convert(tiny_llama, tmp_path / "device", **options, progress=stopping)
+    with pretended_device():
+        headwise.convert(tiny_llama, tmp_path / "device", **options, device=str(DEVICE))
+    refuse_difference(tiny_llama, tmp_path / "cpu", tmp_path / "device")
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def recorded(name: str | None) -> torch.device:
+        asked.append(name)
+        return torch.device(name or "cpu")
+
+    devices = "headwise.conversion.solvers.device"
+    monkeypatch.setattr(f"{devices}.as_device", recorded)
+    monkeypatch.setattr(f"{devices}.process_count", lambda: 6)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for rank in range(3):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        own_device("cuda")
+    own_device("cuda:1")
+    own_device(None)
+    assert asked == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", None]
+    with pytest.raises(ArgumentError, match="device = 'mps': must be cpu or cuda"):
+        own_device("mps")
 
 
 @pytest.mark.parametrize("command", [headwise.convert, headwise.calibrate, headwise.frontier])

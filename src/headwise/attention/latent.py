@@ -44,7 +44,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         bias: True for every projection, ``"hf"`` for those of transformers' ``attention_bias``, ``"qkv"``, or names.
         dropout: probability of dropping an attention weight while training.
         rope: rotary embedding of width P; interleaved with base 10000 when None, as DeepSeek's.
-        norm_eps: epsilon of the latents' norms.
+        norm_eps: epsilon of the latents' norms, and of those of queries and keys.
         softmax_scale: multiplies the scores; ``1/sqrt(N + P)`` when None.
         sliding_window: how many of the latest tokens are attended to; all when None.
         qk_norm: see `LatentSpec`, as for ``num_kv_heads`` and ``head_dim``: queries and keys are projected and normed

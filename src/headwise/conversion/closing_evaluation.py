@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, load_tokenizer
@@ -131,6 +132,11 @@ def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationText
     return [] if note is None else [note]
 
 
+def _free_bytes(device: torch.device) -> int | None:
+    """The free memory of a device; None where it is not known."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+
+
 def prove(
     output: str | Path,
     source: str | Path,
@@ -160,7 +166,7 @@ def prove(
         pair = open_pair(output, against=source, dtype=dtype, device=device, progress=progress)
         memory = sum(info.numel for checkpoint in pair.checkpoints.values() for info in checkpoint.tensors.values())
         memory *= pair.dtype.itemsize
-        if (free := available_bytes()) is not None and free < memory:
+        if (free := _free_bytes(pair.device)) is not None and free < memory:
             # Converting holds one layer: memory that suffices for it may not suffice for two whole models.
             return f"{undone}: both models take {memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
         return evaluate_windows(pair, exam, cache=cache, progress=progress)

@@ -21,7 +21,7 @@ from headwise.conversion.plain_comparison import compare_plain
 from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_inputs
 from headwise.conversion.planning.target import Target, parse_target
 from headwise.conversion.report import Conversion, describe, notes_before
-from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes
+from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes, reset_peak
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
 from headwise.errors import ArgumentError, HeadwiseError
@@ -68,6 +68,7 @@ def convert(
     """
     start = time.perf_counter()
     prepared = _prepare(source, Path(output), options, progress)
+    reset_peak(prepared.plan.device)
     if options.dry_run:
         with refuse_unsolvable(prepared.plan.checkpoint), computing_on(prepared.plan.device):
             return _estimate(prepared, progress)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import torch
@@ -19,6 +18,7 @@ from headwise.conversion.calibration.text import TextCalibrator, descent_steps, 
 from headwise.conversion.layer_loop import CONVERTING, convert_layer
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan, Place
+from headwise.conversion.solvers.device import clock
 from headwise.conversion.storage.store import LayerStore
 from headwise.hf import LayerwiseModel
 from headwise.kernels import attend
@@ -79,19 +79,19 @@ def estimate_stages(
 
 def _time_layer(plan: ConversionPlan, calibrator: Calibrator) -> float:
     """Seconds to convert one layer without codes."""
-    start = time.perf_counter()
+    start = clock()
     plan = replace(plan, token_bytes=None, bits=None)  # codes are designed on a text
     convert_layer(OutputLayout(plan), calibrator, LayerStore(None), Place(0))
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _time_copy(plan: ConversionPlan) -> float:
     """Seconds to read all weights, and to write as many at about the same rate."""
     tensors = plan.checkpoint.tensors
     name = max(tensors, key=lambda name: tensors[name].nbytes)
-    start = time.perf_counter()
+    start = clock()
     plan.checkpoint.read(name).to(plan.dtype)
-    per_byte = (time.perf_counter() - start) / tensors[name].nbytes
+    per_byte = (clock() - start) / tensors[name].nbytes
     return 2 * per_byte * sum(info.nbytes for info in tensors.values())
 
 
@@ -119,9 +119,9 @@ def _time_on_text(
         calibrator = TextCalibrator(model, sample, folder=folder, stages=stages, steps=_STEPS, for_mla=for_mla)
         calibrator.prepare()
         progress("estimating", 3, _PARTS)
-        start = time.perf_counter()
+        start = clock()
         convert_layer(OutputLayout(plan), calibrator, LayerStore(folder / "layers"), Place(0))
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
     timed = calibrator.seconds
     by_window, coding = timed["windows"] / _WINDOWS / processes, timed["code"]
     by_step = timed["descent"] / _STEPS
@@ -150,15 +150,15 @@ def _time_sensitivity(model: LayerwiseModel, window: Tensor) -> float:
         hidden = model.begin(window)
     module = model.module(0)
     inputs = hidden.requires_grad_()
-    start = time.perf_counter()
+    start = clock()
     with torch.no_grad():
         model.run(0, module, inputs)
     call, output = model.trace(0, module, inputs)
     torch.autograd.grad(output.sum(), (inputs, call.output))
-    layer_seconds = time.perf_counter() - start
+    layer_seconds = clock() - start
     piece = hidden[:, :PIECE].detach().requires_grad_()
-    start = time.perf_counter()
+    start = clock()
     torch.autograd.grad(model.finish(piece).float().logsumexp(-1).sum(), piece)
-    head_seconds = (time.perf_counter() - start) * hidden.shape[1] / piece.shape[1]
+    head_seconds = (clock() - start) * hidden.shape[1] / piece.shape[1]
     model.release()
     return layer_seconds * model.num_layers + head_seconds

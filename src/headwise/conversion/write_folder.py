@@ -21,7 +21,7 @@ from headwise.conversion.output.difference import logits_difference
 from headwise.conversion.output.formats import OutputFormat, StockReport
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan
-from headwise.conversion.solvers.device import CPU, computing_on
+from headwise.conversion.solvers.device import CPU, computing_on, moved
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.storage.store import LayerStore
 from headwise.processes import barrier, first_enters, process_index
@@ -207,7 +207,7 @@ def _shared_channels(
     if plan.is_exact:
         return None
     if (result := summary.load(0)) is not None:
-        return result[0]["kept"]
+        return moved(result[0]["kept"])
     if process_index() > 0 and not calibrator.is_sequential:
         return None  # the first process converts alone
     channels = choose_shared_channels(plan, calibrator, progress)

@@ -9,7 +9,6 @@ Shapes: N windows, W tokens in each, E hidden size.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from headwise.conversion.calibration.windows import EVERY, CalibrationWindows, p
 from headwise.conversion.codes.design import design
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
-from headwise.conversion.solvers.device import CPU, computing_on, finished, quick_products
+from headwise.conversion.solvers.device import CPU, clock, computing_on, quick_products
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit
 from headwise.conversion.solvers.statistics import Statistics, root
@@ -336,10 +335,9 @@ class TextCalibrator(Calibrator):
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
         """Add the time of a block to ``seconds``, without that of timed blocks within it."""
-        start, within = time.perf_counter(), sum(self.seconds.values())
+        start, within = clock(), sum(self.seconds.values())
         yield
-        finished()
-        self.seconds[part] += time.perf_counter() - start - (sum(self.seconds.values()) - within)
+        self.seconds[part] += clock() - start - (sum(self.seconds.values()) - within)
 
 
 def start_on_text(

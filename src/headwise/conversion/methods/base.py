@@ -171,7 +171,7 @@ class LatentMethod(Method):
         seen, _ = seen_by_mla(source)
         assert isinstance(seen.spec, GroupedSpec)
         spec = without_norms(target.spec, seen.spec)
-        solved = Layer(spec, *self.solve_latent(seen.state, seen.spec, spec, target, evidence))
+        solved = Layer(spec, *self.solve_latent(seen.state, seen.spec, spec, replace(target, spec=spec), evidence))
         return with_norms(source, solved, target.spec) if is_normed(source) else solved
 
     @abstractmethod

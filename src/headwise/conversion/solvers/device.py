@@ -7,11 +7,14 @@ ones, is moved there first; what is written is moved back.
 
 from __future__ import annotations
 
+import os
+import time
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from headwise.errors import ArgumentError
 from headwise.hf import as_device
 from headwise.processes import process_count, process_index
 
@@ -29,11 +32,15 @@ def own_device(name: str | None) -> torch.device:
         name: such as ``cuda``; the CPU when None.
 
     Raises:
-        ArgumentError: torch has no such device on this machine.
+        ArgumentError: torch has no such device on this machine, or it is neither a CPU nor a CUDA GPU.
     """
+    if name == "cuda" and process_count() > 1 and torch.cuda.is_available():
+        # The rank on this machine, as torchrun gives it. No process touches another's GPU.
+        rank = int(os.environ.get("LOCAL_RANK", process_index()))
+        name = f"cuda:{rank % torch.cuda.device_count()}"
     device = as_device(name)
-    if device == torch.device("cuda") and process_count() > 1:
-        return torch.device("cuda", process_index() % torch.cuda.device_count())
+    if device.type not in ("cpu", "cuda"):  # others have no float64
+        raise ArgumentError("device", name, "must be cpu or cuda: layers are solved in float64")
     return device
 
 
@@ -52,14 +59,22 @@ def moved(tensor: Tensor) -> Tensor:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most memory of a GPU that tensors of this process have had; None for the CPU."""
+    """The most memory of a GPU that tensors of this process have had since `reset_peak`; None for the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def finished() -> None:
-    """Wait until the device of the block has computed what it was given, so that the time can be read."""
-    if torch.get_default_device().type == "cuda":
-        torch.cuda.synchronize()
+def reset_peak(device: torch.device) -> None:
+    """Begin to count a GPU's memory anew; see `peak_bytes`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def clock() -> float:
+    """The time in seconds, once the device of the block has computed what it was given."""
+    device = torch.get_default_device()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def quick_products() -> torch.autocast:

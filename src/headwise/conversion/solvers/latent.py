@@ -44,6 +44,7 @@ from headwise.conversion.solvers.rope_channels import (
     to_real,
 )
 from headwise.conversion.solvers.statistics import Statistics
+from headwise.errors import SpecError
 from headwise.specs import GroupedSpec, LatentSpec, rotated_dims
 
 
@@ -96,8 +97,13 @@ def convert_to_latent(
         The MLA layer's tensors by its own names, float64, and the model frequency of each of its P/2 rotary pairs.
 
     Raises:
+        SpecError: the layer has norms of queries and keys.
         TypeError: ``options`` and fields are both given, or a field is unknown.
     """
+    if source.qk_norm is not None:
+        raise SpecError(
+            "qk_norm", source.qk_norm, "is solved by headwise.convert, which sees the layer behind its norms"
+        )
     if fields:
         if options is not None:
             raise TypeError(f"convert_to_latent() takes options or their fields, not both: {', '.join(fields)}")
