@@ -100,15 +100,15 @@ def convert_to_latent(
         SpecError: the layer has norms of queries and keys.
         TypeError: ``options`` and fields are both given, or a field is unknown.
     """
-    if source.qk_norm is not None:
-        raise SpecError(
-            "qk_norm", source.qk_norm, "is solved by headwise.convert, which sees the layer behind its norms"
-        )
     if fields:
         if options is not None:
             raise TypeError(f"convert_to_latent() takes options or their fields, not both: {', '.join(fields)}")
         _refuse_unknown(fields)
         warnings.warn("convert_to_latent takes options=LatentOptions(…)", DeprecationWarning, stacklevel=2)
+    if source.qk_norm is not None:
+        raise SpecError(
+            "qk_norm", source.qk_norm, "is solved by headwise.convert, which sees the layer behind its norms"
+        )
     options = options or LatentOptions(**fields)
     means = statistics or Statistics.nothing(source.hidden_size, source.num_heads, options.longest)
     keys, content = _divide_keys(state, source, target, means, options)
