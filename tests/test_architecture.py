@@ -29,7 +29,7 @@ ROOMS = (
     ("texts",),
     ("evaluation",),
     ("bench",),
-    ("processes",),
+    ("processes", "threads"),
     ("conversion",),
     ("frontiers",),
     ("cli", "__main__"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
 from headwise.checkpoints.disk import clearly, refuse_input_within
@@ -22,7 +23,7 @@ from headwise.conversion.solvers.device import computing_on, own_device
 from headwise.conversion.solvers.statistics import statistics_of
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.unsolvable import refuse_unsolvable
-from headwise.hf import LayerwiseModel
+from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.measurement import peak_rss_bytes
 from headwise.options import CalibrateOptions, takes_options
 from headwise.processes import first_enters, my_windows, process_index
@@ -143,8 +144,12 @@ def collect_statistics(
         module, sensitivity = model.module(index), kept_sensitivity(sensitivities, index)
         source = read_layer(checkpoint, Place(index)).float()
         states = ((window, stream.read("source", window, window + 1)) for window in my_windows(len(windows)))
-        calls = traced(placed, index, module, states, partial(stream.write, "source"))
-        inputs = ((window, call.inputs[0]) for window, _, call in calls)
+
+        def finish(window: int, _: Tensor, call: AttentionCall, output: Tensor) -> tuple[int, Tensor]:
+            stream.write("source", window, output)
+            return window, call.inputs[0]
+
+        inputs = traced(placed, index, module, states, finish)
         statistics = statistics_of(source, sensitivity.double(), inputs, windows.seen_by(source.spec))
         if process_index() == 0:
             save_layer(results, index, statistics, sensitivity)

@@ -246,8 +246,7 @@ class LayerwiseModel:
             result = module(hidden, *args, **kwargs)
         else:
             replacement = (attention_output, None) if self.output == self.attention else attention_output
-            with _replaced_forward([module.get_submodule(self.output)], lambda *_, **__: replacement):
-                result = module(hidden, *args, **kwargs)
+            result = _with_forward(module, self.output, lambda *_, **__: replacement)(hidden, *args, **kwargs)
         self._returns_tuple = isinstance(result, tuple)
         return _states(result)
 
@@ -259,24 +258,25 @@ class LayerwiseModel:
         """
         calls: list[AttentionCall] = []
         outputs: list[Tensor] = []
+        attention = self.attention_of(module)
+        path = self.output.removeprefix(self.attention).removeprefix(".")
+        projection = attention.get_submodule(path)
 
-        def record_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        def projected(*args: Any, **kwargs: Any) -> Any:
+            result = projection(*args, **kwargs)
+            outputs.append(_states(result))
+            return result
+
+        traced = _with_forward(attention, path, projected) if path else projected
+
+        def attended(*args: Any, **kwargs: Any) -> Any:
+            result = traced(*args, **kwargs)
             rest = dict(kwargs)
             inputs = args[0] if args else rest.pop("hidden_states")
             calls.append(AttentionCall(inputs, args[1:], rest, outputs[0]))
+            return result
 
-        def record_output(_: nn.Module, __: tuple[Any, ...], result: Any) -> None:
-            outputs.append(_states(result))
-
-        handles = [
-            module.get_submodule(self.output).register_forward_hook(record_output),
-            self.attention_of(module).register_forward_hook(record_call, with_kwargs=True),
-        ]
-        try:
-            output = self.run(index, module, hidden)
-        finally:
-            for handle in handles:
-                handle.remove()
+        output = self.run(index, _with_forward(module, self.attention, attended), hidden)
         return calls[0], output
 
     def attention_inputs(self, index: int, module: nn.Module, hidden: Tensor) -> Tensor:
@@ -291,8 +291,8 @@ class LayerwiseModel:
             inputs.append(args[0] if args else kwargs["hidden_states"])
             raise _EnoughError
 
-        with _replaced_forward([self.attention_of(module)], record), suppress(_EnoughError):
-            self.run(index, module, hidden)
+        with suppress(_EnoughError):
+            self.run(index, _with_forward(module, self.attention, record), hidden)
         return inputs[0]
 
     def attention_of(self, module: nn.Module) -> nn.Module:
@@ -428,6 +428,21 @@ def _states(result: Any) -> Tensor:
     """The hidden states that a module returns, alone or first in a tuple."""
     states: Tensor = result[0] if isinstance(result, tuple) else result
     return states
+
+
+def _with_forward(module: nn.Module, path: str, forward: Callable[..., Any]) -> nn.Module:
+    """A module with another forward of the submodule at a path, and its attributes and weights.
+
+    The module itself stays as it is, so that other threads may run it.
+    """
+    view = copy.copy(module)
+    if not path:
+        view.forward = forward
+        return view
+    name, _, rest = path.partition(".")
+    child = view.get_submodule(name)
+    view._modules = {**view._modules, name: _with_forward(child, rest, forward)}
+    return view
 
 
 @contextmanager

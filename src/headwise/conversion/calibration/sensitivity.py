@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration.windows import CalibrationWindows
@@ -27,6 +28,7 @@ from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.processes import all_sum, barrier, my_windows, process_index
 from headwise.progress import Progress, silent
+from headwise.threads import side_by_side
 
 MEASURING = "measuring sensitivities"
 """The name of the stage, for progress."""
@@ -73,15 +75,13 @@ def _measure(
     files = [folder / f"{index}.activations" for index in range(layers)]
     with torch.no_grad(), quick_products():
         hidden = model.begin(windows.ids[mine.start : mine.stop]) if len(mine) else model.begin(windows.ids[:1])[:0]
+        placed = [windows.placed(model, number) for number in mine]
         for index in range(layers):
             progress(MEASURING, index, 2 * layers)
             refuse_no_numbers(hidden, index)
             _save_inputs(hidden, files[index])
             module = model.module(index)
-            outputs = (
-                windows.placed(model, number).run(index, module, window[None]).to(hidden.dtype)
-                for number, window in zip(mine, hidden, strict=True)
-            )
+            outputs = side_by_side(partial(_passed, index, module), zip(placed, hidden, strict=True))
             hidden = torch.cat([hidden[:0], *outputs])
     refuse_no_numbers(hidden, layers)
     gradient = _loss_gradient(model, hidden, mine.start)
@@ -91,23 +91,40 @@ def _measure(
         with clearly("activations", files[index], "read"):
             inputs = moved(load_file(files[index])["hidden"])
         gram = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
-        for window in range(len(inputs)):
-            window_inputs = inputs[window : window + 1].requires_grad_()  # [1, W, E]
-            with torch.enable_grad(), quick_products():
-                placed = windows.placed(model, mine.start + window)
-                call, output = placed.trace(index, module, window_inputs)
-            output_gradient = gradient[window : window + 1].to(output.dtype)
-            input_gradient, attention_gradient = torch.autograd.grad(
-                output, (window_inputs, call.output), output_gradient
-            )
-            gradient[window] = input_gradient[0]
-            wide = attention_gradient[0].double()  # [W, E]
+        backward = side_by_side(partial(_passed_back, index, module), zip(placed, inputs, gradient, strict=True))
+        for window, (input_gradient, attention_gradient) in enumerate(backward):
+            gradient[window] = input_gradient
+            wide = attention_gradient.double()  # [W, E]
             gram.addmm_(wide.mT, wide)
         files[index].unlink()
         total = all_sum(gram) / windows.tokens
         if process_index() == 0:
             results.save(index, {"sensitivity": total.float()}, {})
     progress(MEASURING, 2 * layers, 2 * layers)
+
+
+def _passed(index: int, module: nn.Module, item: tuple[LayerwiseModel, Tensor]) -> Tensor:
+    """A layer's output ``[1, W, E]`` for a window of its inputs ``[W, E]``."""
+    model, window = item
+    with quick_products():
+        return model.run(index, module, window[None]).to(window.dtype)
+
+
+def _passed_back(index: int, module: nn.Module, item: tuple[LayerwiseModel, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The gradients of a layer's inputs and of its attention's output, ``[W, E]`` each.
+
+    Args:
+        index: the layer's number.
+        module: the layer's module.
+        item: the model for a window's positions, the window's inputs of the layer, and the gradient of the layer's
+            output, ``[W, E]``.
+    """
+    model, window, gradient = item
+    inputs = window[None].requires_grad_()  # [1, W, E]
+    with torch.enable_grad(), quick_products():
+        call, output = model.trace(index, module, inputs)
+    gradients = torch.autograd.grad(output, (inputs, call.output), gradient[None].to(output.dtype))
+    return gradients[0][0], gradients[1][0]
 
 
 def _save_inputs(hidden: Tensor, file: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -22,6 +23,9 @@ from headwise.conversion.storage.activations import Activations
 from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.processes import my_windows
 from headwise.specs import ModelSpec
+from headwise.threads import side_by_side
+
+Result = TypeVar("Result")
 
 SENSITIVITY_TOKENS = 2048
 """Tokens that sensitivities are measured on, in whole windows; at least as many as a layer has inputs."""
@@ -52,18 +56,26 @@ class SourceStream:
             source: the layer's attention, float32.
             sensitivity: ``[E, E]``, see `headwise.conversion.methods.Evidence`.
         """
-        self.inputs = {window: call.inputs[0] for window, _, call in self._advance(index, module)}
-        return measured(source, sensitivity, self.inputs.items(), self.windows, for_mla=self._for_mla)
+
+        def inputs() -> Iterator[tuple[int, Tensor]]:
+            for window, call in self._advance(index, module):
+                self.inputs[window] = call.inputs[0]
+                yield window, call.inputs[0]
+
+        return measured(source, sensitivity, inputs(), self.windows, for_mla=self._for_mla)
 
     def skip(self, index: int, module: nn.Module) -> None:
         """Move the windows past a layer whose statistics are known."""
         for _ in self._advance(index, module):
             pass
 
-    def _advance(self, index: int, module: nn.Module) -> Iterator[tuple[int, Tensor, AttentionCall]]:
-        return traced(
-            partial(self.windows.placed, self._model), index, module, self._hidden.items(), self._hidden.__setitem__
-        )
+    def _advance(self, index: int, module: nn.Module) -> Iterator[tuple[int, AttentionCall]]:
+        def move(window: int, _: Tensor, call: AttentionCall, output: Tensor) -> tuple[int, AttentionCall]:
+            self._hidden[window] = output
+            return window, call
+
+        windows = list(self._hidden.items())
+        return traced(partial(self.windows.placed, self._model), index, module, windows, move)
 
 
 def measured(
@@ -122,23 +134,28 @@ def traced(
     index: int,
     module: nn.Module,
     windows: Iterable[tuple[int, Tensor]],
-    write: Callable[[int, Tensor], object],
-) -> Iterator[tuple[int, Tensor, AttentionCall]]:
-    """Move windows past a layer of the source, and yield each one's number, its input and its attention's call.
+    finish: Callable[[int, Tensor, AttentionCall, Tensor], Result],
+) -> Iterator[Result]:
+    """Move windows past a layer of the source, and yield what is made of each one, in their order.
 
     Args:
         placed: the source for the positions of a window, by its number.
         index: the layer's number.
         module: the layer's module.
         windows: each window's number, and its inputs of the layer, ``[1, W, E]``.
-        write: called with each window's number and the layer's output.
+        finish: called with each window's number, its inputs, its attention's call and the layer's output
+            ``[1, W, E]``, float32; see `side_by_side`.
 
     Raises:
         CheckpointError: an input is NaN or infinite.
     """
-    for window, hidden in windows:
+
+    def work(item: tuple[int, Tensor, LayerwiseModel]) -> Result:
+        window, hidden, model = item
         refuse_no_numbers(hidden, index)
         with quick_products():
-            call, output = placed(window).trace(index, module, hidden)
-        write(window, output.float())
-        yield window, hidden, replace(call, inputs=call.inputs.float(), output=call.output.float())
+            call, output = model.trace(index, module, hidden)
+        call = replace(call, inputs=call.inputs.float(), output=call.output.float())
+        return finish(window, hidden, call, output.float())
+
+    return side_by_side(work, ((window, hidden, placed(window)) for window, hidden in windows))

@@ -40,12 +40,13 @@ from headwise.conversion.solvers.statistics import Statistics, root
 from headwise.conversion.storage.activations import Activations, Spill
 from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.hf import LayerwiseModel
+from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.processes import all_sum, barrier, my_windows
 from headwise.progress import Progress, silent
 from headwise.quantization import SINKS
 from headwise.specs import GroupedSpec
 from headwise.texts import CalibrationTexts, open_windows
+from headwise.threads import side_by_side
 
 PASSES = 7
 """The number of steps that a layer's descent takes on every training window, or on every `STRETCH` tokens of longer
@@ -210,14 +211,18 @@ class TextCalibrator(Calibrator):
         current, best = self._current_layer(place), self._best
         assert best is not None
         assert best.layer is refined.layer
+
+        def move(window: int) -> None:
+            hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
+            output = best.output(window)[None]  # [1, W, E]
+            placed = self.windows.placed(self.model, window)
+            with quick_products():
+                hidden = placed.run(current.index, current.module, hidden, attention_output=output)
+            self.streams.write("converted", window, hidden.float())
+
         with self._timed("windows"):
-            for window in my_windows(len(self.windows)):
-                hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
-                output = best.output(window)[None]  # [1, W, E]
-                placed = self.windows.placed(self.model, window)
-                with quick_products():
-                    hidden = placed.run(current.index, current.module, hidden, attention_output=output)
-                self.streams.write("converted", window, hidden.float())
+            for _ in side_by_side(move, my_windows(len(self.windows))):
+                pass
         self._current = self._best = None
         self.streams.commit()
 
@@ -267,20 +272,20 @@ class TextCalibrator(Calibrator):
     def _statistics(self, index: int, module: nn.Module, source: Layer, sensitivity: Tensor | None) -> Statistics:
         """Move the source's stream past a layer, and save the layer's inputs and the outputs it should have."""
         streams, placed = self.streams, partial(self.windows.placed, self.model)
-        write = partial(streams.write, "source")
         states = ((window, streams.read("source", window, window + 1)) for window in my_windows(len(self.windows)))
 
-        def inputs() -> Iterator[tuple[int, Tensor]]:
-            for window, hidden, call in traced(placed, index, module, states, write):
-                solved_hidden = streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
-                attention_inputs = placed(window).attention_inputs(index, module, solved_hidden)[0]  # [W, E]
-                drift = hidden - solved_hidden if self.model.adds else torch.zeros_like(hidden)
-                self._inputs.write(window, attention_inputs)
-                self._wanted.write(window, (call.output + drift)[0])
-                if window < self.train:
-                    yield window, attention_inputs
+        def finish(window: int, hidden: Tensor, call: AttentionCall, output: Tensor) -> tuple[int, Tensor]:
+            streams.write("source", window, output)
+            solved_hidden = streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
+            attention_inputs = placed(window).attention_inputs(index, module, solved_hidden)[0]  # [W, E]
+            drift = hidden - solved_hidden if self.model.adds else torch.zeros_like(hidden)
+            self._inputs.write(window, attention_inputs)
+            self._wanted.write(window, (call.output + drift)[0])
+            return window, attention_inputs
 
-        statistics = measured(source, sensitivity, inputs(), self.windows, for_mla=self.for_mla)
+        windows = traced(placed, index, module, states, finish)
+        trained = ((window, inputs) for window, inputs in windows if window < self.train)
+        statistics = measured(source, sensitivity, trained, self.windows, for_mla=self.for_mla)
         barrier()  # all processes read the held-out windows
         return statistics
 
@@ -296,8 +301,11 @@ class TextCalibrator(Calibrator):
 
     def _held_costs(self, output: Callable[[int], Tensor], cost: Cost) -> Tensor:
         """The cost of an output, without a limit, at every token of the held-out windows: ``[held · W]``."""
-        held_windows = range(self.train, len(self.windows))
-        return torch.cat([cost.plain(output(window) - self._wanted.read(window)) for window in held_windows])
+
+        def costs(window: int) -> Tensor:
+            return cost.plain(output(window) - self._wanted.read(window))
+
+        return torch.cat([*side_by_side(costs, range(self.train, len(self.windows)))])
 
     def _held_error(self, candidate: Candidate, cost: Cost) -> float:
         """The mean levelled cost of a candidate on the held-out windows."""
@@ -307,8 +315,9 @@ class TextCalibrator(Calibrator):
         """The candidate with its output projection refitted on the training windows, with each of `RIDGES`."""
         state = candidate.layer.state
         refit = OutputRefit(state["o_proj.weight"], state.get("o_proj.bias"))
-        for window in my_windows(self.train):
-            refit.add(candidate.mixed(window), self._wanted.read(window), cost)
+        windows = my_windows(self.train)
+        for window, mixed in zip(windows, side_by_side(candidate.mixed, windows), strict=True):
+            refit.add(mixed, self._wanted.read(window), cost)
         all_sum(refit.moments)
         all_sum(refit.error)
         for ridge in RIDGES:
