@@ -15,7 +15,7 @@ import headwise
 PACKAGE = Path(headwise.__file__).parent
 
 ROOMS = (
-    ("errors", "progress", "documents", "renamed", "type_checks", "hub", "options"),
+    ("errors", "progress", "documents", "renamed", "type_checks", "hub", "threads", "options"),
     ("specs",),
     ("cost",),
     ("kernels",),
@@ -29,7 +29,7 @@ ROOMS = (
     ("texts",),
     ("evaluation",),
     ("bench",),
-    ("processes", "threads"),
+    ("processes",),
     ("conversion",),
     ("frontiers",),
     ("cli", "__main__"),
@@ -78,6 +78,8 @@ FORWARDED = {
     "hf/attention.py:forward": "called by transformers",
     "caches/growing.py:update": "called by transformers",
     "hf/interface.py:attention_forward": "called by transformers",
+    "hf/layerwise.py:attended": "a method of transformers in its place",
+    "hf/layerwise.py:projected": "a method of transformers in its place",
     "hf/layerwise.py:record": "a method of transformers in its place",
     "caches/quantized.py:update": "called by transformers",
     "hf/models.py:prepare_prompt": "a method of transformers in its place",

@@ -36,10 +36,12 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> I
     if threads < WORKERS or torch.get_default_device().type != "cpu":
         yield from map(function, items)
         return
-    has_gradients, share = torch.is_grad_enabled(), threads // WORKERS
+    has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    share = threads // WORKERS
 
     def work(item: Item) -> Result:
-        with torch.set_grad_enabled(has_gradients):  # each thread has a setting of its own
+        # Each thread has settings of its own.
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
             return function(item)
 
     waiting: deque[Future[Result]] = deque()

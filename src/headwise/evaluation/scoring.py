@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.threads import side_by_side
+
 _WHOLE = 2048
 """The longest window whose logits are computed in one call."""
 _PIECE = 1024
@@ -40,7 +42,9 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     """
     rows: list[dict[str, Tensor]] = []
     targets = ids[1:]
-    for logits in zip(*(_logits(model, ids) for model in models.values()), strict=True):
+    generators = [_logits(model, ids) for model in models.values()]
+    while len(targets):
+        logits = [*side_by_side(next, generators)]
         current, targets = targets[: len(logits[0])], targets[len(logits[0]) :]
         for start in range(0, len(current), _ROWS):
             piece = slice(start, start + _ROWS)
