@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -20,6 +21,8 @@ import rich.progress
 
 import headwise
 from headwise.cli.app import progress_bar
+from headwise.cli.printable import PrintableConsole
+from headwise.progress import TimedProgress
 from tests.cli.conftest import Result
 from tests.tiny_families import save_family
 
@@ -382,6 +385,27 @@ def test_progress_is_silent_until_it_takes_long(
     result = cli("convert", "tiny", "out", *MLA, "--overwrite", "--json")
     assert "converting" in result.err
     json.loads(result.out)
+
+
+def test_a_terminal_is_shown_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.cli.app._PATIENCE", 0.0)
+    terminal = PrintableConsole(file=io.StringIO(), force_terminal=True, width=200)
+    monkeypatch.setattr("headwise.cli.app.err", terminal)
+    with progress_bar() as progress:
+        progress("measuring", 0, 4)
+        assert isinstance(progress, TimedProgress)
+        progress.expect({"measuring": 100, "converting": 7000})
+        progress("measuring", 4, 4)
+        progress("converting", 0, 4)
+    shown = terminal.file.getvalue()
+    assert "2 h left" in shown
+    assert "measuring" in shown
+
+
+def test_a_file_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate takes time, and nobody watches."""
+    with progress_bar() as progress:
+        assert not isinstance(progress, TimedProgress)
 
 
 def test_an_error_after_a_long_time_is_still_one_line(

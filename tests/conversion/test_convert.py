@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,38 @@ def test_a_dry_run_writes_nothing_and_reports_the_same(source: Path, text: Path,
     assert [note for note in spread.notes if note not in dry.notes] == [
         "the text decides how the cache is spread over layers; parameters and disk depend on it"
     ]
+
+
+class Watched:
+    """Progress that is told what to expect, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.expected: dict[str, float] = {}
+        self.stages: list[str] = []
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        assert self.expected, "what to expect is told first"
+        if stage not in self.stages:
+            self.stages.append(stage)
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        self.expected = dict(seconds)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_budget": None, "kv_bytes": 0.25}, {"format": "deepseek"}, {"to": "mqa", "kv_budget": None}]
+)
+def test_every_stage_is_expected_in_its_order(
+    source: Path, text: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    exam = tmp_path / "exam.txt"
+    exam.write_text(TEXT[::-1])
+    watched = Watched()
+    options = {"to": "mla", "kv_budget": 0.5, **options}
+    headwise.convert(source, tmp_path / "out", **options, calibrate=text, evaluate=exam, progress=watched)
+    stages = [stage for stage in watched.stages if stage not in ("loading", "decoding", "exporting")]
+    assert list(watched.expected) == stages
+    assert all(seconds > 0 for seconds in watched.expected.values())
 
 
 def test_the_same_conversion_gives_the_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:

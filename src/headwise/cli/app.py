@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from headwise.cli.captured_output import held_back
 from headwise.cli.printable import PrintableConsole, printable_json
 from headwise.documents import finite
-from headwise.progress import Progress
+from headwise.progress import Progress, TimeLeft
 
 app = typer.Typer(
     name="headwise",
@@ -82,25 +82,56 @@ def progress_bar() -> Iterator[Progress]:
         raise
 
 
+class _Tasks:
+    """Progress that is shown as one bar for each stage."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar, self._tasks = bar, dict[str, Any]()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bar.add_task(stage, total=total, left="")
+        elif done == 0:
+            self._bar.reset(self._tasks[stage])  # the stage begins again with another model
+        self._bar.update(self._tasks[stage], completed=done, total=total, left=self._left(stage, done, total))
+
+    def _left(self, stage: str, done: int, total: int) -> str:
+        """What is said of the time that is left."""
+        return ""
+
+
+class _TimedTasks(_Tasks):
+    """Bars of stages, of which the last one says how much time is left."""
+
+    _time: TimeLeft | None = None
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """See `TimedProgress`."""
+        self._time = TimeLeft(seconds)
+
+    def _left(self, stage: str, done: int, total: int) -> str:
+        if self._time is None:
+            return ""
+        self._time.report(stage, done, total)
+        for task in self._tasks.values():
+            self._bar.update(task, left="")
+        return f"{duration(self._time.seconds)} left" if self._time.seconds else ""
+
+
 @contextmanager
 def _bar() -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     quiet_transformers()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    left = TextColumn("{task.fields[left]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
     bar = Bar(*columns, console=err, redirect_stdout=False, redirect_stderr=False)
-    tasks: dict[str, Any] = {}
     patience = threading.Timer(_PATIENCE, bar.start)
     patience.daemon = True
     patience.start()
-
-    def report(stage: str, done: int, total: int) -> None:
-        if stage not in tasks:
-            tasks[stage] = bar.add_task(stage, total=total)
-        elif done == 0:
-            bar.reset(tasks[stage])  # the stage begins again with another model
-        bar.update(tasks[stage], completed=done, total=total)
+    # Only who watches is told how much time is left, because the estimate takes time itself.
+    report = _TimedTasks(bar) if err.is_terminal else _Tasks(bar)
 
     try:
         yield report
@@ -142,6 +173,14 @@ def numbers_table(*headings: str) -> Table:
         column.no_wrap = True
         column.justify = "right" if index else "left"
     return table
+
+
+def duration(seconds: float) -> str:
+    """Format a time roughly, such as ``2 min``."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def bytes_text(count: float) -> str:

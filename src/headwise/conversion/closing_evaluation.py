@@ -37,6 +37,9 @@ _PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))
 Exam = list[tuple[str, Tensor]]
 """The texts that a result is evaluated on: each one's name, and its windows ``[n, W]``."""
 
+EVALUATING = "perplexity"
+"""The name of the stage in which an exam is scored, for progress."""
+
 
 def refuse_unexamined(spec: ModelSpec) -> None:
     """Refuse a model that the prediction of a text's next tokens does not measure.

@@ -28,8 +28,8 @@ from headwise.errors import ArgumentError, HeadwiseError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.options import ConvertOptions, takes_options
-from headwise.processes import first_enters, process_index
-from headwise.progress import Progress, silent
+from headwise.processes import first_enters, process_count, process_index
+from headwise.progress import Progress, TimedProgress, silent
 from headwise.texts import CalibrationTexts, check_texts, named_texts, refuse_cross_layers, refuse_texts_within
 from headwise.type_checks import typed
 
@@ -72,6 +72,9 @@ def convert(
     if options.dry_run:
         with refuse_unsolvable(prepared.plan.checkpoint), computing_on(prepared.plan.device):
             return _estimate(prepared, progress)
+    if isinstance(progress, TimedProgress) and prepared.texts and process_count() == 1:
+        with refuse_unsolvable(prepared.plan.checkpoint), computing_on(prepared.plan.device):
+            progress.expect(_seconds(prepared, silent, with_evaluation=True))
     with first_enters(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
         inputs = ConversionInputs(
             texts=prepared.texts,
@@ -258,11 +261,15 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
     return replace(report, dry_run=True)
 
 
-def _seconds(prepared: _Prepared, progress: Progress) -> dict[str, float]:
+def _seconds(prepared: _Prepared, progress: Progress, *, with_evaluation: bool = False) -> dict[str, float]:
     """The seconds that each stage is expected to take."""
-    shares_channels = prepared.format.is_exported
     return estimate_stages(
-        prepared.plan, prepared.texts, prepared.statistics, shares_channels=shares_channels, progress=progress
+        prepared.plan,
+        prepared.texts,
+        prepared.statistics,
+        shares_channels=prepared.format.is_exported,
+        exam=prepared.exam if with_evaluation else None,
+        progress=progress,
     )
 
 

@@ -15,8 +15,10 @@ from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.sensitivity import MEASURING, PIECE
 from headwise.conversion.calibration.source_stream import sensitivity_windows
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps, open_calibration
+from headwise.conversion.closing_evaluation import EVALUATING, Exam
 from headwise.conversion.layer_loop import CONVERTING, convert_layer
 from headwise.conversion.output.layout import OutputLayout
+from headwise.conversion.plain_comparison import COMPARING
 from headwise.conversion.planning.plan import ConversionPlan, Place
 from headwise.conversion.solvers.device import clock
 from headwise.conversion.storage.store import LayerStore
@@ -46,9 +48,10 @@ def estimate_stages(
     statistics: SavedCalibrator | None = None,
     *,
     shares_channels: bool = False,
+    exam: Exam | None = None,
     progress: Progress = silent,
 ) -> dict[str, float]:
-    """Estimate the seconds of each stage of a conversion on this machine, without its evaluation; no file stays.
+    """Estimate the seconds of each stage of a conversion on this machine; no file stays.
 
     Args:
         plan: the conversion.
@@ -56,6 +59,7 @@ def estimate_stages(
         statistics: the statistics to use in place of a text.
         shares_channels: whether all layers get one list of rotary channels, which is chosen first and compared with
             each layer's own.
+        exam: the windows of an evaluation on a text that ends the conversion; it is left out without them.
         progress: told of each part.
 
     Returns:
@@ -66,7 +70,7 @@ def estimate_stages(
     """
     progress("estimating", 0, _PARTS)
     if texts and not plan.is_exact:
-        stages = _time_on_text(plan, texts, shares_channels=shares_channels, progress=progress)
+        stages = _time_on_text(plan, texts, shares_channels=shares_channels, exam=exam, progress=progress)
     else:
         _time_layer(plan, NOTHING_KNOWN)  # the first solution also initialises the libraries
         progress("estimating", 1, _PARTS)
@@ -96,7 +100,7 @@ def _time_copy(plan: ConversionPlan) -> float:
 
 
 def _time_on_text(
-    plan: ConversionPlan, texts: CalibrationTexts, *, shares_channels: bool, progress: Progress
+    plan: ConversionPlan, texts: CalibrationTexts, *, shares_channels: bool, exam: Exam | None, progress: Progress
 ) -> dict[str, float]:
     """Seconds of each stage: a layer takes a fixed time, and more for each window and each step of its descent.
 
@@ -110,6 +114,7 @@ def _time_on_text(
     sensitivity_count = len(sensitivity_windows(plan.before, windows))
     backward = _time_sensitivity(model, windows.ids[:1]) if "sensitivity" in plan.stages else 0.0
     processes = process_count()
+    evaluating = _time_evaluation(model, windows.ids[:1], exam)
     progress("estimating", 2, _PARTS)
     with temporary_folder() as folder:
         sample = replace(windows[torch.arange(_WINDOWS * processes) % len(windows)], held=1)
@@ -141,7 +146,7 @@ def _time_on_text(
         by_stage[CHOOSING] = (solving + by_window * sensitivity_count) * layers
     by_layer = solving + coding + by_window * len(windows) + by_step * descent_steps(windows)
     by_stage[CONVERTING] = by_layer * layers
-    return by_stage
+    return by_stage | evaluating
 
 
 def _time_sensitivity(model: LayerwiseModel, window: Tensor) -> float:
@@ -162,3 +167,24 @@ def _time_sensitivity(model: LayerwiseModel, window: Tensor) -> float:
     head_seconds = (clock() - start) * hidden.shape[1] / piece.shape[1]
     model.release()
     return layer_seconds * model.num_layers + head_seconds
+
+
+@torch.no_grad()
+def _time_evaluation(model: LayerwiseModel, window: Tensor, exam: Exam | None) -> dict[str, float]:
+    """Seconds of both evaluations that end a conversion, in each of which two models are run on the exam."""
+    if not exam:
+        return {}
+    hidden = model.begin(window)
+    module = model.module(0)
+    model.run(0, module, hidden)  # libraries are initialised
+    start = clock()
+    model.run(0, module, hidden)
+    layer_seconds = clock() - start
+    piece = hidden[:, :PIECE]
+    start = clock()
+    model.finish(piece)
+    head_seconds = (clock() - start) * hidden.shape[1] / piece.shape[1]
+    model.release()
+    windows = sum(ids.numel() for _, ids in exam) / window.numel()
+    seconds = 2 * windows * (layer_seconds * model.num_layers + head_seconds)
+    return {EVALUATING: seconds, COMPARING: seconds}

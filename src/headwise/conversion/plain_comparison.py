@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import Checkpoint, open_checkpoint
-from headwise.conversion.closing_evaluation import Exam, prove
+from headwise.conversion.closing_evaluation import EVALUATING, Exam, prove
 from headwise.documents import as_document
 from headwise.errors import HeadwiseError
 from headwise.evaluation import Evaluation
 from headwise.evaluation.plain_cache import SAME_BYTES, bfloat16_bytes, margin, nearest_format
 from headwise.progress import Progress, silent
+
+COMPARING = "comparing with plain quantisation"
+"""The name of the stage, for progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,11 @@ def compare_plain(
     if spelling is None:
         return None
     name = evaluation.against or source.path  # as the user named it
-    plain = prove(name, name, exam, progress, cache=spelling, dtype=evaluation.dtype, device=evaluation.device)
+
+    def comparing(stage: str, done: int, total: int) -> None:
+        progress(COMPARING if stage == EVALUATING else stage, done, total)
+
+    plain = prove(name, name, exam, comparing, cache=spelling, dtype=evaluation.dtype, device=evaluation.device)
     if isinstance(plain, str):
         return plain
     taken = bfloat16_bytes(source, tokens, spelling)
