@@ -394,7 +394,7 @@ def test_a_terminal_is_shown_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
     with progress_bar() as progress:
         progress("measuring", 0, 4)
         assert isinstance(progress, TimedProgress)
-        progress.expect({"measuring": 100, "converting": 9000})
+        progress.expect({"measuring": 1, "converting": 7900})
         progress("measuring", 4, 4)
         progress("converting", 0, 4)
     shown = terminal.file.getvalue()
