@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -128,13 +128,14 @@ class LayerTrials:
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
             losses = torch.zeros(self._count(sizes), dtype=torch.float64, device=CPU)
+            passes = side_by_side(partial(trial.model.run, index, module), streams.values())
+            streams = dict(zip(streams, passes, strict=True))
             is_mine = index % process_count() == process_index()
-            attempts: list[Callable[[], tuple[Tensor, Tensor]]] = []
             saved_trial = None if self.files.load(index) is None else finished.load(index)
             if saved_trial is not None:
                 source_stream.skip(index, module)
                 if is_mine:
-                    attempts = [partial(_saved, saved_trial[0])]
+                    losses, own = saved_trial[0]["losses"], moved(saved_trial[0]["streams"])
             else:
                 source, sensitivity = self._source(index), self.calibrator.sensitivity(index)
                 assert sensitivity is not None
@@ -143,21 +144,12 @@ class LayerTrials:
                     save_layer(self.files, index, statistics, sensitivity)
                 if is_mine:
                     evidence = Evidence(statistics, sensitivity)
-                    layer_trial = LayerTrial(trial, index, module, source, evidence, source_stream.inputs)
-                    attempts = [partial(self._try, layer_trial)]
-                    del evidence, layer_trial
-                del source, statistics
-            # The layer is tried while the streams of those before it pass it.
-            passes = [partial(_passed, trial, index, module, some) for some in _halves(streams)]
-            tasks: list[Callable[[], Any]] = [*attempts, *passes]
-            results = [*side_by_side(_called, tasks)]
-            streams = {number: stream for some in results[len(attempts) :] for number, stream in some.items()}
-            if attempts:
-                losses, own = results[0]
-                if saved_trial is None:
+                    losses, own = self._try(LayerTrial(trial, index, module, source, evidence, source_stream.inputs))
                     finished.save(index, {"losses": losses, "streams": own}, {})
+                    del evidence
+                del source, statistics
+            if is_mine:
                 streams |= {index * self.variants + number: stream for number, stream in enumerate(own)}
-            del attempts, passes, results
             estimates.append(losses)
             trial.source = trial.model.run(index, module, trial.source)
         refuse_no_numbers(trial.source, layers)
@@ -190,22 +182,15 @@ class LayerTrials:
             if waiting := [number for number in streams if positions[number] == index]:
                 source = self._source(index)
                 evidence = read_evidence(self.files, index, inputs=seen_by_mla(source)[0].spec.hidden_size)
-                layer_trial = LayerTrial(trial, index, module, source, evidence, {})
-                pairs = [(allocations[number][index], streams[number]) for number in waiting]
-                moved_streams = side_by_side(partial(self._through, layer_trial), pairs)
-                for number, stream in zip(waiting, moved_streams, strict=True):
-                    streams[number] = stream
-                    positions[number] = index + 1
-                    finished.save(number, {"stream": streams[number]}, {"layers": positions[number]})
+            for number in waiting:
+                size = allocations[number][index]
+                for _, layer in self._solutions(index, source, [size[:2]], evidence, size.key_weight):
+                    streams[number] = trial.replaced(index, module, streams[number], layer)
+                positions[number] = index + 1
+                finished.save(number, {"stream": streams[number]}, {"layers": positions[number]})
             trial.source = trial.model.run(index, module, trial.source)
         self.progress(SPREADING, 2 * layers, 2 * layers)
         return _divergences(trial, streams, len(allocations))
-
-    def _through(self, trial: LayerTrial, pair: tuple[LayerSize, Tensor]) -> Tensor:
-        """A stream ``[N, T, E]`` behind the layer as an allocation has it."""
-        size, stream = pair
-        solutions = self._solutions(trial.index, trial.source, [size[:2]], trial.evidence, size.key_weight)
-        return next(trial.trial.replaced(trial.index, trial.module, stream, layer) for _, layer in solutions)
 
     def _try(self, trial: LayerTrial) -> tuple[Tensor, Tensor]:
         """A layer's estimated losses, and the stream ``[1, N, T, E]`` with its attention replaced at its first size.
@@ -300,26 +285,6 @@ def scaled_nodes(
     gain = least / usual if usual > 0 else 1.0  # of the best key weight; measured at one size, applied to all
     nodes = [Node(*size, scale * gain * loss) for size, loss in zip(sizes, estimates[: len(sizes)], strict=True)]
     return nodes, KEY_WEIGHTS[by_weight.index(least)]
-
-
-def _saved(trial: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The result of a finished trial."""
-    return trial["losses"], moved(trial["streams"])
-
-
-def _passed(trial: Trial, index: int, module: nn.Module, streams: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Streams behind a layer of the source."""
-    return {number: trial.model.run(index, module, stream) for number, stream in streams.items()}
-
-
-def _halves(streams: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
-    items = [*streams.items()]
-    middle = len(items) // 2
-    return [dict(items[:middle]), dict(items[middle:])]
-
-
-def _called(task: Callable[[], Any]) -> Any:
-    return task()
 
 
 def _divergences(trial: Trial, streams: dict[int, Tensor], count: int) -> list[float]:
