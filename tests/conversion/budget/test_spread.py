@@ -187,10 +187,9 @@ def test_a_layer_that_does_nothing_gives_its_cache_to_the_others(tmp_path: Path)
     assert (done.label, even.label) == (f"MLA {means[0]} + {means[1]} on average", "MLA 18 + 6")
     inspection = headwise.inspect(tmp_path / "out")
     assert inspection.kv_bytes_per_token == 2 * 3 * 24  # in bfloat16
-    sizes = {
-        index: (x.spec["kv_lora_rank"], x.spec["qk_rope_head_dim"]) for x in inspection.layers for index in x.indices
-    }
-    assert [sizes[index] for index in range(3)] == list(done.spread.sizes)
+    assert [(x.spec["kv_lora_rank"], x.spec["qk_rope_head_dim"]) for x in inspection.layers] == list(
+        done.spread.sizes
+    )
     measured = headwise.evaluate(tmp_path / "out", text=str(tmp_path / "text.txt"), windows=1, window=64)
     assert measured.cache_bytes_per_token == even.kv_bytes_per_token_after
     assert any("spread over layers" in note for note in done.notes)
