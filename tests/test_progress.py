@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.progress import TimeLeft
+from headwise.progress import TimedProgress, TimeLeft, untimed
 
 
 class Clock:
@@ -53,12 +53,29 @@ def test_a_run_that_goes_on_has_less_left_and_the_same_pace() -> None:
     left = TimeLeft({"measuring": 50, "converting": 100}, clock)
     left.report("other", 1, 2)
     assert left.seconds == 150
+    clock.now += 7  # while it was found out what is finished
     left.report("converting", 60, 100)
     assert left.seconds == 40
     for step in range(61, 100):
         clock.now += 1
         left.report("converting", step, 100)
         assert abs(left.seconds - (100 - step)) < 1e-9
+
+
+def test_a_part_of_a_larger_work_expects_nothing() -> None:
+    told: list[tuple[object, ...]] = []
+
+    class Timed:
+        def __call__(self, *step: object) -> None:
+            told.append(step)
+
+        def expect(self, seconds: object) -> None:
+            raise AssertionError
+
+    assert isinstance(Timed(), TimedProgress)
+    assert not isinstance(untimed(Timed()), TimedProgress)
+    untimed(Timed())("converting", 1, 2)
+    assert told == [("converting", 1, 2)]
 
 
 def test_a_stage_without_steps_is_finished() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.threads import WORKERS, side_by_side
 
@@ -53,12 +55,37 @@ def test_items_are_taken_as_they_are_needed_and_in_the_callers_thread() -> None:
     assert torch.get_num_threads() == 4
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_gradients_are_wanted_or_not_as_in_the_callers_thread(mode: type) -> None:
+def settings() -> tuple[object, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.enable_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.float16)],
+    ids=["no_grad", "enable_grad", "inference_mode", "autocast"],
+)
+def test_settings_of_threads_are_the_callers(mode: Callable[[], AbstractContextManager[object]]) -> None:
     with mode():
-        wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        results = side_by_side(lambda _: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()), range(2))
-        assert [*results] == [wanted] * 2
+        assert [*side_by_side(lambda _: settings(), range(2))] == [settings()] * 2
+
+
+def test_what_a_mode_watches_stays_in_the_callers_thread() -> None:
+    with FlopCounterMode(display=False) as counter:
+        results = [*side_by_side(lambda size: torch.ones(size, size) @ torch.ones(size, size), (2, 3))]
+    assert counter.get_total_flops() == 2 * (2**3 + 3**3)
+    assert len(results) == 2
+
+
+def test_a_single_item_has_all_threads() -> None:
+    assert [*side_by_side(lambda _: (torch.get_num_threads(), threading.get_ident()), [1])] == [
+        (4, threading.get_ident())
+    ]
+    assert [*side_by_side(lambda item: item, [])] == []
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -14,6 +14,15 @@ def silent(stage: str, done: int, total: int) -> None:
     """Ignore progress, the default."""
 
 
+def untimed(progress: Progress) -> Progress:
+    """The same progress, which is told nothing in advance: for one part of a larger work."""
+
+    def report(stage: str, done: int, total: int) -> None:
+        progress(stage, done, total)
+
+    return report
+
+
 @runtime_checkable
 class TimedProgress(Protocol):
     """Progress that is told in advance how long each stage should take."""

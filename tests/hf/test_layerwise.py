@@ -172,6 +172,26 @@ def test_a_traced_layer_tells_how_its_attention_was_called(tmp_path: Path, named
 
 
 @torch.no_grad()
+def test_hooks_of_a_layer_are_called_once_and_stay(tmp_path: Path) -> None:
+    _, model = both(tmp_path, "llama", torch.float32)
+    hidden = model.begin(random_ids())
+    module: Any = model.module(0)
+    called: list[str] = []
+
+    def doubled(module: Any, args: Any, result: torch.Tensor) -> torch.Tensor:
+        called.append("projection")
+        return 2 * result
+
+    module.self_attn.o_proj.register_forward_hook(doubled)
+    module.self_attn.register_forward_hook(lambda *_: called.append("attention"))
+    output = model.run(0, module, hidden)
+    _, traced = model.trace(0, module, hidden)
+    assert called == ["projection", "attention"] * 2
+    assert torch.equal(traced, output)
+    assert "forward" not in vars(module.self_attn) | vars(module.self_attn.o_proj)
+
+
+@torch.no_grad()
 def test_what_an_attention_is_given_is_normed(tmp_path: Path) -> None:
     _, model = both(tmp_path, "llama", torch.float32)
     hidden = model.begin(random_ids())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -72,9 +73,8 @@ def convert(
     if options.dry_run:
         with refuse_unsolvable(prepared.plan.checkpoint), computing_on(prepared.plan.device):
             return _estimate(prepared, progress)
-    if isinstance(progress, TimedProgress) and prepared.texts and process_count() == 1:
-        with refuse_unsolvable(prepared.plan.checkpoint), computing_on(prepared.plan.device):
-            progress.expect(_seconds(prepared, silent, with_evaluation=True))
+    if isinstance(progress, TimedProgress):
+        _expect(prepared, progress)
     with first_enters(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
         inputs = ConversionInputs(
             texts=prepared.texts,
@@ -259,6 +259,16 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
         code_bytes=plan.code_bytes,
     )
     return replace(report, dry_run=True)
+
+
+def _expect(prepared: _Prepared, progress: TimedProgress) -> None:
+    """Tell progress how long each stage of a conversion on a text should take."""
+    if not prepared.texts or prepared.plan.is_exact or process_count() > 1:
+        return
+    is_proved = prepared.options.evaluate is not False
+    # What fails here fails in the conversion too, which then says so.
+    with suppress(HeadwiseError, OSError, RuntimeError), computing_on(prepared.plan.device):
+        progress.expect(_seconds(prepared, progress, with_evaluation=is_proved))
 
 
 def _seconds(prepared: _Prepared, progress: Progress, *, with_evaluation: bool = False) -> dict[str, float]:

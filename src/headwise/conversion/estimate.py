@@ -28,7 +28,7 @@ from headwise.processes import process_count, temporary_folder
 from headwise.progress import Progress, silent
 from headwise.texts import NO_TEXTS, CalibrationTexts
 
-_WINDOWS, _STEPS = 3, 6
+_WINDOWS, _STEPS = 4, 6
 """The numbers of windows and of descent steps that are timed."""
 
 _TOKENS = 64
@@ -117,7 +117,7 @@ def _time_on_text(
     evaluating = _time_evaluation(model, windows.ids[:1], exam)
     progress("estimating", 2, _PARTS)
     with temporary_folder() as folder:
-        sample = replace(windows[torch.arange(_WINDOWS * processes) % len(windows)], held=1)
+        sample = replace(windows[torch.arange(_WINDOWS * processes) % len(windows)], held=2)
         # Sensitivities are measured for all layers at once, and timed by themselves.
         stages = [stage for stage in plan.stages if stage != "sensitivity"]
         for_mla = plan.after.mechanism == "mla"

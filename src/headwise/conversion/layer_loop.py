@@ -45,9 +45,11 @@ def convert_layers(
     """
     count = layout.plan.before.num_layers
     for place in places:
-        progress(CONVERTING, place.index, count)
         layer = store.load(place) if calibrator.may_be_saved(place) else None
-        yield convert_layer(layout, calibrator, store, place) if layer is None else layer
+        if layer is None:
+            progress(CONVERTING, place.index, count)  # a layer that is loaded says nothing about the pace
+            layer = convert_layer(layout, calibrator, store, place)
+        yield layer
         del layer  # freed before the next one is converted
     progress(CONVERTING, count, count)
 

@@ -43,8 +43,10 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     rows: list[dict[str, Tensor]] = []
     targets = ids[1:]
     generators = [_logits(model, ids) for model in models.values()]
+    on_cpu = all(model.device.type == "cpu" for model in models.values())
+    each = side_by_side if on_cpu else map
     while len(targets):
-        logits = [*side_by_side(next, generators)]
+        logits = [*each(next, generators)]
         current, targets = targets[: len(logits[0])], targets[len(logits[0]) :]
         for start in range(0, len(current), _ROWS):
             piece = slice(start, start + _ROWS)

@@ -21,7 +21,7 @@ from headwise.evaluation.plain_cache import bfloat16_bytes
 from headwise.frontiers.candidate import Candidate
 from headwise.hf import has_codes
 from headwise.options import FrontierOptions
-from headwise.progress import Progress
+from headwise.progress import Progress, untimed
 from headwise.texts import NO_TEXTS, CalibrationTexts, open_windows
 
 RESULTS = "results"
@@ -140,7 +140,7 @@ def _convert(candidate: Candidate, model: Path, run: str, setting: Setting) -> d
         device=setting.options.device,
         evaluate=False,  # all candidates are evaluated alike, on the frontier's windows
         overwrite=model.is_dir(),
-        progress=setting.progress,
+        progress=untimed(setting.progress),  # the time left would be that of this candidate alone
         **candidate.options(),
     )
     conversion = {**report.to_dict(), "output": candidate.slug}

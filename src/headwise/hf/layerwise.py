@@ -263,14 +263,14 @@ class LayerwiseModel:
         projection = attention.get_submodule(path)
 
         def projected(*args: Any, **kwargs: Any) -> Any:
-            result = projection(*args, **kwargs)
+            result = projection.forward(*args, **kwargs)  # the view calls hooks
             outputs.append(_states(result))
             return result
 
-        traced = _with_forward(attention, path, projected) if path else projected
+        traced = _with_forward(attention, path, projected)
 
         def attended(*args: Any, **kwargs: Any) -> Any:
-            result = traced(*args, **kwargs)
+            result = traced.forward(*args, **kwargs)
             rest = dict(kwargs)
             inputs = args[0] if args else rest.pop("hidden_states")
             calls.append(AttentionCall(inputs, args[1:], rest, outputs[0]))

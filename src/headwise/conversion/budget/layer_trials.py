@@ -123,7 +123,9 @@ class LayerTrials:
         layer_sizes: list[list[tuple[int, int]]] = []
         estimates = []
         for index in range(layers):
-            self.progress(SPREADING, index, 2 * layers)
+            saved_trial = None if self.files.load(index) is None else finished.load(index)
+            if saved_trial is None:
+                self.progress(SPREADING, index, 2 * layers)
             module = self.calibrator.model.module(index)
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
@@ -131,7 +133,6 @@ class LayerTrials:
             passes = side_by_side(partial(trial.model.run, index, module), streams.values())
             streams = dict(zip(streams, passes, strict=True))
             is_mine = index % process_count() == process_index()
-            saved_trial = None if self.files.load(index) is None else finished.load(index)
             if saved_trial is not None:
                 source_stream.skip(index, module)
                 if is_mine:
@@ -175,11 +176,11 @@ class LayerTrials:
             if (saved_trial := finished.load(number)) is not None:  # from a killed run
                 streams[number], positions[number] = moved(saved_trial[0]["stream"]), saved_trial[1]["layers"]
         for index in range(layers):
-            self.progress(SPREADING, layers + index, 2 * layers)
             if not streams:
                 break
             module = trial.model.module(index)
             if waiting := [number for number in streams if positions[number] == index]:
+                self.progress(SPREADING, layers + index, 2 * layers)
                 source = self._source(index)
                 evidence = read_evidence(self.files, index, inputs=seen_by_mla(source)[0].spec.hidden_size)
             for number in waiting:

@@ -74,7 +74,7 @@ class SourceStream:
             self._hidden[window] = output
             return window, call
 
-        windows = list(self._hidden.items())
+        windows = ((window, self._hidden[window]) for window in list(self._hidden))
         return traced(partial(self.windows.placed, self._model), index, module, windows, move)
 
 

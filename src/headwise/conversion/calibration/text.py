@@ -41,6 +41,7 @@ from headwise.conversion.storage.activations import Activations, Spill
 from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import AttentionCall, LayerwiseModel
+from headwise.kernels.native import built
 from headwise.processes import all_sum, barrier, my_windows
 from headwise.progress import Progress, silent
 from headwise.quantization import SINKS
@@ -365,6 +366,7 @@ def start_on_text(
         ArgumentError: see `open_calibration`.
     """
     windows = open_calibration(plan, texts)
+    built()  # here, where Ctrl-C ends a compiler; windows are worked on in other threads
     # Float32 whatever dtype the weights are stored in: weights and solutions are not rounded further.
     model = LayerwiseModel(plan.checkpoint, torch.float32, device=plan.device)
     for_mla = plan.after.mechanism == "mla"

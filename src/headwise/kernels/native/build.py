@@ -21,6 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import IO
 
 import torch
@@ -69,9 +70,17 @@ class Build:
     has_half: bool = False
 
 
+_BUILDING = Lock()
+
+
 @cache
 def built() -> Build:
     """The library, compiled if it is not there yet; a failure raises nothing, because torch can do the same."""
+    with _BUILDING:  # another thread that needs it at the same time finds it made
+        return _built()
+
+
+def _built() -> Build:
     try:
         cxx = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
