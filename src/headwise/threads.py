@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -20,23 +19,6 @@ Result = TypeVar("Result")
 
 WORKERS = 2
 """The number of items that are worked on at a time. Each needs memory of its own."""
-
-
-class _Settings:
-    """Those of torch's settings that each thread has for itself, as the calling thread has them."""
-
-    def __init__(self) -> None:
-        self._has_gradients, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-    def entered(self) -> ExitStack:
-        """A block with these settings, for another thread."""
-        is_cast, dtype = self._autocast
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self._is_inference))
-            stack.enter_context(torch.set_grad_enabled(self._has_gradients))
-            stack.enter_context(torch.autocast("cpu", dtype, enabled=is_cast))
-            return stack.pop_all()
 
 
 def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
@@ -58,10 +40,14 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> I
     if len(first) < WORKERS:
         yield from map(function, chain(first, remaining))
         return
-    settings, share = _Settings(), threads // WORKERS
+    share = threads // WORKERS
+    is_inference, has_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    is_cast, cast_dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     def work(item: Item) -> Result:
-        with settings.entered():
+        # Each thread has settings of its own.
+        cast = torch.autocast("cpu", cast_dtype, enabled=is_cast)
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients), cast:
             return function(item)
 
     waiting: deque[Future[Result]] = deque()

@@ -402,7 +402,7 @@ def test_a_terminal_is_shown_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
     assert "measuring" in shown
 
 
-def test_a_file_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_not() -> None:
     """The estimate takes time, and nobody watches."""
     with progress_bar() as progress:
         assert not isinstance(progress, TimedProgress)

@@ -104,8 +104,14 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(TextCalibrator, "evidence", noting)
     # `None` fails if sensitivities are measured again.
     monkeypatch.setattr("headwise.conversion.calibration.sensitivity._measure", None)
-    headwise.convert(source, tmp_path / "out", **options, evaluate=False)
+    steps: list[tuple[str, int]] = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        steps.append((stage, done))
+
+    headwise.convert(source, tmp_path / "out", **options, evaluate=False, progress=progress)
     assert solved == [2]
+    assert steps == [("converting", 2), ("converting", 3)]  # the layers that are loaded say nothing about the pace
 
 
 @pytest.mark.parametrize(

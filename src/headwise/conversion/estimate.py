@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -83,19 +84,15 @@ def estimate_stages(
 
 def _time_layer(plan: ConversionPlan, calibrator: Calibrator) -> float:
     """Seconds to convert one layer without codes."""
-    start = clock()
     plan = replace(plan, token_bytes=None, bits=None)  # codes are designed on a text
-    convert_layer(OutputLayout(plan), calibrator, LayerStore(None), Place(0))
-    return clock() - start
+    return _seconds_of(lambda: convert_layer(OutputLayout(plan), calibrator, LayerStore(None), Place(0)))
 
 
 def _time_copy(plan: ConversionPlan) -> float:
     """Seconds to read all weights, and to write as many at about the same rate."""
     tensors = plan.checkpoint.tensors
     name = max(tensors, key=lambda name: tensors[name].nbytes)
-    start = clock()
-    plan.checkpoint.read(name).to(plan.dtype)
-    per_byte = (clock() - start) / tensors[name].nbytes
+    per_byte = _seconds_of(lambda: plan.checkpoint.read(name).to(plan.dtype)) / tensors[name].nbytes
     return 2 * per_byte * sum(info.nbytes for info in tensors.values())
 
 
@@ -124,9 +121,8 @@ def _time_on_text(
         calibrator = TextCalibrator(model, sample, folder=folder, stages=stages, steps=_STEPS, for_mla=for_mla)
         calibrator.prepare()
         progress("estimating", 3, _PARTS)
-        start = clock()
-        convert_layer(OutputLayout(plan), calibrator, LayerStore(folder / "layers"), Place(0))
-        seconds = clock() - start
+        store = LayerStore(folder / "layers")
+        seconds = _seconds_of(lambda: convert_layer(OutputLayout(plan), calibrator, store, Place(0)))
     timed = calibrator.seconds
     by_window, coding = timed["windows"] / _WINDOWS / processes, timed["code"]
     by_step = timed["descent"] / _STEPS
@@ -155,18 +151,18 @@ def _time_sensitivity(model: LayerwiseModel, window: Tensor) -> float:
         hidden = model.begin(window)
     module = model.module(0)
     inputs = hidden.requires_grad_()
-    start = clock()
-    with torch.no_grad():
-        model.run(0, module, inputs)
-    call, output = model.trace(0, module, inputs)
-    torch.autograd.grad(output.sum(), (inputs, call.output))
-    layer_seconds = clock() - start
-    piece = hidden[:, :PIECE].detach().requires_grad_()
-    start = clock()
-    torch.autograd.grad(model.finish(piece).float().logsumexp(-1).sum(), piece)
-    head_seconds = (clock() - start) * hidden.shape[1] / piece.shape[1]
-    model.release()
-    return layer_seconds * model.num_layers + head_seconds
+
+    def layer() -> None:
+        with torch.no_grad():
+            model.run(0, module, inputs)
+        call, output = model.trace(0, module, inputs)
+        torch.autograd.grad(output.sum(), (inputs, call.output))
+
+    def head(piece: Tensor) -> None:
+        piece = piece.detach().requires_grad_()
+        torch.autograd.grad(model.finish(piece).float().logsumexp(-1).sum(), piece)
+
+    return _time_whole(model, hidden, layer, head)
 
 
 @torch.no_grad()
@@ -177,14 +173,24 @@ def _time_evaluation(model: LayerwiseModel, window: Tensor, exam: Exam | None) -
     hidden = model.begin(window)
     module = model.module(0)
     model.run(0, module, hidden)  # libraries are initialised
-    start = clock()
-    model.run(0, module, hidden)
-    layer_seconds = clock() - start
-    piece = hidden[:, :PIECE]
-    start = clock()
-    model.finish(piece)
-    head_seconds = (clock() - start) * hidden.shape[1] / piece.shape[1]
-    model.release()
+    whole = _time_whole(model, hidden, lambda: model.run(0, module, hidden), model.finish)
     windows = sum(ids.numel() for _, ids in exam) / window.numel()
-    seconds = 2 * windows * (layer_seconds * model.num_layers + head_seconds)
+    seconds = 2 * windows * whole
     return {EVALUATING: seconds, COMPARING: seconds}
+
+
+def _time_whole(
+    model: LayerwiseModel, hidden: Tensor, layer: Callable[[], object], head: Callable[[Tensor], object]
+) -> float:
+    """Seconds of a whole model on hidden states ``[1, W, E]``, scaled from a layer and the head on a part of them."""
+    layer_seconds = _seconds_of(layer)
+    piece = hidden[:, :PIECE]
+    head_seconds = _seconds_of(lambda: head(piece)) * hidden.shape[1] / piece.shape[1]
+    model.release()
+    return layer_seconds * model.num_layers + head_seconds
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    start = clock()
+    work()
+    return clock() - start

@@ -106,8 +106,7 @@ def _measure(
 def _passed(index: int, module: nn.Module, item: tuple[LayerwiseModel, Tensor]) -> Tensor:
     """A layer's output ``[1, W, E]`` for a window of its inputs ``[W, E]``."""
     model, window = item
-    with quick_products():
-        return model.run(index, module, window[None]).to(window.dtype)
+    return model.run(index, module, window[None]).to(window.dtype)
 
 
 def _passed_back(index: int, module: nn.Module, item: tuple[LayerwiseModel, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
