@@ -30,7 +30,7 @@ EACH = 4
 
 
 def command(options: argparse.Namespace, out: Path) -> list[str]:
-    arguments = ["--to", "mla", "--kv-budget", options.kv_budget, "--calibrate", options.calibrate]
+    arguments = ["--to", "mla", "--kv-budget", options.kv_budget, "--spread", "--calibrate", options.calibrate]
     arguments += ["--calibration-tokens", options.tokens]
     return [
         sys.executable,

@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             draw = torch.randint(33, 127, (WINDOWS * WINDOW * 2,), generator=torch.Generator().manual_seed(2))
             (place / "text.txt").write_text("".join(map(chr, draw.tolist())))
             arguments_of_row = "--calibrate", place / "text.txt", "--calibration-tokens", WINDOWS * WINDOW
-            arguments_of_row += ("--without", "spread") if row == "text" else ()
+            arguments_of_row += ("--spread",) if row == "spread" else ()
         result = convert(source, place / "out", *arguments_of_row)
         kept.add(row, result)
         say(json.dumps({row: result}, indent=2))

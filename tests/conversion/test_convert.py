@@ -77,14 +77,14 @@ def test_dtype_is_the_outputs(source: Path, tmp_path: Path) -> None:
 
 def test_a_dry_run_writes_nothing_and_reports_the_same(source: Path, text: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    options = {"to": "mla", "kv_budget": 0.5, "calibrate": text, "without": ("spread",)}
+    options = {"to": "mla", "kv_budget": 0.5, "calibrate": text}
     dry = headwise.convert(source, tmp_path / "out", dry_run=True, **options)
     assert sorted(tmp_path.iterdir()) == before
     assert dry.seconds > 0
     wet = headwise.convert(source, tmp_path / "out", **options, evaluate=False)
     same = ("kv_bytes_per_token_before", "kv_bytes_per_token_after", "parameters_after", "disk_bytes", "label")
     assert [getattr(dry, name) for name in same] == [getattr(wet, name) for name in same]
-    options["without"] = ()
+    options["spread"] = True
     spread = headwise.convert(source, tmp_path / "spread", dry_run=True, **options)
     assert [note for note in spread.notes if note not in dry.notes] == [
         "the text decides how the cache is spread over layers; parameters and disk depend on it"

@@ -45,7 +45,9 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *
     monkeypatch.setattr(owner, name, stopping)
 
 
-@pytest.mark.parametrize("options", [{"to": "mla", "kv_budget": 0.5}, {"to": "mqa"}], ids=["mla", "mqa"])
+@pytest.mark.parametrize(
+    "options", [{"to": "mla", "kv_budget": 0.5, "spread": True}, {"to": "mqa"}], ids=["mla", "mqa"]
+)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
@@ -90,6 +92,7 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
     source = save_tiny(tmp_path / "source", num_hidden_layers=3)
     (tmp_path / "text.txt").write_text(TEXT)
     options = {"to": "mla", "kv_budget": 0.5, "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
+    options["spread"] = True
     with monkeypatch.context() as patch:
         stop_at(patch, Activations, "commit", 3, after=True)  # the embeddings', and two layers'
         with pytest.raises(StoppedError):

@@ -175,6 +175,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         method=options.method,
         dtype=dtype,
         without=[*options.without, *(["spread"] if folder_format.is_exported else [])],
+        spread=options.spread,
         calibration="statistics" if options.statistics is not None else "text" if texts else None,
         device=device,
     )
@@ -182,6 +183,9 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         rule = "has no place for the codes of a cache; leave out kv_bytes and bits, or the format"
         raise ArgumentError("format", options.format, rule)
     refuse_inputs(plan, texts.sources, options.statistics, options.without)
+    if options.spread and "spread" not in plan.stages:
+        rule = "goes with mla of a decoder to a part of its values, on a text, in headwise's own format"
+        raise ArgumentError("spread", True, rule)
     folder_format.config(OutputLayout(plan))  # refused where the result cannot have the format
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)
     exam, no_exam = _find_exam(checkpoint, options, texts, statistics)

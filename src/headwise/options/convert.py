@@ -33,7 +33,7 @@ STAGES = ("recall", "sensitivity", "spread", "channels", "sequence", "refine", "
 
 - ``recall``: some calibration windows repeat passages from far behind.
 - ``sensitivity``: errors are counted in nats, by the derivative of the loss at each layer's attention output.
-- ``spread``: one total of cached values is divided unevenly over layers.
+- ``spread``: one total of cached values is divided unevenly over layers, where few are kept.
 - ``channels``: key heads are mixed so that rotation is concentrated in few rotary channels.
 - ``sequence``: each layer is solved for the inputs that the converted layers before it produce.
 - ``refine``: a short descent on each layer's own error.
@@ -130,6 +130,11 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
         default=(),
         metavar="STAGE",
         rule=each_of(STAGES),
+    )
+    spread: bool = option(
+        "mla: spread the cache over layers however many values are kept; otherwise it is spread where less than 0.4 "
+        "of them are, and for kv_bytes",
+        default=False,
     )
     format: Literal["headwise", "deepseek"] = option(
         "mla: the folder format, headwise or deepseek: a stock deepseek_v3 folder, with one size and one list of "

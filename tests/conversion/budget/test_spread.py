@@ -127,6 +127,7 @@ def converted(tmp_path: Path, name: str = "out", *, without: Sequence[str] = (),
     if options.get("kv_budget") != 1.0:  # which has no stages
         options["without"] = [*without, "refit", "refine"]
     given = {"to": "mla", "kv_budget": 0.5, "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
+    given["spread"] = "spread" not in without
     return headwise.convert(tmp_path / "source", tmp_path / name, evaluate=False, **{**given, **options})
 
 
@@ -160,6 +161,7 @@ def test_every_size_is_solved_by_the_plans_own_method(tmp_path: Path, monkeypatc
         kv_budget=0.5,
         calibrate=tmp_path / "text.txt",
         calibration_tokens=512,
+        spread=True,
         evaluate=False,
     )
     assert done.method == "one_head"
@@ -277,15 +279,15 @@ def test_a_search_that_is_killed_goes_on(
 
 @pytest.mark.parametrize(
     "options",
-    [{"without": ["sensitivity"]}, {"format": "deepseek"}, {"to": "mqa", "kv_budget": None}, {"kv_budget": 1.0}],
-    ids=["no sensitivity", "one size", "no latent", "lossless"],
+    [{}, {"without": ["sensitivity"]}, {"format": "deepseek"}, {"to": "mqa", "kv_budget": None}, {"kv_budget": 1.0}],
+    ids=["half of the values", "no sensitivity", "one size", "no latent", "lossless"],
 )
 def test_where_there_is_nothing_to_spread_it_is_not_tried(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny(tmp_path / "source")
     monkeypatch.setattr(spread, "_search", None)
-    done = converted(tmp_path, **options)
+    done = converted(tmp_path, **options, spread=False)
     assert done.spread is None
     assert "spread" not in json.dumps(done.notes)
 

@@ -14,6 +14,8 @@ from headwise.conversion.planning.plan import LayerSize, Place, make_plan, read_
 from headwise.specs import LatentSpec
 from tests.real_models import save_tiny
 
+EVEN = tuple(stage for stage in STAGES if stage != "spread")
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,10 +41,14 @@ def test_errors_of_keys_count_half_unless_a_spread_says_otherwise(source: Path) 
 @pytest.mark.parametrize(
     ("target", "options", "stages"),
     [
-        ({"to": "mla", "kv_budget": 0.5}, {}, STAGES),
-        ({"to": "mla", "kv_budget": 0.5}, {"without": ["refit"]}, STAGES[:-1]),
+        ({"to": "mla", "kv_budget": 0.39}, {}, STAGES),
+        ({"to": "mla", "kv_budget": 0.39}, {"without": ["refit"]}, STAGES[:-1]),
+        ({"to": "mla", "kv_budget": 0.5}, {"spread": True}, STAGES),
+        ({"to": "mla", "kv_budget": 0.5}, {}, EVEN),
+        ({"to": "mla", "kv_bytes": 0.25}, {}, STAGES),
+        ({"to": "mla", "kv_budget": 0.5}, {"spread": True, "without": ["spread"]}, EVEN),
         (
-            {"to": "mla", "kv_budget": 0.5},
+            {"to": "mla", "kv_budget": 0.25},
             {"without": ["sensitivity"]},
             ("recall", "channels", "sequence", "refine", "refit"),
         ),

@@ -31,6 +31,10 @@ _CODE_STAGES = ("recall", "sensitivity", "sequence", "refine", "refit")
 ENOUGH_BITS = 4.5
 """The bits for each value of a whole cache above which ranks are left as they are."""
 
+SPREAD_BELOW = 0.4
+"""The part of the source's values below which the cache is spread over layers unless the user asks. Above it, refits
+make up for an even allocation, at a fraction of the time."""
+
 _NEEDS_TEXT = ("recall", "spread", "sequence", "refine", "refit")
 """Stages of a text, and of a model that runs on it; the others can use saved statistics."""
 
@@ -172,6 +176,7 @@ def make_plan(
     method: str | None = None,
     dtype: torch.dtype | None = None,
     without: Collection[str] = (),
+    spread: bool = False,
     calibration: Calibration | None = "text",
     device: torch.device = CPU,
 ) -> ConversionPlan:
@@ -183,6 +188,7 @@ def make_plan(
         method: the user's spelling of the method; the default for the target when None.
         dtype: the dtype of the output; the source's when None.
         without: the stages to leave out; without ``sensitivity``, ``spread`` is left out too.
+        spread: whether the cache is spread over layers at any size; below `SPREAD_BELOW` and for bytes it always is.
         calibration: the kind of evidence that layers are solved from; None for weights alone.
         device: see `ConversionPlan`.
 
@@ -208,7 +214,7 @@ def make_plan(
         refuse_codes(after)
         plan = replace(plan, token_bytes=_shares(before, after, target), bits=target.bits)
     left_out = {*without, *(_NEEDS_TEXT if calibration == "statistics" else ())}
-    stages = () if calibration is None or plan.is_exact else tuple(_stages(plan, left_out))
+    stages = () if calibration is None or plan.is_exact else tuple(_stages(plan, left_out, spread))
     return replace(plan, stages=stages)
 
 
@@ -234,13 +240,15 @@ def _code_bytes(bits: float, values: int) -> int:
     return max(int(bits * values / 8), -(-values // 8)) + 1
 
 
-def _stages(plan: ConversionPlan, without: Collection[str]) -> Iterator[str]:
+def _stages(plan: ConversionPlan, without: Collection[str], spread: bool) -> Iterator[str]:
     """The stages of a plan's method that are carried out, in order."""
     # Spreading needs several layers that share the cache, and logits to measure the result by.
     model = plan.before
     is_decoder = model.is_causal and not model.cross_layers
     is_whole = plan.method.is_exact(model, plan.after) and not plan.spends_bytes  # nothing to spread
-    can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without and not is_whole
+    before, after = (sum(formulas(layer).cache_values(layer) for layer in one.layers) for one in (model, plan.after))
+    is_worth_it = spread or plan.spends_bytes or after < SPREAD_BELOW * before
+    can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without and not is_whole and is_worth_it
     has_rotary_keys = any(isinstance(layer, LatentSpec) and layer.qk_rope_head_dim for layer in plan.after.layers)
     for stage in plan.possible_stages:
         is_possible = {"recall": is_decoder, "spread": can_spread, "channels": has_rotary_keys}.get(stage, True)
