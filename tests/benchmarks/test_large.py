@@ -17,9 +17,9 @@ from benchmarks import large
 
 
 def test_all_conversions_are_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large, "SPREAD", 1)
+    monkeypatch.setattr(large, "SPREAD", 2)
     results = tmp_path / "large.json"
-    options = ["--folder", str(tmp_path), "--layers", "2", "--hidden-size", "256", "--json", str(results)]
+    options = ["--folder", str(tmp_path), "--layers", "3", "--hidden-size", "256", "--json", str(results)]
     main([*options, "--rows", "statistics"])
     main(options)
     assert list(tmp_path.iterdir()) == [results]
@@ -29,8 +29,8 @@ def test_all_conversions_are_measured_and_nothing_is_left(tmp_path: Path, monkey
         assert row["calibration_tokens"] == WINDOWS * WINDOW
         assert row["peak_rss_gb"] > 0
         assert all(seconds > 0 for seconds in row["seconds_a_layer"].values())
-    assert report["settings"]["source"]["num_hidden_layers"] == 2
-    assert [row["layers"] for row in report["rows"].values()] == [2, 2, 1]
+    assert report["settings"]["source"]["num_hidden_layers"] == 3
+    assert [row["layers"] for row in report["rows"].values()] == [3, 3, 2]
 
 
 def test_a_killed_conversion_goes_on_and_what_it_took_is_counted(tmp_path: Path) -> None:
