@@ -132,7 +132,7 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
         rule=each_of(STAGES),
     )
     spread: bool = option(
-        "mla: spread the cache over layers however many values are kept; otherwise it is spread where less than 0.4 "
+        "mla: spread the cache over layers however many values are kept; otherwise it is spread where less than 0.45 "
         "of them are, and for kv_bytes",
         default=False,
     )

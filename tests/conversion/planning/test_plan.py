@@ -41,8 +41,8 @@ def test_errors_of_keys_count_half_unless_a_spread_says_otherwise(source: Path) 
 @pytest.mark.parametrize(
     ("target", "options", "stages"),
     [
-        ({"to": "mla", "kv_budget": 0.39}, {}, STAGES),
-        ({"to": "mla", "kv_budget": 0.39}, {"without": ["refit"]}, STAGES[:-1]),
+        ({"to": "mla", "kv_budget": 0.44}, {}, STAGES),
+        ({"to": "mla", "kv_budget": 0.44}, {"without": ["refit"]}, STAGES[:-1]),
         ({"to": "mla", "kv_budget": 0.5}, {"spread": True}, STAGES),
         ({"to": "mla", "kv_budget": 0.5}, {}, EVEN),
         ({"to": "mla", "kv_bytes": 0.25}, {}, STAGES),

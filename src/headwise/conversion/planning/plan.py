@@ -31,7 +31,7 @@ _CODE_STAGES = ("recall", "sensitivity", "sequence", "refine", "refit")
 ENOUGH_BITS = 4.5
 """The bits for each value of a whole cache above which ranks are left as they are."""
 
-SPREAD_BELOW = 0.4
+SPREAD_BELOW = 0.45
 """The part of the source's values below which the cache is spread over layers unless the user asks. Above it, refits
 make up for an even allocation, at a fraction of the time."""
 
