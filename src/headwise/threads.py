@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -21,12 +22,79 @@ WORKERS = 2
 """The number of items that are worked on at a time. Each needs memory of its own."""
 
 
-def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield the result of each item, in their order, while the next ones are worked on.
+class Workers:
+    """Threads that work side by side; see `workers`.
 
-    With a single thread of torch, a single item, a GPU as the default device, or a mode that watches torch's
-    operations, items are worked on one after another in the caller's thread. Otherwise up to `WORKERS` + 1 results
-    are in memory, and until the last one torch has that share of its threads elsewhere in the process too.
+    Args:
+        pool: the threads; None where all is done in the caller's.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor | None) -> None:
+        self._pool = pool
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """Yield the result of each item, in their order, while the next ones are worked on.
+
+        Up to `WORKERS` + 1 results are in memory.
+
+        For example ``sum(workers.map(lambda window: loss(window), range(16)))``.
+
+        Args:
+            function: computes a result of an item, in a thread of its own; it changes nothing that other calls read.
+            items: the items, which are taken in the caller's thread.
+        """
+        if self._pool is None:
+            yield from map(function, items)
+            return
+        is_inference, has_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        is_cast, cast_dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+        def work(item: Item) -> Result:
+            # Each thread has settings of its own.
+            cast = torch.autocast("cpu", cast_dtype, enabled=is_cast)
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients), cast:
+                return function(item)
+
+        waiting: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                waiting.append(self._pool.submit(work, item))
+                if len(waiting) > WORKERS:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+@contextmanager
+def workers() -> Iterator[Workers]:
+    """Threads that work side by side within a block.
+
+    With a single thread of torch, a GPU as the default device, or a mode that watches torch's operations, all is done
+    in the caller's thread. Otherwise torch has a part of its threads within the block, elsewhere in the process too.
+
+    For example ``with workers() as threads: losses = list(threads.map(loss, windows))``.
+    """
+    threads = torch.get_num_threads()
+    is_watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+    if threads < WORKERS or is_watched:
+        yield Workers(None)
+        return
+    share = threads // WORKERS
+    try:
+        torch.set_num_threads(share)
+        with ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(share,)) as pool:
+            yield Workers(pool)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield the result of each item, in their order, while the next ones are worked on; see `Workers.map`.
+
+    A single item is worked on in the caller's thread, on all of torch's threads.
 
     For example ``sum(side_by_side(lambda window: loss(window), range(16)))``.
 
@@ -34,35 +102,10 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> I
         function: computes a result of an item, in a thread of its own; it changes nothing that another call reads.
         items: the items, which are taken in the caller's thread.
     """
-    threads, remaining = torch.get_num_threads(), iter(items)
-    is_watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
-    first = [] if threads < WORKERS or is_watched else list(islice(remaining, WORKERS))
+    remaining = iter(items)
+    first = list(islice(remaining, WORKERS))
     if len(first) < WORKERS:
-        yield from map(function, chain(first, remaining))
+        yield from map(function, first)
         return
-    share = threads // WORKERS
-    is_inference, has_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    is_cast, cast_dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-    def work(item: Item) -> Result:
-        # Each thread has settings of its own.
-        cast = torch.autocast("cpu", cast_dtype, enabled=is_cast)
-        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients), cast:
-            return function(item)
-
-    waiting: deque[Future[Result]] = deque()
-    try:
-        torch.set_num_threads(share)
-        with ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(share,)) as pool:
-            try:
-                for item in chain(first, remaining):
-                    waiting.append(pool.submit(work, item))
-                    if len(waiting) > WORKERS:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
-    finally:
-        torch.set_num_threads(threads)
+    with workers() as threads:
+        yield from threads.map(function, chain(first, remaining))

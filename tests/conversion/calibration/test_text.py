@@ -21,7 +21,7 @@ from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers import layer as heads
 from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
 from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit, Sample, refine
-from headwise.conversion.solvers.statistics import Statistics, output_metric, root
+from headwise.conversion.solvers.statistics import Statistics, WindowStatistics, output_metric, root
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
@@ -88,7 +88,7 @@ def test_statistics_are_the_documented_sums(tmp_path: Path) -> None:
     rotation = rotation_tables(spec, torch.arange(T))
     sums = Statistics.zeros(spec.hidden_size, spec.num_heads, T)
     metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
-    sums.add(layer, inputs, metric, positions=torch.arange(T), window=0)
+    sums.add(WindowStatistics.of(layer, inputs, metric, positions=torch.arange(T), window=0, longest=T))
     heads = layer.heads(inputs, torch.arange(T), rotation)
     extended = torch.cat((inputs, torch.ones(T, 1)), dim=1).double()
     assert torch.allclose(sums.inputs, extended.mT @ extended)
@@ -191,8 +191,8 @@ def test_a_refit_is_the_least_squares_solution() -> None:
     weight, bias = torch.randn(4, 6, generator=generator), torch.randn(4, generator=generator)
     for start_bias in (None, bias):
         refit = OutputRefit(weight, start_bias)
-        refit.add(mixed[:80], wanted[:80], Cost(torch.eye(4)))
-        refit.add(mixed[80:], wanted[80:], Cost(torch.eye(4)))
+        refit.add(refit.weighed(mixed[:80], wanted[:80], Cost(torch.eye(4))))
+        refit.add(refit.weighed(mixed[80:], wanted[80:], Cost(torch.eye(4))))
         solution = refit.solve(0.0)
         extended = mixed if start_bias is None else torch.cat((mixed, torch.ones(200, 1)), 1)
         best = torch.linalg.lstsq(extended.double(), wanted.double()).solution.mT
@@ -214,7 +214,9 @@ def test_an_outlier_is_not_what_a_refit_serves() -> None:
     for limited in (False, True):
         cost = Cost(torch.eye(4))
         refit = OutputRefit(start, None)
-        refit.add(mixed, wanted, cost.limited(cost.plain(wanted - mixed @ start.mT)) if limited else cost)
+        refit.add(
+            refit.weighed(mixed, wanted, cost.limited(cost.plain(wanted - mixed @ start.mT)) if limited else cost)
+        )
         results[limited] = float((refit.solve(0.0)["o_proj.weight"] - weight).abs().max())
     assert results[True] < 0.02
     assert results[False] > 1
@@ -241,6 +243,37 @@ def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:
     refined = refine(blurred, output, sample, Cost(torch.eye(48)), steps=200)
     assert error(refined) < 0.2 * error(blurred)
     assert all(not tensor.requires_grad for tensor in refined.values())
+
+
+def test_a_descent_does_not_depend_on_threads() -> None:
+    """Gradients of two steps are taken at one point, and an odd number of steps has a last one by itself."""
+    weight, before = {"weight": torch.randn(6, 8), "unused": torch.ones(2)}, torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            generator, points = torch.Generator().manual_seed(0), list[float]()
+
+            def sample(generator: torch.Generator = generator) -> Sample:
+                inputs = torch.randn(16, 8, generator=generator)
+                return Sample(inputs, inputs[:, :6], torch.arange(16))
+
+            def output(
+                state: Mapping[str, torch.Tensor], batch: Sample, points: list[float] = points
+            ) -> torch.Tensor:
+                points.append(float(state["weight"].detach().sum()))
+                return batch.inputs @ state["weight"].mT
+
+            results.append(refine(weight, output, sample, Cost(torch.eye(6)), steps=5))
+            assert len(points) == 5
+            assert points[0] == points[1]
+            assert points[2] == points[3]
+            assert len(set(points)) == 3
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0]["weight"], results[1]["weight"])
+    assert not torch.equal(results[0]["weight"], weight["weight"])
+    assert torch.equal(results[0]["unused"], weight["unused"])
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,10 @@ def test_a_part_of_zeros_does_not_change_the_latent_of_the_other(size: float) ->
 def test_a_refit_of_zeros_changes_nothing() -> None:
     weight, bias = torch.randn(5, 8), torch.randn(5)
     refit = OutputRefit(weight, None)
-    refit.add(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5)))
+    refit.add(refit.weighed(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5))))
     assert torch.equal(refit.solve()["o_proj.weight"], weight.double())
     refit = OutputRefit(weight, bias)  # there is an error for the bias to correct
-    refit.add(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5)))
+    refit.add(refit.weighed(torch.zeros(20, 8), torch.randn(20, 5), Cost(torch.eye(5))))
     solution = refit.solve()
     assert torch.equal(solution["o_proj.weight"], weight.double())
     assert not torch.equal(solution["o_proj.bias"], bias.double())

@@ -35,7 +35,7 @@ from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, clock, computing_on, quick_products
 from headwise.conversion.solvers.layer import Layer, Rotation
-from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit
+from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit, WeighedTokens
 from headwise.conversion.solvers.statistics import Statistics, root
 from headwise.conversion.storage.activations import Activations, Spill
 from headwise.conversion.storage.layers import LOST, LayerFiles
@@ -316,9 +316,12 @@ class TextCalibrator(Calibrator):
         """The candidate with its output projection refitted on the training windows, with each of `RIDGES`."""
         state = candidate.layer.state
         refit = OutputRefit(state["o_proj.weight"], state.get("o_proj.bias"))
-        windows = my_windows(self.train)
-        for window, mixed in zip(windows, side_by_side(candidate.mixed, windows), strict=True):
-            refit.add(mixed, self._wanted.read(window), cost)
+
+        def weighed(window: int) -> WeighedTokens:
+            return refit.weighed(candidate.mixed(window), self._wanted.read(window), cost)
+
+        for tokens in side_by_side(weighed, my_windows(self.train)):
+            refit.add(tokens)
         all_sum(refit.moments)
         all_sum(refit.error)
         for ridge in RIDGES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from headwise.conversion.solvers.device import quick_products
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Rotation
+from headwise.threads import WORKERS, workers
 
 RIDGES = (0.1, 0.3, 1.0)
 """The ridge penalties of a refit on its distance from the start that are tried, as shares of the inputs' mean square:
@@ -78,6 +80,20 @@ class Sample:
     rotation: Rotation | None = None
 
 
+class WeighedTokens(NamedTuple):
+    """Tokens of a refit.
+
+    Attributes:
+        inputs: ``[S, H·V]``, or with a bias one column more, which is 1.
+        weighted: these, each token's times its weight.
+        error: ``[S, E]``, of the output at the start.
+    """
+
+    inputs: Tensor
+    weighted: Tensor
+    error: Tensor
+
+
 class OutputRefit:
     """Ridge regression of the wanted output on the heads' mixed values, starting from a given projection.
 
@@ -93,8 +109,8 @@ class OutputRefit:
         self.moments = torch.zeros(width, width, dtype=torch.float64)
         self.error = torch.zeros_like(self.start)
 
-    def add(self, mixed: Tensor, wanted: Tensor, cost: Cost) -> None:
-        """Add tokens, weighted by the cost of their error at the start.
+    def weighed(self, mixed: Tensor, wanted: Tensor, cost: Cost) -> WeighedTokens:
+        """Weigh tokens by the cost of their error at the start; this may be done side by side.
 
         Args:
             mixed: ``[S, H·V]``, the inputs of the output projection.
@@ -103,10 +119,13 @@ class OutputRefit:
         """
         inputs = torch.cat((mixed, mixed.new_ones(len(mixed), 1)), dim=1) if self.has_bias else mixed
         error = wanted - inputs @ self.start.float().mT  # [S, E]
-        weighted = inputs * cost.weight(error)[:, None]
+        return WeighedTokens(inputs, inputs * cost.weight(error)[:, None], error)
+
+    def add(self, tokens: WeighedTokens) -> None:
+        """Add tokens."""
         # Products of a window are float32, whose rounding is far below the ridge; their sums are float64.
-        self.moments += weighted.mT @ inputs
-        self.error += error.mT @ weighted
+        self.moments += tokens.weighted.mT @ tokens.inputs
+        self.error += tokens.error.mT @ tokens.weighted
 
     def solve(self, ridge: float = RIDGES[0]) -> dict[str, Tensor]:
         """The refitted ``o_proj``, float64; see `RIDGES`."""
@@ -128,6 +147,9 @@ def refine(
 ) -> dict[str, Tensor]:
     """Lower the layer's own error by gradient descent on all its matrices: Adam, its rate falling linearly to 0.
 
+    The gradients of `WORKERS` steps are taken at one point, side by side, and then stepped along one after another:
+    whole steps keep two cores busier than operations that are divided between them.
+
     Args:
         state: the converted layer's tensors.
         output: the layer's output ``[S, E]``, a function of its tensors and a sample.
@@ -146,15 +168,22 @@ def refine(
     optimizer = torch.optim.Adam(groups, betas=(0.8, 0.9), fused=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     warmup = max(steps // 10, 1)
-    for step in range(steps):
-        factor = min((step + 1) / warmup, 1.0) * (1 - step / steps)
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * factor
-        batch = sample()
+
+    def gradient(batch: Sample) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             with quick_products():
                 nats = cost(output(tensors, batch).float() - batch.wanted)
-            nats.mean().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
+            return torch.autograd.grad(nats.mean(), [*tensors.values()], allow_unused=True)
+
+    with workers() as threads:
+        for first in range(0, steps, WORKERS):
+            together = range(first, min(first + WORKERS, steps))
+            gradients = [*threads.map(gradient, (sample() for _ in together))]
+            for step, own in zip(together, gradients, strict=True):
+                factor = min((step + 1) / warmup, 1.0) * (1 - step / steps)
+                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                    group["lr"] = peak * factor
+                for tensor, slope in zip(tensors.values(), own, strict=True):
+                    tensor.grad = slope
+                optimizer.step()
     return {name: tensor.detach() for name, tensor in tensors.items()}

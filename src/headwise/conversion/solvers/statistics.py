@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from headwise.conversion.solvers.layer import Layer, attention_weights, rotation_tables, sample_rows
 from headwise.processes import all_sum
 from headwise.specs import GroupedSpec
+from headwise.threads import side_by_side
 
 SAMPLES = 2304
 """The number of attention rows (queries times heads) sampled in a window: 256 queries of nine heads."""
@@ -23,6 +25,61 @@ SAMPLES = 2304
 def sampled_queries(heads: int) -> int:
     """The number of queries sampled in a window, in every head."""
     return max(SAMPLES // heads, 8)
+
+
+class WindowStatistics(NamedTuple):
+    """What one window adds to `Statistics`.
+
+    Attributes:
+        inputs: ``[T, E']``.
+        token_weight: ``[T]``, the weight of each token's key.
+        head_weight: ``[H]``, as in `Statistics`.
+        distances: ``[H, …]``, as in `Statistics`.
+        queries: the number of sampled queries.
+    """
+
+    inputs: Tensor
+    token_weight: Tensor
+    head_weight: Tensor
+    distances: Tensor
+    queries: int
+
+    @classmethod
+    def of(
+        cls, layer: Layer, inputs: Tensor, metric: Tensor, *, positions: Tensor, window: int, longest: int
+    ) -> WindowStatistics:
+        """Measure one window.
+
+        Args:
+            layer: the source's layer, float32.
+            inputs: ``[T, E]``, the attention's inputs.
+            metric: ``[H, V, V]``, see `output_metric`.
+            positions: ``[T]``, those of the window's tokens.
+            window: the window's number in the text; each window's sample has other queries.
+            longest: the number of distances that are counted, more than the last position.
+        """
+        H, T = layer.spec.num_heads, len(inputs)
+        rows = sample_rows(T, sampled_queries(H), window)  # [S]
+        # Float64: where a text has fewer tokens than there are inputs, rounding would make the moments indefinite.
+        wide = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1).double()  # [T, E']
+        assert isinstance(layer.spec, GroupedSpec)
+        heads = layer.heads(inputs, rows, rotation_tables(layer.spec, positions))
+        weights = attention_weights(heads, layer.spec, rows)  # [H, S, T]
+        steps = (positions[rows, None] - positions).abs().flatten()  # [S·T], from query to key
+        token_weight = torch.zeros(T, dtype=torch.float64)
+        head_weight, distances = torch.zeros(H, dtype=torch.float64), torch.zeros(H, longest, dtype=torch.float64)
+        for head in range(H):
+            probabilities = weights[head]  # [S, T]
+            # The derivative of the output by a score is P_ts (v_s − Σ P v). Its square, in the metric of the loss, is
+            # divided by P_ts: a score then counts once as often as it is attended to, not twice.
+            value = heads.value[head] @ metric[head].float()  # [T, V]
+            mean = probabilities @ value  # [S, V]
+            distance = value.square().sum(-1) - 2 * mean @ value.mT + mean.square().sum(-1, keepdim=True)  # [S, T]
+            score_weight = (probabilities * distance.clamp_min(0)).double()
+            token_weight += score_weight.sum(0)
+            head_weight[head] = score_weight.sum()
+            distances[head].index_add_(0, steps, score_weight.flatten())
+        return cls(wide, token_weight, head_weight, distances, len(rows))
 
 
 @dataclass(frozen=True)
@@ -60,40 +117,13 @@ class Statistics:
         ones = torch.ones(heads, dtype=torch.float64)
         return cls(gram, gram, ones, distances, ones[0])
 
-    def add(self, layer: Layer, inputs: Tensor, metric: Tensor, *, positions: Tensor, window: int) -> None:
-        """Add one window, in place.
-
-        Args:
-            layer: the source's layer, float32.
-            inputs: ``[T, E]``, the attention's inputs.
-            metric: ``[H, V, V]``, see `output_metric`.
-            positions: ``[T]``, those of the window's tokens.
-            window: the window's number in the text; each window's sample has other queries.
-        """
-        H, T = layer.spec.num_heads, len(inputs)
-        rows = sample_rows(T, sampled_queries(H), window)  # [S]
-        with_constant = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1)  # [T, E']
-        # Float64: where a text has fewer tokens than there are inputs, rounding would make the moments indefinite.
-        wide = with_constant.double()
-        self.inputs.addmm_(wide.mT, wide)
-        assert isinstance(layer.spec, GroupedSpec)
-        heads = layer.heads(inputs, rows, rotation_tables(layer.spec, positions))
-        weights = attention_weights(heads, layer.spec, rows)  # [H, S, T]
-        steps = (positions[rows, None] - positions).abs().flatten()  # [S·T], from query to key
-        token_weight = torch.zeros(T, dtype=torch.float64)
-        for head in range(H):
-            probabilities = weights[head]  # [S, T]
-            # The derivative of the output by a score is P_ts (v_s − Σ P v). Its square, in the metric of the loss, is
-            # divided by P_ts: a score then counts once as often as it is attended to, not twice.
-            value = heads.value[head] @ metric[head].float()  # [T, V]
-            mean = probabilities @ value  # [S, V]
-            distance = value.square().sum(-1) - 2 * mean @ value.mT + mean.square().sum(-1, keepdim=True)  # [S, T]
-            score_weight = (probabilities * distance.clamp_min(0)).double()
-            token_weight += score_weight.sum(0)
-            self.head_weight[head] += score_weight.sum()
-            self.distances[head].index_add_(0, steps, score_weight.flatten())
-        self.queries.add_(len(rows))
-        self.keys.addmm_((wide * token_weight[:, None]).mT, wide)
+    def add(self, window: WindowStatistics) -> None:
+        """Add one window, in place."""
+        self.inputs.addmm_(window.inputs.mT, window.inputs)
+        self.keys.addmm_((window.inputs * window.token_weight[:, None]).mT, window.inputs)
+        self.head_weight.add_(window.head_weight)
+        self.distances.add_(window.distances)
+        self.queries.add_(window.queries)
 
     def reduced(self) -> Statistics:
         """The sums over all processes, each of which has its own windows."""
@@ -127,9 +157,15 @@ def statistics_of(
     spec = layer.spec
     assert isinstance(spec, GroupedSpec)
     metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
-    sums = Statistics.zeros(spec.hidden_size, spec.num_heads, int(positions.max()) + 1)
-    for window, inputs in windows:
-        sums.add(layer, inputs, metric, positions=positions[window], window=window)
+    longest = int(positions.max()) + 1
+    sums = Statistics.zeros(spec.hidden_size, spec.num_heads, longest)
+
+    def measured(item: tuple[int, Tensor]) -> WindowStatistics:
+        window, inputs = item
+        return WindowStatistics.of(layer, inputs, metric, positions=positions[window], window=window, longest=longest)
+
+    for window in side_by_side(measured, windows):
+        sums.add(window)
     return sums.reduced().means()
 
 
