@@ -193,7 +193,7 @@ class Bench:
             calibrate=texts or None,
             calibration_tokens=self.tokens if texts else None,
             method=row.method if row.method in ("mean", "first_head") else None,
-            format="deepseek" if row.stock else "headwise",
+            format="deepseek-longrope" if row.stock else "headwise",
             overwrite=True,
             evaluate=False,
         )

@@ -38,6 +38,7 @@ CONVERT: dict[str, tuple[dict[str, Any], Any]] = {
     "spread": ({**MLA, **STUDY}, True),
     "dtype": (MLA, "bfloat16"),
     "format": (MLA, "deepseek"),
+    "bias_free": ({**MLA, **STUDY, "format": "deepseek"}, True),
     "evaluate": ({**MLA, **STUDY, "evaluate": False}, "exam.txt"),
     "evaluation_windows": ({**MLA, **STUDY}, 3),
     "device": (MLA, "cpu"),

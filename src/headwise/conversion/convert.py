@@ -169,15 +169,24 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     refuse_cross_layers(checkpoint, texts)
     _refuse_inputs_within(output, checkpoint, options, texts)
     folder_format = output_format(options.format)
+    if options.bias_free:
+        if not folder_format.may_lack_biases:
+            raise ArgumentError("bias_free", True, "goes with format deepseek")
+        if not texts and options.statistics is None:
+            rule = (
+                "needs a text to calibrate on, or statistics: without biases a constant is a function of the inputs"
+            )
+            raise ArgumentError("bias_free", True, rule)
+    target = replace(target, spreads=options.spread, has_constant=folder_format.has_constant)
     plan = make_plan(
         checkpoint,
         target,
         method=options.method,
         dtype=dtype,
         without=[*options.without, *(["spread"] if folder_format.is_exported else [])],
-        spread=options.spread,
         calibration="statistics" if options.statistics is not None else "text" if texts else None,
         device=device,
+        bias_free=options.bias_free,
     )
     if plan.token_bytes is not None and folder_format.is_exported:
         rule = "has no place for the codes of a cache; leave out kv_bytes and bits, or the format"

@@ -6,14 +6,19 @@ layer's first tensor in the folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from headwise.checkpoints import FolderWriter
 from headwise.conversion.budget.shared_channels import compare_own_channels
 from headwise.conversion.calibration.base import Calibrator
+from headwise.conversion.methods import Evidence
+from headwise.conversion.output.deepseek import input_norm
+from headwise.conversion.output.latent_norm import constant_of_inputs, without_biases
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.planning.plan import Place, read_layer
-from headwise.conversion.solvers.device import CPU
+from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
+from headwise.conversion.solvers.device import CPU, moved
+from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.storage.store import ConvertedLayer, LayerStore
 from headwise.processes import process_index
 from headwise.progress import Progress, silent
@@ -62,7 +67,7 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
     evidence = calibrator.evidence(place, source)
     solution = plan.method.solve(source, target, evidence)
     channel_losses = compare_own_channels(plan.method, source, target, evidence, solution, calibrator)
-    refined = calibrator.refine(place, solution, target.token_bytes)
+    refined = calibrator.refine(place, solution, target.token_bytes, _last_step(plan, place, evidence))
     about = {**refined.about(), **channel_losses}
     layer = ConvertedLayer(
         place,
@@ -75,6 +80,16 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
         store.save(layer)
     calibrator.advance(place, refined)
     return layer
+
+
+def _last_step(plan: ConversionPlan, place: Place, evidence: Evidence) -> Callable[[Layer], Layer] | None:
+    """What is done with a layer before its refit: biases are removed, where the plan says so."""
+    if not plan.bias_free:
+        return None
+    assert evidence.statistics is not None
+    constant = constant_of_inputs(evidence.statistics)
+    gain = moved(plan.checkpoint.read(input_norm(place.index)))
+    return partial(without_biases, constant=constant, gain=gain, dtype=plan.dtype)
 
 
 def write_tensors(

@@ -171,7 +171,7 @@ def _write_exported(
     if not (own_format / "config.json").is_file():
         with first_enters(FolderWriter(own_format, OutputLayout(plan).tensors, run=inputs.run)) as inner:
             calibrator = inputs.start_calibrator(plan, inner)
-            channels = _shared_channels(plan, calibrator, summary, inputs.progress)
+            channels = _shared_channels(plan, calibrator, summary, inputs.progress, output_format)
             _, store, _ = _fill(OutputLayout(plan.sharing(channels)), inner, calibrator, inputs.progress)
             read_seconds = store.read_seconds + calibrator.read_seconds
             write_seconds = store.write_seconds + inner.write_seconds
@@ -201,7 +201,11 @@ def _write_exported(
 
 
 def _shared_channels(
-    plan: ConversionPlan, calibrator: Calibrator, summary: LayerFiles, progress: Progress
+    plan: ConversionPlan,
+    calibrator: Calibrator,
+    summary: LayerFiles,
+    progress: Progress,
+    output_format: OutputFormat,
 ) -> Tensor | None:
     """The channels that all layers share, chosen once; None where layers keep all channels."""
     if plan.is_exact:
@@ -210,7 +214,7 @@ def _shared_channels(
         return moved(result[0]["kept"])
     if process_index() > 0 and not calibrator.is_sequential:
         return None  # the first process converts alone
-    channels = choose_shared_channels(plan, calibrator, progress)
+    channels = choose_shared_channels(plan, calibrator, progress, keep=output_format.keep)
     if process_index() == 0:
         summary.save(0, {"kept": channels}, {})
     return channels

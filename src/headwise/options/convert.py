@@ -136,10 +136,16 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
         "of them are, and for kv_bytes",
         default=False,
     )
-    format: Literal["headwise", "deepseek"] = option(
-        "mla: the folder format, headwise or deepseek: a stock deepseek_v3 folder, with one size and one list of "
-        "rotary channels for all layers",
+    format: Literal["headwise", "deepseek", "deepseek-longrope"] = option(
+        "mla: the folder format: headwise; deepseek, a stock deepseek_v3 folder as engines load it, with one size "
+        "for all layers and plain RoPE; or deepseek-longrope, with any list of rotary channels, which transformers "
+        "loads",
         default="headwise",
+    )
+    bias_free: bool = option(
+        "format deepseek: no biases, which most engines do not load; the constant that the latent's norm needs is "
+        "then a function of the inputs, fitted to the text",
+        default=False,
     )
     evaluate: bool | str | Path | Sequence[str | Path] = option(
         "a text to evaluate the result on beside its source; when left out, text beyond the calibration's, or "

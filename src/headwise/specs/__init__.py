@@ -24,6 +24,7 @@ from headwise.specs.sources import (
 from headwise.specs.target_sizes import (
     as_grouped,
     as_latent,
+    as_normed,
     refuse_as_latent,
     rotary_width,
     rotated_dims,
@@ -46,6 +47,7 @@ __all__ = [
     "Source",
     "as_grouped",
     "as_latent",
+    "as_normed",
     "catalog",
     "fetch_hub",
     "gguf_config",

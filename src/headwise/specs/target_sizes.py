@@ -76,6 +76,14 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
     )
 
 
+def as_normed(spec: LatentSpec) -> LatentSpec:
+    """The MLA layer without biases whose latent has a norm, and a constant channel beside those of a layer without.
+
+    For example ``as_normed(as_latent(layer_spec("llama-3-8b"), 447, 64)).label`` is ``"MLA 448 + 64"``.
+    """
+    return replace(spec, kv_lora_rank=spec.kv_lora_rank + 1, latent_norm=True, bias=())
+
+
 def refuse_as_latent(source: AttentionSpec) -> None:
     """Raise an error for a layer that `compare` can set beside MLA, but that cannot be converted to it.
 

@@ -231,7 +231,8 @@ def test_a_common_spec_is_all_but_the_rank() -> None:
         (plan(qk_nope_head_dim=0), [0, 1], "qk_nope_head_dim of layer 1 = 0: must be 6"),
         (plan(v_head_dim=6), [0, 1], "v_head_dim of layer 1 = 6: must be 5"),
         (plan(sliding_window=8), [0, 1], "sliding_window = 8: deepseek_v3 has none"),
-        (plan(latent_norm=True), [0, 1], r"attention = 'MLA 10 \+ 4': must be MLA as convert makes it"),
+        (plan(latent_norm=True), [0, 1], "latent_norm of layer 1 = True: must be False"),
+        (plan(latent_norm=True, bias=["o_proj"]), [0, 1], r"attention = 'MLA 10 \+ 4': must be MLA as convert makes"),
     ],
 )
 def test_layers_that_differ_are_refused(second: LatentSpec, channels: list[int], rule: str) -> None:

@@ -35,7 +35,12 @@ from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
 TEXT = "".join(f"{index:04d} the quick brown fox jumps over the lazy dog. " for index in range(60))
-STOCK: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "format": "deepseek", "evaluate": False}
+STOCK: dict[str, Any] = {"to": "mla", "kv_budget": 0.5, "format": "deepseek-longrope", "evaluate": False}
+FORMS: list[dict[str, Any]] = [
+    {"format": "deepseek-longrope"},
+    {"format": "deepseek"},
+    {"format": "deepseek", "bias_free": True},
+]
 
 
 @pytest.fixture
@@ -61,9 +66,17 @@ def plan_of(source: Path, budget: float = 0.5) -> ConversionPlan:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(
+    ("calibrated", "form"), [(False, FORMS[0]), (False, FORMS[1]), *((True, form) for form in FORMS)], ids=str
+)
 def test_it_loads_where_headwise_cannot_be_imported(
-    model_type: str, calibrated: bool, text: Path, tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    model_type: str,
+    calibrated: bool,
+    form: dict[str, Any],
+    text: Path,
+    tmp_path: Path,
+    ids: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = save_tiny(tmp_path / "source", model_type)
     outputs: list[torch.Tensor] = []
@@ -75,8 +88,9 @@ def test_it_loads_where_headwise_cannot_be_imported(
 
     monkeypatch.setattr(formats, "add_deepseek", looking)
     calibrate: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512} if calibrated else {}
-    done = headwise.convert(source, tmp_path / "out", **STOCK, **calibrate)
-    assert (done.model_type, done.label) == ("deepseek_v3", "MLA 19 + 6")
+    done = headwise.convert(source, tmp_path / "out", **STOCK | form, **calibrate)
+    label = "MLA 19 + 6" if form["format"] == "deepseek-longrope" else "MLA 16 + 8"
+    assert (done.model_type, done.label) == ("deepseek_v3", label)
     code = f"""
 import sys
 sys.modules["headwise"] = None
@@ -172,7 +186,9 @@ def test_every_layer_keeps_the_same(text: Path, tmp_path: Path, monkeypatch: pyt
     source = save_tiny(tmp_path / "source", num_hidden_layers=3)
     calls: list[Any] = []
     monkeypatch.setattr(
-        formats, "deepseek_config", lambda config: calls.append(config) or deepseek.deepseek_config(config)
+        formats,
+        "deepseek_config",
+        lambda config, **options: calls.append(config) or deepseek.deepseek_config(config, **options),
     )
     headwise.convert(source, tmp_path / "out", **STOCK, calibrate=text, calibration_tokens=512)
     first, *others = calls[-1]["headwise"]["rope_channels"]
@@ -184,6 +200,58 @@ def test_every_layer_keeps_the_same(text: Path, tmp_path: Path, monkeypatch: pyt
     )
     own = json.loads((tmp_path / "own/config.json").read_text())["headwise"]["rope_channels"]
     assert any(channels != own[0] for channels in own)
+
+
+@pytest.mark.parametrize("bias_free", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_engines_get_plain_rope_and_names_that_they_read(
+    model_type: str, bias_free: bool, text: Path, tmp_path: Path
+) -> None:
+    source = save_tiny(tmp_path / "source", model_type, tie_word_embeddings=bias_free)
+    options = {"to": "mla", "kv_lora_rank": 20, "qk_rope_head_dim": 4, "bias_free": bias_free}
+    done = headwise.convert(
+        source,
+        tmp_path / "out",
+        **options,
+        format="deepseek",
+        calibrate=text,
+        calibration_tokens=512,
+        evaluate=False,
+    )
+    assert done.label == "MLA 20 + 4"  # with the constant
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    rope = config["rope_parameters"]
+    assert rope["rope_type"] == "default"
+    assert config["rope_theta"] == rope["rope_theta"]
+    assert rope["rope_theta"] in (10_000.0, 10_000.0 ** (1 / 2))  # every second frequency of four, or the first two
+    assert config["rope_scaling"] is None
+    assert config["rope_interleave"]
+    assert not config["tie_word_embeddings"]
+    checkpoint = open_checkpoint(tmp_path / "out")
+    tensors = checkpoint.tensors
+    assert "lm_head.weight" in tensors
+    is_tied = torch.equal(checkpoint.read("lm_head.weight"), checkpoint.read("model.embed_tokens.weight"))
+    assert is_tied is bias_free
+    assert config["attention_bias"] is not bias_free
+    has_biases = any(name.endswith("bias") for name in tensors)
+    assert has_biases is not bias_free
+    assert (config["q_lora_rank"] is None) is (bias_free or model_type == "llama")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"bias_free": True}, "bias_free = True: goes with format deepseek"),
+        ({"bias_free": True, "format": "deepseek", "calibrate": None}, "bias_free = True: needs a text to calibrate"),
+        ({"format": "deepseek", "qk_rope_head_dim": 10}, "qk_rope_head_dim = 10: must be at most 8 for deepseek"),
+        ({"format": "deepseek", "kv_lora_rank": 1}, "kv_lora_rank = 1: must be at least 2"),
+    ],
+)
+def test_what_engines_cannot_have_is_refused(changes: dict[str, Any], line: str, text: Path, tmp_path: Path) -> None:
+    options = {"to": "mla", "kv_lora_rank": 20, "qk_rope_head_dim": 4, "calibrate": text, "evaluate": False}
+    with pytest.raises(headwise.ArgumentError, match=line):
+        headwise.convert(save_tiny(tmp_path / "source"), tmp_path / "out", **{**options, **changes})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "text.txt"]
 
 
 def test_a_lossless_one_is_the_source(tmp_path: Path, ids: torch.Tensor) -> None:
@@ -247,7 +315,7 @@ def test_room_for_both_folders_is_needed_at_the_beginning(tmp_path: Path, monkey
     source = save_tiny(tmp_path / "source")
     own, stock = (
         headwise.convert(source, tmp_path / name, **{**STOCK, "format": name}).disk_bytes
-        for name in ("headwise", "deepseek")
+        for name in ("headwise", "deepseek-longrope")
     )
 
     def leave(free: int) -> None:
@@ -269,8 +337,8 @@ def test_room_for_both_folders_is_needed_at_the_beginning(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("family", "options", "rule"),
     [
-        ("llama", {"to": "gqa:1"}, "format = 'deepseek': goes with mla; mqa results are stock already"),
-        ("llama", {"to": "mha"}, "format = 'deepseek': goes with mla; mha results are stock already"),
+        ("llama", {"to": "gqa:1"}, "format = 'deepseek-longrope': goes with mla; mqa results are stock already"),
+        ("llama", {"to": "mha"}, "format = 'deepseek-longrope': goes with mla; mha results are stock already"),
         ("llama", {"format": "onnx"}, "format = 'onnx': must be headwise or deepseek"),
         ("gpt2", {}, "model_type = 'gpt2': has other blocks than deepseek_v3's; can: llama, mistral, qwen2"),
         ("mistral", {}, "sliding_window = 7: deepseek_v3 has none"),

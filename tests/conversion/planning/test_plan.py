@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ def test_errors_of_keys_count_half_unless_a_spread_says_otherwise(source: Path) 
 def test_stages_are_those_that_the_method_has_and_can_use(
     target: dict[str, Any], options: dict[str, Any], stages: tuple[str, ...], source: Path
 ) -> None:
-    assert make_plan(open_checkpoint(source), parse_target(**target), **options).stages == stages
+    options = dict(options)
+    wanted = replace(parse_target(**target), spreads=options.pop("spread", False))
+    assert make_plan(open_checkpoint(source), wanted, **options).stages == stages
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ PROMPT = "The capital of France is Paris, and the capital of Italy is"
 @app.command(epilog="Example: headwise demo --output demo")
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the models, the text and result.json.")] = Path("demo"),
-    windows: Annotated[int, typer.Option(help="Windows of 2048 tokens to evaluate on.")] = 2,
+    windows: Annotated[int, typer.Option(help="Windows of 2048 tokens to evaluate on.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Inspect, compare, convert, evaluate and generate on SmolLM2-135M's real weights, and write the results."""

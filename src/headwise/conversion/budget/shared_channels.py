@@ -9,6 +9,7 @@ Shapes: K key heads, F frequencies, E hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -31,7 +32,13 @@ CHOOSING = "choosing rotary channels"
 
 
 @torch.no_grad()
-def choose_shared_channels(plan: ConversionPlan, calibrator: Calibrator, progress: Progress) -> Tensor:
+def choose_shared_channels(
+    plan: ConversionPlan,
+    calibrator: Calibrator,
+    progress: Progress,
+    *,
+    keep: Callable[[Tensor, Tensor, int], Tensor] = keep_rotation,
+) -> Tensor:
     """Choose the channels whose rotation is worth most to all layers together, bool ``[F, K]``.
 
     A layer's loss is the error of its scores, weighted by how much its output depends on them in the metric of the
@@ -42,6 +49,7 @@ def choose_shared_channels(plan: ConversionPlan, calibrator: Calibrator, progres
         plan: a conversion to MLA, with one rotary width for all layers.
         calibrator: gives the evidence of each layer.
         progress: told of each layer.
+        keep: chooses the channels by all layers' energies and losses; see `keep_rotation`.
     """
     energies, losses, pairs = [], [], 0
     layers = plan.before.num_layers
@@ -59,7 +67,7 @@ def choose_shared_channels(plan: ConversionPlan, calibrator: Calibrator, progres
         energies.append(energy / scale)
         losses.append(loss / scale)
     progress(CHOOSING, layers, layers)
-    return keep_rotation(torch.stack(energies).sum(0), torch.stack(losses).sum(0), pairs)
+    return keep(torch.stack(energies).sum(0), torch.stack(losses).sum(0), pairs)
 
 
 def rotary_losses(

@@ -6,7 +6,7 @@ All three kinds have one protocol, layer by layer: `evidence` before a layer is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,9 @@ class Refined:
     Attributes:
         layer: the refined layer.
         errors: the mean levelled cost (`Cost`) of a token of the held-out windows after each step that was tried:
-            ``solved``, ``refine``, ``code``, ``refit``; estimated nats where there are sensitivities.
-        chosen: the step whose result is the layer: the one with the least error, or among those with a code; None
-            where nothing was measured.
+            ``solved``, ``refine``, ``code``, ``norm``, ``refit``; estimated nats where there are sensitivities.
+        chosen: the step whose result is the layer: the one with the least error, or among those with a code or a
+            norm; None where nothing was measured.
     """
 
     layer: Layer
@@ -66,15 +66,22 @@ class Calibrator:
         """
         return Evidence()
 
-    def refine(self, place: Place, layer: Layer, token_bytes: int | None = None) -> Refined:
+    def refine(
+        self,
+        place: Place,
+        layer: Layer,
+        token_bytes: int | None = None,
+        last_step: Callable[[Layer], Layer] | None = None,
+    ) -> Refined:
         """Refine a solution on the text, if there is one.
 
         Args:
             place: the layer's place in the model.
             layer: the solution.
             token_bytes: the bytes of a token's codes, which need a text; None for a cache without codes.
+            last_step: what is done with the layer before its refit; None for nothing.
         """
-        return Refined(layer)
+        return Refined(layer if last_step is None else last_step(layer))
 
     def advance(self, place: Place, refined: Refined) -> None:
         """Go on to the next layer, once the result is on disk: a run killed after this does not solve it again."""

@@ -174,16 +174,28 @@ class TextCalibrator(Calibrator):
         return Evidence(statistics, sensitivity)
 
     @torch.no_grad()
-    def refine(self, place: Place, layer: Layer, token_bytes: int | None = None) -> Refined:
+    def refine(
+        self,
+        place: Place,
+        layer: Layer,
+        token_bytes: int | None = None,
+        last_step: Callable[[Layer], Layer] | None = None,
+    ) -> Refined:
         """The solution or its descent, by their errors on held-out windows; then coded; then refitted or not.
 
         The code comes after the descent. Its basis has channels of very different sizes, which one learning rate for
         a tensor does not suit; and a descent hardly lowers what rounding loses.
         """
         with self._timed("windows"):
-            return self._refine(place, layer, token_bytes)
+            return self._refine(place, layer, token_bytes, last_step)
 
-    def _refine(self, place: Place, layer: Layer, token_bytes: int | None) -> Refined:
+    def _refine(
+        self,
+        place: Place,
+        layer: Layer,
+        token_bytes: int | None,
+        last_step: Callable[[Layer], Layer] | None,
+    ) -> Refined:
         current = self._current_layer(place)
         best = self._candidate(layer.float(), "solved")
         cost = current.cost.limited(self._held_costs(best.output, current.cost))
@@ -197,6 +209,9 @@ class TextCalibrator(Calibrator):
         if token_bytes is not None:
             chosen, best = "code", self._coded(best.layer, token_bytes)
             errors["code"] = self._held_error(best, cost)
+        if last_step is not None:
+            chosen, best = "norm", self._candidate(last_step(best.layer).float(), "norm")
+            errors["norm"] = self._held_error(best, cost)
         if "refit" in self.stages:
             for candidate in self._refitted(best, cost):
                 error = self._held_error(candidate, cost)

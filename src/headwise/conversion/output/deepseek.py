@@ -1,12 +1,11 @@
-"""Export a converted MLA model as transformers' stock ``deepseek_v3``: a folder that loads without headwise.
+"""Export a converted MLA model as stock ``deepseek_v3``: a folder that loads without headwise.
 
 ``deepseek_v3`` passes every latent through an RMSNorm, which headwise's layers do not have, and its decoders have no
-bias. One more channel of the latent, a constant b far above the others, solves both: the root mean square is then
-``b / sqrt(R')`` whatever the other channels are, the norm's weight undoes it, and decoder biases are the constant's
-column.
+bias: a constant channel solves both (`output.latent_norm`).
 
-The output of an RMSNorm is at most ``gain · sqrt(E)`` long, so that b follows from weights alone: the latent c is at
-most ``|c|`` long, and the norm changes it by a share of less than ``|c|² / 2b²``.
+It has one list of frequencies for all layers. Where that is a comb, every s-th frequency of the source's from the
+first on, it is plain RoPE of another base, θ' = θ^(s · P / D), which every engine computes. Other lists are a
+``longrope`` of transformers, whose factors no engine reads.
 
 Shapes: E hidden, R a layer's latent rank, R' the folder's, P rotary dims, H heads, N content dims, V value dim.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +22,11 @@ from torch import Tensor
 from headwise.attention import RotaryEmbedding
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint
 from headwise.checkpoints.disk import refuse_input_within
+from headwise.conversion.output.latent_norm import LatentMap, with_norm
 from headwise.errors import ArgumentError, SpecError
 from headwise.hf import as_dtype, check_complete, expected_tensors, stock_config
 from headwise.progress import Progress, silent
-from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, read_config
+from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, RopeSpec, read_config
 
 BLOCKS = ("llama", "mistral", "qwen2")
 """Families whose layers equal deepseek_v3's dense layers, tensor names included, except for the attention."""
@@ -36,19 +36,22 @@ _MODEL = (
     "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
     "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
+_FOR_ENGINES = {
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+}
+"""Fields that engines read and transformers does not need."""
+
+_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _ATTENTION = "model.layers.{layer}.self_attn."
-_INPUT_NORM = "model.layers.{layer}.input_layernorm.weight"
-_NORM_EPS = 1e-6
-"""The epsilon of the latents' norms, which does not follow ``rms_norm_eps``."""
-
-_WIDE_HEADROOM = 1024.0
-"""The ratio of the constant to the longest latent: the norm changes latents by at most 5e-7."""
-
-_HEADROOM = {torch.float16: 8.0}
-"""The ratio in dtypes of a smaller range, in which other channels would underflow beside a larger constant."""
 
 
-def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def deepseek_config(config: Mapping[str, Any], *, for_engines: bool = False) -> dict[str, Any]:
     """The ``config.json`` of a converted model as ``deepseek_v3``.
 
     For example ``deepseek_config(json.loads(Path("smollm2-half/config.json").read_text()))``.
@@ -56,6 +59,8 @@ def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: the config of a folder in headwise's own format: ``model_type`` ``headwise_llama`` …, ``headwise`` and
             ``dtype``.
+        for_engines: whether rotary pairs lie side by side, the head is a tensor of its own, and fields that other
+            readers than transformers look for are there.
 
     Raises:
         ArgumentError: the layers differ in a setting that deepseek_v3 has once for all of them.
@@ -74,22 +79,26 @@ def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
     (source, *_) = read_config({**full, "model_type": family}).layers
     assert isinstance(source, GroupedSpec)
     latents = [layer for layer in layers if isinstance(layer, LatentSpec)]
+    longest = full["max_position_embeddings"]
+    rope = plain_rope(source.rope, channels[0]) or _longrope(source, channels[0], longest)
+    own = {name: full[name] for name in _MODEL if name in full}
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
-        **{name: full[name] for name in _MODEL if name in full},
+        **own,
         "num_key_value_heads": first.num_heads,
-        "kv_lora_rank": max(layer.kv_lora_rank for layer in latents) + 1,
+        "kv_lora_rank": max(layer.kv_lora_rank for layer in latents) + (0 if first.latent_norm else 1),
         # A plain query projection has no bias; a query latent as wide as the input makes room for one.
         "q_lora_rank": first.hidden_size + 1 if any("q_proj" in layer.bias for layer in latents) else None,
         "qk_nope_head_dim": first.qk_nope_head_dim,
         "qk_rope_head_dim": first.qk_rope_head_dim,
         "v_head_dim": first.v_head_dim,
-        "attention_bias": True,
-        "rope_interleave": False,
-        "rope_parameters": _rope_parameters(source, channels[0], full["max_position_embeddings"]),
+        "attention_bias": not first.latent_norm,
+        "rope_interleave": for_engines,
+        "rope_parameters": rope,
         "first_k_dense_replace": len(layers),
         "num_nextn_predict_layers": 0,
+        **(_FOR_ENGINES | {"rope_theta": rope["rope_theta"]} if for_engines else {}),
         # There are no experts, but readers of the format expect these numbers.
         "moe_intermediate_size": full["intermediate_size"],
         "n_routed_experts": 1,
@@ -99,6 +108,22 @@ def deepseek_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "topk_group": 1,
         "dtype": dtype_name(as_dtype(config["dtype"])),
     }
+
+
+def plain_rope(rope: RopeSpec | None, channels: Sequence[int]) -> dict[str, Any] | None:
+    """The RoPE parameters of a comb of frequencies, of another base; None where plain RoPE has no such frequencies.
+
+    For example ``plain_rope(layer.rope, [0, 2, 4, 6])`` for a head of 16 dims.
+
+    Args:
+        rope: the source layer's RoPE.
+        channels: the model frequency of each rotary pair.
+    """
+    count, step = len(channels), channels[1] - channels[0] if len(channels) > 1 else 1
+    is_comb = step > 0 and list(channels) == list(range(0, count * step, step))
+    if rope is None or rope.rope_type != "default" or not is_comb:
+        return None
+    return {"rope_type": "default", "rope_theta": rope.theta ** (step * 2 * count / rope.dim)}
 
 
 def common_spec(layers: Sequence[AttentionSpec], channels: Sequence[Sequence[int]]) -> LatentSpec:
@@ -119,13 +144,14 @@ def common_spec(layers: Sequence[AttentionSpec], channels: Sequence[Sequence[int
     """
     first, *_ = layers
     for index, (layer, layer_channels) in enumerate(zip(layers, channels, strict=True)):
-        if not isinstance(layer, LatentSpec) or layer.latent_norm or layer.q_lora_rank is not None:
+        if not isinstance(layer, LatentSpec) or layer.q_lora_rank is not None or (layer.latent_norm and layer.bias):
             raise SpecError("attention", layer.label, "must be MLA as convert makes it to become deepseek_v3's")
         if layer.qk_norm is not None:
             raise SpecError("qk_norm", layer.qk_norm, "deepseek_v3 has no such norms")
         if layer.sliding_window is not None:
             raise SpecError("sliding_window", layer.sliding_window, "deepseek_v3 has none")
-        for name in ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        fixed = ("kv_lora_rank",) if layer.latent_norm else ()  # without a norm a latent can be padded
+        for name in ("latent_norm", "num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", *fixed):
             if (value := getattr(layer, name)) != (common := getattr(first, name)):
                 rule = f"must be {common}, layer 0's, for deepseek_v3"
                 raise ArgumentError(f"{name} of layer {index}", value, rule)
@@ -157,21 +183,21 @@ def deepseek_layer(
     gain = input_norm.double().abs()
     R, E = spec.kv_lora_rank, spec.hidden_size
     down = wide["kv_a_proj_with_mqa.weight"]  # [R + P, E]
-    bias = wide.get("kv_a_proj_with_mqa.bias", down.new_zeros(len(down)))
-    latent = _add_norm(
-        _Pair(down[:R], bias[:R], wide["kv_b_proj.weight"], wide.get("kv_b_proj.bias")),
-        config["kv_lora_rank"],
-        gain,
-        dtype,
-    )
-    out = {
-        "kv_a_proj_with_mqa.weight": torch.cat((latent.down, down[R:])),
-        "kv_a_proj_with_mqa.bias": torch.cat((latent.down_bias, bias[R:])),
-        "kv_a_layernorm.weight": latent.norm,
-        "kv_b_proj.weight": latent.up,
-        "o_proj.weight": wide["o_proj.weight"],
-        "o_proj.bias": wide.get("o_proj.bias", down.new_zeros(E)),
-    }
+    if spec.latent_norm:
+        names = ("kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight", "kv_b_proj.weight", "o_proj.weight")
+        out = {name: wide[name] for name in names}
+    else:
+        bias = wide.get("kv_a_proj_with_mqa.bias", down.new_zeros(len(down)))
+        own = LatentMap(down[:R], bias[:R], wide["kv_b_proj.weight"], wide.get("kv_b_proj.bias"))
+        latent = with_norm(own, config["kv_lora_rank"], gain, dtype)
+        out = {
+            "kv_a_proj_with_mqa.weight": torch.cat((latent.down, down[R:])),
+            "kv_a_proj_with_mqa.bias": torch.cat((latent.down_bias, bias[R:])),
+            "kv_a_layernorm.weight": latent.norm,
+            "kv_b_proj.weight": latent.up,
+            "o_proj.weight": wide["o_proj.weight"],
+            "o_proj.bias": wide.get("o_proj.bias", down.new_zeros(E)),
+        }
     # deepseek_v3 has the plain softmax scale: another one goes into the queries.
     scale = 1.0 if spec.softmax_scale is None else spec.softmax_scale * spec.qk_head_dim**0.5
     query, query_bias = wide["q_proj.weight"] * scale, wide.get("q_proj.bias")
@@ -180,11 +206,27 @@ def deepseek_layer(
         out["q_proj.weight"] = query
     else:
         inputs = torch.eye(E, dtype=torch.float64)
-        pair = _Pair(inputs, inputs.new_zeros(E), query, None if query_bias is None else query_bias * scale)
-        query_latent = _add_norm(pair, config["q_lora_rank"], gain, dtype)
+        pair = LatentMap(inputs, inputs.new_zeros(E), query, None if query_bias is None else query_bias * scale)
+        query_latent = with_norm(pair, config["q_lora_rank"], gain, dtype)
         out["q_a_proj.weight"], out["q_a_proj.bias"] = query_latent.down, query_latent.down_bias
         out["q_a_layernorm.weight"], out["q_b_proj.weight"] = query_latent.norm, query_latent.up
+    if config.get("rope_interleave"):
+        for name in out:
+            kind = name.partition(".")[0]
+            if kind in ("q_proj", "q_b_proj"):
+                by_head = torch.unflatten(out[name], 0, (spec.num_heads, -1))  # [H, N + P, …]
+                out[name] = _interleaved(by_head, spec.qk_rope_head_dim).flatten(0, 1)
+            elif kind == "kv_a_proj_with_mqa":
+                out[name] = _interleaved(out[name][None], spec.qk_rope_head_dim)[0]
     return {name: tensor.to(dtype) for name, tensor in out.items()}
+
+
+def _interleaved(rows: Tensor, rotary: int) -> Tensor:
+    """Rows ``[heads, dims, …]`` with the last P of each head's dims as pairs side by side, not in two halves."""
+    if not rotary:
+        return rows
+    plain, halves = rows[:, :-rotary], torch.unflatten(rows[:, -rotary:], 1, (2, -1))  # [heads, 2, P/2, …]
+    return torch.cat((plain, halves.transpose(1, 2).flatten(1, 2)), 1)
 
 
 def export_deepseek(
@@ -244,7 +286,9 @@ def _exported(
     current, tensors = -1, dict[str, Tensor]()
     for name in names:
         if name not in owner:
-            yield name, checkpoint.read(name).to(checkpoint.dtype)
+            # Engines look for a head of its own where the source's is the embeddings.
+            stored = name if name in checkpoint.tensors or name != _HEAD else _EMBEDDINGS
+            yield name, checkpoint.read(stored).to(checkpoint.dtype)
             continue
         if owner[name] != current:
             current = owner[name]
@@ -253,75 +297,21 @@ def _exported(
             assert isinstance(spec, LatentSpec)
             keys = [key for key in checkpoint.tensors if key.startswith(prefix)]
             state = {key.removeprefix(prefix): checkpoint.read(key) for key in keys}
-            tensors = deepseek_layer(state, spec, config, checkpoint.read(_INPUT_NORM.format(layer=current)))
+            tensors = deepseek_layer(state, spec, config, checkpoint.read(input_norm(current)))
         yield name, tensors[name.removeprefix(_prefix(current))]
     progress("exporting", len(layers), len(layers))
+
+
+def input_norm(layer: int) -> str:
+    """The name of the weight of the norm before a layer's attention, in the families that deepseek_v3 can hold."""
+    return f"model.layers.{layer}.input_layernorm.weight"
 
 
 def _prefix(layer: int) -> str:
     return _ATTENTION.format(layer=layer)
 
 
-class _Pair(NamedTuple):
-    """A map through a latent: ``up (down x + down_bias) + up_bias`` with down ``[R, E]`` and up ``[O, R]``."""
-
-    down: Tensor
-    down_bias: Tensor
-    up: Tensor
-    up_bias: Tensor | None
-
-
-class _NormedPair(NamedTuple):
-    """A map through a normed latent c: ``up (norm · c / rms(c))``, ``c = down x + down_bias``, the constant last."""
-
-    down: Tensor
-    down_bias: Tensor
-    norm: Tensor
-    up: Tensor
-
-
-def _add_norm(pair: _Pair, rank: int, gain: Tensor, dtype: torch.dtype) -> _NormedPair:
-    """Add an RMSNorm to a map's latent without changing the map, for inputs that come from an RMSNorm.
-
-    Args:
-        pair: the map; float64.
-        rank: R', the number of the new latent's channels, at least R + 1.
-        gain: ``[E]``, the weight of the norm that the inputs come from, not negative.
-        dtype: the dtype that the weights will be rounded to.
-    """
-    R, E = pair.down.shape
-    zeros = pair.down.new_zeros
-    longest = _spectral_norm(pair.down * gain) * E**0.5 + float(pair.down_bias.norm())
-    ideal = _HEADROOM.get(dtype, _WIDE_HEADROOM) * (longest or 1.0)
-    largest = min(torch.finfo(dtype).max / 4, 1e15)  # its square is finite in float32
-    # A power of two multiplies without rounding; the decoder corrects the rounding of the constant itself.
-    scale = 2.0 ** torch.tensor(min(ideal, largest) / rank**0.5).log2().ceil()
-    constant = _rounded(scale * rank**0.5, dtype)
-    rms = (constant**2 / rank + _NORM_EPS) ** 0.5
-    norm = torch.full((rank,), float(scale), dtype=torch.float64)
-    norm[-1] = 1.0  # the constant is cached as sqrt(R'), which is nearer to the other channels than b
-    up = torch.cat((pair.up * (rms / scale), zeros(len(pair.up), rank - R)), dim=1)
-    if pair.up_bias is not None:
-        up[:, -1] = pair.up_bias / _rounded(constant / rms, dtype)
-    return _NormedPair(
-        down=torch.cat((pair.down, zeros(rank - R, E))),
-        down_bias=torch.cat((pair.down_bias, zeros(rank - R - 1), constant[None])),
-        norm=norm,
-        up=up,
-    )
-
-
-def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype).double()
-
-
-def _spectral_norm(matrix: Tensor) -> float:
-    """The largest singular value of a matrix."""
-    gram = matrix @ matrix.mT if matrix.shape[0] <= matrix.shape[1] else matrix.mT @ matrix
-    return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
-
-
-def _rope_parameters(source: GroupedSpec, channels: Sequence[int], longest: int) -> dict[str, Any]:
+def _longrope(source: GroupedSpec, channels: Sequence[int], longest: int) -> dict[str, Any]:
     """The RoPE parameters of a list of frequencies, with repeats: factors of a ``longrope`` with a grid of ones.
 
     Args:

@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo
 from headwise.conversion.output.deepseek import add_deepseek, deepseek_config
 from headwise.conversion.output.layout import OutputLayout
-from headwise.errors import ArgumentError
+from headwise.conversion.planning.plan import ConversionPlan
+from headwise.conversion.solvers.rope_channels import keep_comb, keep_rotation
+from headwise.errors import ArgumentError, SpecError
 from headwise.hf import expected_tensors
 from headwise.progress import Progress
+from headwise.specs import LatentSpec
 
 
 class OutputFormat(ABC):
@@ -22,11 +27,19 @@ class OutputFormat(ABC):
         name: the name that users give after ``--format``.
         is_exported: whether it is written from a folder in headwise's own format.
         note: a note for the user about every folder of this format; none when empty.
+        may_lack_biases: whether its MLA layers can be without biases.
+        has_constant: whether a latent of the size that the user asks for has a constant channel among its own.
     """
 
     name: ClassVar[str]
     is_exported: ClassVar[bool] = True
     note: ClassVar[str] = ""
+    may_lack_biases: ClassVar[bool] = False
+    has_constant: ClassVar[bool] = False
+
+    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
+        """Choose the rotary channels that all layers share; see `keep_rotation`."""
+        return keep_rotation(energy, lost, pairs)
 
     @abstractmethod
     def config(self, layout: OutputLayout) -> dict[str, Any]:
@@ -68,10 +81,16 @@ class HeadwiseFormat(OutputFormat):
 
 
 class DeepseekFormat(OutputFormat):
-    """Stock ``deepseek_v3``, which has one size and one list of rotary channels for all layers."""
+    """Stock ``deepseek_v3`` as engines load it: one size for all layers, and plain RoPE."""
 
     name = "deepseek"
-    note = "each deepseek_v3 latent has one channel more than requested, a constant that its norm needs"
+    note = "one channel of each deepseek_v3 latent is a constant that its norm needs"
+    may_lack_biases = has_constant = True
+    for_engines: ClassVar[bool] = True
+
+    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
+        """See `keep_comb`."""
+        return keep_comb(energy, lost, pairs)
 
     def config(self, layout: OutputLayout) -> dict[str, Any]:
         """See `deepseek_config`."""
@@ -82,7 +101,28 @@ class DeepseekFormat(OutputFormat):
         if not plan.method.shares_channels:
             rule = f"goes with headwise's own method; {plan.method.spelling} chooses rotary channels layer by layer"
             raise ArgumentError("format", self.name, rule)
-        return deepseek_config(layout.config())
+        if self.for_engines:
+            self._refuse_rope(plan)
+        return self.exported_config(layout.config())
+
+    def _refuse_rope(self, plan: ConversionPlan) -> None:
+        """Refuse rotary keys that plain RoPE cannot have.
+
+        Raises:
+            ArgumentError: one has more pairs than a head has frequencies.
+            SpecError: the source's frequencies are scaled.
+        """
+        for before, after in zip(plan.before.layers, plan.after.layers, strict=True):
+            assert isinstance(after, LatentSpec)
+            if before.rope is None or before.rope.rope_type != "default":
+                kind = None if before.rope is None else before.rope.rope_type
+                rule = "engines compute plain RoPE beside MLA; deepseek-longrope, for transformers, holds others"
+                raise SpecError("rope_type", kind, rule)
+            if after.qk_rope_head_dim > before.rope.dim:
+                rule = (
+                    f"must be at most {before.rope.dim} for {self.name}: plain RoPE has each frequency of a head once"
+                )
+                raise ArgumentError("qk_rope_head_dim", after.qk_rope_head_dim, rule)
 
     def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
         """The tensors of transformers' class."""
@@ -91,7 +131,7 @@ class DeepseekFormat(OutputFormat):
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `deepseek_config`."""
-        return deepseek_config(config)
+        return deepseek_config(config, for_engines=self.for_engines)
 
     def export(
         self, writer: FolderWriter, checkpoint: Checkpoint, config: Mapping[str, Any], progress: Progress
@@ -100,8 +140,21 @@ class DeepseekFormat(OutputFormat):
         add_deepseek(writer, checkpoint, config, progress)
 
 
+class DeepseekLongropeFormat(DeepseekFormat):
+    """Stock ``deepseek_v3`` for transformers alone: any list of rotary channels that all layers share."""
+
+    name = "deepseek-longrope"
+    note = "each deepseek_v3 latent has one channel more than requested, a constant that its norm needs"
+    may_lack_biases = has_constant = for_engines = False
+
+    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
+        """See `keep_rotation`."""
+        return keep_rotation(energy, lost, pairs)
+
+
 _FORMATS: dict[str, OutputFormat] = {
-    folder_format.name: folder_format for folder_format in (HeadwiseFormat(), DeepseekFormat())
+    folder_format.name: folder_format
+    for folder_format in (HeadwiseFormat(), DeepseekFormat(), DeepseekLongropeFormat())
 }
 FORMATS = tuple(_FORMATS)
 """The names of the formats."""

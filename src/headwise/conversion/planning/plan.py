@@ -21,7 +21,7 @@ from headwise.cost import formulas
 from headwise.errors import ArgumentError
 from headwise.hf import check_complete
 from headwise.quantization import wide_bytes
-from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, as_latent
+from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, ModelSpec, as_latent, as_normed
 
 Calibration = Literal["text", "statistics"]
 
@@ -85,6 +85,7 @@ class ConversionPlan:
         token_bytes: the bytes of a token's codes in each layer's cache; None for a cache without codes.
         bits: the bits of a value on average, where the user sets them; None where sizes and bits are chosen together.
         device: the device that the source is run on and its layers are solved on.
+        bias_free: whether MLA layers have no biases, and a norm on a latent of which one channel is a constant.
     """
 
     checkpoint: Checkpoint
@@ -98,6 +99,7 @@ class ConversionPlan:
     token_bytes: tuple[int, ...] | None = None
     bits: float | None = None
     device: torch.device = CPU
+    bias_free: bool = False
 
     @property
     def before(self) -> ModelSpec:
@@ -107,7 +109,7 @@ class ConversionPlan:
     @property
     def is_exact(self) -> bool:
         """Whether the result computes what the source computes, apart from rounding."""
-        return self.token_bytes is None and self.method.is_exact(self.before, self.after)
+        return self.token_bytes is None and not self.bias_free and self.method.is_exact(self.before, self.after)
 
     @property
     def spends_bytes(self) -> bool:
@@ -143,6 +145,9 @@ class ConversionPlan:
         """The target of one layer."""
         spec = (self.after.cross_layers if place.cross else self.after.layers)[place.index]
         assert isinstance(spec, GroupedSpec | LatentSpec)
+        if self.bias_free:
+            assert isinstance(spec, LatentSpec)
+            spec = as_latent(self.before.layers[place.index], spec.kv_lora_rank - 1, spec.qk_rope_head_dim)
         return LayerTarget(
             spec,
             key_weight=KEY_WEIGHT if self.key_weights is None else self.key_weights[place.index],
@@ -176,9 +181,9 @@ def make_plan(
     method: str | None = None,
     dtype: torch.dtype | None = None,
     without: Collection[str] = (),
-    spread: bool = False,
     calibration: Calibration | None = "text",
     device: torch.device = CPU,
+    bias_free: bool = False,
 ) -> ConversionPlan:
     """Plan a conversion with all stages that its method has and that apply.
 
@@ -188,9 +193,9 @@ def make_plan(
         method: the user's spelling of the method; the default for the target when None.
         dtype: the dtype of the output; the source's when None.
         without: the stages to leave out; without ``sensitivity``, ``spread`` is left out too.
-        spread: whether the cache is spread over layers at any size; below `SPREAD_BELOW` and for bytes it always is.
         calibration: the kind of evidence that layers are solved from; None for weights alone.
         device: see `ConversionPlan`.
+        bias_free: see `ConversionPlan`.
 
     Raises:
         ArgumentError: a layer cannot have the size, or the method does not go with the target.
@@ -201,6 +206,13 @@ def make_plan(
     refuse_latent(before)  # first: this reason is clearer than that the family has no file
     _ = checkpoint.family  # refuses a family without a file by name
     after = convert_spec(before, target)
+    if target.has_constant and after.mechanism == "mla":
+        after = replace(
+            after,
+            layers=tuple(
+                _with_constant(*pair, target, bias_free) for pair in zip(before.layers, after.layers, strict=True)
+            ),
+        )
     check_complete(checkpoint)  # before anything as large as the config claims is built
     plan = ConversionPlan(
         checkpoint=checkpoint,
@@ -209,13 +221,37 @@ def make_plan(
         dtype=dtype or checkpoint.dtype,
         mixes_heads="channels" not in without,
         device=device,
+        bias_free=bias_free,
     )
     if target.is_coded:
         refuse_codes(after)
         plan = replace(plan, token_bytes=_shares(before, after, target), bits=target.bits)
     left_out = {*without, *(_NEEDS_TEXT if calibration == "statistics" else ())}
-    stages = () if calibration is None or plan.is_exact else tuple(_stages(plan, left_out, spread))
+    stages = () if calibration is None or plan.is_exact else tuple(_stages(plan, left_out, target.spreads))
     return replace(plan, stages=stages)
+
+
+def _with_constant(source: AttentionSpec, layer: AttentionSpec, target: Target, bias_free: bool) -> LatentSpec:
+    """The spec of a layer whose latent gets a constant channel, here or, unless it is without biases, later.
+
+    Of a budget, the rotary key gets a half, a quarter … of a head's rotated dims, or all, whichever is nearest to its
+    usual share: combs of so many frequencies reach from the fastest to nearly the slowest one.
+
+    Raises:
+        ArgumentError: the latent has no other channel.
+    """
+    assert isinstance(layer, LatentSpec)
+    rank, rotary = layer.kv_lora_rank, layer.qk_rope_head_dim
+    if target.kv_budget is not None and source.rope is not None:
+        widths = [source.rope.dim]
+        while widths[-1] % 4 == 0:
+            widths.append(widths[-1] // 2)
+        chosen = min(widths, key=lambda width: max(width / rotary, rotary / width))
+        rank, rotary = rank + rotary - chosen, chosen
+    if rank < 2:
+        raise ArgumentError("kv_lora_rank", rank, "must be at least 2: one channel of the latent is a constant")
+    solved = as_latent(source, rank - 1, rotary)
+    return as_normed(solved) if bias_free else solved
 
 
 def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, ...]:

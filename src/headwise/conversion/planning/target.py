@@ -31,6 +31,9 @@ class Target:
         qk_rope_head_dim: for ``mla``, the width of the rotary key, with ``kv_lora_rank``.
         kv_bytes: the fraction of the bytes of the source's cache in bfloat16 to keep, in codes.
         bits: the bits of a cached value on average; None for a cache without codes.
+        spreads: for ``mla``, whether the cache is spread over layers at any size; where few values are kept, and for
+            ``kv_bytes``, it always is.
+        has_constant: for ``mla``, whether one channel of the latent is a constant.
     """
 
     mechanism: str
@@ -40,6 +43,8 @@ class Target:
     qk_rope_head_dim: int | None = None
     kv_bytes: float | None = None
     bits: float | None = None
+    spreads: bool = False
+    has_constant: bool = False
 
     @property
     def is_coded(self) -> bool:

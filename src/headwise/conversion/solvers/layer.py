@@ -141,7 +141,7 @@ def latent_heads(
     """The queries, decoded keys and values of MLA: each head's key is its content and the shared rotary key.
 
     Args:
-        state: the layer's tensors, without a query latent or norms.
+        state: the layer's tensors, without a query latent.
         spec: the layer's spec; N is the width of its heads' content.
         inputs: ``[T, E]``.
         rows: ``[S]``, the positions of the queries.
@@ -161,7 +161,11 @@ def latent_heads(
     latent = _project(state, "kv_a_proj_with_mqa", inputs)  # [T, R + P], the rotary key last
     if code is not None:
         latent = coded(latent, code)
-    content = _split(F.linear(latent[:, :R], state["kv_b_proj.weight"]), H)  # [H, T, N + V]
+    decoded = latent[:, :R]
+    if spec.latent_norm:
+        weight = state["kv_a_layernorm.weight"]
+        decoded = F.rms_norm(decoded.to(weight.dtype), (R,), weight, NORM_EPS)
+    content = _split(F.linear(decoded, state["kv_b_proj.weight"]), H)  # [H, T, N + V]
     key, value = content[..., :N], content[..., N:]
     if channels:
         assert rotation is not None

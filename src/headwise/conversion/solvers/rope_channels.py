@@ -134,6 +134,30 @@ def lost_rotation(channels: Channels, query_energy: Tensor, rotation: Tensor) ->
     return channels.energy * torch.einsum("kf,fkc->fc", by_key, channels.back.abs().square())
 
 
+def keep_comb(energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
+    """Choose channels whose frequencies are a comb, every s-th one from the first on, as plain RoPE has them.
+
+    Of all combs it is the one whose channels, the strongest of each frequency, lose most without their rotation.
+
+    For example ``keep_comb(channels.energy, lost, 16)`` keeps every frequency of the first 16, or every second of 32.
+
+    Args:
+        energy: see `keep_rotation`, as for ``lost``.
+        lost: ``[F, K]``.
+        pairs: the number of channels to choose, at most F.
+
+    Returns:
+        bool ``[F, K]``, True for ``pairs`` channels.
+    """
+    frequencies = len(energy)
+    steps = range(1, (frequencies - 1) // max(pairs - 1, 1) + 1) if pairs > 1 else range(1, 2)
+    score = lost[:, 0] + torch.finfo(lost.dtype).eps * energy[:, 0]
+    best = max(steps, key=lambda step: float(score[: (pairs - 1) * step + 1 : step].sum()))
+    mask = torch.zeros(energy.shape, dtype=torch.bool)
+    mask[: (pairs - 1) * best + 1 : best, 0] = True
+    return mask
+
+
 def keep_rotation(energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
     """Choose the channels that keep their rotation: those that lose most without it, ties by energy, then by order.
 
