@@ -4,7 +4,7 @@
 
 SmolLM2, and a qwen2 of random weights in the shape of 0.5B parameters (24 layers of 14 query heads and 2 key–value
 heads, width 896, vocabulary 151,936), to half of their values, from 16,384 tokens of WikiText-2 train, with every
-stage. Run it on an idle machine.
+stage of the default. Run it on an idle machine.
 """
 
 from __future__ import annotations

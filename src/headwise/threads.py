@@ -77,18 +77,22 @@ def workers() -> Iterator[Workers]:
 
     For example ``with workers() as threads: losses = list(threads.map(loss, windows))``.
     """
-    threads = torch.get_num_threads()
-    is_watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
-    if threads < WORKERS or is_watched:
+    threads, share = torch.get_num_threads(), _share()
+    if share == 0:
         yield Workers(None)
         return
-    share = threads // WORKERS
     try:
         torch.set_num_threads(share)
         with ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(share,)) as pool:
             yield Workers(pool)
     finally:
         torch.set_num_threads(threads)
+
+
+def _share() -> int:
+    """The number of torch's threads that each worker has; 0 where all is done in the caller's thread."""
+    is_watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+    return 0 if is_watched else torch.get_num_threads() // WORKERS
 
 
 def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
@@ -103,9 +107,9 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> I
         items: the items, which are taken in the caller's thread.
     """
     remaining = iter(items)
-    first = list(islice(remaining, WORKERS))
+    first = list(islice(remaining, WORKERS)) if _share() else []
     if len(first) < WORKERS:
-        yield from map(function, first)
+        yield from map(function, chain(first, remaining))
         return
     with workers() as threads:
         yield from threads.map(function, chain(first, remaining))

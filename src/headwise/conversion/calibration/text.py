@@ -187,39 +187,30 @@ class TextCalibrator(Calibrator):
         a tensor does not suit; and a descent hardly lowers what rounding loses.
         """
         with self._timed("windows"):
-            return self._refine(place, layer, token_bytes, last_step)
-
-    def _refine(
-        self,
-        place: Place,
-        layer: Layer,
-        token_bytes: int | None,
-        last_step: Callable[[Layer], Layer] | None,
-    ) -> Refined:
-        current = self._current_layer(place)
-        best = self._candidate(layer.float(), "solved")
-        cost = current.cost.limited(self._held_costs(best.output, current.cost))
-        errors = {"solved": self._held_error(best, cost)}
-        chosen = "solved"
-        if "refine" in self.stages:
-            candidate = self._descended(best, cost)
-            errors["refine"] = self._held_error(candidate, cost)
-            if errors["refine"] < errors["solved"]:
-                chosen, best = "refine", candidate
-        if token_bytes is not None:
-            chosen, best = "code", self._coded(best.layer, token_bytes)
-            errors["code"] = self._held_error(best, cost)
-        if last_step is not None:
-            chosen, best = "norm", self._candidate(last_step(best.layer).float(), "norm")
-            errors["norm"] = self._held_error(best, cost)
-        if "refit" in self.stages:
-            for candidate in self._refitted(best, cost):
-                error = self._held_error(candidate, cost)
-                errors["refit"] = min(error, errors.get("refit", error))
-                if error < errors[chosen]:
-                    chosen, best = "refit", candidate
-        self._best = best
-        return Refined(best.layer, errors, chosen)
+            current = self._current_layer(place)
+            best = self._candidate(layer.float(), "solved")
+            cost = current.cost.limited(self._held_costs(best.output, current.cost))
+            errors = {"solved": self._held_error(best, cost)}
+            chosen = "solved"
+            if "refine" in self.stages:
+                candidate = self._descended(best, cost)
+                errors["refine"] = self._held_error(candidate, cost)
+                if errors["refine"] < errors["solved"]:
+                    chosen, best = "refine", candidate
+            if token_bytes is not None:
+                chosen, best = "code", self._coded(best.layer, token_bytes)
+                errors["code"] = self._held_error(best, cost)
+            if last_step is not None:
+                chosen, best = "norm", self._candidate(last_step(best.layer).float(), "norm")
+                errors["norm"] = self._held_error(best, cost)
+            if "refit" in self.stages:
+                for candidate in self._refitted(best, cost):
+                    error = self._held_error(candidate, cost)
+                    errors["refit"] = min(error, errors.get("refit", error))
+                    if error < errors[chosen]:
+                        chosen, best = "refit", candidate
+            self._best = best
+            return Refined(best.layer, errors, chosen)
 
     @torch.no_grad()
     def advance(self, place: Place, refined: Refined) -> None:

@@ -33,7 +33,7 @@ ENOUGH_BITS = 4.5
 
 SPREAD_BELOW = 0.45
 """The part of the source's values below which the cache is spread over layers unless the user asks. Above it, refits
-make up for an even allocation, at a fraction of the time."""
+make up for much of what an even allocation loses, at a fraction of the time."""
 
 _NEEDS_TEXT = ("recall", "spread", "sequence", "refine", "refit")
 """Stages of a text, and of a model that runs on it; the others can use saved statistics."""
