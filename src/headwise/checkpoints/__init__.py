@@ -3,7 +3,7 @@
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
 from headwise.checkpoints.family import Family, family_names, family_of, has_family
 from headwise.checkpoints.folder import FolderCheckpoint
-from headwise.checkpoints.gguf import GgufCheckpoint
+from headwise.checkpoints.gguf import GGUF_TYPES, GgufCheckpoint, GgufFile, tokenizer_fields
 from headwise.checkpoints.identity import model_identity, run_identity, versions
 from headwise.checkpoints.layout import Layout
 from headwise.checkpoints.open import model_path, open_checkpoint
@@ -13,11 +13,13 @@ from headwise.checkpoints.writer import FolderWriter, check_output
 
 __all__ = [
     "DTYPES",
+    "GGUF_TYPES",
     "Checkpoint",
     "Family",
     "FolderCheckpoint",
     "FolderWriter",
     "GgufCheckpoint",
+    "GgufFile",
     "Layout",
     "TensorInfo",
     "check_output",
@@ -37,5 +39,6 @@ __all__ = [
     "refuse_unsafe",
     "run_identity",
     "tokenize",
+    "tokenizer_fields",
     "versions",
 ]

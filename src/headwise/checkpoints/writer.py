@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -224,6 +224,21 @@ class FolderWriter:
         with self._clearly():
             (self.folder / name).write_bytes(content)
 
+    def write_file(self, name: str, write: Callable[[Path], None]) -> None:
+        """Let a function write a file of the folder, such as one that is too large for memory.
+
+        Args:
+            name: of the file.
+            write: writes the file at the path that it is given.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        start = time.perf_counter()
+        with self._clearly():
+            write(self.folder / name)
+        self.write_seconds += time.perf_counter() - start
+
     def add_companions(self, checkpoint: Checkpoint) -> None:
         """Copy the source's tokenizer and settings into the folder, and note what is left out.
 
@@ -286,7 +301,7 @@ class FolderWriter:
         return False
 
     def _write_index(self) -> None:
-        if [shard.file for shard in self._shards] != [SINGLE]:
+        if self._tensors and [shard.file for shard in self._shards] != [SINGLE]:
             weight_map = {name: shard.file for name, shard in self._shard_of.items()}
             total = sum(shard.nbytes for shard in self._shards)
             self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

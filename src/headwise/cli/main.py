@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         demo,
         doctor,
         evaluate,
+        export,
         frontier,
         generate,
         inspect,

@@ -9,6 +9,7 @@ from headwise.conversion.methods.transmla import transmla
 from headwise.conversion.one_layer import convert_to_grouped
 from headwise.conversion.output.deepseek import common_spec, deepseek_config, deepseek_layer, export_deepseek
 from headwise.conversion.output.formats import FORMATS, StockReport
+from headwise.conversion.output.gguf import export_gguf
 from headwise.conversion.planning.target import Target, convert_spec, parse_target
 from headwise.conversion.report import Conversion
 from headwise.conversion.solvers.joint_latent import joint_latent
@@ -37,6 +38,7 @@ __all__ = [
     "deepseek_config",
     "deepseek_layer",
     "export_deepseek",
+    "export_gguf",
     "find_method",
     "first_head",
     "joint_latent",

@@ -12,6 +12,7 @@ import torch
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.disk import refuse_input_within
+from headwise.checkpoints.writer import MODEL
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, prove
 from headwise.conversion.estimate import estimate_stages
@@ -143,14 +144,17 @@ class _Prepared:
     def writer(self) -> FolderWriter:
         """The writer of the folder, with the tensors that it has if the cache is not spread over layers."""
         layout, is_exported = OutputLayout(self.plan), self.format.is_exported
+        announced = self.format.announced(layout)
+        work_bytes = sum(info.nbytes for info in layout.tensors.values())
         return FolderWriter(
             self.output,
-            self.format.tensors(layout),
+            announced,
             run=self.run,
             overwrite=self.options.overwrite,
             provisional=not is_exported,
             # An exported folder is written from a whole one in headwise's own format.
-            work_bytes=sum(info.nbytes for info in layout.tensors.values()) if is_exported else 0,
+            work_bytes=work_bytes * (1 if announced else 2) if is_exported else 0,
+            mark=self.format.mark,
         )
 
     def notes(self, tokens: int | None) -> list[str]:
@@ -164,19 +168,18 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     dtype = None if options.dtype is None else as_dtype(options.dtype)
     device = own_device(options.device)
-    check_output(output, overwrite=options.overwrite)
+    folder_format = output_format(options.format)
+    check_output(output, overwrite=options.overwrite, mark=folder_format.mark)
     checkpoint = open_checkpoint(source)
     refuse_cross_layers(checkpoint, texts)
     _refuse_inputs_within(output, checkpoint, options, texts)
-    folder_format = output_format(options.format)
-    if options.bias_free:
-        if not folder_format.may_lack_biases:
-            raise ArgumentError("bias_free", True, "goes with format deepseek")
-        if not texts and options.statistics is None:
-            rule = (
-                "needs a text to calibrate on, or statistics: without biases a constant is a function of the inputs"
-            )
-            raise ArgumentError("bias_free", True, rule)
+    if options.bias_free and not (folder_format.may_lack_biases and target.mechanism == "mla"):
+        raise ArgumentError("bias_free", True, "goes with mla in format deepseek or gguf")
+    bias_free = options.bias_free or (folder_format.lacks_biases and target.mechanism == "mla")
+    if bias_free and not texts and options.statistics is None:
+        field, value = ("bias_free", True) if options.bias_free else ("format", options.format)
+        rule = "needs a text to calibrate on, or statistics: without biases a constant is a function of the inputs"
+        raise ArgumentError(field, value, rule)
     target = replace(target, spreads=options.spread, has_constant=folder_format.has_constant)
     plan = make_plan(
         checkpoint,
@@ -186,7 +189,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         without=[*options.without, *(["spread"] if folder_format.is_exported else [])],
         calibration="statistics" if options.statistics is not None else "text" if texts else None,
         device=device,
-        bias_free=options.bias_free,
+        bias_free=bias_free,
     )
     if plan.token_bytes is not None and folder_format.is_exported:
         rule = "has no place for the codes of a cache; leave out kv_bytes and bits, or the format"
@@ -195,7 +198,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     if options.spread and "spread" not in plan.stages:
         rule = "goes with mla of a decoder to a part of its values, on a text, in headwise's own format"
         raise ArgumentError("spread", True, rule)
-    folder_format.config(OutputLayout(plan))  # refused where the result cannot have the format
+    folder_format.check(OutputLayout(plan))
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)
     exam, no_exam = _find_exam(checkpoint, options, texts, statistics)
     return _Prepared(
@@ -261,17 +264,19 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
     plan = prepared.plan
     layout = OutputLayout(plan)
     notes = prepared.notes(None) + ([UNKNOWN_SPREAD] if "spread" in plan.stages else [])
+    config, tensors = prepared.format.config(layout), prepared.format.tensors(layout)
     report = describe(
         plan,
-        prepared.format.config(layout),
-        prepared.format.tensors(layout),
+        config,
+        tensors,
         source=prepared.source,
         output=str(prepared.output),
         seconds=sum(_seconds(prepared, progress).values()),
         notes=notes,
         code_bytes=plan.code_bytes,
     )
-    return replace(report, dry_run=True)
+    weight_bytes = prepared.format.weight_bytes(tensors, config, plan)
+    return replace(report, dry_run=True, format=prepared.format.name, disk_bytes=weight_bytes)
 
 
 def _expect(prepared: _Prepared, progress: TimedProgress) -> None:
@@ -317,6 +322,8 @@ def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str],
     )
     return replace(
         report,
+        format=prepared.format.name,
+        disk_bytes=prepared.format.weight_bytes(written.tensors, written.config, prepared.plan),
         calibration_tokens=written.tokens,
         calibration_window=written.window,
         seconds_reading=prepared.plan.checkpoint.read_seconds + written.read_seconds,
@@ -366,6 +373,8 @@ def _card_facts(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str
         notes=notes,
     )
     facts = replace(facts, code_bytes=written.code_bytes)
+    if prepared.format.mark != MODEL:
+        facts = replace(facts, layout="gguf")
     if report.evaluation is None:
         return facts
     plain = None if report.plain is None else report.plain.line

@@ -32,6 +32,7 @@ class Conversion:
             in the model.
         mechanism: the result's mechanism.
         label: the result's mechanism and sizes, in words.
+        format: the format of the folder, as the user names it.
         method: the method that converted the layers: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head``, or
             for mla ``headwise`` or a published method.
         dtype: the dtype of the result.
@@ -54,7 +55,7 @@ class Conversion:
         evaluation: the result beside its source, on text that it was not calibrated on; None if it was skipped.
         plain: the source with its cache quantised to about as many bytes, on the same text; None if it was not
             evaluated or its cache is no larger.
-        stock: the loss by a stock folder's format; None except for ``format="deepseek"``.
+        stock: the loss by a stock folder's format; None for ``format="headwise"``.
         spread: the allocation of an MLA's cache to layers; None if none was searched.
         notes: notes for the user.
     """
@@ -66,6 +67,7 @@ class Conversion:
     label: str
     method: str
     dtype: str
+    format: str = "headwise"
     kv_bytes_per_token_before: int
     kv_bytes_per_token_after: int
     coded: bool = False

@@ -181,12 +181,12 @@ def _write_exported(
     result = summary.load(1)
     about: dict[str, Any] = {"tokens": 0, "window": 0} if result is None else result[1]
     checkpoint = open_checkpoint(own_format)
-    config = output_format.exported_config({**checkpoint.config, "dtype": dtype_name(checkpoint.dtype)})
+    config = output_format.exported_config(checkpoint.config | {"dtype": dtype_name(checkpoint.dtype)})
     barrier()  # every process has read the folder before it is removed
     report = StockReport(shared_plan_error=about.get("shared"), own_plan_error=about.get("own"))
     if process_index() == 0:
         with computing_on(CPU):  # the folder is read once more
-            output_format.export(writer, checkpoint, config, inputs.progress)
+            config = output_format.export(writer, checkpoint, plan, inputs.progress)
         writer.note_left_out(plan.checkpoint)  # links of the source, which the working folder does not have
         report = _compared(report, checkpoint, writer, inputs.exam, plan.device)
     return WrittenFolder(
@@ -208,7 +208,7 @@ def _shared_channels(
     output_format: OutputFormat,
 ) -> Tensor | None:
     """The channels that all layers share, chosen once; None where layers keep all channels."""
-    if plan.is_exact:
+    if plan.is_exact or plan.after.mechanism != "mla":
         return None
     if (result := summary.load(0)) is not None:
         return moved(result[0]["kept"])

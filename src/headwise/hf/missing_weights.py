@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headwise.checkpoints import Checkpoint
+from headwise.checkpoints import Checkpoint, has_family
 from headwise.cost import model as cost
 from headwise.errors import CheckpointError, SpecError
 from headwise.hf.config import model_class, refused, stock_config
@@ -55,7 +55,7 @@ def check_complete(checkpoint: Checkpoint) -> None:
     For example ``check_complete(open_checkpoint("./model"))``.
 
     Args:
-        checkpoint: of a family in `headwise.checkpoints`.
+        checkpoint: of any model that transformers has.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is not in the model.
@@ -63,8 +63,9 @@ def check_complete(checkpoint: Checkpoint) -> None:
     _check_depth(checkpoint)
     # Attention first, by the family's names: building a model of thousands of layers to learn its names takes a
     # minute, which a config with too many layers should not cost.
-    for name, shape in _attention_shapes(checkpoint):
-        _check_tensor(checkpoint, name, shape)
+    if has_family(str(checkpoint.config.get("model_type"))):
+        for name, shape in _attention_shapes(checkpoint):
+            _check_tensor(checkpoint, name, shape)
     expected, tied = _meta_tensors(checkpoint.config)
     for name, shape in expected.items():
         _check_tensor(checkpoint, name, shape)

@@ -136,15 +136,16 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
         "of them are, and for kv_bytes",
         default=False,
     )
-    format: Literal["headwise", "deepseek", "deepseek-longrope"] = option(
-        "mla: the folder format: headwise; deepseek, a stock deepseek_v3 folder as engines load it, with one size "
-        "for all layers and plain RoPE; or deepseek-longrope, with any list of rotary channels, which transformers "
-        "loads",
+    format: Literal["headwise", "deepseek", "deepseek-longrope", "gguf", "gguf-q8_0"] = option(
+        "the folder format: headwise, the family's own for all but mla; deepseek, for mla, a stock deepseek_v3 "
+        "folder as engines load it, with one size for all layers and plain RoPE; deepseek-longrope, for mla, with "
+        "any list of rotary channels, which transformers loads; gguf, one file for llama.cpp in the result's dtype; "
+        "or gguf-q8_0, in eight bits a weight",
         default="headwise",
     )
     bias_free: bool = option(
-        "format deepseek: no biases, which most engines do not load; the constant that the latent's norm needs is "
-        "then a function of the inputs, fitted to the text",
+        "mla in format deepseek, and always in gguf: no biases, which most engines do not load; the constant that "
+        "the latent's norm needs is then a function of the inputs, fitted to the text",
         default=False,
     )
     evaluate: bool | str | Path | Sequence[str | Path] = option(

@@ -6,6 +6,7 @@ from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.gguf import read_gguf_header
 from headwise.specs.gguf_config import gguf_config
+from headwise.specs.gguf_metadata import GgufModel, gguf_model
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
 from headwise.specs.latent import LatentSpec
@@ -38,6 +39,7 @@ __all__ = [
     "BodySpec",
     "ExpertLatentSpec",
     "FeedForwardSpec",
+    "GgufModel",
     "GroupedSpec",
     "LatentSpaceSpec",
     "LatentSpec",
@@ -51,6 +53,7 @@ __all__ = [
     "catalog",
     "fetch_hub",
     "gguf_config",
+    "gguf_model",
     "hosted_attention",
     "layer_spec",
     "locate",

@@ -145,7 +145,10 @@ def _llama(model_type: str, header: GgufHeader, get: Get) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(get)}
     if _FREQS in header.factors:
         rope = _llama3_rope(header.factors[_FREQS], _theta(get), heads["head_dim"])
-    return {"model_type": model_type, **heads, "rope_parameters": rope}
+    config = {"model_type": model_type, **heads, "rope_parameters": rope}
+    if "blk.0.attn_q.bias" in header.tensors and model_type == "llama":  # Qwen2's need no word in the config
+        config["attention_bias"] = True
+    return config
 
 
 def _llama3_rope(factors: tuple[float, ...], theta: float, head_dim: Any) -> dict[str, Any]:
@@ -154,22 +157,40 @@ def _llama3_rope(factors: tuple[float, ...], theta: float, head_dim: Any) -> dic
     Raises:
         SpecError: they are other factors.
     """
-    low, high, original = _LLAMA3.values()
     factor = max(factors, default=0.0)
-    expected: list[float] = []
-    has_numbers = type(head_dim) is int and head_dim > 0 and 0 < theta < math.inf and 0 < factor < math.inf
-    for pair in range(len(factors) if has_numbers else 0):
-        wavelength = 2 * math.pi * theta ** (2 * pair / head_dim)
-        part = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)  # 0 where all is scaled
-        expected.append(1 / ((1 - part) / factor + part))
-    is_llama3 = (
-        len(expected) == len(factors)
-        and 2 * len(factors) == head_dim
-        and all(math.isclose(own, other, rel_tol=1e-4) for own, other in zip(factors, expected, strict=True))
+    fits = type(head_dim) is int and head_dim == 2 * len(factors) and 0 < theta < math.inf and 0 < factor < math.inf
+    is_llama3 = fits and all(
+        math.isclose(own, other, rel_tol=1e-4)
+        for own, other in zip(factors, llama3_factors(theta, head_dim, factor, *_LLAMA3.values()), strict=True)
     )
     if not is_llama3:
         raise SpecError(_FREQS, f"{len(factors)} factors", "are not those of Llama 3's RoPE; use the safetensors")
     return {"rope_type": "llama3", "rope_theta": theta, "factor": _shortest_float32(factor), **_LLAMA3}
+
+
+def llama3_factors(
+    theta: float, head_dim: int, factor: float, low: float, high: float, original: float
+) -> tuple[float, ...]:
+    """What the scaling of Llama 3.1 and later divides the frequency of each rotary pair by.
+
+    For example ``llama3_factors(500_000.0, 128, 8.0, 1.0, 4.0, 8192)[0]`` is 1.0.
+
+    Args:
+        theta: the base of the frequencies.
+        head_dim: D, of which all dims are rotated.
+        factor: what slow frequencies are divided by.
+        low: frequencies of fewer turns than this in ``original`` tokens are slow.
+        high: frequencies of more turns than this stay.
+        original: tokens that the model was first trained on.
+
+    Source: transformers' ``modeling_rope_utils``, and what llama.cpp's converter writes.
+    """
+    factors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * pair / head_dim)
+        part = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)  # 0 where all is scaled
+        factors.append(1 / ((1 - part) / factor + part))
+    return tuple(factors)
 
 
 def _phi3(header: GgufHeader, get: Get) -> dict[str, Any]:
@@ -256,9 +277,12 @@ def _deepseek2(header: GgufHeader, get: Get) -> dict[str, Any]:
         raise SpecError("deepseek2.expert_gating_func", gating, f"must be {_SOFTMAX} or {_SIGMOID}")
     # Files without the lengths of MLA are older, and those of attention are of its heads.
     key = get("attention.key_length_mla", get("attention.key_length"))
-    groups, experts = (
-        _needed(header, get, key, at) for key, at in (("expert_group_count", 1), ("expert_count", None))
-    )
+    groups = _needed(header, get, "expert_group_count", 1)
+    layers, dense = get("block_count"), get("leading_dense_block_count", 0)
+    # A model of dense layers alone has no experts, but its config names the numbers of one.
+    has_experts = not (isinstance(layers, int) and isinstance(dense, int) and dense >= layers)
+    one = None if has_experts else 1
+    experts = _needed(header, get, "expert_count", one)
     is_v3 = gating == _SIGMOID
     if experts % groups:
         raise SpecError("deepseek2.expert_group_count", groups, f"must divide expert_count = {experts}")
@@ -267,17 +291,17 @@ def _deepseek2(header: GgufHeader, get: Get) -> dict[str, Any]:
     config = {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         "num_key_value_heads": get("attention.head_count"),
-        "q_lora_rank": get("attention.q_lora_rank"),
+        "q_lora_rank": get("attention.q_lora_rank") or None,  # 0 is none
         "kv_lora_rank": rank,
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": key - rotary if isinstance(key, int) and isinstance(rotary, int) else None,
         "v_head_dim": get("attention.value_length_mla", get("attention.value_length")),
         "rope_parameters": _deepseek_rope(header, get),
         "n_routed_experts": experts,
-        "n_shared_experts": get("expert_shared_count"),
-        "num_experts_per_tok": _needed(header, get, "expert_used_count"),
+        "n_shared_experts": get("expert_shared_count") or one,
+        "num_experts_per_tok": _needed(header, get, "expert_used_count", one),
         "moe_intermediate_size": _needed(header, get, "expert_feed_forward_length"),
-        "first_k_dense_replace": get("leading_dense_block_count", 0),
+        "first_k_dense_replace": dense,
         "n_group": groups,
         "topk_group": _needed(header, get, "expert_group_used_count", 1),
         "norm_topk_prob": bool(get("expert_weights_norm", False)),

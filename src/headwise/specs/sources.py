@@ -43,7 +43,8 @@ def locate(source: str | Path) -> Source:
 
     For example ``locate("llama-3-8b").kind`` is ``"catalog"``.
 
-    A path takes precedence over a catalog name. A hub model must be written ``hf://owner/name``.
+    A path takes precedence over a catalog name. A hub model must be written ``hf://owner/name``. A folder without a
+    ``config.json`` that holds one ``.gguf`` is that file.
 
     Raises:
         ArgumentError: there is no such path or name.
@@ -56,7 +57,7 @@ def locate(source: str | Path) -> Source:
     if not (name and _exists(path)):
         return _named(name)
     if path.is_dir():
-        return Source(name, "folder", path)
+        return Source(name, "folder", path) if (file := _only_gguf(path)) is None else Source(name, "gguf", file)
     if path.suffix == ".gguf":
         return Source(name, "gguf", path)
     if path.suffix == ".json":
@@ -73,6 +74,15 @@ def _exists(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The file of a folder that has one ``.gguf`` and no config; None for every other folder."""
+    try:
+        files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+    except OSError:
+        return None
+    return files[0] if len(files) == 1 else None
 
 
 def _named(name: str) -> Source:

@@ -241,7 +241,7 @@ def test_engines_get_plain_rope_and_names_that_they_read(
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"bias_free": True}, "bias_free = True: goes with format deepseek"),
+        ({"bias_free": True}, "bias_free = True: goes with mla in format deepseek or gguf"),
         ({"bias_free": True, "format": "deepseek", "calibrate": None}, "bias_free = True: needs a text to calibrate"),
         ({"format": "deepseek", "qk_rope_head_dim": 10}, "qk_rope_head_dim = 10: must be at most 8 for deepseek"),
         ({"format": "deepseek", "kv_lora_rank": 1}, "kv_lora_rank = 1: must be at least 2"),

@@ -3,4 +3,10 @@
 from headwise.checkpoints.families import llama
 from headwise.checkpoints.family import Family
 
-FAMILY = Family(model_type="mistral", layer=llama.FAMILY.layer, attention=llama.FAMILY.attention)
+FAMILY = Family(
+    model_type="mistral",
+    layer=llama.FAMILY.layer,
+    attention=llama.FAMILY.attention,
+    gguf_tensors=llama.FAMILY.gguf_tensors,
+    gguf_interleaved=True,
+)

@@ -60,7 +60,9 @@ def _show(report: Conversion) -> None:
     out.print(f"{'about ' if report.dry_run else ''}{report.seconds:.1f} s{peak}")
     if report.model_type.startswith(HOSTED_PREFIX) and not report.dry_run:
         out.print("run it with headwise.load, or in transformers after import headwise.hf")
-    elif report.stock is not None:
+    elif report.format.startswith("gguf"):
+        out.print(f"llama.cpp loads it: llama-server -m {report.output}/model.gguf", markup=False)
+    elif report.format.startswith("deepseek"):
         out.print("transformers loads it as deepseek_v3; after headwise.optimize(model) it attends to its latents")
     for note in report.notes:
         out.print(f"note: {note}", markup=False)

@@ -19,7 +19,7 @@ from headwise.hf import auto_class
 from headwise.specs import HOSTED_PREFIX, AttentionSpec, ModelSpec, read_config
 from headwise.specs.sources import BUNDLED
 
-Layout = Literal["stock", "headwise", "deepseek"]
+Layout = Literal["stock", "headwise", "deepseek", "gguf"]
 """The owner of the classes that load a folder."""
 
 _LICENSE = ("license", "license_name", "license_link")
@@ -183,9 +183,11 @@ def base_model_of(source: str | Path) -> str | None:
 
 
 def _metadata(facts: CardFacts) -> str:
-    tags = ["headwise", facts.after.mechanism, "kv-cache", *(["deepseek_v3"] if facts.layout == "deepseek" else [])]
+    layout_tags: dict[str, list[str]] = {"deepseek": ["deepseek_v3"], "gguf": ["gguf", "llama.cpp"]}
+    tags = ["headwise", facts.after.mechanism, "kv-cache", *layout_tags.get(facts.layout, [])]
     license_fields = {key: value for key, value in facts.license.items() if key in _LICENSE}
-    data = ModelCardData(library_name="transformers", base_model=facts.base_model, tags=tags, **license_fields)
+    library = "gguf" if facts.layout == "gguf" else "transformers"
+    data = ModelCardData(library_name=library, base_model=facts.base_model, tags=tags, **license_fields)
     return f"{data.to_yaml()}\n"
 
 
@@ -288,6 +290,9 @@ def _making(facts: CardFacts) -> Iterator[str]:
 
 
 def _loading(facts: CardFacts) -> list[str]:
+    if facts.layout == "gguf":
+        words = "llama.cpp, and programs that are built on it, load `model.gguf`; so does `headwise.load(folder)`."
+        return [words, "```sh\nllama-server -m model.gguf\n```"]
     load = f"model = {facts.auto_class}.from_pretrained(folder)"
     code = f"from transformers import {facts.auto_class}\n\n{load}"
     if facts.layout == "headwise":

@@ -272,15 +272,22 @@ def add_deepseek(
         progress: told of each layer.
     """
     writer.add_companions(checkpoint)
-    for name, tensor in _exported(checkpoint, config, writer.missing, progress):
+    for name, tensor in deepseek_tensors(checkpoint, config, writer.missing, progress):
         writer.add(name, tensor)
     writer.write_json("config.json", config)
 
 
-def _exported(
-    checkpoint: Checkpoint, config: Mapping[str, Any], names: Sequence[str], progress: Progress
+def deepseek_tensors(
+    checkpoint: Checkpoint, config: Mapping[str, Any], names: Sequence[str], progress: Progress = silent
 ) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of the stock folder, in order."""
+    """The named tensors of a stock model, in order, with one layer in memory at a time.
+
+    Args:
+        checkpoint: the folder in headwise's own format.
+        config: from `deepseek_config`.
+        names: of tensors of the stock model.
+        progress: told of each layer.
+    """
     layers = checkpoint.spec.layers
     owner = {name: index for index in range(len(layers)) for name in names if name.startswith(_prefix(index))}
     current, tensors = -1, dict[str, Tensor]()

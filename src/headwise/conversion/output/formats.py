@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo
+from headwise.checkpoints import Checkpoint, FolderWriter, GgufFile, TensorInfo, dtype_name, tokenizer_fields
+from headwise.checkpoints.writer import MODEL
 from headwise.conversion.output.deepseek import add_deepseek, deepseek_config
+from headwise.conversion.output.gguf import engine_config, engine_tensors, gguf_type
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan
 from headwise.conversion.solvers.rope_channels import keep_comb, keep_rotation
@@ -28,6 +30,8 @@ class OutputFormat(ABC):
         is_exported: whether it is written from a folder in headwise's own format.
         note: a note for the user about every folder of this format; none when empty.
         may_lack_biases: whether its MLA layers can be without biases.
+        lacks_biases: whether its MLA layers must be without biases.
+        mark: the file that every folder of this format has.
         has_constant: whether a latent of the size that the user asks for has a constant channel among its own.
     """
 
@@ -35,7 +39,9 @@ class OutputFormat(ABC):
     is_exported: ClassVar[bool] = True
     note: ClassVar[str] = ""
     may_lack_biases: ClassVar[bool] = False
+    lacks_biases: ClassVar[bool] = False
     has_constant: ClassVar[bool] = False
+    mark: ClassVar[str] = MODEL
 
     def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
         """Choose the rotary channels that all layers share; see `keep_rotation`."""
@@ -50,18 +56,40 @@ class OutputFormat(ABC):
             SpecError: the format cannot hold the source's family.
         """
 
+    def check(self, layout: OutputLayout) -> None:
+        """Refuse a result that the format cannot hold, before any work.
+
+        Raises:
+            ArgumentError: the result cannot have the format.
+            CheckpointError: the format cannot hold the source's tokenizer.
+            SpecError: the format cannot hold the source's family.
+        """
+        self.config(layout)
+
     @abstractmethod
     def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
-        """All tensors of the folder, in the folder's order."""
+        """All tensors of the model, in the folder's order."""
+
+    def announced(self, layout: OutputLayout) -> dict[str, TensorInfo]:
+        """The tensors that are written as safetensors."""
+        return self.tensors(layout)
+
+    def weight_bytes(self, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], plan: ConversionPlan) -> int:
+        """Bytes that the weights take on the disk."""
+        return sum(info.nbytes for info in tensors.values())
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The folder's config, from that of a folder in headwise's own format."""
         return dict(config)
 
     def export(
-        self, writer: FolderWriter, checkpoint: Checkpoint, config: Mapping[str, Any], progress: Progress
-    ) -> None:
-        """Add everything that the folder lacks, from a folder in headwise's own format."""
+        self, writer: FolderWriter, checkpoint: Checkpoint, plan: ConversionPlan, progress: Progress
+    ) -> dict[str, Any]:
+        """Add everything that the folder lacks, from a folder in headwise's own format.
+
+        Returns:
+            The config of the model.
+        """
         raise NotImplementedError
 
 
@@ -101,9 +129,12 @@ class DeepseekFormat(OutputFormat):
         if not plan.method.shares_channels:
             rule = f"goes with headwise's own method; {plan.method.spelling} chooses rotary channels layer by layer"
             raise ArgumentError("format", self.name, rule)
-        if self.for_engines:
-            self._refuse_rope(plan)
-        return self.exported_config(layout.config())
+        if not self.for_engines:
+            return self.exported_config(layout.config())
+        self._refuse_rope(plan)
+        # One comb in the place of the one that will be chosen.
+        pairs = [layer.qk_rope_head_dim // 2 for layer in plan.after.layers if isinstance(layer, LatentSpec)]
+        return self.exported_config(layout.config({layer: list(range(count)) for layer, count in enumerate(pairs)}))
 
     def _refuse_rope(self, plan: ConversionPlan) -> None:
         """Refuse rotary keys that plain RoPE cannot have.
@@ -134,10 +165,12 @@ class DeepseekFormat(OutputFormat):
         return deepseek_config(config, for_engines=self.for_engines)
 
     def export(
-        self, writer: FolderWriter, checkpoint: Checkpoint, config: Mapping[str, Any], progress: Progress
-    ) -> None:
+        self, writer: FolderWriter, checkpoint: Checkpoint, plan: ConversionPlan, progress: Progress
+    ) -> dict[str, Any]:
         """See `add_deepseek`."""
+        config = self.exported_config(_full_config(checkpoint))
         add_deepseek(writer, checkpoint, config, progress)
+        return config
 
 
 class DeepseekLongropeFormat(DeepseekFormat):
@@ -152,9 +185,79 @@ class DeepseekLongropeFormat(DeepseekFormat):
         return keep_rotation(energy, lost, pairs)
 
 
+class GgufFormat(OutputFormat):
+    """One GGUF file, as llama.cpp loads it: stock layers as their family's, MLA as ``deepseek2`` without biases."""
+
+    name = "gguf"
+    note = "model.gguf is the whole model, its tokenizer included"
+    may_lack_biases = lacks_biases = has_constant = True
+    mark = "model.gguf"
+    kind: ClassVar[str | None] = None
+    """The type of matrices; None for the model's dtype."""
+
+    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
+        """See `keep_comb`."""
+        return keep_comb(energy, lost, pairs)
+
+    def config(self, layout: OutputLayout) -> dict[str, Any]:
+        """The config of the model that the file holds: stock, or from `deepseek_config`. See `GgufFile`."""
+        if layout.plan.after.mechanism == "mla":
+            config = DEEPSEEK.config(layout)
+            return config | {"attention_bias": False}
+        return layout.config()
+
+    def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
+        """The tensors of transformers' class."""
+        shapes = expected_tensors(self.config(layout))
+        return {name: TensorInfo(shape, layout.plan.dtype) for name, shape in shapes.items()}
+
+    def announced(self, layout: OutputLayout) -> dict[str, TensorInfo]:
+        """None."""
+        return {}
+
+    def check(self, layout: OutputLayout) -> None:
+        """See `OutputFormat.check`."""
+        config = self.config(layout)
+        self._file(config, self.tensors(layout), layout.plan)
+
+    def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `config`."""
+        return engine_config(config)
+
+    def export(
+        self, writer: FolderWriter, checkpoint: Checkpoint, plan: ConversionPlan, progress: Progress
+    ) -> dict[str, Any]:
+        """Write the file."""
+        config = self.exported_config(_full_config(checkpoint))
+        tensors = {name: TensorInfo(shape, plan.dtype) for name, shape in expected_tensors(config).items()}
+        file = self._file(config, tensors, plan)
+        writer.write_file(self.mark, lambda path: file.write(path, engine_tensors(checkpoint, config, progress)))
+        return config
+
+    def weight_bytes(self, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], plan: ConversionPlan) -> int:
+        """See `OutputFormat.weight_bytes`."""
+        return GgufFile(config, tensors, self.kind or gguf_type(plan.dtype)).nbytes
+
+    def _file(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], plan: ConversionPlan) -> GgufFile:
+        kind = self.kind or gguf_type(plan.dtype)
+        return GgufFile(config, tensors, kind, tokenizer_fields(plan.checkpoint, config["vocab_size"]))
+
+
+class GgufQ8Format(GgufFormat):
+    """The same in eight bits: blocks of 32 numbers with a scale, llama.cpp's ``q8_0``."""
+
+    name = "gguf-q8_0"
+    kind = "q8_0"
+
+
+def _full_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {**checkpoint.config, "dtype": dtype_name(checkpoint.dtype)}
+
+
+DEEPSEEK = DeepseekFormat()
 _FORMATS: dict[str, OutputFormat] = {
     folder_format.name: folder_format
-    for folder_format in (HeadwiseFormat(), DeepseekFormat(), DeepseekLongropeFormat())
+    for folder_format in (HeadwiseFormat(), DEEPSEEK, DeepseekLongropeFormat(), GgufFormat(), GgufQ8Format())
 }
 FORMATS = tuple(_FORMATS)
 """The names of the formats."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
-from headwise.checkpoints.gguf_layout import Join, gguf_layout
+from headwise.checkpoints.gguf.layout import Join, gguf_layout
 from headwise.errors import CheckpointError, StorageError
 from headwise.specs import gguf_config, read_gguf_header
 from headwise.specs.gguf import GgufTensor
