@@ -80,7 +80,7 @@ class OutputLayout:
             assert isinstance(layer, GroupedSpec)
             config["num_key_value_heads"] = layer.num_kv_heads
         config["architectures"] = [model_class(config).__name__]
-        return config
+        return config if self.is_hosted else _with_former_rope_keys(config)
 
     def stored(self, place: Place, layer: Layer) -> dict[str, Tensor]:
         """A converted layer's tensors by the folder's names, in its dtype."""
@@ -116,6 +116,24 @@ class OutputLayout:
         spec = self.plan.layer_target(place).spec
         assert isinstance(spec, GroupedSpec)
         return list(family.stored_shapes(place.index, spec, cross=place.cross))
+
+
+def _with_former_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """A stock config with RoPE as transformers 4 wrote it besides, where transformers 5 alone reads it so far.
+
+    MLX-LM reads these keys only, and takes a base of 10,000 where they are missing.
+    """
+    rope = config.get("rope_parameters")
+    if config["model_type"] not in _FORMER_ROPE or not isinstance(rope, Mapping) or "rope_theta" not in rope:
+        return config
+    kind = rope.get("rope_type", "default")
+    scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    former = {"rope_theta": rope["rope_theta"], "rope_scaling": None if kind == "default" else scaling}
+    return {**former, **config}
+
+
+_FORMER_ROPE = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose RoPE had these keys and no others."""
 
 
 def _shares_heads(layer: AttentionSpec) -> bool:

@@ -1,0 +1,1 @@
+"""What headwise writes, run in the engines that people serve models with."""

@@ -1,0 +1,28 @@
+"""What a worker is told on its command line, and what it answers; standard library and NumPy alone.
+
+A worker runs in an environment of its own, where the engine is installed and headwise may not be.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def request() -> dict[str, Any]:
+    """``model``, ``ids``, ``prompt``, ``new``, ``dtype`` and ``log_probs``, the file for the answer's numbers."""
+    asked: dict[str, Any] = json.loads(sys.argv[1])
+    return asked
+
+
+def answer(logits: Any, asked: dict[str, Any], **values: Any) -> None:
+    """Save the log-probabilities ``[S, V]`` of logits, and print everything else as the last line."""
+    numbers = np.asarray(logits, dtype=np.float64)
+    numbers -= numbers.max(-1, keepdims=True)
+    numbers -= np.log(np.exp(numbers).sum(-1, keepdims=True))
+    np.save(Path(asked["log_probs"]), numbers.astype(np.float32))
+    print(json.dumps(values), flush=True)

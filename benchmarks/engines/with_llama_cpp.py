@@ -1,0 +1,66 @@
+"""A GGUF file in llama.cpp; what it allocates for the cache is read off its log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import llama_cpp
+import numpy as np
+from benchmarks.engines.protocol import answer, request
+
+ROOM = 4096
+"""Tokens that the cache is allocated for."""
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What C++ writes to stderr meanwhile, as one string in a list."""
+    said: list[str] = []
+    with tempfile.TemporaryFile() as file:
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield said
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            file.seek(0)
+            said.append(file.read().decode(errors="replace"))
+            sys.stderr.write(said[0])
+
+
+asked = request()
+kind = {"float32": llama_cpp.GGML_TYPE_F32, "float16": llama_cpp.GGML_TYPE_F16}[asked["dtype"]]
+# Flash attention rounds queries, probabilities and values to float16 on a CPU, whatever the cache's type.
+flash = asked["dtype"] != "float32"
+with logged() as log:
+    model = llama_cpp.Llama(
+        asked["model"], n_ctx=ROOM, logits_all=True, n_threads=1, n_threads_batch=1, type_k=kind, type_v=kind,
+        flash_attn=flash,
+    )  # fmt: skip
+ids, prompt = asked["ids"], asked["prompt"]
+model.eval(ids)
+logits = np.array(model.scores[: len(ids)])
+model.reset()
+model.eval(ids[:prompt])
+greedy: list[int] = []
+for _ in range(asked["new"]):
+    greedy.append(int(np.argmax(model.scores[model.n_tokens - 1])))
+    model.eval([greedy[-1]])
+size, cells = re.search(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells", log[0]).groups()  # type: ignore[union-attr]
+text = "In 2048 tokens,  it's about\n\n the café — naïve 1,234.5 x"
+tokens = model.tokenize(text.encode(), add_bos=False, special=True)
+answer(
+    logits,
+    asked,
+    greedy=greedy,
+    cache_bytes=float(size) * 2**20 / int(cells),
+    tokens=tokens,
+    text=text,
+    version=f"llama-cpp-python {llama_cpp.__version__}",
+)

@@ -1,0 +1,35 @@
+"""A model in transformers, with headwise's classes where the folder needs them."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from benchmarks.engines.protocol import answer, request
+
+import headwise
+
+asked = request()
+model = headwise.load(asked["model"], dtype=asked["dtype"])
+ids = torch.tensor([asked["ids"]])
+with torch.inference_mode():
+    logits = model(ids).logits[0].float().numpy()
+    made = model.generate(
+        ids[:, : asked["prompt"]], max_new_tokens=asked["new"], min_new_tokens=asked["new"], do_sample=False,
+        return_dict_in_generate=True, output_logits=True, eos_token_id=None,
+    )  # fmt: skip
+    cache = model(ids, use_cache=True).past_key_values
+held = sum(
+    tensor.numel() * tensor.element_size()
+    for layer in cache.layers
+    for tensor in (layer.keys, layer.values)
+    if tensor is not None
+)
+gaps = [float(torch.diff(step[0].float().log_softmax(-1).topk(2).values.flip(0))) for step in made.logits]
+answer(
+    logits,
+    asked,
+    greedy=made.sequences[0, asked["prompt"] :].tolist(),
+    gaps=gaps,
+    cache_bytes=held / len(asked["ids"]),
+    version=f"transformers {transformers.__version__}",
+)
