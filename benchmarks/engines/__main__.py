@@ -1,6 +1,6 @@
 """Run what headwise writes in the engines that people serve models with, beside transformers.
 
-    python -m benchmarks.engines --python llama.cpp=ENV/bin/python mlx-lm=ENV/bin/python    # environments of engines
+    python -m benchmarks.engines --python llama.cpp=ENV/bin/python vllm=ENV/bin/python    # environments of engines
     python -m benchmarks.engines --engines mlx-lm --outputs MQA                             # a part
 
 Each engine reads each output in a process of its own. A row says whether it loads; the largest difference of its
@@ -31,8 +31,13 @@ from headwise.conversion import export_gguf
 from headwise.errors import HeadwiseError
 from headwise.texts import read_text, token_windows
 
-WORKERS = {"transformers": "with_transformers", "llama.cpp": "with_llama_cpp", "mlx-lm": "with_mlx"}
-DTYPES = {"transformers": ("float32",), "llama.cpp": ("float32", "float16"), "mlx-lm": ("float32",)}
+WORKERS = {
+    "transformers": "with_transformers",
+    "llama.cpp": "with_llama_cpp",
+    "mlx-lm": "with_mlx",
+    "vllm": "with_vllm",
+}
+DTYPES = dict.fromkeys(WORKERS, ("float32",)) | {"llama.cpp": ("float32", "float16")}
 WITHIN = {"float32": 1e-3, "float16": 1e-2}
 """How far log-probabilities may be from transformers'."""
 IDS, PROMPT, NEW = 128, 64, 32
@@ -95,16 +100,18 @@ def _row(
         if engine == "llama.cpp":
             model.unlink(missing_ok=True)
     expected, theirs = reference
-    difference = np.abs(log_probs - expected)
-    own = difference[np.arange(len(ids) - 1), ids[1:]]
+    expected_own = expected[np.arange(len(ids) - 1), ids[1:]]
+    has_all = log_probs.ndim == 2
+    own = log_probs[np.arange(len(ids) - 1), ids[1:]] if has_all else log_probs
     differ = [at for at, pair in enumerate(zip(said["greedy"], theirs["greedy"], strict=True)) if pair[0] != pair[1]]
     gap = abs(theirs["gaps"][differ[0]]) if differ else None
-    own_difference = float(own.max())
+    own_difference = float(np.abs(own - expected_own).max())
+    of_all = float(np.abs(log_probs - expected)[expected > LEAST].max()) if has_all else None
     return {
         "loads": True,
         "difference": own_difference,
-        "difference_of_all": float(difference[expected > LEAST].max()),
-        "perplexity_ratio": float(np.exp((expected - log_probs)[np.arange(len(ids) - 1), ids[1:]].mean())),
+        "difference_of_all": of_all,
+        "perplexity_ratio": float(np.exp((expected_own - own).mean())),
         "greedy_equal": not differ,
         "gap": gap,
         "holds": own_difference <= WITHIN[dtype] and (gap is None or gap < 1e-2),
@@ -138,7 +145,7 @@ def _run(
         environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=environment)
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            lines = [line for line in done.stderr.splitlines() if "Error: " in line]
             raise RuntimeError(lines[-1] if lines else f"status {done.returncode}")
         said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return np.load(file), said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,10 @@ TOYS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "llama-3": ("llama", {"rope_parameters": _LLAMA3}),
     "mistral": ("mistral", {"sliding_window": None}),
+    "32 heads": (
+        "llama",
+        {"hidden_size": 512, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 64},
+    ),
 }
 """Random models by name: the family and what differs from the others."""
 
@@ -64,12 +69,18 @@ OUTPUTS: dict[str, Output] = {
         f"{name}, MLA": Output(name, {**_HALF, "format": "deepseek", "bias_free": True}, True)
         for name in ("qwen2", "mistral")
     },
+    # The sizes that vLLM's kernel on a CPU has.
+    "32 heads, MLA 512 + 64": Output(
+        "32 heads",
+        {**_MLA, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "format": "deepseek", "bias_free": True},
+        True,
+    ),
 }
 
 
 def make(name: str, work: Path, cache: Path, progress: Callable[..., None] = print) -> Path:
     """The folder of an output, made once."""
-    output, folder = OUTPUTS[name], work / name.replace(", ", "-").replace(" ", "-")
+    output, folder = OUTPUTS[name], work / re.sub(r"\W+", "-", name)
     if (folder / "config.json").exists():
         return folder
     progress("making", name)
@@ -104,7 +115,7 @@ def toy(name: str, folder: Path) -> Path:
         for parameter in model.parameters():
             parameter.normal_(1.0, 0.1) if parameter.dim() == 1 else parameter.mul_(2.0)
         # Trained models have large components that all tokens share, and a constant is made of those.
-        model.model.embed_tokens.weight += 0.1 * torch.randn(sizes["hidden_size"])
+        model.model.embed_tokens.weight += 0.1 * torch.randn(model.config.hidden_size)
     model.save_pretrained(folder)
     headwise.checkpoints.load_tokenizer(headwise.checkpoints.model_path(SMOLLM2)).save_pretrained(folder)
     return folder
