@@ -32,6 +32,7 @@ ROOMS = (
     ("processes",),
     ("conversion",),
     ("frontiers",),
+    ("engines",),
     ("cli", "__main__"),
 )
 """Each room imports only from those above it; those on one line do not import each other in a circle."""

@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         count,
         demo,
         doctor,
+        engines,
         evaluate,
         export,
         frontier,

@@ -1,0 +1,32 @@
+"""``headwise engines``: which engines serve a model, and what to write for the others."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from headwise.cli.app import SOURCES, Json, app, emit, out
+
+
+@app.command(epilog="Example: headwise engines ./half")
+def engines(
+    source: Annotated[str, typer.Argument(help=SOURCES)],
+    as_json: Json = False,
+) -> None:
+    """Say which engines serve a model, why others do not, and what to write for them. Nothing is run."""
+    from headwise.engines import engines as check
+
+    report = check(source)
+    if as_json:
+        emit(report.to_dict())
+        return
+    out.print(f"[bold]{escape(source)}[/bold]: {report.model_type}, {report.label}")
+    for verdict in report.verdicts:
+        here = f", {verdict.installed} is installed" if verdict.installed else ""
+        out.print()
+        out.print(f"{verdict.engine}: {'yes' if verdict.serves else 'no'} ({verdict.checked}{here})", markup=False)
+        lines = (verdict.why, verdict.instead, verdict.command, verdict.caution)
+        for line in filter(None, lines):
+            out.print(f"  {line}", markup=False, soft_wrap=True)

@@ -1,0 +1,110 @@
+"""`engines`: what every engine would do with a model."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from headwise.documents import as_document
+from headwise.engines.facts import ModelFacts
+from headwise.engines.rules import ENGINES, Engine
+from headwise.type_checks import typed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one engine does with a model.
+
+    Attributes:
+        engine: its name.
+        installed: its version here; None where it is not installed.
+        serves: whether it loads the model and computes what the model is.
+        why: the decisive condition where it does not.
+        instead: what to write for it where it does not.
+        command: the command line, or the Python expression, that starts it.
+        caution: what must be known besides.
+        checked: what the engine's conditions were checked against.
+    """
+
+    engine: str
+    installed: str | None
+    serves: bool
+    why: str | None = None
+    instead: str | None = None
+    command: str | None = None
+    caution: str | None = None
+    checked: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """What every engine does with a model.
+
+    Attributes:
+        source: the model, as the user named it.
+        model_type: transformers' name of its architecture.
+        label: its attention.
+        verdicts: one an engine.
+    """
+
+    source: str
+    model_type: str
+    label: str
+    verdicts: tuple[Verdict, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        return as_document(self)
+
+
+@typed
+def engines(source: str | Path) -> EngineReport:
+    """Say which engines serve a model, why others do not, and what to write for them instead.
+
+    For example ``engines("./half").verdicts[0].serves``. Nothing is run: the conditions are those of the engines'
+    loaders, of the versions that `Verdict.checked` names.
+
+    Args:
+        source: a model folder, a ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
+
+    Raises:
+        HeadwiseError: the model cannot be read.
+    """
+    facts = ModelFacts.of(source)
+    return EngineReport(
+        source=str(source),
+        model_type=facts.model_type,
+        label=facts.spec.label,
+        verdicts=tuple(_verdict(engine, facts) for engine in ENGINES),
+    )
+
+
+def _verdict(engine: Engine, facts: ModelFacts) -> Verdict:
+    refusal = engine.refusal(facts)
+    installed = _installed(engine)
+    if refusal is not None:
+        why, instead = refusal
+        return Verdict(
+            engine=engine.name, installed=installed, serves=False, why=why, instead=instead, checked=engine.checked
+        )
+    return Verdict(
+        engine=engine.name,
+        installed=installed,
+        serves=True,
+        command=engine.command(facts),
+        caution=engine.caution(facts),
+        checked=engine.checked,
+    )
+
+
+def _installed(engine: Engine) -> str | None:
+    """The version of an installed engine, or ``yes`` where only its program is found."""
+    for package in (engine.package, f"{engine.package}-cpu"):
+        try:
+            return version(package)
+        except (PackageNotFoundError, ValueError):
+            continue
+    return "yes" if engine.program and shutil.which(engine.program) else None

@@ -1,0 +1,95 @@
+"""What decides whether an engine loads a model: its config, and which tensors it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headwise.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
+from headwise.specs import HOSTED_PREFIX, ModelSpec
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """A model on disk as an engine sees it.
+
+    Attributes:
+        checkpoint: the model.
+        source: it, as the user named it.
+    """
+
+    checkpoint: Checkpoint
+    source: str
+
+    @classmethod
+    def of(cls, source: str | Path) -> ModelFacts:
+        """Open a model.
+
+        Raises:
+            HeadwiseError: it cannot be read.
+        """
+        return cls(open_checkpoint(source), str(source))
+
+    @property
+    def path(self) -> Path:
+        """The folder or the ``.gguf`` file."""
+        return self.checkpoint.path
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a ``.gguf`` file."""
+        return isinstance(self.checkpoint, GgufCheckpoint)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The content of its ``config.json``, or what GGUF's metadata amount to."""
+        return self.checkpoint.config
+
+    @property
+    def model_type(self) -> str:
+        """transformers' name of the architecture."""
+        return str(self.config.get("model_type"))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it has headwise's layers."""
+        return self.model_type.startswith(HOSTED_PREFIX)
+
+    @property
+    def is_deepseek(self) -> bool:
+        """Whether it is MLA in DeepSeek's classes."""
+        return self.model_type in ("deepseek_v2", "deepseek_v3")
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Its layers."""
+        return self.checkpoint.spec
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """The parameters of RoPE where they are one set for all layers; empty otherwise."""
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        return rope if isinstance(rope, Mapping) and "full_attention" not in rope else {}
+
+    @property
+    def rope_type(self) -> str:
+        """The kind of scaling of RoPE."""
+        return str(self.rope.get("rope_type") or self.rope.get("type") or "default")
+
+    @property
+    def attention_biases(self) -> list[str]:
+        """The projections of attention that have a bias in some layer."""
+        names = {
+            name.split(".")[-2]
+            for name in self.checkpoint.tensors
+            if name.endswith(".bias") and ("self_attn." in name or "attention." in name)
+        }
+        return sorted(names)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the output head is a tensor of its own."""
+        return "lm_head.weight" in self.checkpoint.tensors

