@@ -3,10 +3,10 @@
     python -m benchmarks.layouts                       # kept in benchmarks/results/layouts.json
     python -m benchmarks.layouts --rows "deepseek 128 + 64"
 
-SmolLM2 at half of its values, from one sample of WikiText-2 train. Headwise's own format has rotary channels chosen
-for each layer. ``deepseek-longrope`` has one list of channels for all layers, ``deepseek`` a comb of frequencies in its
-place, which is plain RoPE, and ``--bias-free`` a constant in the latent that is a function of the inputs. Both need one
-of the latent's channels for a constant, which the rank includes in ``deepseek``.
+SmolLM2 at half of its values, from one sample of WikiText-2 train. headwise's own format has rotary channels chosen
+for each layer. ``deepseek-longrope`` has one list of channels for all layers, ``deepseek`` a comb of frequencies in
+its place, which is plain RoPE, and ``--bias-free`` a constant in the latent that is a function of the inputs. All but
+the first need one of the latent's channels for a constant, which the rank includes in ``deepseek``.
 """
 
 from __future__ import annotations
