@@ -366,6 +366,39 @@ def verdict(results: Path) -> str:
     return "".join(f"> {line}" for line in verdict_lines(found.verdict)[:1])
 
 
+def engines(document: Document) -> str:
+    """The table of what engines do with each output: largest difference of log-probabilities, bytes of cache."""
+    rows = document["rows"].values()
+    columns = list(dict.fromkeys((row["engine"], row["dtype"]) for row in rows))
+    cells = {(row["output"], row["engine"], row["dtype"]): _engine_cell(row) for row in rows}
+    outputs = list(dict.fromkeys(row["output"] for row in rows))
+    body = [[output, *(cells.get((output, *column), "") for column in columns)] for output in outputs]
+    head = ["output", *(f"{engine}, {dtype.replace('float', 'f')}" for engine, dtype in columns)]
+    return table(head, body, left=len(head))
+
+
+def _engine_cell(row: Document) -> str:
+    if not row["loads"]:
+        return "no"
+    greedy = "" if row["greedy_equal"] else f", greedy differs at a gap of {row['gap']:.0e}"
+    wrong = "" if row["holds"] or row["dtype"] != "float32" else "**computes another model**, "
+    return f"{wrong}{row['difference']:.0e}{greedy}, {row['cache_bytes']:,.0f} B"
+
+
+def layouts(document: Document) -> str:
+    """The table of what each layout costs, beside headwise's own at the same bytes."""
+    rows = document["rows"]
+    own = next(iter(rows.values()))["evaluate"]["texts"]
+    body = []
+    for name, row in rows.items():
+        cells = []
+        for score, best in zip(row["evaluate"]["texts"], own, strict=True):
+            ratio = score["perplexity_ratio"]
+            cells += [f"×{ratio:.3f} ({ratio / best['perplexity_ratio']:.3f})"]
+        body.append([name, *cells])
+    return table(["layout", *_texts(document)], body)
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
     "retrieval": ("retrieval.json", retrieval),
@@ -381,6 +414,8 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
     "samples": ("samples.json", samples),
+    "engines": ("engines.json", engines),
+    "layouts": ("layouts.json", layouts),
     "large": ("large.json", large),
     "kills": ("kills.json", kills),
     "decode": ("decode.json", decode),

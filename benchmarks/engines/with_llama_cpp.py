@@ -36,7 +36,7 @@ def logged() -> Iterator[list[str]]:
 
 asked = request()
 kind = {"float32": llama_cpp.GGML_TYPE_F32, "float16": llama_cpp.GGML_TYPE_F16}[asked["dtype"]]
-# Flash attention rounds queries, probabilities and values to float16 on a CPU, whatever the cache's type.
+# Flash attention rounds queries, probabilities and values to float16 on a CPU, also where the cache is float32.
 flash = asked["dtype"] != "float32"
 with logged() as log:
     model = llama_cpp.Llama(
