@@ -46,7 +46,7 @@ def test_a_repeating_window_repeats_its_own_passages_within_the_models_positions
         assert bool((place.diff() >= 1).all())
         assert int(place[0]) == 0
         assert int(place[-1]) < max(positions, width)
-        repeats = index % 4 == 2 if index < count - held else (index - (count - held)) % 4 == 1
+        repeats = index % 3 == 2 if index < count - held else (index - (count - held)) % 3 == 1
         if not repeats or passage < 2:
             assert torch.equal(own, before)
             assert torch.equal(place, torch.arange(width))

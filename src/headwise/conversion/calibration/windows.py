@@ -19,7 +19,7 @@ from headwise.conversion.solvers.layer import Rotation, rotation_tables
 from headwise.hf import LayerwiseModel, seen_positions
 from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec
 
-EVERY = 4
+EVERY = 3
 """One window in so many repeats passages."""
 
 FIRST = 2
