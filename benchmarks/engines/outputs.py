@@ -60,6 +60,9 @@ OUTPUTS: dict[str, Output] = {
     "MQA": Output(SMOLLM2, {"to": "mqa"}, calibrated=True),
     "MHA": Output(SMOLLM2, {"to": "mha"}),
     "MLA, deepseek --bias-free": Output(SMOLLM2, {**_HALF, "format": "deepseek", "bias_free": True}, True),
+    "MLA, deepseek --bias-free --pad-to 512+64": Output(
+        SMOLLM2, {**_HALF, "format": "deepseek", "bias_free": True, "pad_to": "512+64"}, True
+    ),
     "MLA, deepseek": Output(SMOLLM2, {**_HALF, "format": "deepseek"}, True),
     "MLA, deepseek-longrope": Output(SMOLLM2, {**_HALF, "format": "deepseek-longrope"}, True),
     "MLA, headwise": Output(SMOLLM2, _HALF, True),

@@ -39,6 +39,7 @@ CONVERT: dict[str, tuple[dict[str, Any], Any]] = {
     "dtype": (MLA, "bfloat16"),
     "format": (MLA, "deepseek"),
     "bias_free": ({**MLA, **STUDY, "format": "deepseek"}, True),
+    "pad_to": ({**MLA, "format": "deepseek"}, "64+64"),
     "evaluate": ({**MLA, **STUDY, "evaluate": False}, "exam.txt"),
     "evaluation_windows": ({**MLA, **STUDY}, 3),
     "device": (MLA, "cpu"),

@@ -168,7 +168,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     dtype = None if options.dtype is None else as_dtype(options.dtype)
     device = own_device(options.device)
-    folder_format = output_format(options.format)
+    folder_format = output_format(options.format, options.pad_to)
     check_output(output, overwrite=options.overwrite, mark=folder_format.mark)
     checkpoint = open_checkpoint(source)
     refuse_cross_layers(checkpoint, texts)

@@ -148,6 +148,11 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
         "the latent's norm needs is then a function of the inputs, fitted to the text",
         default=False,
     )
+    pad_to: str | None = option(
+        "format deepseek: fill the latent and the rotary key up with zeros to these widths, R+P such as 512+64, and "
+        "heads to what a kernel has; the cache is then as large as these",
+        default=None,
+    )
     evaluate: bool | str | Path | Sequence[str | Path] = option(
         "a text to evaluate the result on beside its source; when left out, text beyond the calibration's, or "
         "Python's language reference",

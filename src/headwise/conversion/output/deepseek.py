@@ -23,6 +23,7 @@ from headwise.attention import RotaryEmbedding
 from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint
 from headwise.checkpoints.disk import refuse_input_within
 from headwise.conversion.output.latent_norm import LatentMap, with_norm
+from headwise.conversion.output.padding import LatentSizes, padded_config, padded_layer
 from headwise.errors import ArgumentError, SpecError
 from headwise.hf import as_dtype, check_complete, expected_tensors, stock_config
 from headwise.progress import Progress, silent
@@ -51,7 +52,9 @@ _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _ATTENTION = "model.layers.{layer}.self_attn."
 
 
-def deepseek_config(config: Mapping[str, Any], *, for_engines: bool = False) -> dict[str, Any]:
+def deepseek_config(
+    config: Mapping[str, Any], *, for_engines: bool = False, pad_to: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """The ``config.json`` of a converted model as ``deepseek_v3``.
 
     For example ``deepseek_config(json.loads(Path("smollm2-half/config.json").read_text()))``.
@@ -61,9 +64,11 @@ def deepseek_config(config: Mapping[str, Any], *, for_engines: bool = False) -> 
             ``dtype``.
         for_engines: whether rotary pairs lie side by side, the head is a tensor of its own, and fields that other
             readers than transformers look for are there.
+        pad_to: R and P to fill the cache up to with zeros, for engines; see `padded_config`.
 
     Raises:
-        ArgumentError: the layers differ in a setting that deepseek_v3 has once for all of them.
+        ArgumentError: ``pad_to`` is smaller than what is there, or the layers differ in a setting that deepseek_v3
+            has once for all of them.
         SpecError: the folder is in another format, or its family has something that deepseek_v3 does not have.
     """
     family = str(config["model_type"]).removeprefix(HOSTED_PREFIX)
@@ -82,7 +87,7 @@ def deepseek_config(config: Mapping[str, Any], *, for_engines: bool = False) -> 
     longest = full["max_position_embeddings"]
     rope = plain_rope(source.rope, channels[0]) or _longrope(source, channels[0], longest)
     own = {name: full[name] for name in _MODEL if name in full}
-    return {
+    stock = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         **own,
@@ -108,6 +113,7 @@ def deepseek_config(config: Mapping[str, Any], *, for_engines: bool = False) -> 
         "topk_group": 1,
         "dtype": dtype_name(as_dtype(config["dtype"])),
     }
+    return stock if pad_to is None else padded_config(stock, pad_to)
 
 
 def plain_rope(rope: RopeSpec | None, channels: Sequence[int]) -> dict[str, Any] | None:
@@ -189,7 +195,7 @@ def deepseek_layer(
     else:
         bias = wide.get("kv_a_proj_with_mqa.bias", down.new_zeros(len(down)))
         own = LatentMap(down[:R], bias[:R], wide["kv_b_proj.weight"], wide.get("kv_b_proj.bias"))
-        latent = with_norm(own, config["kv_lora_rank"], gain, dtype)
+        latent = with_norm(own, config["kv_lora_rank"], gain, dtype)  # of the folder's width already
         out = {
             "kv_a_proj_with_mqa.weight": torch.cat((latent.down, down[R:])),
             "kv_a_proj_with_mqa.bias": torch.cat((latent.down_bias, bias[R:])),
@@ -218,6 +224,8 @@ def deepseek_layer(
                 out[name] = _interleaved(by_head, spec.qk_rope_head_dim).flatten(0, 1)
             elif kind == "kv_a_proj_with_mqa":
                 out[name] = _interleaved(out[name][None], spec.qk_rope_head_dim)[0]
+    sizes = LatentSizes(R, spec.qk_rope_head_dim, spec.qk_nope_head_dim, spec.v_head_dim)
+    out = padded_layer(out, spec.num_heads, sizes, config)
     return {name: tensor.to(dtype) for name, tensor in out.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from headwise.checkpoints.writer import MODEL
 from headwise.conversion.output.deepseek import add_deepseek, deepseek_config
 from headwise.conversion.output.gguf import engine_config, engine_tensors, gguf_type
 from headwise.conversion.output.layout import OutputLayout
+from headwise.conversion.output.padding import parse_padding
 from headwise.conversion.planning.plan import ConversionPlan
 from headwise.conversion.solvers.rope_channels import keep_comb, keep_rotation
 from headwise.errors import ArgumentError, SpecError
@@ -32,6 +34,8 @@ class OutputFormat(ABC):
         may_lack_biases: whether its MLA layers can be without biases.
         lacks_biases: whether its MLA layers must be without biases.
         mark: the file that every folder of this format has.
+        pads: whether its layers can be filled up with zeros.
+        pad_to: the R and P that they are filled up to; None where they are not.
         has_constant: whether a latent of the size that the user asks for has a constant channel among its own.
     """
 
@@ -42,6 +46,8 @@ class OutputFormat(ABC):
     lacks_biases: ClassVar[bool] = False
     has_constant: ClassVar[bool] = False
     mark: ClassVar[str] = MODEL
+    pads: ClassVar[bool] = False
+    pad_to: tuple[int, int] | None = None
 
     def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
         """Choose the rotary channels that all layers share; see `keep_rotation`."""
@@ -113,7 +119,7 @@ class DeepseekFormat(OutputFormat):
 
     name = "deepseek"
     note = "one channel of each deepseek_v3 latent is a constant that its norm needs"
-    may_lack_biases = has_constant = True
+    may_lack_biases = has_constant = pads = True
     for_engines: ClassVar[bool] = True
 
     def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
@@ -162,7 +168,7 @@ class DeepseekFormat(OutputFormat):
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `deepseek_config`."""
-        return deepseek_config(config, for_engines=self.for_engines)
+        return deepseek_config(config, for_engines=self.for_engines, pad_to=self.pad_to)
 
     def export(
         self, writer: FolderWriter, checkpoint: Checkpoint, plan: ConversionPlan, progress: Progress
@@ -178,7 +184,7 @@ class DeepseekLongropeFormat(DeepseekFormat):
 
     name = "deepseek-longrope"
     note = "each deepseek_v3 latent has one channel more than requested, a constant that its norm needs"
-    may_lack_biases = has_constant = for_engines = False
+    may_lack_biases = has_constant = for_engines = pads = False
 
     def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
         """See `keep_rotation`."""
@@ -263,15 +269,24 @@ FORMATS = tuple(_FORMATS)
 """The names of the formats."""
 
 
-def output_format(name: str) -> OutputFormat:
+def output_format(name: str, pad_to: str | None = None) -> OutputFormat:
     """The format with a name.
 
+    Args:
+        name: of the format.
+        pad_to: ``R+P`` to fill layers up to with zeros.
+
     Raises:
-        ArgumentError: no format has the name.
+        ArgumentError: no format has the name, or it cannot be filled up.
     """
     if name not in _FORMATS:
         raise ArgumentError("format", name, f"must be {' or '.join(FORMATS)}")
-    return _FORMATS[name]
+    found = copy(_FORMATS[name])
+    if pad_to is not None:
+        if not found.pads:
+            raise ArgumentError("pad_to", pad_to, "goes with format deepseek")
+        found.pad_to = parse_padding(pad_to)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
