@@ -66,8 +66,8 @@ OUTPUTS: dict[str, Output] = {
     "MLA, deepseek": Output(SMOLLM2, {**_HALF, "format": "deepseek"}, True),
     "MLA, deepseek-longrope": Output(SMOLLM2, {**_HALF, "format": "deepseek-longrope"}, True),
     "MLA, headwise": Output(SMOLLM2, _HALF, True),
-    **{f"{name}, MQA": Output(name, {"to": "mqa"}) for name in TOYS},
-    **{f"{name}, GQA": Output(name, {"to": "gqa:2"}) for name in TOYS},
+    **{f"{name}, MQA": Output(name, {"to": "mqa"}) for name in ("qwen2", "llama-3", "mistral")},
+    **{f"{name}, GQA": Output(name, {"to": "gqa:2"}) for name in ("qwen2", "llama-3", "mistral")},
     **{
         f"{name}, MLA": Output(name, {**_HALF, "format": "deepseek", "bias_free": True}, True)
         for name in ("qwen2", "mistral")
