@@ -106,7 +106,7 @@ def test_the_command(outputs: dict[str, Path], cli: Callable[..., Any], refused:
     said = cli("engines", outputs["own"])
     assert said.status == 0
     assert "MLX-LM: no (run: 0.32.2" in said.out
-    assert "convert with --format deepseek" in said.out
+    assert "convert the original model with --format deepseek" in said.out
     document = json.loads(cli("engines", outputs["own"], "--json").out)
     assert [verdict["engine"] for verdict in document["verdicts"]] == [engine.name for engine in ENGINES]
     assert "is no file, folder or catalog name" in refused("engines", "nowhere")

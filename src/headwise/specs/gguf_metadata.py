@@ -27,6 +27,9 @@ GGUF_ARCHITECTURES = {
 }
 """What llama.cpp calls each model type that headwise writes for it."""
 
+_SMALLEST, _LARGEST = 1.1754944e-38, 3.4028234e38
+"""The normal numbers of float32."""
+
 _SIGMOID = 2
 """The number of the function by which DeepSeek-V3 scores experts; it tells V3 from V2."""
 
@@ -52,7 +55,7 @@ def gguf_model(config: Mapping[str, Any]) -> GgufModel:
     For example ``gguf_model(json.loads(Path("model/config.json").read_text())).architecture``.
 
     Args:
-        config: the content of the file.
+        config: the content of the file, with every field that its class has a default for.
 
     Raises:
         SpecError: llama.cpp has no such architecture, or not all that the config asks for.
@@ -63,6 +66,8 @@ def gguf_model(config: Mapping[str, Any]) -> GgufModel:
         raise SpecError("model_type", model_type, rule)
     spec = read_config(dict(config))
     first, *_ = spec.layers
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise SpecError("hidden_act", activation, "must be silu, which llama.cpp's model always computes")
     if config.get("mlp_bias"):
         raise SpecError("mlp_bias", True, "has no place in llama.cpp's model")
     if model_type == "qwen3" and config.get("attention_bias"):
@@ -81,7 +86,24 @@ def gguf_model(config: Mapping[str, Any]) -> GgufModel:
         **rope,
         **(_latent(config, first) if isinstance(first, LatentSpec) else _grouped(first)),
     }
+    for key, value in own.items():
+        _refuse_large(key, value)
     return GgufModel(architecture, {f"{architecture}.{key}": value for key, value in own.items()}, factors)
+
+
+def _refuse_large(key: str, value: Any) -> None:
+    """Refuse a number that a field of GGUF cannot hold.
+
+    Raises:
+        SpecError: it needs more than 32 bits.
+    """
+    fits = True
+    if isinstance(value, float):
+        fits = value == 0 or _SMALLEST <= abs(value) <= _LARGEST
+    elif isinstance(value, int):
+        fits = 0 <= value < 2**32
+    if not fits:
+        raise SpecError(key, value, "must fit in the 32 bits that GGUF has for it")
 
 
 def _refuse_windows(spec: ModelSpec) -> None:
@@ -158,5 +180,8 @@ def _rope(rope: RopeSpec | None) -> tuple[dict[str, Any], tuple[float, ...]]:
         return base | {"rope.scaling.type": "linear", "rope.scaling.factor": float(given["factor"])}, ()
     if rope.rope_type == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        if given["high_freq_factor"] <= given["low_freq_factor"]:
+            rule = f"must be above low_freq_factor, {given['low_freq_factor']}"
+            raise SpecError("high_freq_factor", given["high_freq_factor"], rule)
         return base, llama3_factors(rope.theta, rope.dim, *(given[name] for name in names))
     raise SpecError("rope_type", rope.rope_type, "is not written as GGUF; can: default, linear, llama3")

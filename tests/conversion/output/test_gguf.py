@@ -37,6 +37,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, biases": ("llama", {"attention_bias": True}),
     "llama 3": ("llama", {"head_dim": 64, "rope_parameters": LLAMA3}),
+    "llama, stretched": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -139,7 +143,8 @@ def test_a_conversion_to_mla_is_deepseek2_without_biases(model_type: str, tmp_pa
 
 def _give_tokenizer(folder: Path) -> None:
     """The character tokenizer, of a kind that GGUF has, in a vocabulary of 97."""
-    vocab = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {chr(29 + index): index for index in range(3, 96)} | {"th": 96}
+    vocab = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {chr(29 + index): index for index in range(3, 95)}
+    vocab |= {"<|endoftext|>": 95, "th": 96}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],
@@ -322,10 +327,11 @@ def _full_disk(self: object, path: Path, tensors: object) -> None:
 def test_numbers_beyond_float16(tmp_path: Path) -> None:
     model = tiny_model().float()
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e6
+        model.model.layers[1].mlp.down_proj.weight[3, 4] = 1e7
     model.save_pretrained(tmp_path / "source")
-    with pytest.raises(CheckpointError, match=r"tensor = 'blk\.1\.ffn_up\.weight': does not fit in f16"):
-        export_gguf(tmp_path / "source", tmp_path / "out.gguf", outtype="f16")
+    for outtype in ("f16", "q8_0"):
+        with pytest.raises(CheckpointError, match=rf"tensor = 'blk\.1\.ffn_down\.weight': does not fit in {outtype}"):
+            export_gguf(tmp_path / "source", tmp_path / "out.gguf", outtype=outtype)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -337,3 +343,114 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     export_gguf(source, folder / "second.gguf")
     with pytest.raises(HeadwiseError, match=r"config\.json"):
         headwise.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"hidden_act": "gelu"}, r"hidden_act = 'gelu': must be silu"),
+        ({"max_position_embeddings": 2**33}, r"context_length = 8589934592: must fit in the 32 bits"),
+        ({"rms_norm_eps": 1e-60}, r"attention\.layer_norm_rms_epsilon = 1e-60: must fit in the 32 bits"),
+        (
+            {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
+            r"high_freq_factor = 1\.0: must be above low_freq_factor",
+        ),
+    ],
+)
+def test_configs_that_gguf_cannot_hold(change: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    source = save_plain(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(SpecError, match=rule):
+        export_gguf(source, tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_fields_that_transformers_has_defaults_for(tmp_path: Path) -> None:
+    source = save_plain(tmp_path / "source", intermediate_size=11_008, max_position_embeddings=2048)
+    config = json.loads((source / "config.json").read_text())
+    for name in ("intermediate_size", "rms_norm_eps", "max_position_embeddings"):
+        del config[name]
+    (source / "config.json").write_text(json.dumps(config))
+    export_gguf(source, tmp_path / "out.gguf")
+    assert_close(logits(tmp_path / "out.gguf"), logits(source), 1e-6)
+
+
+def test_a_head_that_is_stored_beside_tied_embeddings_is_kept(tmp_path: Path) -> None:
+    source = save_plain(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    export_gguf(source, tmp_path / "out.gguf")
+    assert_close(logits(tmp_path / "out.gguf"), logits(source), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"end_of_word_suffix": "</w>"}, r"tokenizer end_of_word_suffix = '</w>'"),
+        ({"dropout": 0.5}, r"tokenizer dropout = 0\.5"),
+    ],
+)
+def test_tokenizers_that_gguf_cannot_hold(change: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    source = save_plain(tmp_path / "source", vocab_size=400)
+    save_byte_level(source, 400)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["model"] |= change
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=rule):
+        export_gguf(source, tmp_path / "out.gguf")
+
+
+@pytest.mark.parametrize("part", ["content", "pattern"])
+def test_spaces_that_are_written_in_another_way(part: str, tmp_path: Path) -> None:
+    source = save_plain(tmp_path / "source", vocab_size=400)
+    save_sentencepiece(source, 400)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["normalizer"]["normalizers"][1][part] = {"content": "_", "pattern": {"String": "-"}}[part]
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=r"tokenizer normalizer = .*: must be SentencePiece's"):
+        export_gguf(source, tmp_path / "out.gguf")
+
+
+def test_a_template_that_is_no_text(tmp_path: Path) -> None:
+    source = save_plain(tmp_path / "source", vocab_size=400)
+    save_byte_level(source, 400)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "\ud800"}))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template = .*: must be text that UTF-8 can hold"):
+        export_gguf(source, tmp_path / "out.gguf")
+
+
+def test_other_files_beside_the_model_are_not_replaced(tmp_path: Path) -> None:
+    source, out = save_plain(tmp_path / "source"), tmp_path / "out"
+    headwise.convert(source, out, to="mqa", evaluate=False, format="gguf")
+    headwise.convert(source, out, to="gqa:1", evaluate=False, format="gguf", overwrite=True)
+    (out / "other.gguf").write_bytes(b"mine")
+    with pytest.raises(ArgumentError, match=r"holds other\.gguf too, so --overwrite will not replace it"):
+        headwise.convert(source, out, to="mqa", evaluate=False, format="gguf", overwrite=True)
+    assert (out / "other.gguf").read_bytes() == b"mine"
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    source = save_plain(tmp_path / "source")
+    (tmp_path / "real.gguf").write_bytes(b"old")
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "real.gguf")
+    export_gguf(source, tmp_path / "link.gguf", overwrite=True)
+    assert (tmp_path / "link.gguf").is_symlink()
+    assert_close(logits(tmp_path / "real.gguf"), logits(source), 1e-6)
+    with pytest.raises(ArgumentError, match=r"output = .*: cannot be written"):
+        export_gguf(source, tmp_path / ("x" * 300 + ".gguf"))
+
+
+def test_tokens_have_the_numbers_that_transformers_gives_them(tmp_path: Path) -> None:
+    source = save_plain(tmp_path / "source", vocab_size=400)
+    save_byte_level(source, 400)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer["added_tokens"].append({"id": 399, "content": "<later>", **more})
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    loaded = AutoTokenizer.from_pretrained(source)
+    fields = {field.key: field.value for field in tokenizer_fields(open_checkpoint(source), 400)}
+    number = loaded.convert_tokens_to_ids("<later>")
+    assert fields["tokenizer.ggml.tokens"][number] == "<later>"
+    assert fields["tokenizer.ggml.token_type"][number] == 3

@@ -15,7 +15,7 @@ from typing import Any
 
 from headwise.checkpoints.checkpoint import Checkpoint
 from headwise.checkpoints.gguf.reader import GgufCheckpoint
-from headwise.checkpoints.tokenizer import load_tokenizer
+from headwise.checkpoints.tokenizer import load_tokenizer, refused_tokenizer
 from headwise.errors import CheckpointError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -70,8 +70,13 @@ def tokenizer_fields(source: Checkpoint, vocab_size: int) -> list[TokenizerField
             rule = "has no tokenizer.json; save the tokenizer once with transformers, which writes one"
             raise CheckpointError("tokenizer", str(source.path), rule)
         return [TokenizerField("tokenizer.ggml.model", "none", "STRING")]
-    load_tokenizer(source.path)
-    return _of_json(source.path, vocab_size)
+    loaded = load_tokenizer(source.path)
+    fields = _of_json(source.path, vocab_size, loaded)
+    for field in fields:
+        for text in field.value if isinstance(field.value, list) else [field.value]:
+            if isinstance(text, str) and text.encode(errors="replace").decode() != text:
+                raise CheckpointError(field.key, ascii(text[:40]), "must be text that UTF-8 can hold")
+    return fields
 
 
 def _copied(path: Path, vocab_size: int) -> list[TokenizerField]:
@@ -89,7 +94,7 @@ def _copied(path: Path, vocab_size: int) -> list[TokenizerField]:
     return fields or [TokenizerField("tokenizer.ggml.model", "none", "STRING")]
 
 
-def _of_json(folder: Path, vocab_size: int) -> list[TokenizerField]:
+def _of_json(folder: Path, vocab_size: int, loaded: Any) -> list[TokenizerField]:
     from gguf import SpecialVocab
 
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -97,10 +102,15 @@ def _of_json(folder: Path, vocab_size: int) -> list[TokenizerField]:
     if model.get("type") != "BPE":
         rule = "is not written as GGUF; can: BPE, byte-level or with byte_fallback"
         raise CheckpointError("tokenizer model", model.get("type"), rule)
-    added = {token["id"]: token for token in tokenizer.get("added_tokens") or []}
-    names = {number: text for text, number in model["vocab"].items()} | {
-        number: token["content"] for number, token in added.items()
-    }
+    # As transformers numbers them, which reads more files than this one.
+    added = {number: {"special": token.special} for number, token in loaded.added_tokens_decoder.items()}
+    vocab = loaded.get_vocab()
+    names = {number: text for text, number in vocab.items()}
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise CheckpointError(f"tokenizer {name}", model[name], "has no place in GGUF")
+    if len(names) != len(vocab):
+        raise CheckpointError("tokenizer.json", str(folder), "must give each token a number of its own")
     if names and max(names) >= vocab_size:
         rule = f"must be below {vocab_size}, the number of the model's embeddings"
         raise CheckpointError("tokenizer token", max(names), rule)
@@ -122,7 +132,8 @@ def _of_json(folder: Path, vocab_size: int) -> list[TokenizerField]:
         TokenizerField("tokenizer.ggml.tokens", tokens, "ARRAY", "STRING"),
         TokenizerField("tokenizer.ggml.token_type", types, "ARRAY", "INT32"),
     ]
-    special = SpecialVocab(folder, n_vocab=vocab_size)
+    with refused_tokenizer(folder, "names special tokens in a way that GGUF cannot hold"):
+        special = SpecialVocab(folder, n_vocab=vocab_size)
     words = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # "seperator" is GGUF's spelling
     for kind, number in special.special_token_ids.items():
         fields.append(TokenizerField(f"tokenizer.ggml.{words.get(kind, kind)}_token_id", number, "UINT32"))
@@ -166,12 +177,16 @@ def _split(tokenizer: Mapping[str, Any]) -> str:
             name = _GPT2_SPLIT
         elif kinds == ["Digits", "ByteLevel"] and uses_regex and steps[0].get("individual_digits"):
             name = "smollm"
-        elif kinds == ["Split", "ByteLevel"] and not uses_regex and steps[0].get("behavior") == "Isolated":
+        elif kinds == ["Split", "ByteLevel"] and not uses_regex and _is_isolated(steps[0]):
             name = _SPLITS.get(steps[0].get("pattern", {}).get("Regex"))
     if name is None or ignores_merges != (name in _OWN_MERGES):
         rule = f"splits a text in a way that headwise knows no name of in GGUF; can: {', '.join(_NAMES)}"
         raise CheckpointError("tokenizer pre_tokenizer", ", ".join(map(str, kinds)), rule)
     return name
+
+
+def _is_isolated(split: Mapping[str, Any]) -> bool:
+    return split.get("behavior") == "Isolated" and not split.get("invert")
 
 
 _NAMES = (_GPT2_SPLIT, "smollm", *_SPLITS.values())
@@ -189,9 +204,16 @@ def _sentencepiece(
     normalizer = tokenizer.get("normalizer") or {}
     parts = normalizer.get("normalizers", [normalizer])
     kinds = [part.get("type") for part in parts]
-    if steps is None and kinds in (["Prepend", "Replace"], ["Replace"]):
+    is_usual = all(_is_usual(part) for part in (*parts, steps or {}))
+    if is_usual and steps is None and kinds in (["Prepend", "Replace"], ["Replace"]):
         adds_space = kinds[0] == "Prepend"
-    elif steps is not None and steps.get("type") == "Metaspace" and kinds == [None] and not steps.get("split"):
+    elif (
+        is_usual
+        and steps is not None
+        and steps.get("type") == "Metaspace"
+        and kinds == [None]
+        and not steps.get("split")
+    ):
         adds_space = steps.get("prepend_scheme", "always") != "never"
     else:
         rule = "must be SentencePiece's: a space in front and ▁ for spaces, with nothing split before"
@@ -206,3 +228,12 @@ def _sentencepiece(
         TokenizerField("tokenizer.ggml.scores", scores, "ARRAY", "FLOAT32"),
         TokenizerField("tokenizer.ggml.add_space_prefix", adds_space, "BOOL"),
     ]
+
+
+def _is_usual(step: Mapping[str, Any]) -> bool:
+    """Whether a step writes spaces as SentencePiece does."""
+    usual = {"prepend": _SPACE, "content": _SPACE, "replacement": _SPACE, "pattern": {"String": " "}}
+    return all(step.get(name, value) == value for name, value in usual.items())
+
+
+_SPACE = "▁"

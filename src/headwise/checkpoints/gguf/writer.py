@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 """The types that matrices are written in; vectors are always ``f32``."""
 
+_LARGEST = {"f32": math.inf, "f16": 65504.0, "bf16": 3.3895e38, "q8_0": 127 * 65504.0}
+"""The largest number of each type; a block of ``q8_0`` has a scale in float16."""
+
 ROPE_FREQS = "rope_freqs.weight"
 
 Split = Callable[[Tensor], Tensor]
@@ -73,10 +76,9 @@ class _Entry:
         from gguf.quants import quantize
 
         values = self.made(tensor).to(torch.float32).contiguous().numpy()
-        with np.errstate(over="ignore"):
-            encoded: np.ndarray[Any, Any] = quantize(values, self.type)
-        if self.kind == "f16" and not np.isfinite(encoded).all():
-            raise CheckpointError("tensor", self.name, "does not fit in f16; choose a wider type")
+        if float(np.abs(values).max(initial=0.0)) > _LARGEST[self.kind]:
+            raise CheckpointError("tensor", self.name, f"does not fit in {self.kind}; choose a wider type")
+        encoded: np.ndarray[Any, Any] = quantize(values, self.type)
         assert encoded.nbytes == self.nbytes, (self.name, encoded.nbytes, self.nbytes)
         return encoded
 

@@ -21,7 +21,7 @@ from headwise.conversion.solvers.rope_channels import keep_comb, keep_rotation
 from headwise.errors import ArgumentError, SpecError
 from headwise.hf import expected_tensors
 from headwise.progress import Progress
-from headwise.specs import LatentSpec
+from headwise.specs import GGUF_ARCHITECTURES, LatentSpec
 
 
 class OutputFormat(ABC):
@@ -210,6 +210,9 @@ class GgufFormat(OutputFormat):
         if layout.plan.after.mechanism == "mla":
             config = DEEPSEEK.config(layout)
             return config | {"attention_bias": False}
+        if layout.is_hosted:
+            rule = f"is not written as GGUF; can: {', '.join(GGUF_ARCHITECTURES)}"
+            raise SpecError("model_type", layout.plan.checkpoint.family.model_type, rule)
         return layout.config()
 
     def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
@@ -242,10 +245,11 @@ class GgufFormat(OutputFormat):
 
     def weight_bytes(self, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], plan: ConversionPlan) -> int:
         """See `OutputFormat.weight_bytes`."""
-        return GgufFile(config, tensors, self.kind or gguf_type(plan.dtype)).nbytes
+        return GgufFile(engine_config(config), tensors, self.kind or gguf_type(plan.dtype)).nbytes
 
     def _file(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], plan: ConversionPlan) -> GgufFile:
         kind = self.kind or gguf_type(plan.dtype)
+        config = engine_config(config)
         return GgufFile(config, tensors, kind, tokenizer_fields(plan.checkpoint, config["vocab_size"]))
 
 

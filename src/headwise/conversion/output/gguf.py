@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +22,10 @@ from headwise.checkpoints import (
 )
 from headwise.checkpoints.disk import clearly, refuse_no_file, replace
 from headwise.conversion.output.deepseek import deepseek_config, deepseek_tensors
-from headwise.errors import ArgumentError
-from headwise.hf import check_complete, expected_tensors
+from headwise.errors import ArgumentError, StorageError
+from headwise.hf import check_complete, expected_tensors, stock_config
 from headwise.progress import Progress, silent
-from headwise.specs import HOSTED_PREFIX
+from headwise.specs import GGUF_ARCHITECTURES, HOSTED_PREFIX, gguf_model
 from headwise.type_checks import typed
 
 _TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -49,8 +51,11 @@ def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
         ArgumentError: the layers differ in a setting that deepseek_v3 has once for all.
         SpecError: deepseek_v3 cannot hold the family or its layers.
     """
-    is_own = str(config.get("model_type")).startswith(HOSTED_PREFIX)
-    return deepseek_config(config, for_engines=True) if is_own else dict(config)
+    if str(config.get("model_type")).startswith(HOSTED_PREFIX):
+        return deepseek_config(config, for_engines=True)
+    if config.get("model_type") not in GGUF_ARCHITECTURES:
+        return dict(config)  # `GgufFile` refuses it
+    return {**stock_config(dict(config)).to_dict(), **config}
 
 
 def engine_tensors(
@@ -107,24 +112,41 @@ def export_gguf(
     path = Path(output)
     if path.suffix != ".gguf":
         raise ArgumentError("output", str(output), "must end in .gguf")
+    refuse_no_file("output", path)
     if path.exists() and not overwrite:
         raise ArgumentError("output", str(output), "exists; say --overwrite to replace it")
     checkpoint = open_checkpoint(source)
-    if path.exists() and checkpoint.path.exists() and path.samefile(checkpoint.path):
+    if path.exists() and path.samefile(checkpoint.path):
         raise ArgumentError("output", str(output), "must not be the source")
-    refuse_no_file("output", path)
     config = engine_config({**checkpoint.config, "dtype": dtype_name(checkpoint.dtype)})
-    tensors = {name: TensorInfo(shape, checkpoint.dtype) for name, shape in expected_tensors(config).items()}
-    GgufFile(config, tensors, "f32")  # refused where llama.cpp has no such model
+    if "lm_head.weight" in checkpoint.tensors:
+        config["tie_word_embeddings"] = False  # what is stored is what transformers computes with
+    gguf_model(config)  # refused where llama.cpp has no such model, before a large one is looked through
     check_complete(checkpoint)
+    tensors = {name: TensorInfo(shape, checkpoint.dtype) for name, shape in expected_tensors(config).items()}
     fields = tokenizer_fields(checkpoint, config["vocab_size"])
     file = GgufFile(config, tensors, outtype or gguf_type(checkpoint.dtype), fields)
-    partial = path.with_name(f".{path.name}.headwise-partial")
+    target = Path(os.path.realpath(path))  # a link stays
+    try:
+        with clearly("output", path):
+            handle, name = tempfile.mkstemp(prefix=".", suffix=".headwise-partial", dir=target.parent)
+            os.close(handle)
+    except StorageError as error:
+        raise ArgumentError(error.field, error.value, error.rule) from None
+    partial = Path(name)
     try:
         with clearly("output", path):
             file.write(partial, engine_tensors(checkpoint, config, progress))
-            replace(partial, path)
-            return path.stat().st_size
+            partial.chmod(0o666 & ~_umask())
+            replace(partial, target)
+            return target.stat().st_size
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """The permissions that new files of this process do not have."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
