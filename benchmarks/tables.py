@@ -381,6 +381,8 @@ def _engine_cell(row: Document) -> str:
     if not row["loads"]:
         return "no"
     greedy = "" if row["greedy_equal"] else f", greedy differs at a gap of {row['gap']:.0e}"
+    if row["engine"] == "transformers":
+        return f"the reference, {row['cache_bytes']:,.0f} B"
     wrong = "" if row["holds"] or row["dtype"] != "float32" else "**computes another model**, "
     return f"{wrong}{row['difference']:.0e}{greedy}, {row['cache_bytes']:,.0f} B"
 
