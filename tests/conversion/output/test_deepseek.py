@@ -191,6 +191,7 @@ def test_one_layer_in_float64(bias: bool | str | tuple[str, ...], impl: str) -> 
     gain = torch.randn(24, dtype=torch.float64)
     q_lora_rank = 25 if "q_proj" in layer.spec.bias else None
     config = {"kv_lora_rank": 14, "q_lora_rank": q_lora_rank, "dtype": "float64"}
+    config |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
     stock = latent_layer("hf", kv_lora_rank=14, q_lora_rank=q_lora_rank, impl=impl)
     made = deepseek_layer(layer.state_dict(), layer.spec, config, gain)
     # deepseek_v3 has these biases in every layer.

@@ -30,4 +30,4 @@ def export(
     if as_json:
         emit({"source": source, "output": str(output), "bytes": size})
         return
-    out.print(f"[bold]{escape(source)}[/bold] → {escape(str(output))}, {bytes_text(size)}")
+    out.print(f"[bold]{escape(source)}[/bold] → {escape(str(output))}, {bytes_text(size)}", soft_wrap=True)

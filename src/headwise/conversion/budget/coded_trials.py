@@ -88,7 +88,7 @@ class CodedTrials(LayerTrials):
         weights = len(sizes) + len(KEY_WEIGHTS) - 1
         number, coded = int(estimates[-1]), estimates[weights:-1]
         whole, smaller = estimates[0], estimates[number]
-        scale = divergences[1] / smaller if smaller > 0 else 0.0
+        scale = max(divergences[1], 0.0) / smaller if smaller > 0 else 0.0
         tried = coded[CODE_BITS.index(EVEN_BITS)]
         rounding = max(tried - whole, 1e-3 * tried, NOTHING)
         # Of the first stream's divergence, what its size does not explain; at least a part of it.

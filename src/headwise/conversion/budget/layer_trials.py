@@ -232,7 +232,7 @@ class LayerTrials:
             divergences: the logits' divergence, in nats a token, with each of the trial's streams.
         """
         usual, by_weight = estimates[0], [estimates[0], *estimates[len(sizes) :]]
-        scale = divergences[0] / usual if usual > 0 else 0.0
+        scale = max(divergences[0], 0.0) / usual if usual > 0 else 0.0
         nodes, key_weight = scaled_nodes(sizes, estimates, by_weight, scale)
         return LayerLosses(Node(*sizes[0], divergences[0]), key_weight, nodes)
 
