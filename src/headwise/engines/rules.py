@@ -15,6 +15,7 @@ from headwise.conversion.output.gguf import engine_config
 from headwise.engines.facts import ModelFacts
 from headwise.errors import HeadwiseError
 from headwise.hf import auto_class, expected_tensors
+from headwise.quantization.files import FILE
 from headwise.specs import LatentSpec
 
 DEEPSEEK = "with --format deepseek"
@@ -43,7 +44,7 @@ class Engine:
         program: a program that is looked for besides; empty where there is none.
         checked: what its rules were checked against.
         refusal: the reason for which it does not serve a model.
-        command: starts it; ``{model}`` stands for the model.
+        command: the command line, or the Python expression, that starts it with a model.
         caution: what must be known of a model that it serves; None where nothing is.
     """
 
@@ -80,7 +81,7 @@ def _transformers_command(facts: ModelFacts) -> str:
 
 
 def _transformers_caution(facts: ModelFacts) -> str | None:
-    if (facts.path / "kv_cache.safetensors").is_file():
+    if (facts.path / FILE).is_file():
         return "its cache is stored in codes by headwise.load alone; from_pretrained keeps it in 16 or 32 bits"
     return None
 
@@ -133,9 +134,8 @@ def _vllm(facts: ModelFacts) -> Refusal | None:
         return f"has no model of type {facts.model_type}", _convert(facts, BIAS_FREE)
     if facts.is_deepseek:  # model_executor/models/deepseek_v2.py
         if facts.rope_type not in ("default", "yarn"):
-            return f"takes rope_type {facts.rope_type} for yarn, and ends for want of its numbers", _convert(
-                facts, BIAS_FREE
-            )
+            rule = f"takes rope_type {facts.rope_type} for yarn, and ends for want of its numbers"
+            return rule, _convert(facts, BIAS_FREE)
         if biases := facts.attention_biases:
             return f"skips the biases of {', '.join(biases)} in silence", _convert(facts, BIAS_FREE)
         if not facts.config.get("rope_interleave", True):
@@ -154,14 +154,6 @@ def _vllm_caution(facts: ModelFacts) -> str | None:
     if not isinstance(first, LatentSpec) or (first.kv_lora_rank, first.qk_rope_head_dim) == _LATENT_ON_CPU:
         return None
     return "on a CPU it decodes MLA of 512 + 64 alone (v1/attention/backends/mla/cpu_mla.py)"
-
-
-def _sglang(facts: ModelFacts) -> Refusal | None:
-    return _vllm(facts)  # its deepseek_v2.py has the same conditions
-
-
-def _ollama(facts: ModelFacts) -> Refusal | None:
-    return _llama_cpp(facts)
 
 
 def _ollama_caution(facts: ModelFacts) -> str | None:
@@ -214,7 +206,7 @@ ENGINES = (
         "sglang",
         "",
         "from source: 0.5.23",
-        _sglang,
+        _vllm,  # its deepseek_v2.py has the same conditions
         lambda facts: f"python -m sglang.launch_server --model-path {_place(facts)}",
     ),
     Engine(
@@ -222,7 +214,7 @@ ENGINES = (
         "",
         "ollama",
         "from source",
-        _ollama,
+        _llama_cpp,
         lambda facts: f"ollama create NAME -f Modelfile  (FROM {_place(facts)})",
         _ollama_caution,
     ),

@@ -208,8 +208,7 @@ class GgufFormat(OutputFormat):
     def config(self, layout: OutputLayout) -> dict[str, Any]:
         """The config of the model that the file holds: stock, or from `deepseek_config`. See `GgufFile`."""
         if layout.plan.after.mechanism == "mla":
-            config = DEEPSEEK.config(layout)
-            return config | {"attention_bias": False}
+            return DEEPSEEK.config(layout)
         if layout.is_hosted:
             rule = f"is not written as GGUF; can: {', '.join(GGUF_ARCHITECTURES)}"
             raise SpecError("model_type", layout.plan.checkpoint.family.model_type, rule)
