@@ -10,11 +10,12 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headwise.checkpoints import GgufFile, TensorInfo, dtype_name
+from headwise.checkpoints import GgufFile, dtype_name
 from headwise.conversion.output.gguf import engine_config
+from headwise.conversion.output.layout import tensors_of
 from headwise.engines.facts import ModelFacts
 from headwise.errors import HeadwiseError
-from headwise.hf import auto_class, expected_tensors
+from headwise.hf import auto_class
 from headwise.quantization.files import FILE
 from headwise.specs import LatentSpec
 
@@ -92,8 +93,7 @@ def _llama_cpp(facts: ModelFacts) -> Refusal | None:
     export = f"headwise export {shlex.quote(facts.source)} model.gguf"
     try:
         config = engine_config({**facts.config, "dtype": dtype_name(facts.checkpoint.dtype)})
-        shapes = expected_tensors(config)
-        GgufFile(config, {name: TensorInfo(shape, facts.checkpoint.dtype) for name, shape in shapes.items()}, "f32")
+        GgufFile(config, tensors_of(config, facts.checkpoint.dtype), "f32")
     except HeadwiseError as error:
         is_latent = any(isinstance(layer, LatentSpec) for layer in facts.spec.layers)
         return f"reads GGUF, and this has no place there: {error}", (

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
-from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, check_output, dtype_name, open_checkpoint
+from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint
 from headwise.checkpoints.disk import refuse_input_within
 from headwise.conversion.output.latent_norm import LatentMap, with_norm
+from headwise.conversion.output.layout import tensors_of
 from headwise.conversion.output.padding import LatentSizes, padded_config, padded_layer
 from headwise.errors import ArgumentError, SpecError
-from headwise.hf import as_dtype, check_complete, expected_tensors, stock_config
+from headwise.hf import as_dtype, check_complete, stock_config
 from headwise.progress import Progress, silent
 from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, RopeSpec, read_config
 
@@ -260,7 +261,7 @@ def export_deepseek(
     refuse_input_within(Path(output), checkpoint.path, "the source")
     config = deepseek_config({**checkpoint.config, "dtype": dtype_name(checkpoint.dtype)})
     check_complete(checkpoint)
-    tensors = {name: TensorInfo(shape, checkpoint.dtype) for name, shape in expected_tensors(config).items()}
+    tensors = tensors_of(config, checkpoint.dtype)
     with FolderWriter(Path(output), tensors, overwrite=overwrite) as writer:
         add_deepseek(writer, checkpoint, config, progress)
 

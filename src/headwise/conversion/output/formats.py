@@ -14,12 +14,11 @@ from headwise.checkpoints import Checkpoint, FolderWriter, GgufFile, TensorInfo,
 from headwise.checkpoints.writer import MODEL
 from headwise.conversion.output.deepseek import add_deepseek, deepseek_config
 from headwise.conversion.output.gguf import engine_config, engine_tensors, gguf_type
-from headwise.conversion.output.layout import OutputLayout
+from headwise.conversion.output.layout import OutputLayout, tensors_of
 from headwise.conversion.output.padding import parse_padding
 from headwise.conversion.planning.plan import ConversionPlan
 from headwise.conversion.solvers.rope_channels import keep_comb, keep_rotation
 from headwise.errors import ArgumentError, SpecError
-from headwise.hf import expected_tensors
 from headwise.progress import Progress
 from headwise.specs import GGUF_ARCHITECTURES, LatentSpec
 
@@ -163,8 +162,7 @@ class DeepseekFormat(OutputFormat):
 
     def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
         """The tensors of transformers' class."""
-        shapes = expected_tensors(self.config(layout))
-        return {name: TensorInfo(shape, layout.plan.dtype) for name, shape in shapes.items()}
+        return tensors_of(self.config(layout), layout.plan.dtype)
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `deepseek_config`."""
@@ -216,8 +214,7 @@ class GgufFormat(OutputFormat):
 
     def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
         """The tensors of transformers' class."""
-        shapes = expected_tensors(self.config(layout))
-        return {name: TensorInfo(shape, layout.plan.dtype) for name, shape in shapes.items()}
+        return tensors_of(self.config(layout), layout.plan.dtype)
 
     def announced(self, layout: OutputLayout) -> dict[str, TensorInfo]:
         """None."""
@@ -237,7 +234,7 @@ class GgufFormat(OutputFormat):
     ) -> dict[str, Any]:
         """Write the file."""
         config = self.exported_config(_full_config(checkpoint))
-        tensors = {name: TensorInfo(shape, plan.dtype) for name, shape in expected_tensors(config).items()}
+        tensors = tensors_of(config, plan.dtype)
         file = self._file(config, tensors, plan)
         writer.write_file(self.mark, lambda path: file.write(path, engine_tensors(checkpoint, config, progress)))
         return config

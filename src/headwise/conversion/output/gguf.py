@@ -15,13 +15,13 @@ from torch import Tensor
 from headwise.checkpoints import (
     Checkpoint,
     GgufFile,
-    TensorInfo,
     dtype_name,
     open_checkpoint,
     tokenizer_fields,
 )
 from headwise.checkpoints.disk import clearly, refuse_no_file, replace
 from headwise.conversion.output.deepseek import deepseek_config, deepseek_tensors
+from headwise.conversion.output.layout import tensors_of
 from headwise.errors import ArgumentError, StorageError
 from headwise.hf import check_complete, expected_tensors, stock_config
 from headwise.progress import Progress, silent
@@ -123,7 +123,7 @@ def export_gguf(
         config["tie_word_embeddings"] = False  # what is stored is what transformers computes with
     gguf_model(config)  # refused where llama.cpp has no such model, before a large one is looked through
     check_complete(checkpoint)
-    tensors = {name: TensorInfo(shape, checkpoint.dtype) for name, shape in expected_tensors(config).items()}
+    tensors = tensors_of(config, checkpoint.dtype)
     fields = tokenizer_fields(checkpoint, config["vocab_size"])
     file = GgufFile(config, tensors, outtype or gguf_type(checkpoint.dtype), fields)
     target = Path(os.path.realpath(path))  # a link stays

@@ -43,7 +43,7 @@ class OutputLayout:
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         """All tensors of the folder, in the folder's order."""
-        return {name: TensorInfo(shape, self.plan.dtype) for name, shape in expected_tensors(self.config()).items()}
+        return tensors_of(self.config(), self.plan.dtype)
 
     @cached_property
     def owner(self) -> dict[str, Place]:
@@ -116,6 +116,11 @@ class OutputLayout:
         spec = self.plan.layer_target(place).spec
         assert isinstance(spec, GroupedSpec)
         return list(family.stored_shapes(place.index, spec, cross=place.cross))
+
+
+def tensors_of(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, TensorInfo]:
+    """All tensors of a config's model, in its order, as they are stored in one dtype."""
+    return {name: TensorInfo(shape, dtype) for name, shape in expected_tensors(dict(config)).items()}
 
 
 def _with_former_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
