@@ -1,0 +1,98 @@
+"""What a folder's ``config.json`` says of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LatentLayer:
+    """The sizes of one MLA layer.
+
+    Attributes:
+        num_heads: H.
+        kv_lora_rank: R, the width of the latent.
+        qk_nope_head_dim: N, a head's query–key dims without rotation.
+        qk_rope_head_dim: P, the width of the rotary key.
+        v_head_dim: V.
+        biases: the projections that have one.
+        scale: multiplies the scores.
+        window: the latest tokens that are attended to; None for all.
+        channels: for each rotary pair, the index of the model's frequency.
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    biases: tuple[str, ...]
+    scale: float
+    window: int | None
+    channels: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Values that a token caches."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+def register_configs(families: Iterable[str]) -> None:
+    """Register ``headwise_<family>`` with transformers' AutoConfig."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for family in families:
+        base, name = CONFIG_MAPPING[family], f"headwise_{family}"
+        # The name says nothing of the family, so that nobody takes the class for a stock one.
+        made = type(f"Headwise{base.__name__}", (base,), {"__module__": __name__, "model_type": name})
+        globals().setdefault(made.__name__, made)  # pickle looks it up here
+        AutoConfig.register(name, globals()[made.__name__], exist_ok=True)
+
+
+def latent_layers(headwise: dict[str, Any], num_layers: int) -> list[LatentLayer]:
+    """The layers of a model, from the ``headwise`` section of its config.
+
+    Args:
+        headwise: the section.
+        num_layers: of the model.
+
+    Raises:
+        ValueError: a layer is not an MLA layer of the kind that is served here, or the layers are not all told of.
+    """
+    if headwise.get("format") != 1:
+        raise ValueError(f"headwise.format = {headwise.get('format')!r}: must be 1")
+    for name in ("kv_cache", "cross_attention"):
+        if headwise.get(name):
+            raise ValueError(f"headwise.{name}: is not served in vLLM")
+    described = {index: entry for entry in headwise["attention"] for index in entry["layers"]}
+    listed = headwise.get("rope_channels") or []
+    if sorted(described) != list(range(num_layers)) or len(listed) != num_layers:
+        raise ValueError(f"headwise.attention, headwise.rope_channels: must tell of {num_layers} layers")
+    return [_layer(index, described[index], listed[index]) for index in range(num_layers)]
+
+
+def _layer(index: int, entry: dict[str, Any], channels: list[int]) -> LatentLayer:
+    where = f"headwise.attention of layer {index}"
+    if entry["kind"] != "latent":
+        raise ValueError(f"{where}: kind = {entry['kind']!r}: must be latent")
+    for name in ("latent_norm", "q_lora_rank", "qk_norm"):
+        if entry[name]:
+            raise ValueError(f"{where}: {name} = {entry[name]!r}: is not served in vLLM")
+    N, P = entry["qk_nope_head_dim"], entry["qk_rope_head_dim"]
+    if 2 * len(channels) != P:
+        raise ValueError(f"headwise.rope_channels of layer {index}: {len(channels)}: must be {P // 2}")
+    scale = entry["softmax_scale"]
+    return LatentLayer(
+        num_heads=entry["num_heads"],
+        kv_lora_rank=entry["kv_lora_rank"],
+        qk_nope_head_dim=N,
+        qk_rope_head_dim=P,
+        v_head_dim=entry["v_head_dim"],
+        biases=tuple(entry["bias"]),
+        scale=(N + P) ** -0.5 if scale is None else scale,
+        window=entry["sliding_window"],
+        channels=tuple(channels),
+    )
