@@ -20,7 +20,7 @@ OTHER_BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
 
 OUTPUTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "mqa": ({"to": "mqa", "evaluate": False}, {"transformers", "MLX-LM", "vLLM", "SGLang", "TensorRT-LLM"}),
-    "own": (SIZES, {"transformers"}),
+    "own": (SIZES, {"transformers", "vLLM"}),
     "deepseek": ({**SIZES, "format": "deepseek"}, {"transformers", "MLX-LM"}),
     "longrope": ({**SIZES, "format": "deepseek-longrope"}, {"transformers"}),
     "bias-free": (
@@ -61,7 +61,7 @@ def test_who_serves_what(name: str, outputs: dict[str, Path]) -> None:
 REASONS = {
     ("mqa", "llama.cpp"): ("reads GGUF", "headwise export "),
     ("own", "MLX-LM"): ("has no model of type headwise_llama", "--format deepseek"),
-    ("own", "vLLM"): ("has no model of type headwise_llama", "--format deepseek --bias-free"),
+    ("own", "SGLang"): ("has no model of type headwise_llama", "--format deepseek --bias-free"),
     ("deepseek", "vLLM"): ("skips the biases of kv_a_proj_with_mqa, o_proj in silence", "--bias-free"),
     ("deepseek", "llama.cpp"): ("biases = 'kv_a_proj_with_mqa, o_proj'", "--format gguf"),
     ("longrope", "MLX-LM"): ("takes rope_type longrope for plain RoPE, in silence", "--format deepseek"),
@@ -131,3 +131,17 @@ def test_packages_that_are_looked_for_are_those_of_the_extra() -> None:
     for package in ("llama-cpp-python", "mlx-lm"):
         assert package in names
         assert package in {engine.package for engine in ENGINES}
+
+
+def test_heads_that_cannot_be_shared_out(
+    outputs: dict[str, Path], cli: Callable[..., Any], refused: Callable[..., str]
+) -> None:
+    document = json.loads(cli("engines", outputs["bias-free"], "--tensor-parallel", "5", "--json").out)
+    said = {verdict["engine"]: verdict for verdict in document["verdicts"]}
+    for engine in ("vLLM", "SGLang", "TensorRT-LLM"):
+        assert said[engine]["why"] == "shares heads out evenly: 6 heads over 5 devices"
+    assert said["transformers"]["serves"]
+    two = {verdict.engine: verdict for verdict in engines(outputs["mqa"], tensor_parallel=2).verdicts}
+    assert two["vLLM"].command is not None
+    assert "--tensor-parallel-size 2" in two["vLLM"].command
+    assert "tensor_parallel = 0: must be at least 1" in refused("engines", outputs["mqa"], "--tensor-parallel", "0")

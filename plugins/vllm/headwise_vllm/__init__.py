@@ -1,4 +1,4 @@
-"""headwise's MLA folders in vLLM: a rank and rotary channels of its own for each layer, biases, no norm on latents."""
+"""headwise's MLA folders in vLLM: each layer has a rank and rotary channels of its own, and may have biases."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ FAMILIES = ("llama", "mistral", "qwen2")
 
 def register() -> None:
     """Tell vLLM and transformers of headwise's folders; vLLM calls it in each of its processes."""
-    from headwise_vllm.config import register_configs
     from vllm import ModelRegistry
+
+    from headwise_vllm.config import register_configs
 
     register_configs(FAMILIES)
     for name in ("HeadwiseLlamaForCausalLM", "HeadwiseMistralForCausalLM", "HeadwiseQwen2ForCausalLM"):

@@ -7,9 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-
-from headwise_vllm.config import LatentLayer
-from headwise_vllm.paged import Decoders, Request, attend, store
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
@@ -24,6 +21,9 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
+
+from headwise_vllm.config import LatentLayer
+from headwise_vllm.paged import Decoders, Request, attend, store
 
 OP = "headwise_latent_attention"
 

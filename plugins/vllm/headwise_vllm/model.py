@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-from headwise_vllm.attention import OP, LatentAttention
-from headwise_vllm.config import latent_layers
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
+
+from headwise_vllm.attention import OP, LatentAttention
+from headwise_vllm.config import latent_layers
 
 ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE whose frequencies do not depend on the length of the text."""

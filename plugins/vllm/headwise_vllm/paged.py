@@ -122,7 +122,8 @@ def _absorbed(query: Tensor, latents: Tensor, decoders: Decoders, visible: Tenso
     N, R = decoders.keys.shape[1:]
     content = torch.einsum("shn,hnr->shr", query[..., :N], decoders.keys)
     whole = torch.cat((content, query[..., N:]), dim=-1)  # [S, H, W]
-    scores = (whole @ latents.T).float() * scale  # [S, H, T]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (whole @ latents.T).to(wide) * scale  # [S, H, T]
     if visible is not None:
         scores = scores.masked_fill(~visible[:, None], float("-inf"))
     mixed = scores.softmax(-1).to(query.dtype) @ latents[:, :R]  # [S, H, R]

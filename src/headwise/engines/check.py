@@ -11,6 +11,7 @@ from typing import Any
 from headwise.documents import as_document
 from headwise.engines.facts import ModelFacts
 from headwise.engines.rules import ENGINES, Engine
+from headwise.errors import ArgumentError
 from headwise.type_checks import typed
 
 
@@ -61,7 +62,7 @@ class EngineReport:
 
 
 @typed
-def engines(source: str | Path) -> EngineReport:
+def engines(source: str | Path, *, tensor_parallel: int = 1) -> EngineReport:
     """Say which engines serve a model, why others do not, and what to write for them instead.
 
     For example ``engines("./half").verdicts[0].serves``. Nothing is run: the conditions are those of the engines'
@@ -69,11 +70,14 @@ def engines(source: str | Path) -> EngineReport:
 
     Args:
         source: a model folder, a ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
+        tensor_parallel: devices that are to share out the heads of the model.
 
     Raises:
-        HeadwiseError: the model cannot be read.
+        HeadwiseError: the model cannot be read, or ``tensor_parallel`` is below 1.
     """
-    facts = ModelFacts.of(source)
+    if tensor_parallel < 1:
+        raise ArgumentError("tensor_parallel", tensor_parallel, "must be at least 1")
+    facts = ModelFacts.of(source, tensor_parallel)
     return EngineReport(
         source=str(source),
         model_type=facts.model_type,

@@ -19,19 +19,21 @@ class ModelFacts:
     Attributes:
         checkpoint: the model.
         source: it, as the user named it.
+        tensor_parallel: devices that share out its heads.
     """
 
     checkpoint: Checkpoint
     source: str
+    tensor_parallel: int = 1
 
     @classmethod
-    def of(cls, source: str | Path) -> ModelFacts:
+    def of(cls, source: str | Path, tensor_parallel: int = 1) -> ModelFacts:
         """Open a model.
 
         Raises:
             HeadwiseError: it cannot be read.
         """
-        return cls(open_checkpoint(source), str(source))
+        return cls(open_checkpoint(source), str(source), tensor_parallel)
 
     @property
     def path(self) -> Path:

@@ -17,7 +17,7 @@ from headwise.engines.facts import ModelFacts
 from headwise.errors import HeadwiseError
 from headwise.hf import auto_class
 from headwise.quantization.files import FILE
-from headwise.specs import LatentSpec
+from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec
 
 DEEPSEEK = "with --format deepseek"
 BIAS_FREE = "with --format deepseek --bias-free"
@@ -33,6 +33,13 @@ _MLX_OTHERS = ("gemma3_text", "gpt2", "phi3", "deepseek_v2", "deepseek_v3")
 
 _LATENT_ON_CPU = (512, 64)
 """R and P of the one MLA that vLLM decodes on a CPU (its csrc/cpu/mla_decode.cpp: head_dim 576, v_head_dim 512)."""
+
+
+PLUGIN_FAMILIES = ("llama", "mistral", "qwen2")
+"""Families whose own folders headwise's plugin serves in vLLM."""
+
+PLUGIN_ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE that it computes: frequencies that do not depend on the length of the text."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,46 @@ def _mlx(facts: ModelFacts) -> Refusal | None:
     return None
 
 
+def _shares(facts: ModelFacts) -> Refusal | None:
+    """Why the heads cannot be shared out: layers/linear.py and models/llama.py of vLLM, and SGLang's alike."""
+    devices = facts.tensor_parallel
+    for layer in facts.spec.layers:
+        if not isinstance(layer, GroupedSpec | LatentSpec):
+            continue
+        if layer.num_heads % devices:
+            rule = f"shares heads out evenly: {layer.num_heads} heads over {devices} devices"
+            return rule, f"start it with a tensor_parallel that divides {layer.num_heads}"
+        heads = layer.num_kv_heads if isinstance(layer, GroupedSpec) else devices
+        if heads % devices and devices % heads:
+            rule = f"shares key–value heads out evenly, or copies them so: {heads} over {devices} devices"
+            return (
+                rule,
+                f"start it with a tensor_parallel that divides {heads}, or convert to another number of heads",
+            )
+    return None
+
+
+def _plugin(facts: ModelFacts) -> Refusal | None:
+    """Why vLLM with headwise's plugin does not serve a folder of headwise's own (plugins/vllm/headwise_vllm)."""
+    if facts.model_type.removeprefix(HOSTED_PREFIX) not in PLUGIN_FAMILIES:
+        return f"headwise's plugin for it has no model of type {facts.model_type}", _convert(facts, BIAS_FREE)
+    if (facts.path / FILE).is_file():
+        return "headwise's plugin for it reads no cache in codes", _convert(facts, "without --kv-bytes and --bits")
+    if not all(isinstance(layer, LatentSpec) for layer in facts.spec.layers):
+        return "headwise's plugin for it has MLA alone", _convert(facts, BIAS_FREE)
+    if facts.rope_type not in PLUGIN_ROPES:
+        return f"headwise's plugin for it has no rope_type {facts.rope_type}", _convert(facts, BIAS_FREE)
+    return None
+
+
 def _vllm(facts: ModelFacts) -> Refusal | None:
+    if facts.is_own and not facts.is_gguf:
+        return _plugin(facts) or _shares(facts)
+    return _stock_vllm(facts)
+
+
+def _stock_vllm(facts: ModelFacts) -> Refusal | None:
+    """vLLM without plugins; SGLang's classes have the same conditions."""
     if not facts.spec.is_causal or facts.spec.cross_layers:
         return "headwise knows its conditions of decoders alone", "nothing yet"
     if facts.is_gguf:
@@ -140,16 +186,24 @@ def _vllm(facts: ModelFacts) -> Refusal | None:
             return f"skips the biases of {', '.join(biases)} in silence", _convert(facts, BIAS_FREE)
         if not facts.config.get("rope_interleave", True):
             return "rotates neighbouring pairs, and these are in halves, in silence", _convert(facts, BIAS_FREE)
-    return None
+    return _shares(facts)
+
+
+def _over_devices(facts: ModelFacts, option: str) -> str:
+    """The option of a command line that shares heads out; empty on one device."""
+    return f" {option} {facts.tensor_parallel}" if facts.tensor_parallel > 1 else ""
 
 
 def _vllm_command(facts: ModelFacts) -> str:
     # Its compiled rotary embedding takes the wrong stride of MLA's tensors on a CPU.
     native = ' --compilation-config \'{"custom_ops": ["none"]}\'' if facts.is_deepseek else ""
-    return f"vllm serve {_place(facts)}" + (f"  (on a CPU with{native})" if native else "")
+    command = f"vllm serve {_place(facts)}{_over_devices(facts, '--tensor-parallel-size')}"
+    return command + (f"  (on a CPU with{native})" if native else "")
 
 
 def _vllm_caution(facts: ModelFacts) -> str | None:
+    if facts.is_own:
+        return "with headwise's plugin installed beside it: pip install ./plugins/vllm of headwise's repository"
     first = facts.spec.layers[0]
     if not isinstance(first, LatentSpec) or (first.kv_lora_rank, first.qk_rope_head_dim) == _LATENT_ON_CPU:
         return None
@@ -171,7 +225,7 @@ def _tensorrt(facts: ModelFacts) -> Refusal | None:
         return f"has no biases of {', '.join(facts.attention_biases)}", _convert(facts, BIAS_FREE)
     if facts.is_deepseek and facts.rope_type not in ("default", "yarn"):
         return f"has no rope_type {facts.rope_type} beside MLA", _convert(facts, BIAS_FREE)
-    return None
+    return _shares(facts)
 
 
 ENGINES = (
@@ -206,8 +260,8 @@ ENGINES = (
         "sglang",
         "",
         "from source: 0.5.23",
-        _vllm,  # its deepseek_v2.py has the same conditions
-        lambda facts: f"python -m sglang.launch_server --model-path {_place(facts)}",
+        _stock_vllm,  # its deepseek_v2.py has the same conditions
+        lambda facts: f"python -m sglang.launch_server --model-path {_place(facts)}{_over_devices(facts, '--tp')}",
     ),
     Engine(
         "Ollama",
@@ -224,7 +278,7 @@ ENGINES = (
         "",
         "from source",
         _tensorrt,
-        lambda facts: f"trtllm-serve {_place(facts)}",
+        lambda facts: f"trtllm-serve {_place(facts)}{_over_devices(facts, '--tp_size')}",
     ),
 )
 """All engines that headwise knows conditions of, in the order of reports."""

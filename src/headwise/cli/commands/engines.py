@@ -13,12 +13,13 @@ from headwise.cli.app import SOURCES, Json, app, emit, out
 @app.command(epilog="Example: headwise engines ./half")
 def engines(
     source: Annotated[str, typer.Argument(help=SOURCES)],
+    tensor_parallel: Annotated[int, typer.Option(help="Devices that are to share out the model's heads.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Say which engines serve a model, why others do not, and what to write for them. Nothing is run."""
     from headwise.engines import engines as check
 
-    report = check(source)
+    report = check(source, tensor_parallel=tensor_parallel)
     if as_json:
         emit(report.to_dict())
         return

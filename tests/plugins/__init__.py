@@ -1,0 +1,1 @@
+"""Plugins for engines: what of them needs no engine."""
