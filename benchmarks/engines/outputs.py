@@ -66,12 +66,16 @@ OUTPUTS: dict[str, Output] = {
     "MLA, deepseek": Output(SMOLLM2, {**_HALF, "format": "deepseek"}, True),
     "MLA, deepseek-longrope": Output(SMOLLM2, {**_HALF, "format": "deepseek-longrope"}, True),
     "MLA, headwise": Output(SMOLLM2, _HALF, True),
+    "MLA, headwise, sizes by layer": Output(
+        SMOLLM2, {"to": "mla", "kv_budget": 0.5, "without": ["refine", "sequence"]}, True
+    ),
     **{f"{name}, MQA": Output(name, {"to": "mqa"}) for name in ("qwen2", "llama-3", "mistral")},
     **{f"{name}, GQA": Output(name, {"to": "gqa:2"}) for name in ("qwen2", "llama-3", "mistral")},
     **{
         f"{name}, MLA": Output(name, {**_HALF, "format": "deepseek", "bias_free": True}, True)
         for name in ("qwen2", "mistral")
     },
+    "qwen2, MLA, headwise": Output("qwen2", _HALF, True),
     # The sizes that vLLM's kernel on a CPU has.
     "32 heads, MLA 512 + 64": Output(
         "32 heads",

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import sys
-import tempfile
-from collections.abc import Iterator
 
 import llama_cpp
 import numpy as np
+from benchmarks.engines.logged import logged
 from benchmarks.engines.protocol import answer, request
 
 ROOM = 4096
 """Tokens that the cache is allocated for."""
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """What C++ writes to stderr meanwhile, as one string in a list."""
-    said: list[str] = []
-    with tempfile.TemporaryFile() as file:
-        stderr = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield said
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            file.seek(0)
-            said.append(file.read().decode(errors="replace"))
-            sys.stderr.write(said[0])
 
 
 asked = request()
