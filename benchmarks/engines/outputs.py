@@ -67,7 +67,7 @@ OUTPUTS: dict[str, Output] = {
     "MLA, deepseek-longrope": Output(SMOLLM2, {**_HALF, "format": "deepseek-longrope"}, True),
     "MLA, headwise": Output(SMOLLM2, _HALF, True),
     "MLA, headwise, sizes by layer": Output(
-        SMOLLM2, {"to": "mla", "kv_budget": 0.5, "without": ["refine", "sequence"]}, True
+        SMOLLM2, {"to": "mla", "kv_budget": 0.5, "spread": True, "without": ["refine", "sequence"]}, True
     ),
     **{f"{name}, MQA": Output(name, {"to": "mqa"}) for name in ("qwen2", "llama-3", "mistral")},
     **{f"{name}, GQA": Output(name, {"to": "gqa:2"}) for name in ("qwen2", "llama-3", "mistral")},

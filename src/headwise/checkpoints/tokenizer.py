@@ -14,6 +14,7 @@ from typing import Any
 from headwise.checkpoints.disk import clearly
 from headwise.checkpoints.unsafe import refuse_tokenizer_class
 from headwise.errors import CheckpointError, HeadwiseError
+from headwise.specs import read_gguf_header
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -96,12 +97,13 @@ def load_gguf_tokenizer(path: Path) -> Any:
 
 @lru_cache(maxsize=1)
 def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     refuse_tokenizer_class(path.parent)  # whose tokenizer_config.json transformers reads beside the file
-    return AutoTokenizer.from_pretrained(
-        path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
-    )
+    # AutoTokenizer asks for the config, and transformers reads none of MLA; the tokenizer does not depend on it.
+    is_latent = read_gguf_header(path).architecture == "deepseek2"
+    loader = PreTrainedTokenizerFast if is_latent else AutoTokenizer
+    return loader.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False)
 
 
 @contextmanager

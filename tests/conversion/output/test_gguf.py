@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headwise
-from headwise.checkpoints import GGUF_TYPES, open_checkpoint, tokenizer_fields
+from headwise.checkpoints import GGUF_TYPES, load_tokenizer, open_checkpoint, tokenizer_fields
 from headwise.conversion import export_gguf
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecError, StorageError
 from headwise.specs import read_spec
@@ -136,6 +136,8 @@ def test_a_conversion_to_mla_is_deepseek2_without_biases(model_type: str, tmp_pa
     assert (value["deepseek2.attention.key_length"], value["deepseek2.attention.value_length"]) == (24, 16)
     assert not any(tensor.name.endswith("bias") for tensor in header.tensors)
     assert_close(logits(tmp_path / "out"), logits(tmp_path / "stock"), 1e-5)
+    read, was = load_tokenizer(file), load_tokenizer(source)
+    assert read(TEXT)["input_ids"] == was(TEXT)["input_ids"]
     # And from the stock folder.
     export_gguf(tmp_path / "stock", tmp_path / "again.gguf")
     assert _tensors(tmp_path / "again.gguf") == _tensors(file)
