@@ -136,11 +136,25 @@ def test_a_conversion_to_mla_is_deepseek2_without_biases(model_type: str, tmp_pa
     assert (value["deepseek2.attention.key_length"], value["deepseek2.attention.value_length"]) == (24, 16)
     assert not any(tensor.name.endswith("bias") for tensor in header.tensors)
     assert_close(logits(tmp_path / "out"), logits(tmp_path / "stock"), 1e-5)
-    read, was = load_tokenizer(file), load_tokenizer(source)
-    assert read(TEXT)["input_ids"] == was(TEXT)["input_ids"]
     # And from the stock folder.
     export_gguf(tmp_path / "stock", tmp_path / "again.gguf")
     assert _tensors(tmp_path / "again.gguf") == _tensors(file)
+
+
+@pytest.mark.parametrize("split", [*SPLITS, "sentencepiece"])
+def test_the_tokenizer_of_an_mla_file_is_read(split: str, tmp_path: Path) -> None:
+    """transformers reads no config of ``deepseek2``; evaluate and generate need its tokenizer all the same."""
+    source, text = save_plain(tmp_path / "source", vocab_size=400), tmp_path / "text.txt"
+    save_sentencepiece(source, 400) if split == "sentencepiece" else save_byte_level(source, 400, split)
+    text.write_text(TEXT * 40)
+    sizes: dict[str, Any] = {"to": "mla", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "without": ["refine"]}
+    how: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512, "evaluate": False, "format": "gguf"}
+    headwise.convert(source, tmp_path / "out", **sizes, **how)
+    read, was = load_tokenizer(tmp_path / "out" / "model.gguf"), load_tokenizer(source)
+    words = "the lazy dog jumps over 1,234.5 caf\u00e9s <tool> and so on"
+    assert read(words)["input_ids"] == was(words)["input_ids"]
+    assert read.decode(was(words)["input_ids"]) == was.decode(was(words)["input_ids"])
+    assert headwise.evaluate(tmp_path / "out", text=text, windows=1, window=64).texts[0].perplexity > 1
 
 
 def _give_tokenizer(folder: Path) -> None:
