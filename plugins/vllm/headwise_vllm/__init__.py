@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-FAMILIES = ("llama", "mistral", "qwen2")
-"""Families whose folders are served, by the ``model_type`` of their sources."""
+import warnings
+
+RUN_WITH = "0.32"
+"""The version of vLLM that this is run with; it uses parts of vLLM that change without notice."""
 
 
 def register() -> None:
     """Tell vLLM and transformers of headwise's folders; vLLM calls it in each of its processes."""
-    from vllm import ModelRegistry
+    import vllm
 
     from headwise_vllm.config import register_configs
 
-    register_configs(FAMILIES)
+    if not vllm.__version__.startswith(f"{RUN_WITH}."):
+        warnings.warn(f"headwise-vllm is run with vLLM {RUN_WITH}; this is {vllm.__version__}", stacklevel=2)
+    register_configs()
     for name in ("HeadwiseLlamaForCausalLM", "HeadwiseMistralForCausalLM", "HeadwiseQwen2ForCausalLM"):
-        if name not in ModelRegistry.get_supported_archs():
-            ModelRegistry.register_model(name, f"headwise_vllm.model:{name}")
+        if name not in vllm.ModelRegistry.get_supported_archs():
+            vllm.ModelRegistry.register_model(name, f"headwise_vllm.model:{name}")

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from headwise_vllm.config import LatentLayer
-from headwise_vllm.paged import Decoders, Request, attend, store
+from headwise_vllm.paged import WORKSPACE, Decoders, Request, attend, store
 
 OP = "headwise_latent_attention"
 
@@ -92,6 +92,11 @@ class LatentBackend(AttentionBackend):
         """See vLLM's base class."""
         return True
 
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """See vLLM's base class; the bounds of requests are read on the host."""
+        return False
+
 
 class DecoderRows(nn.Module):
     """The rows of a decoder that belong to this tensor-parallel rank, as they are stored.
@@ -113,6 +118,8 @@ class DecoderRows(nn.Module):
 def _load_rows(parameter: nn.Parameter, whole: Tensor) -> None:
     """Copy this rank's share of the rows of all heads."""
     rows = len(parameter)
+    if len(whole) != rows * get_tensor_model_parallel_world_size():
+        raise ValueError(f"kv_b_proj: {len(whole)} rows: must be {rows * get_tensor_model_parallel_world_size()}")
     parameter.data.copy_(whole.narrow(0, get_tensor_model_parallel_rank() * rows, rows))
 
 
@@ -221,6 +228,7 @@ def _latent_attention(query: Tensor, latent: Tensor, out: Tensor, layer_name: st
     context = get_forward_context()
     metadata = context.attn_metadata
     if metadata is None:  # vLLM measures memory, and has no cache yet
+        query.new_empty(2 * WORKSPACE)
         out.zero_()
         return
     batch: LatentMetadata = (metadata[0] if isinstance(metadata, list) else metadata)[layer_name]

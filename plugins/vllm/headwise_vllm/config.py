@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+FAMILIES = ("llama", "mistral", "qwen2")
+"""Families whose folders are served, by the ``model_type`` of their sources."""
+
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE whose frequencies do not depend on the length of the text."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +44,38 @@ class LatentLayer:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
-def register_configs(families: Iterable[str]) -> None:
-    """Register ``headwise_<family>`` with transformers' AutoConfig."""
+def __getattr__(name: str) -> Any:
+    """The config class of a family by its name, such as ``HeadwiseLlamaConfig``.
+
+    vLLM's processes unpickle configs by their class's name, before plugins are called there.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for family in FAMILIES:
+        base = CONFIG_MAPPING[family]
+        if name == f"Headwise{base.__name__}":
+            made = type(name, (base,), {"__module__": __name__, "model_type": f"headwise_{family}"})
+            return globals().setdefault(name, made)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register_configs() -> None:
+    """Register ``headwise_<family>`` with transformers' AutoConfig, where headwise itself has not done so."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    for family in families:
-        base, name = CONFIG_MAPPING[family], f"headwise_{family}"
-        # The name says nothing of the family, so that nobody takes the class for a stock one.
-        made = type(f"Headwise{base.__name__}", (base,), {"__module__": __name__, "model_type": name})
-        globals().setdefault(made.__name__, made)  # pickle looks it up here
-        AutoConfig.register(name, globals()[made.__name__], exist_ok=True)
+    for family in FAMILIES:
+        if f"headwise_{family}" not in CONFIG_MAPPING:
+            AutoConfig.register(f"headwise_{family}", __getattr__(f"Headwise{CONFIG_MAPPING[family].__name__}"))
 
 
-def latent_layers(headwise: dict[str, Any], num_layers: int) -> list[LatentLayer]:
+def latent_layers(headwise: dict[str, Any], num_layers: int, frequencies: int) -> list[LatentLayer]:
     """The layers of a model, from the ``headwise`` section of its config.
 
     Args:
         headwise: the section.
         num_layers: of the model.
+        frequencies: rotary frequencies of the model.
 
     Raises:
         ValueError: a layer is not an MLA layer of the kind that is served here, or the layers are not all told of.
@@ -71,19 +89,23 @@ def latent_layers(headwise: dict[str, Any], num_layers: int) -> list[LatentLayer
     listed = headwise.get("rope_channels") or []
     if sorted(described) != list(range(num_layers)) or len(listed) != num_layers:
         raise ValueError(f"headwise.attention, headwise.rope_channels: must tell of {num_layers} layers")
-    return [_layer(index, described[index], listed[index]) for index in range(num_layers)]
+    return [_layer(index, described[index], listed[index], frequencies) for index in range(num_layers)]
 
 
-def _layer(index: int, entry: dict[str, Any], channels: list[int]) -> LatentLayer:
+def _layer(index: int, entry: dict[str, Any], channels: list[int], frequencies: int) -> LatentLayer:
     where = f"headwise.attention of layer {index}"
     if entry["kind"] != "latent":
         raise ValueError(f"{where}: kind = {entry['kind']!r}: must be latent")
     for name in ("latent_norm", "q_lora_rank", "qk_norm"):
         if entry[name]:
             raise ValueError(f"{where}: {name} = {entry[name]!r}: is not served in vLLM")
+    if not entry["is_causal"]:
+        raise ValueError(f"{where}: is_causal = {entry['is_causal']!r}: must be true")
     N, P = entry["qk_nope_head_dim"], entry["qk_rope_head_dim"]
     if 2 * len(channels) != P:
         raise ValueError(f"headwise.rope_channels of layer {index}: {len(channels)}: must be {P // 2}")
+    if any(type(channel) is not int or not 0 <= channel < frequencies for channel in channels):
+        raise ValueError(f"headwise.rope_channels of layer {index}: must be from 0 to {frequencies - 1}")
     scale = entry["softmax_scale"]
     return LatentLayer(
         num_heads=entry["num_heads"],

@@ -16,10 +16,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from headwise_vllm.attention import OP, LatentAttention
-from headwise_vllm.config import latent_layers
-
-ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of RoPE whose frequencies do not depend on the length of the text."""
+from headwise_vllm.config import ROPES, latent_layers
 
 
 class LatentModel(nn.Module):
@@ -29,6 +26,12 @@ class LatentModel(nn.Module):
     packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}  # noqa: RUF012 # as vLLM declares it
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        _refuse(vllm_config)
+        # The family's attention is made first. What it asks of key–value heads and of windows does not hold for MLA.
+        config = vllm_config.model_config.hf_config
+        config.num_key_value_heads = config.num_attention_heads
+        if hasattr(config, "layer_types"):
+            config.layer_types = ["full_attention"] * config.num_hidden_layers
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         install(self.model, vllm_config)
 
@@ -44,9 +47,31 @@ class LatentModel(nn.Module):
                     parameter = parameters[name]
                     getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
                     own.add(name)
+                elif any(name.startswith(f"{layer}.") for layer in here):
+                    raise ValueError(f"{name}: has no place in the layer that config.json describes")
 
         parameters = dict(self.named_parameters())
+        here = [name for name, module in self.named_modules() if isinstance(module, LatentAttention)]
         return super().load_weights(others()) | own
+
+
+def _refuse(vllm_config: VllmConfig) -> None:
+    """Refuse what is not served here, by its name.
+
+    Raises:
+        ValueError: with the field, its value and the rule.
+    """
+    config, folder = vllm_config.model_config.hf_config, Path(vllm_config.model_config.model)
+    if (folder / "kv_cache.safetensors").exists():
+        raise ValueError(f"{folder}: kv_cache.safetensors: a cache in codes is not served in vLLM")
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope not in ROPES:
+        raise ValueError(f"rope_type = {rope!r}: must be one of {', '.join(ROPES)}")
+    kind = vllm_config.cache_config.cache_dtype
+    if kind != "auto" and kind != str(vllm_config.model_config.dtype).removeprefix("torch."):
+        raise ValueError(f"kv_cache_dtype = {kind!r}: must be auto: latents are cached in the model's dtype")
+    if (ranks := vllm_config.parallel_config.decode_context_parallel_size) > 1:
+        raise ValueError(f"decode_context_parallel_size = {ranks}: must be 1: latents are not split over ranks")
 
 
 def install(model: Any, vllm_config: VllmConfig) -> None:
@@ -60,14 +85,8 @@ def install(model: Any, vllm_config: VllmConfig) -> None:
         ValueError: the folder cannot be served here; with the field and the reason.
     """
     config = vllm_config.model_config.hf_config
-    folder = Path(vllm_config.model_config.model)
-    if (folder / "kv_cache.safetensors").exists():
-        raise ValueError(f"{folder}: kv_cache.safetensors: a cache in codes is not served in vLLM")
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in ROPES:
-        raise ValueError(f"rope_type = {rope!r}: must be one of {', '.join(ROPES)}")
-    layers = latent_layers(config.headwise, config.num_hidden_layers)
     rotary = LlamaRotaryEmbedding(config=config)
+    layers = latent_layers(config.headwise, config.num_hidden_layers, len(rotary.inv_freq))
     compilation = vllm_config.compilation_config
     for index in range(len(model.layers)):
         if isinstance(model.layers[index], PPMissingLayer):

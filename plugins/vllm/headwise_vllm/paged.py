@@ -44,6 +44,15 @@ class Decoders:
     key_bias: Tensor | None = None
     value_bias: Tensor | None = None
 
+    def of(self, begin: int, end: int) -> Decoders:
+        """Those of some heads."""
+        rows = (self.keys, self.values, self.key_bias, self.value_bias)
+        return Decoders(*(None if part is None else part[begin:end] for part in rows))  # type: ignore[arg-type]
+
+
+WORKSPACE = 2**26
+"""Values of keys and values that are decoded at once; more heads are decoded one part after another."""
+
 
 def store(cache: Tensor, latents: Tensor, slots: Tensor) -> None:
     """Write new tokens.
@@ -51,10 +60,11 @@ def store(cache: Tensor, latents: Tensor, slots: Tensor) -> None:
     Args:
         cache: ``[blocks, 1, tokens of a block, W]``.
         latents: ``[Q, W]``.
-        slots: ``[Q]``, the number of a block times its tokens, plus the place in it.
+        slots: ``[Q]``, the number of a block times its tokens, plus the place in it; below 0 for none.
     """
-    size = cache.shape[2]
-    cache[slots // size, 0, slots % size] = latents.to(cache.dtype)
+    size, kept = cache.shape[2], slots >= 0
+    slots = slots[kept]
+    cache[slots // size, 0, slots % size] = latents[kept].to(cache.dtype)
 
 
 def attend(
@@ -118,21 +128,35 @@ def attend_to_latents(
 
 
 def _absorbed(query: Tensor, latents: Tensor, decoders: Decoders, visible: Tensor | None, scale: float) -> Tensor:
-    """Keys are latents, and values their first R columns; a bias of keys adds the same to all scores of a query."""
-    N, R = decoders.keys.shape[1:]
-    content = torch.einsum("shn,hnr->shr", query[..., :N], decoders.keys)
-    whole = torch.cat((content, query[..., N:]), dim=-1)  # [S, H, W]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (whole @ latents.T).to(wide) * scale  # [S, H, T]
-    if visible is not None:
-        scores = scores.masked_fill(~visible[:, None], float("-inf"))
-    mixed = scores.softmax(-1).to(query.dtype) @ latents[:, :R]  # [S, H, R]
-    out = torch.einsum("shr,hvr->shv", mixed, decoders.values)
+    """Keys are latents, and so are values, of which the first R columns are decoded.
+
+    A bias of keys adds the same to all scores of a query, which the softmax cancels. Keys and values are one tensor
+    of one width, so that torch's fused kernels take them, with scores in float32.
+    """
+    H, N, R = decoders.keys.shape
+    content = torch.einsum("shn,hnr->hsr", query[..., :N], decoders.keys)
+    whole = torch.cat((content, query[..., N:].transpose(0, 1)), dim=-1)  # [H, S, W]
+    every_head = latents.expand(1, H, -1, -1)
+    mixed = F.scaled_dot_product_attention(whole[None], every_head, every_head, attn_mask=visible, scale=scale)
+    out = torch.einsum("hsr,hvr->shv", mixed[0, ..., :R], decoders.values)
     return out if decoders.value_bias is None else out + decoders.value_bias
 
 
 def _expanded(query: Tensor, latents: Tensor, decoders: Decoders, visible: Tensor | None, scale: float) -> Tensor:
-    """Every head's keys and values are decoded from the latents."""
+    """Every head's keys and values are decoded from the latents, a few heads at a time."""
+    H = len(decoders.keys)
+    values_of_head = len(latents) * (query.shape[-1] + decoders.values.shape[1])
+    heads = max(1, WORKSPACE // values_of_head)
+    parts = [
+        _expanded_heads(query[:, at : at + heads], latents, decoders.of(at, at + heads), visible, scale)
+        for at in range(0, H, heads)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _expanded_heads(
+    query: Tensor, latents: Tensor, decoders: Decoders, visible: Tensor | None, scale: float
+) -> Tensor:
     H, _, R = decoders.keys.shape
     keys = torch.einsum("tr,hnr->htn", latents[:, :R], decoders.keys)
     if decoders.key_bias is not None:

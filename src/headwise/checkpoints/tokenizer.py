@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
 
@@ -99,11 +100,14 @@ def load_gguf_tokenizer(path: Path) -> Any:
 def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    refuse_tokenizer_class(path.parent)  # whose tokenizer_config.json transformers reads beside the file
-    # AutoTokenizer asks for the config, and transformers reads none of MLA; the tokenizer does not depend on it.
+    # AutoTokenizer asks for the config, and transformers cannot read that of a deepseek2 file.
     is_latent = read_gguf_header(path).architecture == "deepseek2"
     loader = PreTrainedTokenizerFast if is_latent else AutoTokenizer
-    return loader.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False)
+    with TemporaryDirectory() as alone:  # transformers would take a tokenizer.json that lies beside the file
+        (Path(alone) / path.name).symlink_to(path.absolute())
+        tokenizer = loader.from_pretrained(alone, gguf_file=path.name, local_files_only=True, trust_remote_code=False)
+    tokenizer.name_or_path = str(path)
+    return tokenizer
 
 
 @contextmanager

@@ -133,14 +133,20 @@ def _mlx(facts: ModelFacts) -> Refusal | None:
 
 
 def _shares(facts: ModelFacts) -> Refusal | None:
-    """Why the heads cannot be shared out: layers/linear.py and models/llama.py of vLLM, and SGLang's alike."""
+    """Why devices cannot share a model out: layers/linear.py and models/llama.py of vLLM, and SGLang's alike."""
     devices = facts.tensor_parallel
+    whole = {"intermediate_size": facts.config.get("intermediate_size"), "vocab_size": facts.config.get("vocab_size")}
+    if whole["vocab_size"]:
+        whole["vocab_size"] = -(-whole["vocab_size"] // 64) * 64  # vLLM pads it so
+    for name, size in whole.items():
+        if size and size % devices:
+            return f"shares {name} out evenly: {size} over {devices} devices", "start it on another number of devices"
     for layer in facts.spec.layers:
         if not isinstance(layer, GroupedSpec | LatentSpec):
             continue
         if layer.num_heads % devices:
             rule = f"shares heads out evenly: {layer.num_heads} heads over {devices} devices"
-            return rule, f"start it with a tensor_parallel that divides {layer.num_heads}"
+            return rule, f"start it on a number of devices that divides {layer.num_heads}"
         heads = layer.num_kv_heads if isinstance(layer, GroupedSpec) else devices
         if heads % devices and devices % heads:
             rule = f"shares key–value heads out evenly, or copies them so: {heads} over {devices} devices"
@@ -151,16 +157,25 @@ def _shares(facts: ModelFacts) -> Refusal | None:
     return None
 
 
+def _instead_of_own(facts: ModelFacts) -> str:
+    """What to write for vLLM and SGLang in place of headwise's own folder, where there is such a layout."""
+    is_plain = facts.rope_type == "default" and all(
+        isinstance(layer, LatentSpec) and layer.qk_norm is None and layer.sliding_window is None
+        for layer in facts.spec.layers
+    )
+    return _convert(facts, BIAS_FREE) if is_plain else "nothing yet"
+
+
 def _plugin(facts: ModelFacts) -> Refusal | None:
     """Why vLLM with headwise's plugin does not serve a folder of headwise's own (plugins/vllm/headwise_vllm)."""
     if facts.model_type.removeprefix(HOSTED_PREFIX) not in PLUGIN_FAMILIES:
-        return f"headwise's plugin for it has no model of type {facts.model_type}", _convert(facts, BIAS_FREE)
+        return f"headwise's plugin for it has no model of type {facts.model_type}", _instead_of_own(facts)
     if (facts.path / FILE).is_file():
         return "headwise's plugin for it reads no cache in codes", _convert(facts, "without --kv-bytes and --bits")
     if not all(isinstance(layer, LatentSpec) for layer in facts.spec.layers):
-        return "headwise's plugin for it has MLA alone", _convert(facts, BIAS_FREE)
+        return "headwise's plugin for it has MLA alone", _instead_of_own(facts)
     if facts.rope_type not in PLUGIN_ROPES:
-        return f"headwise's plugin for it has no rope_type {facts.rope_type}", _convert(facts, BIAS_FREE)
+        return f"headwise's plugin for it has no rope_type {facts.rope_type}", _instead_of_own(facts)
     return None
 
 
@@ -177,7 +192,7 @@ def _stock_vllm(facts: ModelFacts) -> Refusal | None:
     if facts.is_gguf:
         return "reads folders of safetensors", FOLDER
     if facts.is_own:  # model_executor/models/registry.py
-        return f"has no model of type {facts.model_type}", _convert(facts, BIAS_FREE)
+        return f"has no model of type {facts.model_type}", _instead_of_own(facts)
     if facts.is_deepseek:  # model_executor/models/deepseek_v2.py
         if facts.rope_type not in ("default", "yarn"):
             rule = f"takes rope_type {facts.rope_type} for yarn, and ends for want of its numbers"
@@ -220,7 +235,7 @@ def _tensorrt(facts: ModelFacts) -> Refusal | None:
     if facts.is_gguf:
         return "reads folders of safetensors", FOLDER
     if facts.is_own:
-        return f"has no model of type {facts.model_type}", _convert(facts, BIAS_FREE)
+        return f"has no model of type {facts.model_type}", _instead_of_own(facts)
     if facts.is_deepseek and facts.attention_biases:
         return f"has no biases of {', '.join(facts.attention_biases)}", _convert(facts, BIAS_FREE)
     if facts.is_deepseek and facts.rope_type not in ("default", "yarn"):
