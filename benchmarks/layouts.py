@@ -32,10 +32,11 @@ BIAS_FREE: dict[str, Any] = {**COMB, "bias_free": True}
 ROWS: dict[str, dict[str, Any]] = {
     "headwise 144 + 48": _sized(144, 48),
     "deepseek-longrope 143 + 48": _sized(143, 48, format="deepseek-longrope"),  # and a constant
+    "deepseek 144 + 48": _sized(144, 48, **COMB),
+    "deepseek --bias-free 144 + 48": _sized(144, 48, **BIAS_FREE),
     "deepseek 128 + 64": _sized(128, 64, **COMB),
     "deepseek --bias-free 128 + 64": _sized(128, 64, **BIAS_FREE),
     "deepseek 160 + 32": _sized(160, 32, **COMB),
-    "deepseek --bias-free 160 + 32": _sized(160, 32, **BIAS_FREE),
 }
 
 
