@@ -18,6 +18,7 @@ ROOMS = (
     ("errors", "progress", "documents", "renamed", "type_checks", "hub", "threads", "options"),
     ("specs",),
     ("cost",),
+    ("prediction",),
     ("kernels",),
     ("quantization",),
     ("attention",),

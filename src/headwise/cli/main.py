@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         frontier,
         generate,
         inspect,
+        predict,
     )
 
     arguments = sys.argv[1:] if arguments is None else arguments

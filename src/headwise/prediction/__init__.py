@@ -1,0 +1,25 @@
+"""Predicted time and memory of a model on a device: its operators against the device's dense peaks. No torch here."""
+
+from headwise.prediction.hardware import Device, device, devices
+from headwise.prediction.memory import Memory, largest_batch, longest_context, peak_memory
+from headwise.prediction.operators import Operator, Pass, operators
+from headwise.prediction.predict import Prediction, predict
+from headwise.prediction.roofline import Efficiency, Timed, seconds
+
+__all__ = [
+    "Device",
+    "Efficiency",
+    "Memory",
+    "Operator",
+    "Pass",
+    "Prediction",
+    "Timed",
+    "device",
+    "devices",
+    "largest_batch",
+    "longest_context",
+    "operators",
+    "peak_memory",
+    "predict",
+    "seconds",
+]

@@ -1,0 +1,134 @@
+"""Memory of a model that runs: weights, cache and workspace; and how many sequences, or how long ones, fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headwise.cost import dtype_bytes, layer
+from headwise.cost import model as costs
+from headwise.errors import ArgumentError
+from headwise.prediction.operators import Pass, operators
+from headwise.specs.model import ModelSpec
+
+CHUNK = 2048
+"""Tokens of prompts that are read at once: longer prompts are read in parts."""
+_LONGEST = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+        weights: of its share of the model.
+        cache: of all sequences.
+        workspace: activations of the operator that needs most, in a decode step or while a prompt is read.
+    """
+
+    weights: int
+    cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.weights + self.cache + self.workspace
+
+
+def peak_memory(model: ModelSpec, forward: Pass) -> Memory:
+    """The memory of one device while it decodes ``batch`` sequences of ``total`` tokens, after reading their prompts.
+
+    For example ``peak_memory(read_spec("llama-3-8b"), Pass(batch=8, total=8192)).cache``.
+
+    Args:
+        model: with its body.
+        forward: the decode step; its ``new`` is not used.
+
+    Raises:
+        ArgumentError: see `operators`.
+        SpecError: the model's body is not known.
+    """
+    step = replace(forward, new=1)
+    prompt = replace(forward, batch=1, new=min(CHUNK, forward.total), total=forward.total)
+    workspace = max(_workspace(model, step), _workspace(model, prompt))
+    return Memory(weights=weight_bytes(model, forward), cache=cache_bytes(model, forward), workspace=workspace)
+
+
+def weight_bytes(model: ModelSpec, forward: Pass) -> int:
+    """Bytes of the weights that one device holds: heads, networks and the vocabulary are shared out."""
+    whole = costs.weights(model)
+    if forward.ranks == 1:
+        return whole.total * dtype_bytes(forward.dtype)
+    attention = sum(layer.parameters(layer.shard(spec, forward.ranks)) for spec in model.layers)
+    shared = whole.total - whole.attention - whole.mixers - whole.norms - whole.positions
+    values = attention + whole.norms + whole.positions + -(-shared // forward.ranks)
+    return values * dtype_bytes(forward.dtype)
+
+
+def cache_bytes(model: ModelSpec, forward: Pass) -> int:
+    """Bytes of the cache on one device, rounded up for each layer."""
+    held = 0
+    for spec in model.layers:
+        shard = layer.shard(spec, forward.ranks)
+        tokens = layer.held_tokens(shard, forward.total)
+        values = layer.cache_values(shard) if shard.is_causal else 0
+        state = layer.state_bytes(shard, batch=forward.batch, dtype=forward.dtype)
+        held += -int(-forward.batch * tokens * values * forward.value_bytes // 1) + state
+    return held
+
+
+def largest_batch(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
+    """The most sequences of ``forward.total`` tokens that fit in a memory; 0 where not even one does.
+
+    For example ``largest_batch(read_spec("llama-3-8b"), Pass(total=8192), 80 * 2**30)``.
+
+    Raises:
+        ArgumentError: see `operators`.
+        SpecError: the model's body is not known.
+    """
+    return _largest(lambda batch: peak_memory(model, replace(forward, batch=batch)).total <= memory_bytes)
+
+
+def longest_context(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
+    """The most tokens that ``forward.batch`` sequences can each have in a memory; 0 where not even one token fits.
+
+    Where windows or states bound the cache, any length fits, and the result is 2^30.
+
+    Raises:
+        ArgumentError: see `operators`.
+        SpecError: the model's body is not known.
+    """
+    return _largest(lambda tokens: peak_memory(model, replace(forward, total=tokens)).total <= memory_bytes)
+
+
+def _workspace(model: ModelSpec, forward: Pass) -> int:
+    """Activations of the largest operator, and the stream beside it."""
+    stream = forward.tokens * model.hidden_size * dtype_bytes(forward.dtype)
+    return int(max(operator.activation_bytes for operator in operators(model, forward))) + 2 * stream
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, where every smaller one does."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= _LONGEST and fits(high):
+        low, high = high, 2 * high
+    if high > _LONGEST:
+        return _LONGEST
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def check_usable(usable: float) -> float:
+    """A share of a memory, above 0 and at most 1.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not 0 < usable <= 1:
+        raise ArgumentError("usable", usable, "must be above 0 and at most 1")
+    return usable

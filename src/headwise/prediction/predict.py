@@ -1,0 +1,131 @@
+"""`predict`: time, memory and capacity of a model on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headwise.documents import as_document
+from headwise.errors import ArgumentError
+from headwise.prediction.hardware import Device, device
+from headwise.prediction.memory import Memory, check_usable, largest_batch, longest_context, peak_memory
+from headwise.prediction.operators import Pass, operators
+from headwise.prediction.roofline import Efficiency, Timed, seconds
+from headwise.specs import read_spec
+from headwise.type_checks import typed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What is predicted of a model on a device.
+
+    Attributes:
+        source: the model, as the user named it.
+        label: its attention.
+        device: the hardware.
+        step: the decode step that is predicted.
+        efficiency: the shares of the device's peaks.
+        prefill: the operators of reading one prompt, with their times.
+        decode: those of one decode step of the batch.
+        memory: of one device at that step.
+        usable_bytes: of its memory.
+        largest_batch: sequences of this context that fit.
+        longest_context: tokens of each sequence of this batch that fit.
+    """
+
+    source: str
+    label: str
+    device: Device
+    step: Pass
+    efficiency: Efficiency
+    prefill: tuple[Timed, ...]
+    decode: tuple[Timed, ...]
+    memory: Memory
+    usable_bytes: int
+    largest_batch: int
+    longest_context: int
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Of reading one prompt."""
+        return sum(timed.seconds for timed in self.prefill)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Of one token of every sequence."""
+        return sum(timed.seconds for timed in self.decode)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences together."""
+        return self.step.batch / self.decode_seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether the batch fits."""
+        return self.memory.total <= self.usable_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The prediction as JSON-able values."""
+        document: dict[str, Any] = as_document(self)
+        names = ("prefill_seconds", "decode_seconds", "tokens_per_second", "fits")
+        return document | {name: getattr(self, name) for name in names}
+
+
+@typed
+def predict(
+    source: str | Path,
+    *,
+    hardware: str | Device,
+    context: int = 4096,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    cache_bits: float | None = None,
+    ranks: int = 1,
+    usable: float = 0.9,
+) -> Prediction:
+    """Predict the time, the memory and the capacity of a model on a device. Reads only the config.
+
+    For example ``predict("llama-3-8b", hardware="h100", context=8192, batch=16).tokens_per_second``.
+
+    Times are a roofline: each operator takes the longer of its FLOPs at a share of the dense peak and its bytes at a
+    share of the bandwidth. These shares are assumed.
+
+    Args:
+        source: a model folder, a ``.gguf``, a catalog name or ``hf://owner/name``.
+        hardware: the name of a device of the catalog, or one of one's own (`device`).
+        context: tokens of each sequence.
+        batch: sequences that are decoded together.
+        dtype: of weights and activations.
+        cache_bits: of one cached value; those of ``dtype`` when None.
+        ranks: tensor-parallel devices.
+        usable: the share of the device's memory that may be used.
+
+    Raises:
+        HeadwiseError: the model cannot be read, or a number is impossible.
+    """
+    for name, value in (("context", context), ("batch", batch), ("ranks", ranks)):
+        if value < 1:
+            raise ArgumentError(name, value, "must be at least 1")
+    if cache_bits is not None and not 0 < cache_bits <= 64:
+        raise ArgumentError("cache_bits", cache_bits, "must be above 0 and at most 64")
+    model = read_spec(source)
+    hosted = hardware if isinstance(hardware, Device) else device(hardware)
+    step = Pass(batch=batch, new=1, total=context, dtype=dtype, cache_bits=cache_bits, ranks=ranks)
+    prompt = replace(step, batch=1, new=context)
+    usable_bytes = int(hosted.memory_bytes * check_usable(usable))
+    efficiency = Efficiency()
+    return Prediction(
+        source=str(source),
+        label=model.label,
+        device=hosted,
+        step=step,
+        efficiency=efficiency,
+        prefill=tuple(seconds(operators(model, prompt), hosted, prompt, efficiency)),
+        decode=tuple(seconds(operators(model, step), hosted, step, efficiency)),
+        memory=peak_memory(model, step),
+        usable_bytes=usable_bytes,
+        largest_batch=largest_batch(model, step, usable_bytes),
+        longest_context=longest_context(model, step, usable_bytes),
+    )

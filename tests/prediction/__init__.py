@@ -1,0 +1,1 @@
+"""Predicted time, memory and capacity."""
