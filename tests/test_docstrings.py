@@ -22,6 +22,7 @@ from headwise.specs import AttentionSpec
 ROOMS = (
     "headwise",
     "headwise.cost",
+    "headwise.prediction",
     "headwise.specs",
     "headwise.kernels",
     "headwise.attention",

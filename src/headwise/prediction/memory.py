@@ -93,7 +93,8 @@ def largest_batch(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
 def longest_context(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
     """The most tokens that ``forward.batch`` sequences can each have in a memory; 0 where not even one token fits.
 
-    Where windows or states bound the cache, any length fits, and the result is 2^30.
+    For example ``longest_context(read_spec("llama-3-8b"), Pass(batch=16), 80 * 2**30)``. Where windows or states bound
+    the cache, any length fits, and the result is 2^30.
 
     Raises:
         ArgumentError: see `operators`.
