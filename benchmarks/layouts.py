@@ -35,8 +35,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "deepseek 144 + 48": _sized(144, 48, **COMB),
     "deepseek --bias-free 144 + 48": _sized(144, 48, **BIAS_FREE),
     "deepseek 128 + 64": _sized(128, 64, **COMB),
-    "deepseek --bias-free 128 + 64": _sized(128, 64, **BIAS_FREE),
-    "deepseek 160 + 32": _sized(160, 32, **COMB),
 }
 
 

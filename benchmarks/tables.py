@@ -398,7 +398,7 @@ def layouts(document: Document) -> str:
             ratio = score["perplexity_ratio"]
             cells += [f"×{ratio:.3f} ({ratio / best['perplexity_ratio']:.3f})"]
         body.append([name, *cells])
-    return table(["layout", *_texts(document)], body)
+    return table(["layout", *(_text_name(score["text"]) for score in own)], body)
 
 
 def serving(document: Document) -> str:

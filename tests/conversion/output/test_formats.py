@@ -89,7 +89,7 @@ def test_it_loads_where_headwise_cannot_be_imported(
     monkeypatch.setattr(formats, "add_deepseek", looking)
     calibrate: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512} if calibrated else {}
     done = headwise.convert(source, tmp_path / "out", **STOCK | form, **calibrate)
-    label = "MLA 19 + 6" if form["format"] == "deepseek-longrope" else "MLA 16 + 8"
+    label = "MLA 19 + 6" if form["format"] == "deepseek-longrope" else "MLA 18 + 6"
     assert (done.model_type, done.label) == ("deepseek_v3", label)
     code = f"""
 import sys

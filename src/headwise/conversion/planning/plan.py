@@ -234,8 +234,7 @@ def make_plan(
 def _with_constant(source: AttentionSpec, layer: AttentionSpec, target: Target, bias_free: bool) -> LatentSpec:
     """The spec of a layer whose latent gets a constant channel, here or, unless it is without biases, later.
 
-    Of a budget, the rotary key gets a half, a quarter … of a head's rotated dims, or all, whichever is nearest to its
-    usual share: combs of so many frequencies reach from the fastest to nearly the slowest one.
+    Of a budget, the rotary key gets its usual share, up to each frequency of a head once: plain RoPE has no more.
 
     Raises:
         ArgumentError: the latent has no other channel.
@@ -243,11 +242,8 @@ def _with_constant(source: AttentionSpec, layer: AttentionSpec, target: Target, 
     assert isinstance(layer, LatentSpec)
     rank, rotary = layer.kv_lora_rank, layer.qk_rope_head_dim
     if target.kv_budget is not None and source.rope is not None:
-        widths = [source.rope.dim]
-        while widths[-1] % 4 == 0:
-            widths.append(widths[-1] // 2)
-        chosen = min(widths, key=lambda width: max(width / rotary, rotary / width))
-        rank, rotary = rank + rotary - chosen, chosen
+        rotary = min(rotary, source.rope.dim)
+        rank += layer.qk_rope_head_dim - rotary
     if rank < 2:
         raise ArgumentError("kv_lora_rank", rank, "must be at least 2: one channel of the latent is a constant")
     solved = as_latent(source, rank - 1, rotary)
