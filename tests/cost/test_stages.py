@@ -59,7 +59,7 @@ CALL = Call(batch=Size(2), new=Size(7), source=Size(5), total=Size(11), pairs=Si
 def test_a_stage_is_done_for_the_tokens_it_is_over(over: Any, tokens: int) -> None:
     assert CALL.count(over) == tokens
     assert Linear("proj", 3, 5, over=over).forward_flops(CALL, "unfused") == 2 * tokens * 15
-    assert Product("absorb", 13, over=over).forward_flops(CALL, "unfused") == 2 * tokens * 13
+    assert Product("absorb", 13, 7, over=over).forward_flops(CALL, "unfused") == 2 * tokens * 13
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -77,7 +77,7 @@ def test_a_linear_stage(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_products_and_vectors(kernel: Kernel) -> None:
-    product, vector = Product("absorb", 13), Vector("norm", 9)
+    product, vector = Product("absorb", 13, 7), Vector("norm", 9)
     assert (product.parameters, vector.parameters) == (0, 9)
     assert product.forward_flops(CALL, kernel) == 2 * 14 * 13
     for wanted in (False, True):

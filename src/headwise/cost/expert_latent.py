@@ -60,31 +60,32 @@ def has_one_row(spec: ExpertLatentSpec, new_tokens: int) -> bool:
 def _expanded(H: Size, D: Size, C: Size, X: Size, one_row: bool) -> tuple[Stage, ...]:
     if one_row:
         return (
-            Product("mix decoders", 2 * X * H * C * D, over="call"),
-            Product("decode keys and values", 2 * H * C * D, over="total"),
+            Product("mix decoders", 2 * X * H * C * D, 2 * H * C * D, over="call"),
+            Product("decode keys and values", 2 * H * C * D, 2 * H * D, over="total"),
             Core(H, D, D),
         )
-    return Product("decode keys and values", 2 * X * H * C * D, over="total"), Core(H, X * D, X * D, can_fuse=False)
+    decoded = Product("decode keys and values", 2 * X * H * C * D, 2 * X * H * D, over="total")
+    return decoded, Core(H, X * D, X * D, can_fuse=False)
 
 
 def _absorbed(spec: ExpertLatentSpec, H: Size, D: Size, C: Size, X: Size, one_row: bool) -> tuple[Stage, ...]:
-    absorb_values = Product("absorb values", X * H * C * D)
+    absorb_values = Product("absorb values", X * H * C * D, H * (C + D))
     if spec.rope is None:
-        return Product("absorb keys", X * H * D * C), Core(H, C, C), absorb_values
+        return Product("absorb keys", X * H * D * C, H * (D + C)), Core(H, C, C), absorb_values
     P = Size(spec.rope.dim, "P")
-    absorb_keys = Product("absorb keys", X * H * (D - P) * C)
+    absorb_keys = Product("absorb keys", X * H * (D - P) * C, H * (D + C))
     content = C if spec.rope.dim < spec.head_dim else Size(0)
     if one_row:
         return (
             absorb_keys,
-            Product("mix rotary decoders", X * H * C * P, over="call"),
-            Product("decode rotary keys", H * C * P, over="total"),
+            Product("mix rotary decoders", X * H * C * P, H * C * P, over="call"),
+            Product("decode rotary keys", H * C * P, H * P, over="total"),
             Core(H, content + P, C, can_fuse=False),
             absorb_values,
         )
     return (
         absorb_keys,
-        Product("decode rotary keys", X * H * C * P, over="total"),
+        Product("decode rotary keys", X * H * C * P, X * H * P, over="total"),
         Core(H, content + X * P, C, can_fuse=False),
         absorb_values,
     )

@@ -56,9 +56,9 @@ def stages(spec: LatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     core: tuple[Stage, ...]
     if impl == "absorbed":
         core = (
-            Product("absorb keys", H * N * R),
+            Product("absorb keys", H * N * R, H * (N + R)),
             Core(H, *absorbed_widths(spec)),
-            Product("absorb values", H * R * V),
+            Product("absorb values", H * R * V, H * (R + V)),
             Vector("kv_b_proj", up.parameters),
         )
     else:
@@ -78,7 +78,7 @@ def _behind_norms(spec: LatentSpec) -> tuple[tuple[Stage, ...], tuple[Stage, ...
     query = (
         Linear("q_proj", E, H * D),
         Vector("q_norm", H * D if is_whole else D),
-        Product("q_b_proj", maps, parameters=maps),
+        Product("q_b_proj", maps, H * (D + N + P), parameters=maps),
     )
     down = (
         Linear("k_proj", E, K * D, over="source"),

@@ -79,10 +79,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of each head with a small matrix of its own, ``macs`` multiply-adds a token."""
+    """A product of each head with a small matrix of its own: ``macs`` multiply-adds, ``moved`` values in and out."""
 
     name: str
     macs: int
+    moved: int
     over: Over = "new"
     parameters: int = 0
 

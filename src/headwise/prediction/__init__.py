@@ -2,11 +2,12 @@
 
 from headwise.prediction.hardware import Device, device, devices
 from headwise.prediction.memory import Memory, largest_batch, longest_context, peak_memory
-from headwise.prediction.operators import Operator, Pass, operators
+from headwise.prediction.operators import MOST, Operator, Pass, operators
 from headwise.prediction.predict import Prediction, predict
-from headwise.prediction.roofline import Efficiency, Timed, seconds
+from headwise.prediction.roofline import Efficiency, Timed, merged, seconds
 
 __all__ = [
+    "MOST",
     "Device",
     "Efficiency",
     "Memory",
@@ -18,6 +19,7 @@ __all__ = [
     "devices",
     "largest_batch",
     "longest_context",
+    "merged",
     "operators",
     "peak_memory",
     "predict",

@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from headwise.cost import dtype_bytes
-from headwise.errors import ArgumentError, StorageError
+from headwise.errors import ArgumentError, SpecError, StorageError
 
 _KINDS = ("gpu", "cpu")
+_NEEDED = ("label", "kind", "memory_gib", "bandwidth_gb", "dense_tflops")
+_MAY_HAVE = ("link_gb", "sparse_tflops", "source")
+_PEAKS = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8", "int8", "float4")
+_LEAST = 1e-6
+"""The least number of any unit here; its inverse is the largest."""
 _ALIASES = {"float8_e4m3fn": "float8", "float8_e5m2": "float8"}
 
 
@@ -30,7 +35,7 @@ class Device:
         memory_bytes: of the device.
         bytes_per_second: of reading its memory.
         peaks: FLOPs a second of dense matrix products, by the dtype of the factors.
-        link_bytes_per_second: between two devices; None where several are not joined.
+        link_bytes_per_second: that one device can send to others; None where several are not joined.
         source: where the numbers are from.
     """
 
@@ -52,7 +57,7 @@ class Device:
         width = dtype_bytes(dtype)
         name = _ALIASES.get(dtype.removeprefix("torch."), dtype.removeprefix("torch."))
         for candidate in (name, "bfloat16", "float16", "float32"):
-            if candidate in self.peaks and (candidate == name or dtype_bytes(candidate) >= width):
+            if candidate in self.peaks and (candidate == name or dtype_bytes(candidate) > width):
                 return self.peaks[candidate]
         raise ArgumentError("dtype", dtype, f"has no peak on {self.label}: {', '.join(self.peaks)}")
 
@@ -68,7 +73,8 @@ def device(name: str, file: Path | None = None) -> Device:
 
     Raises:
         ArgumentError: there is no such device.
-        StorageError: the file cannot be read, or does not describe devices.
+        SpecError: the file does not describe devices.
+        StorageError: it cannot be read.
     """
     found = devices(file)
     if name not in found:
@@ -85,9 +91,10 @@ def devices(file: Path | None = None) -> dict[str, Device]:
         file: with a table for each device, as in headwise's ``prediction/hardware.toml``.
 
     Raises:
-        StorageError: the file cannot be read, or does not describe devices.
+        SpecError: the file does not describe devices.
+        StorageError: it cannot be read.
     """
-    return _catalog() if file is None else {**_catalog(), **_read(file)}
+    return {**_catalog(), **({} if file is None else _read(file))}
 
 
 @cache
@@ -99,26 +106,50 @@ def _catalog() -> dict[str, Device]:
 def _read(file: Path) -> dict[str, Device]:
     try:
         entries = tomllib.loads(file.read_text(encoding="utf-8"))
-        return {name: _device(name, entry) for name, entry in entries.items()}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise StorageError("hardware file", str(file), f"cannot be read: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        rule = f"must have label, kind, memory_gib, bandwidth_gb and dense_tflops for each device: {error}"
-        raise StorageError("hardware file", str(file), rule) from None
+    return {name: _device(name, entry) for name, entry in entries.items()}
 
 
-def _device(name: str, entry: Mapping[str, Any]) -> Device:
-    numbers = [entry["memory_gib"], entry["bandwidth_gb"], *entry["dense_tflops"].values()]
-    if entry["kind"] not in _KINDS or any(not isinstance(number, int | float) or number <= 0 for number in numbers):
-        raise ValueError(f"{name}: kind must be gpu or cpu, and every number above 0")
-    link = entry.get("link_gb")
+def _device(name: str, entry: Any) -> Device:
+    """A device of a table.
+
+    Raises:
+        SpecError: the table does not describe one; with the field, its value and the rule.
+    """
+    if not isinstance(entry, Mapping):
+        raise SpecError(name, entry, "must be a table that describes a device")
+    for key in entry:
+        if key not in (*_NEEDED, *_MAY_HAVE):
+            raise SpecError(f"{name}.{key}", entry[key], f"must be one of {', '.join((*_NEEDED, *_MAY_HAVE))}")
+    for key in _NEEDED:
+        if key not in entry:
+            raise SpecError(f"{name}.{key}", None, "is required")
+    for key in ("label", "source"):
+        text = entry.get(key, "")
+        if not isinstance(text, str) or not text.isprintable():
+            raise SpecError(f"{name}.{key}", text, "must be one line of text")
+    if entry["kind"] not in _KINDS:
+        raise SpecError(f"{name}.kind", entry["kind"], f"must be one of {', '.join(_KINDS)}")
+    peaks = entry["dense_tflops"]
+    if not isinstance(peaks, Mapping) or not peaks:
+        raise SpecError(f"{name}.dense_tflops", peaks, "must have a peak for at least one dtype")
+    for dtype in peaks:
+        if dtype not in _PEAKS:
+            raise SpecError(f"{name}.dense_tflops", dtype, f"must be one of {', '.join(_PEAKS)}")
     return Device(
         name=name,
         label=entry["label"],
         kind=entry["kind"],
-        memory_bytes=int(entry["memory_gib"] * 2**30),
-        bytes_per_second=entry["bandwidth_gb"] * 1e9,
-        peaks={dtype: number * 1e12 for dtype, number in entry["dense_tflops"].items()},
-        link_bytes_per_second=None if link is None else link * 1e9,
+        memory_bytes=int(_number(f"{name}.memory_gib", entry["memory_gib"]) * 2**30),
+        bytes_per_second=_number(f"{name}.bandwidth_gb", entry["bandwidth_gb"]) * 1e9,
+        peaks={dtype: _number(f"{name}.dense_tflops", peak) * 1e12 for dtype, peak in peaks.items()},
+        link_bytes_per_second=_number(f"{name}.link_gb", entry["link_gb"]) * 1e9 if "link_gb" in entry else None,
         source=entry.get("source", ""),
     )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= 1 / _LEAST:
+        raise SpecError(name, value, f"must be a number from {_LEAST:g} to {1 / _LEAST:g}")
+    return float(value)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from headwise.cost import dtype_bytes, layer
 from headwise.cost import model as costs
 from headwise.errors import ArgumentError
-from headwise.prediction.operators import Pass, operators
+from headwise.prediction.operators import MOST, Pass, operators
 from headwise.specs.model import ModelSpec
 
 CHUNK = 2048
 """Tokens of prompts that are read at once: longer prompts are read in parts."""
-_LONGEST = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,8 @@ def peak_memory(model: ModelSpec, forward: Pass) -> Memory:
         SpecError: the model's body is not known.
     """
     step = replace(forward, new=1)
-    prompt = replace(forward, batch=1, new=min(CHUNK, forward.total), total=forward.total)
-    workspace = max(_workspace(model, step), _workspace(model, prompt))
+    prompt = replace(forward, batch=1, new=min(CHUNK, forward.total))
+    workspace = max(_workspace(model, each) for each in (step, prompt))
     return Memory(weights=weight_bytes(model, forward), cache=cache_bytes(model, forward), workspace=workspace)
 
 
@@ -93,8 +92,8 @@ def largest_batch(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
 def longest_context(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
     """The most tokens that ``forward.batch`` sequences can each have in a memory; 0 where not even one token fits.
 
-    For example ``longest_context(read_spec("llama-3-8b"), Pass(batch=16), 80 * 2**30)``. Where windows or states bound
-    the cache, any length fits, and the result is 2^30.
+    For example ``longest_context(read_spec("llama-3-8b"), Pass(batch=16), 80 * 2**30)``. Where windows or states
+    bound the cache, any length fits, and the result is 2^30.
 
     Raises:
         ArgumentError: see `operators`.
@@ -104,20 +103,26 @@ def longest_context(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
 
 
 def _workspace(model: ModelSpec, forward: Pass) -> int:
-    """Activations of the largest operator, and the stream beside it."""
+    """Activations of the largest operator, and the stream beside it.
+
+    Of MLA, the implementation that needs more: which one is faster changes with the context, and memory that shrinks
+    as a text grows would be no bound.
+    """
     stream = forward.tokens * model.hidden_size * dtype_bytes(forward.dtype)
-    return int(max(operator.activation_bytes for operator in operators(model, forward))) + 2 * stream
+    impls = ("expanded", "absorbed") if forward.impl == "auto" else (forward.impl,)
+    largest = max(
+        operator.activation_bytes for impl in impls for operator in operators(model, replace(forward, impl=impl))
+    )
+    return int(largest) + 2 * stream
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """The largest number that fits, where every smaller one does."""
     if not fits(1):
         return 0
-    low, high = 1, 2
-    while high <= _LONGEST and fits(high):
-        low, high = high, 2 * high
-    if high > _LONGEST:
-        return _LONGEST
+    if fits(MOST):
+        return MOST
+    low, high = 1, MOST
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

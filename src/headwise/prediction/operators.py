@@ -14,8 +14,15 @@ from headwise.cost.feed_forward import Part, parts
 from headwise.cost.stages import Call, Core, Linear, Product
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs.base import AttentionSpec
+from headwise.specs.grouped import GroupedSpec
 from headwise.specs.model import BodySpec, ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
+
+_NAMES = {"experts": "experts' ", "shared_experts": "shared "}
+"""What stands before the name of a matrix of these parts of a feed-forward network."""
+
+MOST = 2**30
+"""The largest batch and context that are predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +46,19 @@ class Pass:
     cache_bits: float | None = None
     ranks: int = 1
     impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "new", "total", "ranks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+                raise ArgumentError(name, value, f"must be a whole number from 1 to {MOST}")
+        if self.new > self.total:
+            raise ArgumentError("new, total", (self.new, self.total), "must satisfy new <= total")
+        dtype_bytes(self.dtype)
+        if self.cache_bits is not None and not 0 < self.cache_bits <= 64:
+            raise ArgumentError("cache_bits", self.cache_bits, "must be above 0 and at most 64")
+        if self.impl not in (impls := ("auto", "expanded", "absorbed", "cached_kv", "direct")):
+            raise ArgumentError("impl", self.impl, f"must be one of {', '.join(impls)}")
 
     @property
     def tokens(self) -> int:
@@ -99,8 +119,6 @@ def operators(model: ModelSpec, forward: Pass) -> list[Operator]:
     """
     if model.body is None:
         raise SpecError("model_type", model.model_type, "has a body that is not understood, so its time is not known")
-    if forward.ranks < 1:
-        raise ArgumentError("ranks", forward.ranks, "must be at least 1")
     return list(_operators(model, model.body, forward))
 
 
@@ -118,9 +136,7 @@ def _operators(model: ModelSpec, body: BodySpec, forward: Pass) -> Iterator[Oper
     rows = 4 * tokens * E * width
     yield Operator(name="norm", part="norms", times=body.norms * model.num_layers + 1, activation_bytes=rows)
     if forward.ranks > 1:
-        # A ring sends each number 2(r - 1)/r times: once to be summed, once to be spread.
-        sent = 2 * (forward.ranks - 1) / forward.ranks * tokens * E * width
-        yield Operator(name="all-reduce", part="link", times=2 * model.num_layers, link_bytes=sent)
+        yield from _links(model, body, forward)
     vocab = body.vocab_size / forward.ranks
     yield Operator(
         name="head",
@@ -131,27 +147,47 @@ def _operators(model: ModelSpec, body: BodySpec, forward: Pass) -> Iterator[Oper
     )
 
 
+def _links(model: ModelSpec, body: BodySpec, forward: Pass) -> Iterator[Operator]:
+    """What one rank sends: sums behind every mixer, network and the embedding, and its part of the logits.
+
+    In a ring, each number is sent 2(r - 1)/r times to be summed everywhere, and half as often to be collected.
+    """
+    width, ring = dtype_bytes(forward.dtype), (forward.ranks - 1) / forward.ranks
+    mixers = sum(not (isinstance(spec, RecurrentSpec) and spec.form == "none") for spec in model.layers)
+    sums = mixers + sum(network is not None for network in body.feed_forward) + 1
+    sent = 2 * ring * forward.tokens * model.hidden_size * width
+    yield Operator(name="all-reduce", part="link", times=sums, link_bytes=sent)
+    logits = ring * forward.batch * body.vocab_size * width
+    yield Operator(name="gather logits", part="link", link_bytes=logits)
+
+
 def _attention(spec: AttentionSpec, forward: Pass) -> Iterator[Operator]:
     """The operators of one layer's attention on one of the ranks."""
     shard = layer.shard(spec, forward.ranks)
     call = layer.call_of(shard, forward.new, forward.total, batch=forward.batch)
     impls = layer.formulas(shard).IMPLS
     impl = layer.chosen_impl(shard, forward.impl if forward.impl in impls else "auto", call)
-    part = "mixer" if isinstance(spec, RecurrentSpec) else "attention"
-    for stage in layer.stages(shard, impl, new_tokens=forward.new):
+    stages = layer.stages(shard, impl, new_tokens=forward.new)
+    if isinstance(shard, RecurrentSpec):
+        held = layer.state_bytes(shard, batch=forward.batch, dtype=forward.dtype)
+        yield Operator(name="state", part="mixer", cache_bytes=2 * held)  # read, and written
+    # Keys and values that are decoded from a cached latent are written and read as activations; the latent is read
+    # once, by what decodes it.
+    decodes = any(isinstance(stage, Linear | Product) and stage.over == "total" for stage in stages)
+    for stage in stages:
         if isinstance(stage, Core):
-            yield _core(stage, shard, call, forward, part)
+            yield _core(stage, shard, call, forward, decodes=decodes)
         elif isinstance(stage, Linear | Product):
-            yield _product(stage, call, forward, part)
+            yield _product(stage, call, forward, "mixer" if isinstance(shard, RecurrentSpec) else "attention")
 
 
 def _product(stage: Linear | Product, call: Call, forward: Pass, part: str) -> Operator:
     width, count = dtype_bytes(forward.dtype), int(call.count(stage.over))
     if isinstance(stage, Linear):
         weights = int(stage.parameters)
-        moved = int(stage.in_features) + int(stage.out_features)
-    else:  # a matrix for each head
-        weights, moved = int(stage.macs), 0
+        moved = int(stage.out_features) + (0 if stage.over == "total" else int(stage.in_features))
+    else:
+        weights, moved = int(stage.macs), int(stage.moved)
     return Operator(
         name=stage.name,
         part=part,
@@ -161,15 +197,17 @@ def _product(stage: Linear | Product, call: Call, forward: Pass, part: str) -> O
     )
 
 
-def _core(stage: Core, spec: AttentionSpec, call: Call, forward: Pass, part: str) -> Operator:
+def _core(stage: Core, spec: AttentionSpec, call: Call, forward: Pass, *, decodes: bool) -> Operator:
     width, batch, total = dtype_bytes(forward.dtype), int(call.batch), int(call.total)
-    queries = forward.tokens * int(stage.heads) * (int(stage.qk_dim) + int(stage.v_dim))
+    widths = int(stage.heads) * (int(stage.qk_dim) + int(stage.v_dim))
+    # A layer that shares another's keys and values stores none, and reads them all the same.
+    owner = replace(spec, shares_kv=False) if isinstance(spec, GroupedSpec) and spec.shares_kv else spec
     return Operator(
         name=stage.name,
-        part=part,
+        part="attention",
         flops=int(stage.forward_flops(call, "fused")),
-        cache_bytes=batch * total * layer.cache_values(spec) * forward.value_bytes,
-        activation_bytes=queries * width,
+        cache_bytes=batch * total * layer.cache_values(owner) * forward.value_bytes,
+        activation_bytes=(forward.tokens + (batch * total if decodes else 0)) * widths * width,
     )
 
 
@@ -182,7 +220,7 @@ def _network(part: Part, forward: Pass) -> Iterator[Operator]:
     for stage in part.stages:
         if isinstance(stage, Linear):
             yield Operator(
-                name=stage.name if part.name in ("feed_forward", stage.name) else f"{part.name} {stage.name}",
+                name=_NAMES.get(part.name, "") + stage.name,
                 part="feed_forward",
                 flops=2 * tokens * part.used * stage.in_features * stage.out_features / ranks,
                 weight_bytes=read * stage.parameters * width / ranks,

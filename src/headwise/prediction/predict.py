@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headwise.documents import as_document
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, SpecError
 from headwise.prediction.hardware import Device, device
-from headwise.prediction.memory import Memory, check_usable, largest_batch, longest_context, peak_memory
-from headwise.prediction.operators import Pass, operators
-from headwise.prediction.roofline import Efficiency, Timed, seconds
+from headwise.prediction.memory import CHUNK, Memory, check_usable, largest_batch, longest_context, peak_memory
+from headwise.prediction.operators import MOST, Pass, operators
+from headwise.prediction.roofline import Efficiency, Timed, merged, seconds
 from headwise.specs import read_spec
 from headwise.type_checks import typed
 
@@ -32,6 +33,7 @@ class Prediction:
         usable_bytes: of its memory.
         largest_batch: sequences of this context that fit.
         longest_context: tokens of each sequence of this batch that fit.
+        trained_context: tokens that the model was made for, where its config says so.
     """
 
     source: str
@@ -45,6 +47,7 @@ class Prediction:
     usable_bytes: int
     largest_batch: int
     longest_context: int
+    trained_context: int | None
 
     @property
     def prefill_seconds(self) -> float:
@@ -105,15 +108,17 @@ def predict(
     Raises:
         HeadwiseError: the model cannot be read, or a number is impossible.
     """
-    for name, value in (("context", context), ("batch", batch), ("ranks", ranks)):
-        if value < 1:
-            raise ArgumentError(name, value, "must be at least 1")
-    if cache_bits is not None and not 0 < cache_bits <= 64:
-        raise ArgumentError("cache_bits", cache_bits, "must be above 0 and at most 64")
+    if not 1 <= context <= MOST:
+        raise ArgumentError("context", context, f"must be from 1 to {MOST}")
     model = read_spec(source)
+    if model.body is None:
+        rule = "has a body that is not understood, so its time is not known"
+        raise SpecError("model_type", model.model_type, rule)
+    if 0 < model.body.positions < context:
+        raise ArgumentError("context", context, f"must be at most {model.body.positions}, the model's positions")
     hosted = hardware if isinstance(hardware, Device) else device(hardware)
     step = Pass(batch=batch, new=1, total=context, dtype=dtype, cache_bits=cache_bits, ranks=ranks)
-    prompt = replace(step, batch=1, new=context)
+    chunks = [replace(step, batch=1, new=end - begin, total=end) for begin, end in _chunks(context)]
     usable_bytes = int(hosted.memory_bytes * check_usable(usable))
     efficiency = Efficiency()
     return Prediction(
@@ -122,10 +127,19 @@ def predict(
         device=hosted,
         step=step,
         efficiency=efficiency,
-        prefill=tuple(seconds(operators(model, prompt), hosted, prompt, efficiency)),
+        prefill=tuple(
+            merged(timed for chunk in chunks for timed in seconds(operators(model, chunk), hosted, chunk, efficiency))
+        ),
         decode=tuple(seconds(operators(model, step), hosted, step, efficiency)),
         memory=peak_memory(model, step),
         usable_bytes=usable_bytes,
         largest_batch=largest_batch(model, step, usable_bytes),
-        longest_context=longest_context(model, step, usable_bytes),
+        longest_context=min(longest_context(model, step, usable_bytes), model.body.positions or MOST),
+        trained_context=model.max_position_embeddings,
     )
+
+
+def _chunks(tokens: int) -> Iterator[tuple[int, int]]:
+    """The parts in which a prompt is read."""
+    for begin in range(0, tokens, CHUNK):
+        yield begin, min(begin + CHUNK, tokens)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from headwise.errors import ArgumentError
@@ -37,12 +37,22 @@ class Timed:
     """One kind of operator and its time.
 
     Attributes:
-        operator: it.
-        seconds: of all its runs in a pass.
-        bound: what its time is mostly spent on.
+        name: of the operator.
+        part: of the model.
+        times: how often it runs.
+        flops: of all runs together, as for the bytes and the seconds.
+        memory_bytes: that they move between memory and processor.
+        link_bytes: that they send to other devices.
+        seconds: that they take.
+        bound: what most of the seconds are spent on.
     """
 
-    operator: Operator
+    name: str
+    part: str
+    times: int
+    flops: float
+    memory_bytes: float
+    link_bytes: float
     seconds: float
     bound: Bound
 
@@ -80,5 +90,43 @@ def seconds(
         }
         bound: Bound = max(times, key=lambda kind: times[kind])
         longest = max(times["compute"], times["memory"], times["link"])
-        result.append(Timed(operator=operator, seconds=operator.times * (longest + reached.seconds), bound=bound))
-    return result
+        times_run = operator.times
+        result.append(
+            Timed(
+                name=operator.name,
+                part=operator.part,
+                times=times_run,
+                flops=times_run * operator.flops,
+                memory_bytes=times_run * operator.memory_bytes,
+                link_bytes=times_run * operator.link_bytes,
+                seconds=times_run * (longest + reached.seconds),
+                bound=bound,
+            )
+        )
+    return merged(result)
+
+
+def merged(timed: Iterable[Timed]) -> list[Timed]:
+    """One entry for each name: layers of several kinds, and several passes, have some in common.
+
+    For example ``merged([*prompt, *step])``.
+
+    Args:
+        timed: in any order.
+
+    Returns:
+        Their sums, bound by what the longest of them is bound by.
+    """
+    found: dict[str, list[Timed]] = {}
+    for each in timed:
+        found.setdefault(each.name, []).append(each)
+    return [_sum(runs) for runs in found.values()]
+
+
+def _sum(runs: Sequence[Timed]) -> Timed:
+    longest = max(runs, key=lambda each: each.seconds)
+    sums = {
+        name: sum(getattr(each, name) for each in runs)
+        for name in ("times", "flops", "memory_bytes", "link_bytes", "seconds")
+    }
+    return replace(longest, **sums)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,7 @@ from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text,
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from headwise.prediction import Prediction, Timed
+    from headwise.prediction import Prediction
 
 
 @app.command(epilog="Example: headwise predict llama-3-8b --hardware h100 --context 8192 --batch 16")
@@ -41,7 +41,8 @@ def predict(
             emit({"devices": {name: {"label": each.label, "source": each.source} for name, each in found.items()}})
         else:
             for name, each in found.items():
-                out.print(f"{name:<12} {each.label}: {each.source}", markup=False, soft_wrap=True)
+                out.print(f"{name:<11} {each.label}", markup=False, soft_wrap=True)
+                out.print(textwrap.indent(textwrap.fill(each.source, 66), 12 * " "), markup=False, soft_wrap=True)
         return
     if source is None or hardware is None:
         raise ArgumentError("source, hardware", (source, hardware), "are both required (or --list)")
@@ -62,55 +63,51 @@ def predict(
 
 
 def _print(result: Prediction) -> None:
-    step, memory = result.step, result.memory
+    from headwise.prediction import MOST
+
+    step, memory, shares = result.step, result.memory, result.efficiency
     many = f"{step.ranks} × " if step.ranks > 1 else ""
-    out.print(f"[bold]{escape(result.source)}[/bold]: {result.label} on {many}{escape(result.device.label)}")
-    out.print(
-        f"decode   {_milliseconds(result.decode_seconds)} a step, {result.tokens_per_second:,.0f} tok/s", end=""
-    )
-    out.print(f" ({step.batch} × {step.total:,} tokens)")
-    speed = step.total / result.prefill_seconds
-    out.print(f"prefill  {_milliseconds(result.prefill_seconds)} a prompt of {step.total:,}, {speed:,.0f} tok/s")
+    prompt = step.total / result.prefill_seconds
     parts = ", ".join(f"{name} {bytes_text(getattr(memory, name))}" for name in ("weights", "cache", "workspace"))
-    fits = "of" if result.fits else "and does not fit in"
-    out.print(f"memory   {bytes_text(memory.total)} {fits} {bytes_text(result.usable_bytes)}")
-    out.print(f"         {parts}")
-    out.print(f"capacity {result.largest_batch:,} sequences of {step.total:,} tokens,", end=" ")
-    out.print(f"or {result.longest_context:,} tokens in each of {step.batch}")
+    longest = "any length" if result.longest_context == MOST else f"{result.longest_context:,} tokens"
+    largest = "any number" if result.largest_batch == MOST else f"{result.largest_batch:,}"
+    lines = [
+        f"[bold]{escape(result.source)}[/bold]: {result.label}",
+        f"on       {many}{escape(result.device.label)}",
+        f"decode   {_time(result.decode_seconds)} a step, {result.tokens_per_second:,.0f} tok/s"
+        f" ({step.batch:,} × {step.total:,} tokens)",
+        f"prefill  {_time(result.prefill_seconds)} a prompt of {step.total:,}, {prompt:,.0f} tok/s",
+        f"memory   {bytes_text(memory.total)} {'of' if result.fits else 'and does not fit in'}"
+        f" {bytes_text(result.usable_bytes)}",
+        f"         {parts}",
+        f"capacity {largest} sequences of {step.total:,} tokens",
+        f"         {longest} in each of {step.batch:,}",
+    ]
+    if result.trained_context is not None and result.trained_context < step.total:
+        lines.append(f"note: the model was made for {result.trained_context:,} tokens")
+    for line in lines:
+        out.print(line, soft_wrap=True)
     out.print()
     out.print(_table(result))
     out.print()
-    shares = result.efficiency
-    how = "measured" if shares.is_measured else "assumed"
-    out.print(f"{how}: {shares.compute:.0%} of the dense peak, {shares.memory:.0%} of the bandwidth,", end=" ")
-    out.print(f"{shares.seconds * 1e6:.0f} µs for each operator")
+    link = f", {shares.link:.0%} of the link" if step.ranks > 1 else ""
+    out.print(f"{'measured' if shares.is_measured else 'assumed'}: {shares.compute:.0%} of the peak,", end=" ")
+    out.print(f"{shares.memory:.0%} of the bandwidth{link}, {shares.seconds * 1e6:.0f} µs")
 
 
 def _table(result: Prediction) -> Table:
-    table = numbers_table("operator", "decode ms", "share", "bound", "FLOPs", "bytes", "prefill ms")
-    decode, prefill = _by_name(result.decode), _by_name(result.prefill)
-    for name, runs in sorted(decode.items(), key=lambda item: -sum(timed.seconds for timed in item[1])):
-        spent = sum(timed.seconds for timed in runs)
-        moved = sum(each.operator.times * (each.operator.memory_bytes + each.operator.link_bytes) for each in runs)
-        table.add_row(
-            name,
-            f"{spent * 1e3:.2f}",
-            f"{spent / result.decode_seconds:.0%}",
-            max(runs, key=lambda timed: timed.seconds).bound,
-            count_text(sum(each.operator.times * each.operator.flops for each in runs)),
-            bytes_text(moved),
-            f"{sum(timed.seconds for timed in prefill.get(name, [])) * 1e3:.2f}",
-        )
+    table = numbers_table("operator", "decode ms", "share", "bound", "FLOPs", "bytes", "prefill")
+    decode, prefill = ({timed.name: timed for timed in part} for part in (result.decode, result.prefill))
+    names = dict.fromkeys((*sorted(decode, key=lambda name: -decode[name].seconds), *prefill))
+    for name in names:
+        cells = ["", "", "", "", ""]
+        if step := decode.get(name):
+            moved = bytes_text(step.memory_bytes + step.link_bytes)
+            share = f"{step.seconds / result.decode_seconds:.0%}"
+            cells = [f"{step.seconds * 1e3:,.2f}", share, step.bound, count_text(step.flops), moved]
+        table.add_row(name, *cells, f"{prefill[name].seconds * 1e3:,.1f}" if name in prefill else "")
     return table
 
 
-def _by_name(timed: Sequence[Timed]) -> dict[str, list[Timed]]:
-    """The operators of each name: layers of several kinds have some in common."""
-    found: dict[str, list[Timed]] = {}
-    for each in timed:
-        found.setdefault(each.operator.name, []).append(each)
-    return found
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"
