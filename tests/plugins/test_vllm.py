@@ -228,6 +228,10 @@ def test_heads_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = _expanded(query, latents, decoders_of(layer), None, 0.3)
         monkeypatch.setattr("headwise_vllm.paged.WORKSPACE", 1)
         torch.testing.assert_close(_expanded(query, latents, decoders_of(layer), None, 0.3), whole)
+        seen = torch.ones(9, 9, dtype=torch.bool).tril()
+        parts = _absorbed(query, latents, decoders_of(layer), seen, 0.3)
+        monkeypatch.undo()
+        torch.testing.assert_close(parts, _absorbed(query, latents, decoders_of(layer), seen, 0.3))
 
 
 def test_padding_is_not_stored() -> None:

@@ -51,7 +51,7 @@ class Decoders:
 
 
 WORKSPACE = 2**26
-"""Values of keys and values that are decoded at once; more heads are decoded one part after another."""
+"""Values of keys and values that are decoded at once, and of a mask; more heads or queries go part after part."""
 
 
 def store(cache: Tensor, latents: Tensor, slots: Tensor) -> None:
@@ -130,15 +130,20 @@ def attend_to_latents(
 def _absorbed(query: Tensor, latents: Tensor, decoders: Decoders, visible: Tensor | None, scale: float) -> Tensor:
     """Keys are latents, and so are values, of which the first R columns are decoded.
 
-    A bias of keys adds the same to all scores of a query, which the softmax cancels. Keys and values are one tensor
-    of one width, so that torch's fused kernels take them, with scores in float32.
+    A bias of keys adds the same to all scores of a query, which the softmax cancels. All heads have the same keys, so
+    they are further queries of one head: torch's fused kernel then reads the latents once, with scores in float32.
     """
-    H, N, R = decoders.keys.shape
-    content = torch.einsum("shn,hnr->hsr", query[..., :N], decoders.keys)
-    whole = torch.cat((content, query[..., N:].transpose(0, 1)), dim=-1)  # [H, S, W]
-    every_head = latents.expand(1, H, -1, -1)
-    mixed = F.scaled_dot_product_attention(whole[None], every_head, every_head, attn_mask=visible, scale=scale)
-    out = torch.einsum("hsr,hvr->shv", mixed[0, ..., :R], decoders.values)
+    S, (H, N, R) = len(query), decoders.keys.shape
+    content = torch.einsum("shn,hnr->shr", query[..., :N], decoders.keys)
+    whole = torch.cat((content, query[..., N:]), dim=-1)  # [S, H, W]
+    one_head, size = latents[None, None], max(1, WORKSPACE // (H * len(latents)))
+    parts = []
+    for at in range(0, S, size):
+        rows = whole[at : at + size].flatten(0, 1)[None, None]
+        seen = None if visible is None else visible[at : at + size].repeat_interleave(H, dim=0)
+        mixed = F.scaled_dot_product_attention(rows, one_head, one_head, attn_mask=seen, scale=scale)
+        parts.append(mixed[0, 0, :, :R].unflatten(0, (-1, H)))
+    out = torch.einsum("shr,hvr->shv", torch.cat(parts), decoders.values)
     return out if decoders.value_bias is None else out + decoders.value_bias
 
 
