@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,3 +25,10 @@ def logged() -> Iterator[list[str]]:
             file.seek(0)
             said.append(file.read().decode(errors="replace"))
             sys.stderr.write(said[0])
+
+
+def cache_bytes(said: str) -> float:
+    """Bytes of cache a token that llama.cpp's log says it allocated, for all texts together."""
+    found = re.search(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells, +\d+ layers, +\d+/(\d+) seqs", said)
+    size, cells, texts = found.groups()  # type: ignore[union-attr]
+    return float(size) * 2**20 / (int(cells) * int(texts))

@@ -6,6 +6,7 @@ A worker runs in an environment of its own, where the engine is installed and he
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,16 @@ def request() -> dict[str, Any]:
     """``model``, ``ids``, ``prompt``, ``new``, ``dtype`` and ``log_probs``, the file for the answer's numbers."""
     asked: dict[str, Any] = json.loads(sys.argv[1])
     return asked
+
+
+def prepare_vllm(room: int) -> None:
+    """Set what vLLM reads when it is imported: ``room`` GiB of cache, in this process, which then sees it."""
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": str(room),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 def answer(logits: Any, asked: dict[str, Any], **values: Any) -> None:

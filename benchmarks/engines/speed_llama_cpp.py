@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 
 import llama_cpp
-from benchmarks.engines.logged import logged
+from benchmarks.engines.logged import cache_bytes, logged
 from benchmarks.engines.protocol import request
 
 CHUNK = 512
@@ -50,13 +49,10 @@ def main() -> None:
     for at in range(C + 4, C + 4 + N):
         decode([(token[at], at, text) for text in range(B)])
     speed = B * N / (time.perf_counter() - begin)
-    size, cells, texts = re.search(
-        r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells, +\d+ layers, +\d+/(\d+) seqs", log[0]
-    ).groups()  # type: ignore[union-attr]
     said = {
         "prompt": prompt,
         "decode": speed,
-        "cache_bytes": float(size) * 2**20 / (int(cells) * int(texts)),
+        "cache_bytes": cache_bytes(log[0]),
         "version": f"llama-cpp-python {llama_cpp.__version__}",
     }
     print(json.dumps(said), flush=True)

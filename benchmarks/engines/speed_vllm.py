@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
+import time
+
+from benchmarks.engines.protocol import prepare_vllm, request
 
 ROOM = 2
 """GiB of cache."""
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": str(ROOM),
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that this process sees the cache
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
-import time  # noqa: E402
+prepare_vllm(ROOM)
 
 import vllm  # noqa: E402
-from benchmarks.engines.protocol import request  # noqa: E402
 
 
 def main() -> None:

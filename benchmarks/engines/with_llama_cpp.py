@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import llama_cpp
 import numpy as np
-from benchmarks.engines.logged import logged
+from benchmarks.engines.logged import cache_bytes, logged
 from benchmarks.engines.protocol import answer, request
 
 ROOM = 4096
@@ -31,14 +29,13 @@ greedy: list[int] = []
 for _ in range(asked["new"]):
     greedy.append(int(np.argmax(model.scores[model.n_tokens - 1])))
     model.eval([greedy[-1]])
-size, cells = re.search(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells", log[0]).groups()  # type: ignore[union-attr]
 text = "In 2048 tokens,  it's about\n\n the café — naïve 1,234.5 x"
 tokens = model.tokenize(text.encode(), add_bos=False, special=True)
 answer(
     logits,
     asked,
     greedy=greedy,
-    cache_bytes=float(size) * 2**20 / int(cells),
+    cache_bytes=cache_bytes(log[0]),
     tokens=tokens,
     text=text,
     version=f"llama-cpp-python {llama_cpp.__version__}",

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
+from benchmarks.engines.protocol import answer_own, prepare_vllm, request
 
 ROOM = 1
 """GiB of cache."""
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": str(ROOM),
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that this process sees the cache
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+prepare_vllm(ROOM)
 
 import vllm  # noqa: E402
-from benchmarks.engines.protocol import answer_own, request  # noqa: E402
 
 
 def main() -> None:

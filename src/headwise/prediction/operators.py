@@ -117,9 +117,18 @@ def operators(model: ModelSpec, forward: Pass) -> list[Operator]:
         ArgumentError: a count is impossible, or the heads cannot be split over the ranks.
         SpecError: the model's body is not known.
     """
+    return list(_operators(model, known_body(model), forward))
+
+
+def known_body(model: ModelSpec) -> BodySpec:
+    """The body of a model.
+
+    Raises:
+        SpecError: it is not known.
+    """
     if model.body is None:
         raise SpecError("model_type", model.model_type, "has a body that is not understood, so its time is not known")
-    return list(_operators(model, model.body, forward))
+    return model.body
 
 
 def _operators(model: ModelSpec, body: BodySpec, forward: Pass) -> Iterator[Operator]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from headwise.documents import as_document
-from headwise.errors import ArgumentError, SpecError
+from headwise.errors import ArgumentError
 from headwise.prediction.hardware import Device, device
 from headwise.prediction.memory import CHUNK, Memory, check_usable, largest_batch, longest_context, peak_memory
-from headwise.prediction.operators import MOST, Pass, operators
+from headwise.prediction.operators import MOST, Pass, known_body, operators
 from headwise.prediction.roofline import Efficiency, Timed, merged, seconds
 from headwise.specs import read_spec
 from headwise.type_checks import typed
@@ -111,11 +111,9 @@ def predict(
     if not 1 <= context <= MOST:
         raise ArgumentError("context", context, f"must be from 1 to {MOST}")
     model = read_spec(source)
-    if model.body is None:
-        rule = "has a body that is not understood, so its time is not known"
-        raise SpecError("model_type", model.model_type, rule)
-    if 0 < model.body.positions < context:
-        raise ArgumentError("context", context, f"must be at most {model.body.positions}, the model's positions")
+    positions = known_body(model).positions
+    if 0 < positions < context:
+        raise ArgumentError("context", context, f"must be at most {positions}, the model's positions")
     hosted = hardware if isinstance(hardware, Device) else device(hardware)
     step = Pass(batch=batch, new=1, total=context, dtype=dtype, cache_bits=cache_bits, ranks=ranks)
     chunks = [replace(step, batch=1, new=end - begin, total=end) for begin, end in _chunks(context)]
@@ -134,7 +132,7 @@ def predict(
         memory=peak_memory(model, step),
         usable_bytes=usable_bytes,
         largest_batch=largest_batch(model, step, usable_bytes),
-        longest_context=min(longest_context(model, step, usable_bytes), model.body.positions or MOST),
+        longest_context=min(longest_context(model, step, usable_bytes), positions or MOST),
         trained_context=model.max_position_embeddings,
     )
 
