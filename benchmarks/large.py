@@ -64,16 +64,16 @@ def config(layers: int, hidden: int) -> dict[str, Any]:
     }
 
 
-def make_checkpoint(folder: Path, values: dict[str, Any]) -> None:
-    """Write a model folder of random weights, one tensor at a time."""
+def make_checkpoint(folder: Path, values: dict[str, Any], device: str | None = None) -> None:
+    """Write a model folder of random weights, drawn on a device, one tensor at a time."""
     shapes = {name: TensorInfo(shape, torch.bfloat16) for name, shape in expected_tensors(values).items()}
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device or "cpu").manual_seed(0)
     with FolderWriter(folder, shapes) as writer:
         for name, info in shapes.items():
-            tensor = torch.ones(info.shape, dtype=info.dtype)
+            tensor = torch.ones(info.shape, dtype=info.dtype, device=device)
             if len(info.shape) == 2:
                 tensor.normal_(0, info.shape[1] ** -0.5, generator=generator)
-            writer.add(name, tensor)
+            writer.add(name, tensor.cpu())
         vocabulary = {"<unk>": 0} | {chr(32 + index): index for index in range(1, 95)}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -140,6 +140,7 @@ def convert(source: Path, out: Path, *options: object) -> dict[str, Any]:
         "layers": checkpoint.spec.num_layers,
         "runs": before["runs"] + 1,
         "peak_rss_gb": max(peak, report["peak_rss_bytes"] / 1e9),
+        "peak_device_gb": (report["peak_device_bytes"] or 0) / 1e9,
         "seconds": before["seconds"] + report["seconds"],
         "seconds_a_layer": {name: seconds / max(layers, 1) for name, seconds in split.items()},
         "source_gb": sum(info.nbytes for info in checkpoint.tensors.values()) / 1e9,
@@ -164,11 +165,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--hidden-size", type=int, default=SHAPE["hidden_size"], help="a smaller one tries the script"
     )
+    parser.add_argument("--device", help="such as cuda; the CPU when left out")
     parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, help="what the conversion gets")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/large.json"))
     options = parser.parse_args(arguments)
     values = config(options.layers, options.hidden_size)
-    kept = Kept(options.json, {"source": values, "windows": [WINDOWS, WINDOW]})
+    kept = Kept(options.json, {"source": values, "windows": [WINDOWS, WINDOW], "device": options.device})
     if not (wanted := [row for row in options.rows if row not in kept.rows]):
         return
     work = options.folder / "headwise-large"
@@ -177,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         layers = min(options.layers, SPREAD) if row == "spread" else options.layers
         source, place = work / f"source-{layers}", work / row
         if not (source / "config.json").is_file():
-            make_checkpoint(source, config(layers, options.hidden_size))
+            make_checkpoint(source, config(layers, options.hidden_size), options.device)
         arguments_of_row: tuple[object, ...]
         if row == "statistics":
             arguments_of_row = "--statistics", place / "statistics"
@@ -191,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             (place / "text.txt").write_text("".join(map(chr, draw.tolist())))
             arguments_of_row = "--calibrate", place / "text.txt", "--calibration-tokens", WINDOWS * WINDOW
             arguments_of_row += ("--spread",) if row == "spread" else ()
+        arguments_of_row += ("--device", options.device) if options.device else ()
         result = convert(source, place / "out", *arguments_of_row)
         kept.add(row, result)
         say(json.dumps({row: result}, indent=2))

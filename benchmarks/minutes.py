@@ -65,11 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sources", nargs="*", default=SOURCES, metavar="SOURCE", help=", ".join(SOURCES))
     parser.add_argument("--kv-budget", type=float, default=0.5, help="fraction of the source's cache")
     parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--device", help="such as cuda; the CPU when left out")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/minutes.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/minutes"), help="for models and conversions")
     options = parser.parse_args(arguments)
-    kept = Kept(options.json, {"kv_budget": options.kv_budget, "tokens": options.tokens})
+    settings = {"kv_budget": options.kv_budget, "tokens": options.tokens, "device": options.device}
+    kept = Kept(options.json, settings)
     for name in options.sources:
         if name not in kept.rows:
             kept.add(name, measure(name, options))
@@ -84,7 +86,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     if name == "0.5B":
         source = options.work / name
         if not (source / "config.json").exists():
-            make_checkpoint(source, QWEN2)
+            make_checkpoint(source, QWEN2, options.device)
     watch = Stopwatch()
     done = headwise.convert(
         source,
@@ -93,6 +95,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         kv_budget=options.kv_budget,
         calibrate=data.wikitext("train", options.cache),
         calibration_tokens=options.tokens,
+        device=options.device,
         evaluate=False,
         overwrite=True,
         progress=watch,
@@ -103,6 +106,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "stages": watch.seconds,
         "expected": watch.expected,
         "peak_rss_bytes": done.peak_rss_bytes,
+        "device_bytes": done.peak_device_bytes,
         "threads": torch.get_num_threads(),
     }
 

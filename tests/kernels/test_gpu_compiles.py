@@ -74,8 +74,14 @@ def of_wide(name: str, constants: dict[str, Any], *tensors: str) -> list[Any]:
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     wide = {"ROWS": 16, "TOKENS": 32, "MAIN": 64, "REST": 16, "WIDTH": 64, "HAS_MASK": True, "CAUSAL": True}
     kernels = [
-        of_wide("attend_part", wide | {"SHARED": False, "WIDEN": False}, "query", "key", "value"),
-        of_wide("join_parts", {"WIDTH": 64}, "out"),
+        of_wide(
+            "attend_part",
+            wide | {"SHARED": False, "WIDEN": False, "NARROW": False, "PRECISION": "ieee"},
+            "query",
+            "key",
+            "value",
+        ),
+        of_wide("join_parts", {"WIDTH": 64, "PARTS": 8, "SOME": 4}, "out"),
         of_codes("bf16", (8, 4), (1, 2), 0, False),
         of_codes("fp32", (3, 2), (2, 1), 0, True),
         of_latents("bf16"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.errors import ArgumentError
 from headwise.kernels import as_bool_mask, attend, choose_backend
 from headwise.kernels.gpu import attend_split, why_not_split
-from headwise.kernels.gpu.split import part_count
+from headwise.kernels.gpu.split import part_count, tile_of
 from tests.kernels.test_fused import CLOSE, Case, draw
 
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -90,9 +90,21 @@ def test_parts_keep_the_gpu_busy_and_are_no_smaller_than_worth_it(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
     gpu = torch.device("cuda")
     assert part_count(8, 100_000, gpu) == 50
-    assert part_count(8, 1000, gpu) == 3
+    assert part_count(8, 1000, gpu) == 7
     assert part_count(8, 100, gpu) == 1
     assert part_count(1000, 100_000, gpu) == 1
+    assert part_count(1, 100_000, gpu, programs=1) == 100
+
+
+@pytest.mark.parametrize("available", [99 << 10, 163 << 10, 227 << 10])
+def test_tiles_fit_the_memory_of_a_program(available: int) -> None:
+    for numbers in (32, 128, 256, 512, 576, 1600):
+        for size in (2, 4):
+            tile = tile_of(numbers, size, available)
+            assert tile.tokens >= 16
+            if tile.stages > 1:
+                assert tile.stages * tile.tokens * numbers * size <= available
+    assert tile_of(576, 2, 227 << 10) == (64, 8, 3)
 
 
 def test_what_it_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +132,17 @@ def test_what_it_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_it_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwise.kernels.gpu.split.has_triton", lambda: True)
     few, many, keys = (1, 32, 1, 128), (1, 32, 64, 128), (1, 8, 4096, 128)
-    choice = choose_backend(few, keys, dtype=torch.bfloat16, device="cuda")
+    choice = choose_backend(few, keys, device="cuda")
     assert choice.backend == "split"
     assert "reading 8 key–value heads once takes most of the time, its parts at once" in choice.reason
     assert choose_backend(many, keys, dtype=torch.bfloat16, device="cuda").backend == "sdpa"
+    # Torch's own kernel takes one query of 16 bits as well.
+    assert choose_backend(few, keys, dtype=torch.bfloat16, device="cuda").backend == "sdpa"
+    assert choose_backend(few, keys, dtype=torch.bfloat16, device="cuda", has_mask=True).backend == "split"
+    assert choose_backend(few, keys, dtype=torch.bfloat16, device="cuda", value_dim=64).backend == "split"
+    wide = (1, 16, 1, 576), (1, 1, 4096, 576)
+    assert choose_backend(*wide, dtype=torch.bfloat16, device="cuda", value_dim=512).backend == "split"
+    assert choose_backend(*wide, device="cuda", value_dim=512).backend == "packed"
     assert choose_backend(few, keys, device="cuda", needs_grad=True).backend == "packed"
     monkeypatch.setattr("headwise.kernels.gpu.split.has_triton", lambda: False)
     assert choose_backend(few, keys, device="cuda").backend == "packed"

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from headwise.measurement.machine import machine, versions
 from headwise.measurement.machine_limits import Limits, Probes
-from headwise.measurement.timing import Spread, seconds, spread_interleaved
+from headwise.measurement.timing import Spread, recorded, seconds, spread_interleaved
 
 OURS = "headwise"
 """The name of the way that the others are compared with."""
 
 _PATIENCE = 10.0
 """Seconds; a call that takes longer is not repeated."""
+
+_BETWEEN, _REPLAYED = 256 << 20, 64
+"""Bytes that the calls of one CUDA graph read, and the most calls of one."""
 
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 
@@ -30,6 +34,8 @@ class Timing:
         ms: the median; None where the way could not be run.
         low_ms: the lower quartile.
         high_ms: the upper quartile.
+        called_ms: on a GPU the median of calls that Python makes; the three above are then of calls that a CUDA graph
+            replays. None on a CPU, and where the way cannot be recorded.
         error: why the way could not be run.
         note: what the way chose or left out.
     """
@@ -37,6 +43,7 @@ class Timing:
     ms: float | None = None
     low_ms: float | None = None
     high_ms: float | None = None
+    called_ms: float | None = None
     error: str | None = None
     note: str | None = None
 
@@ -178,10 +185,15 @@ def run_case(
             errors[way] = "not enough memory"
         except RuntimeError as error:
             errors[way] = str(error).strip().splitlines()[0][:200]
+    times = max(1, min(_REPLAYED, _BETWEEN // max(nbytes, 1)))
+    replays = _replays(calls, times) if probes.device.type == "cuda" else {}
     timed = spread_interleaved({**probes.calls(), **calls}, budget=budget)
+    replayed = spread_interleaved(replays, budget=budget)
     limits = probes.limits(timed["read"].median, timed["product"].median)
     failed = {way: Timing(error=error) for way, error in errors.items()}
     repeated = {way: _timing(timed[way], (notes or {}).get(way)) for way in calls}
+    for way, spread in replayed.items():
+        repeated[way] = replace(_timing(spread, repeated[way].note, times), called_ms=repeated[way].ms)
     timings = {way: (slow | failed | repeated)[way] for way in ways}
     return case_of(name, values, timings, nbytes=nbytes, flops=flops, limits=limits)
 
@@ -202,5 +214,16 @@ def case_of(
     )
 
 
-def _timing(spread: Spread, note: str | None) -> Timing:
-    return Timing(spread.median * 1e3, spread.low * 1e3, spread.high * 1e3, note=note)
+def _replays(calls: Mapping[str, Way], times: int) -> dict[str, Way]:
+    """Calls that replay a CUDA graph of so many calls of each way, for the ways that can be recorded."""
+    replays = {}
+    for way, call in calls.items():
+        with suppress(RuntimeError):
+            replays[way] = recorded(call, times)
+    return replays
+
+
+def _timing(spread: Spread, note: str | None, times: int = 1) -> Timing:
+    """The timing of one call, of samples of so many calls."""
+    low, median, high = (value * 1e3 / times for value in (spread.low, spread.median, spread.high))
+    return Timing(median, low, high, note=note)

@@ -5,8 +5,9 @@ Shapes: B batch, S new tokens, T all tokens, E hidden size, P rotary dims.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -212,6 +213,15 @@ class CodedAttention(HostedAttention):
             slots: the rotation of the model's slots, where the layer has rotary dims.
         """
         self.code, self.slots = code, slots
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the layer, and its code with it: no buffer, because its numbers stay float32 in a narrower layer."""
+        super()._apply(fn, recurse)
+        if self.code is not None:
+            device = fn(self.code.offset).device
+            if device != self.code.offset.device:
+                self.set_code(self.code.to(device), self.slots)
+        return self
 
     def cache_layer(self, max_length: int | None) -> CodedLayer | None:
         """The layer of a `HeadwiseCache` that stores this one's codes; None where values are stored as they are."""

@@ -376,7 +376,7 @@ class LayerwiseModel:
         if tensor.shape != like.shape:
             rule = f"must be {tuple(like.shape)} by the config"
             raise CheckpointError(f"{stored} shape", tuple(tensor.shape), rule)
-        return tensor.to(self.device, like.dtype)
+        return tensor.to(self.device).to(like.dtype)  # the narrower one is moved
 
 
 class _EnoughError(Exception):

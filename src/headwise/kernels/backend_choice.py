@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.kernels.gpu import why_not_split
-from headwise.kernels.libraries import why_not_flash
+from headwise.kernels.libraries import FLASH_WIDEST, why_not_flash
 from headwise.kernels.native import are_plain, built, why_not
 from headwise.kernels.packed import FEW_TOKENS
 
@@ -70,11 +70,15 @@ def choose_backend(
         why = f"{S} new tokens: blocked softmax, no {S} × {T} scores held"
     if torch.device(device).type == "cuda":
         reason = why_not_split(dtype, torch.device(device), query[3], needs_grad=needs_grad)
+        width = query[3] if value_dim is None else value_dim
+        if S == 1 and dtype.itemsize < 4 and query[3] == width <= FLASH_WIDEST and not has_mask:
+            return Choice("sdpa", f"{why}; torch's own kernel splits the tokens of one query, and starts sooner")
+        if is_few and dtype.itemsize == 4 and query[3] > FLASH_WIDEST:
+            return Choice("packed", f"{why}; products of wide float32 heads are the library's best")
         if is_few and reason is None and not dropout_p:
             return Choice("split", f"{why}, its parts at once")
         if is_few:
             return Choice("packed", why)
-        width = query[3] if value_dim is None else value_dim
         if why_not_flash(dtype, torch.device(device), query[3], width, has_mask=has_mask) is None:
             return Choice("flash", f"{why}; it takes grouped heads, windows and cached tokens without copies")
         return Choice("sdpa", why)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FLASH_WIDEST = 256
+FLASH_WIDEST = 256
+"""The widest heads that FlashAttention takes, torch's copy of it too."""
 
 
 def why_not_flash(
@@ -34,8 +35,8 @@ def why_not_flash(
         return f"it is for CUDA GPUs, not {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {dtype}"
-    if width > _FLASH_WIDEST or width != value_width:
-        return f"heads are {width} and {value_width} wide, and it takes one width up to {_FLASH_WIDEST}"
+    if width > FLASH_WIDEST or width != value_width:
+        return f"heads are {width} and {value_width} wide, and it takes one width up to {FLASH_WIDEST}"
     return "it takes no masks" if has_mask else None
 
 

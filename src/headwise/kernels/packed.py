@@ -45,8 +45,8 @@ def attend_packed(
     K, T, V = key.shape[1], key.shape[2], value.shape[3]
     group = H // K
     # SDPA on the CPU is slow in half precision with few queries, and has no blocked path for V ≠ D (`dispatch` in
-    # benchmarks/speed.py). Plain products are faster then, although they keep all scores in memory.
-    if not return_weights and D == V and query.dtype.itemsize >= 4:
+    # benchmarks/speed.py), and on a GPU in float32. Plain products are faster then, although they keep all scores.
+    if not return_weights and D == V and query.dtype.itemsize >= 4 and query.device.type != "cuda":
         folded = query.reshape(B, K, group * S, D)  # [B, K, G·S, D]
         out = F.scaled_dot_product_attention(folded, key, value, _fold(mask, K, group, S), dropout_p, scale=scale)
         return out.view(B, H, S, V), None

@@ -38,6 +38,8 @@ def attend_sdpa(
     V = value.shape[3]
     width = max(query.shape[3], V) if query.device.type == "cpu" and not dropout_p else 0
     query, key, value = (x if x.shape[3] >= width else F.pad(x, (0, width - x.shape[3])) for x in (query, key, value))
+    if S == 1 and window is not None and attn_mask is None:  # the one query sees all of the latest tokens
+        key, value, T, window = key[:, :, -window:], value[:, :, -window:], min(T, window), None
     grouped = key.shape[1] != H
     # torch's causal flag is top-left, which is bottom-right only for S = T; with it, torch skips the masked half.
     flag = is_causal and attn_mask is None and S == T and window is None

@@ -36,8 +36,9 @@ class Probes:
     """
 
     def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
-        size = _SIZE[torch.device(device).type]
-        self._is_copied = torch.device(device).type != "cpu"
+        self.device = torch.device(device)
+        size = _SIZE[self.device.type]
+        self._is_copied = self.device.type != "cpu"
         self._read = torch.ones(_READ_BYTES // 4, device=device)
         self._into = torch.empty_like(self._read) if self._is_copied else None
         self._a, self._b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))

@@ -19,22 +19,16 @@ from headwise.kernels.gpu.kernels import are_seen, store_part, weighed
 @triton.jit
 def unpacked(at, is_seen, CODE_BYTES: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """Codes ``[TOKENS, WIDTH]`` of rows that begin ``at [TOKENS]``; 0 for tokens that are not seen."""
+    # Each code is read from its own byte. `tl.interleave` would read a byte once for all its codes; as operands of
+    # matrix units, Triton 3.6 mixes up small tiles that are made so.
+    first = BITS * tl.arange(0, WIDTH)
+    byte = first // 8
+    places = at[:, None] + byte[None, :]
+    codes = tl.load(places, mask=is_seen[:, None] & (byte < CODE_BYTES)[None, :], other=0).to(tl.int32)
     if BITS == 3:  # a code may lie in two bytes
-        first = 3 * tl.arange(0, WIDTH)
-        byte = first // 8
-        places = at[:, None] + byte[None, :]
-        low = tl.load(places, mask=is_seen[:, None] & (byte < CODE_BYTES)[None, :], other=0).to(tl.int32)
         high = tl.load(places + 1, mask=is_seen[:, None] & (byte + 1 < CODE_BYTES)[None, :], other=0).to(tl.int32)
-        codes = ((low | (high << 8)) >> (first % 8)[None, :]) & 7
-    else:
-        byte = tl.arange(0, WIDTH * BITS // 8)
-        codes = tl.load(at[:, None] + byte[None, :], mask=is_seen[:, None] & (byte < CODE_BYTES)[None, :], other=0)
-        if BITS == 4:
-            codes = tl.interleave(codes & 15, codes >> 4)
-        if BITS == 2:
-            even, odd = tl.interleave(codes & 3, (codes >> 4) & 3), tl.interleave((codes >> 2) & 3, codes >> 6)
-            codes = tl.interleave(even, odd)
-    return codes.to(tl.float32)
+        codes = codes | (high << 8)
+    return ((codes >> (first % 8)[None, :]) & ((1 << BITS) - 1)).to(tl.float32)
 
 
 @triton.jit

@@ -109,9 +109,14 @@ def attend_part(
     HAS_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
     SHARED: tl.constexpr,
+    NARROW: tl.constexpr,
+    PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """The values of one part summed with weights 2^(score − highest score), and the sum of those weights."""
+    """The values of one part summed with weights 2^(score − highest score), and the sum of those weights.
+
+    A head has MAIN channels and up to REST more; with NARROW it has fewer than MAIN.
+    """
     unit, part = tl.program_id(0), tl.program_id(1)
     head, tile = unit // tiles, unit % tiles
     b, k = (head // K).to(tl.int64), (head % K).to(tl.int64)
@@ -120,7 +125,8 @@ def attend_part(
     g, s = k * G + row // S, row % S
     main, rest, width = tl.arange(0, MAIN), MAIN + tl.arange(0, max(REST, 1)), tl.arange(0, WIDTH)
     at = query + b * query_batch + g[:, None] * query_head + s[:, None] * query_token
-    q = tl.load(at + main[None, :], mask=is_row[:, None], other=0.0)
+    is_main = main < (D if NARROW else MAIN)
+    q = tl.load(at + main[None, :], mask=is_row[:, None] & is_main[None, :], other=0.0)
     if REST:
         q_rest = tl.load(at + rest[None, :], mask=is_row[:, None] & (rest < D)[None, :], other=0.0)
     if WIDEN:  # Triton's interpreter would multiply the bits of bfloat16
@@ -158,13 +164,13 @@ def attend_part(
         is_seen = tl.max(seen.to(tl.int32), axis=0) > 0
         token = token.to(tl.int64)
         keys = key + b * key_batch + k * key_head + token[:, None] * key_token
-        x = tl.load(keys + main[None, :], mask=is_seen[:, None], other=0.0)
+        x = tl.load(keys + main[None, :], mask=is_seen[:, None] & is_main[None, :], other=0.0)
         x = x.to(q.dtype)
-        scores = tl.dot(q, tl.trans(x), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(x), input_precision=PRECISION)
         if REST:
             x_rest = tl.load(keys + rest[None, :], mask=is_seen[:, None] & (rest < D)[None, :], other=0.0)
             x_rest = x_rest.to(q.dtype)
-            scores += tl.dot(q_rest, tl.trans(x_rest), input_precision="ieee")
+            scores += tl.dot(q_rest, tl.trans(x_rest), input_precision=PRECISION)
         scores = tl.where(seen, scores * scale, -float("inf"))
         shares, keep, high, total = weighed(scores, high, total)
         if SHARED:
@@ -173,7 +179,7 @@ def attend_part(
             values = value + b * value_batch + k * value_head + token[:, None] * value_token
             y = tl.load(values + width[None, :], mask=is_seen[:, None] & (width < V)[None, :], other=0.0)
             y = y.to(q.dtype)
-        mixture = mixture * keep[:, None] + tl.dot(shares.to(y.dtype), y, input_precision="ieee")
+        mixture = mixture * keep[:, None] + tl.dot(shares.to(y.dtype), y, input_precision=PRECISION)
     at = mixtures + part * mixtures_part + b * mixtures_batch
     of_weights = weights + part * weights_part + b * weights_batch
     store_part(at, of_weights, mixture, high, total, g * S + s, is_row, V, weights_kind, WIDTH)
@@ -196,24 +202,29 @@ def join_parts(
     out_batch,
     out_head,
     out_token,
+    PARTS: tl.constexpr,
+    SOME: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Combine the parts of one row of the output; a row that sees nothing gives zeros."""
+    """Combine the parts of one row of the output, SOME of them at a time; a row that sees nothing gives zeros."""
     row = tl.program_id(0)
     b, of_all = (row // (H * S)).to(tl.int64), row % (H * S)
     width = tl.arange(0, WIDTH)
-    high = tl.full([], -float("inf"), tl.float32)
     at = weights + b * weights_batch + of_all
-    for part in range(parts):
-        high = tl.maximum(high, tl.load(at + part * weights_part))
+    every = tl.arange(0, PARTS)
+    highs = tl.load(at + every * weights_part, mask=every < parts, other=-float("inf"))
+    totals = tl.load(at + every * weights_part + weights_kind, mask=every < parts, other=0.0)
+    high = tl.max(highs, axis=0)
     base = tl.where(high == -float("inf"), 0.0, high)
-    total = tl.zeros([], tl.float32)
+    total = tl.sum(tl.exp2(highs - base) * totals, axis=0)
     mixture = tl.zeros([WIDTH], tl.float32)
-    for part in range(parts):
-        share = tl.exp2(tl.load(at + part * weights_part) - base)
-        total += share * tl.load(at + part * weights_part + weights_kind)
-        piece = mixtures + part * mixtures_part + b * mixtures_batch + of_all * V
-        mixture += share * tl.load(piece + width, mask=width < V, other=0.0)
+    for start in range(0, parts, SOME):
+        part = start + tl.arange(0, SOME)
+        is_part = part < parts
+        share = tl.exp2(tl.load(at + part * weights_part, mask=is_part, other=-float("inf")) - base)
+        places = mixtures + part.to(tl.int64)[:, None] * mixtures_part + b * mixtures_batch + of_all * V
+        pieces = tl.load(places + width[None, :], mask=is_part[:, None] & (width < V)[None, :], other=0.0)
+        mixture += tl.sum(share[:, None] * pieces, axis=0)
     mixture = tl.where(total == 0.0, 0.0, mixture / tl.where(total == 0.0, 1.0, total))
     place = out + b * out_batch + of_all // S * out_head + of_all % S * out_token + width
     tl.store(place, mixture.to(out.dtype.element_ty), mask=width < V)

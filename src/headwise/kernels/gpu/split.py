@@ -9,6 +9,7 @@ import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,14 @@ from headwise.kernels.mask import mask_strides
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 576
-_LEAST_TOKENS = 256
+_LEAST_TOKENS = 128
 """The fewest tokens of a part; with fewer, combining the parts takes longer than the split saves."""
 _PROGRAMS_A_PROCESSOR = 4
 """Programs to start for each of the GPU's processors, so that all stay busy."""
+_NARROW = 256
+"""Keys and values of a token together are wide beyond so many numbers."""
+_FILLED = 0.96
+"""The share of a program's shared memory that tiles may fill."""
 ROWS = 16
 """Rows of a tile, the fewest that a GPU's matrix units support."""
 LOG2_E = 1.4426950408889634
@@ -102,7 +107,9 @@ def attend_split(
         return out
     if parts is None:
         tiles = -(-(H // K * S) // ROWS)
-        parts = part_count(B * K * tiles, T, query.device)
+        # Tiles of wide heads fill the memory of a processor.
+        programs = _PROGRAMS_A_PROCESSOR if query.shape[3] + V <= _NARROW else 1
+        parts = part_count(B * K * tiles, T, query.device, programs=programs)
     mixtures = torch.empty(parts, B, H * S, V, dtype=torch.float32, device=query.device)
     weights = torch.empty(2, parts, B, H * S, dtype=torch.float32, device=query.device)  # highest scores, then sums
     with on_device_of(query):
@@ -139,9 +146,11 @@ def fill_parts(
     K, T, V = key.shape[1], key.shape[2], value.shape[3]
     parts, group = len(mixtures), H // K
     tiles = triton.cdiv(group * S, ROWS)
-    main = 1 << (D.bit_length() - 1)  # the largest power of two in D; the rest is multiplied separately
-    rest = D - main
+    main = max(16, 1 << (D.bit_length() - 1))  # the largest power of two in D; the rest is multiplied separately
+    rest = max(16, triton.next_power_of_2(D - main)) if main < D else 0
     is_shared = value.data_ptr() == key.data_ptr() and value.stride() == key.stride() and main == V
+    width = max(16, triton.next_power_of_2(V))
+    tile = tile_of(main + rest + (0 if is_shared else width), query.element_size(), shared_bytes(query.device))
     attend_part[(B * K * tiles, parts)](
         *(query, key, value, query if mask is None else mask, mixtures, weights),
         scale * LOG2_E,
@@ -153,16 +162,24 @@ def fill_parts(
         *part_strides(mixtures, weights),
         0 if window is None else window,
         ROWS=ROWS,
-        TOKENS=16 if main >= 512 else 32 if main >= 256 else 64,
+        TOKENS=tile.tokens,
         MAIN=main,
-        REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
-        WIDTH=max(16, triton.next_power_of_2(V)),
+        REST=rest,
+        WIDTH=width,
         HAS_MASK=mask is not None,
         CAUSAL=is_causal,
         SHARED=is_shared,
+        NARROW=main > D,
+        PRECISION=precision(query.dtype),
         WIDEN=is_interpreted() and query.dtype == torch.bfloat16,
-        num_warps=4 if main <= 128 else 8,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How matrix units multiply numbers of a dtype: float32 as three products of parts, nearly as exactly."""
+    return "tf32x3" if dtype == torch.float32 and not is_interpreted() else "ieee"
 
 
 def join(mixtures: Tensor, weights: Tensor, out: Tensor) -> None:
@@ -172,13 +189,16 @@ def join(mixtures: Tensor, weights: Tensor, out: Tensor) -> None:
     from headwise.kernels.gpu.kernels import join_parts
 
     B, H, S, V = out.shape
+    width = triton.next_power_of_2(V)
     join_parts[(B * H * S,)](
         *(mixtures, weights, out),
         *(H, S, V, len(mixtures)),
         *part_strides(mixtures, weights),
         *out.stride()[:3],
-        WIDTH=triton.next_power_of_2(V),
-        num_warps=1 if V <= 128 else 4,
+        PARTS=triton.next_power_of_2(max(len(mixtures), 1)),
+        SOME=max(1, min(32, 4096 // width)),
+        WIDTH=width,
+        num_warps=4,
     )
 
 
@@ -187,10 +207,54 @@ def part_strides(mixtures: Tensor, weights: Tensor) -> tuple[int, ...]:
     return *mixtures.stride()[:2], *weights.stride()[1:3], weights.stride(0)
 
 
-def part_count(units: int, T: int, device: torch.device) -> int:
-    """The number of parts that keeps the GPU busy, with at least `_LEAST_TOKENS` tokens in each part."""
+class Tile(NamedTuple):
+    """What a program works on at a time.
+
+    Attributes:
+        tokens: of a tile.
+        warps: of the program.
+        stages: tiles that are on their way from memory at once.
+    """
+
+    tokens: int
+    warps: int
+    stages: int
+
+
+def tile_of(numbers: int, size: int, available: int) -> Tile:
+    """The tile for heads of a width: the fastest of those tried on an H100, where two fit in shared memory.
+
+    Args:
+        numbers: of a token that are read, keys and values together.
+        size: bytes of each.
+        available: bytes of a program's shared memory.
+    """
+    tokens = 64 if numbers <= 128 or (numbers > _NARROW and size < 4) else 32
+    room = int(_FILLED * available)
+    while tokens > ROWS and 2 * tokens * numbers * size > room:
+        tokens //= 2
+    return Tile(tokens, 4 if numbers <= _NARROW else 8, max(1, min(3, room // (tokens * numbers * size))))
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program on a GPU may have; as an A100's where there is none."""
+    if device.type != "cuda":
+        return 163 << 10
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def part_count(units: int, T: int, device: torch.device, *, programs: int = _PROGRAMS_A_PROCESSOR) -> int:
+    """The number of parts that keeps the GPU busy, with at least `_LEAST_TOKENS` tokens in each part.
+
+    Args:
+        units: programs of one part.
+        T: tokens.
+        device: the GPU.
+        programs: to start for each of its processors.
+    """
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    enough = -(-_PROGRAMS_A_PROCESSOR * processors // units)
+    enough = -(-programs * processors // units)
     return max(1, min(enough, T // _LEAST_TOKENS))
