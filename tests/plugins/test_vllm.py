@@ -110,10 +110,34 @@ def test_both_ways_are_the_same() -> None:
     layer = layer_of(16, 6, 4, True, None)
     decoders, latents = decoders_of(layer), torch.randn(9, 20, dtype=torch.float64)
     query = torch.randn(9, H, 10, dtype=torch.float64)
-    seen = torch.ones(9, 9, dtype=torch.bool).tril()
-    both = attend_to_latents(query, latents, decoders, seen, scale=0.3)
-    one_by_one = [attend_to_latents(query[t : t + 1], latents[: t + 1], decoders, None, scale=0.3) for t in range(9)]
+    options = {"window": None, "scale": 0.3}
+    both = attend_to_latents(query, latents, decoders, **options)
+    one_by_one = [attend_to_latents(query[t : t + 1], latents[: t + 1], decoders, **options) for t in range(9)]
     torch.testing.assert_close(both, torch.cat(one_by_one))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 30, 700])
+@pytest.mark.parametrize(("new", "former"), [(1, 1029), (1030, 0), (600, 430), (3, 1000)])
+def test_long_requests_are_attended_to_in_parts(
+    new: int, former: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens divided among threads, and queries that share a mask, as the definition has them."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    torch.manual_seed(0)
+    layer = layer_of(16, 6, 4, True, None)
+    decoders, T = decoders_of(layer), new + former
+    latents, query = (torch.randn(*shape, dtype=torch.float64) for shape in ((T, 20), (new, H, 10)))
+    keys = torch.einsum("tr,hnr->htn", latents[:, :16], decoders.keys) + decoders.key_bias[:, None]
+    values = torch.einsum("tr,hvr->htv", latents[:, :16], decoders.values) + decoders.value_bias[:, None]
+    keys = torch.cat((keys, latents[None, :, 16:].expand(H, -1, -1)), -1)
+    distance = torch.arange(former, T)[:, None] - torch.arange(T)
+    hidden = (distance < 0) | (distance >= (window or T))
+    scores = (0.3 * query.transpose(0, 1) @ keys.mT).masked_fill(hidden, -torch.inf)
+    expected = (scores.softmax(-1) @ values).transpose(0, 1)
+    torch.testing.assert_close(attend_to_latents(query, latents, decoders, window=window, scale=0.3), expected)
+    for way in (_absorbed, _expanded):
+        torch.testing.assert_close(way(query, latents, decoders, window, 0.3), expected)
 
 
 @pytest.fixture(scope="module")
@@ -206,17 +230,16 @@ def test_in_16_bits_scores_are_not_rounded(dtype: torch.dtype, new: int) -> None
     rounded = Decoders(exact.keys.to(dtype), exact.values.to(dtype))
     latents = torch.randn(9, 20, dtype=torch.float64) * 60
     query = torch.randn(new, H, 10, dtype=torch.float64) * 60
-    seen = torch.ones(9, 9, dtype=torch.bool).tril()[-new:]
     given = (query.to(dtype), latents.to(dtype), rounded)
     for way in (_absorbed, _expanded):
         expected = way(
             given[0].double(),
             given[1].double(),
             Decoders(rounded.keys.double(), rounded.values.double()),
-            seen,
+            None,
             0.002,
         )
-        out = way(*given, seen, 0.002)
+        out = way(*given, None, 0.002)
         assert (out.double() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
@@ -228,10 +251,9 @@ def test_heads_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         whole = _expanded(query, latents, decoders_of(layer), None, 0.3)
         monkeypatch.setattr("headwise_vllm.paged.WORKSPACE", 1)
         torch.testing.assert_close(_expanded(query, latents, decoders_of(layer), None, 0.3), whole)
-        seen = torch.ones(9, 9, dtype=torch.bool).tril()
-        parts = _absorbed(query, latents, decoders_of(layer), seen, 0.3)
+        parts = _absorbed(query, latents, decoders_of(layer), None, 0.3)
         monkeypatch.undo()
-        torch.testing.assert_close(parts, _absorbed(query, latents, decoders_of(layer), seen, 0.3))
+        torch.testing.assert_close(parts, _absorbed(query, latents, decoders_of(layer), None, 0.3))
 
 
 def test_padding_is_not_stored() -> None:

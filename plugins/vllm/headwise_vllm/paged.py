@@ -53,6 +53,12 @@ class Decoders:
 WORKSPACE = 2**26
 """Values of keys and values that are decoded at once, and of a mask; more heads or queries go part after part."""
 
+QUERIES = 512
+"""Queries that share one mask."""
+
+LEAST = 256
+"""The fewest tokens of a part that one thread attends to."""
+
 
 def store(cache: Tensor, latents: Tensor, slots: Tensor) -> None:
     """Write new tokens.
@@ -99,70 +105,92 @@ def attend(
         blocks = table[: -(-request.length // cache.shape[2])].long()
         latents = cache[blocks, 0].flatten(0, 1)[: request.length].to(query.dtype)  # [T, W]
         new = query[request.begin : request.end]
-        seen = _visible(len(new), request.length, window, query.device)
-        out[request.begin : request.end] = attend_to_latents(new, latents, decoders, seen, scale=scale)
+        out[request.begin : request.end] = attend_to_latents(new, latents, decoders, window=window, scale=scale)
     return out
 
 
 def attend_to_latents(
-    query: Tensor, latents: Tensor, decoders: Decoders, visible: Tensor | None, *, scale: float
+    query: Tensor, latents: Tensor, decoders: Decoders, *, window: int | None, scale: float
 ) -> Tensor:
     """Attend to the latents of one request, absorbed or with keys and values decoded, whichever needs fewer FLOPs.
 
     Args:
-        query: ``[S, H, N + P]``.
+        query: ``[S, H, N + P]``, of the last S tokens.
         latents: ``[T, W]``.
         decoders: of the layer.
-        visible: ``[S, T]``, the tokens that each query sees; None for all.
+        window: the latest tokens that a query attends to; None for all.
         scale: multiplies the scores.
 
     Returns:
         ``[S, H, V]``.
     """
-    S, T = len(query), len(latents)
+    S = len(query)
+    if window is not None:  # what the first query does not see, no later one does
+        latents = latents[-(window + S - 1) :]
+        window = None if len(latents) <= window else window
+    T = len(latents)
     N, R, V = decoders.keys.shape[1], decoders.keys.shape[2], decoders.values.shape[1]
     P = latents.shape[1] - R
     absorbed = S * T * (2 * R + P) + S * R * (N + V)
     expanded = S * T * (N + P + V) + T * R * (N + V)
-    return (_absorbed if absorbed <= expanded else _expanded)(query, latents, decoders, visible, scale)
+    return (_absorbed if absorbed <= expanded else _expanded)(query, latents, decoders, window, scale)
 
 
-def _absorbed(query: Tensor, latents: Tensor, decoders: Decoders, visible: Tensor | None, scale: float) -> Tensor:
+def _absorbed(query: Tensor, latents: Tensor, decoders: Decoders, window: int | None, scale: float) -> Tensor:
     """Keys are latents, and so are values, of which the first R columns are decoded.
 
     A bias of keys adds the same to all scores of a query, which the softmax cancels. All heads have the same keys, so
     they are further queries of one head: torch's fused kernel then reads the latents once, with scores in float32.
     """
-    S, (H, N, R) = len(query), decoders.keys.shape
+    S, T, (H, N, R) = len(query), len(latents), decoders.keys.shape
     content = torch.einsum("shn,hnr->shr", query[..., :N], decoders.keys)
     whole = torch.cat((content, query[..., N:]), dim=-1)  # [S, H, W]
-    one_head, size = latents[None, None], max(1, WORKSPACE // (H * len(latents)))
+    size = max(1, WORKSPACE // (H * T))
     parts = []
     for at in range(0, S, size):
-        rows = whole[at : at + size].flatten(0, 1)[None, None]
-        seen = None if visible is None else visible[at : at + size].repeat_interleave(H, dim=0)
-        mixed = F.scaled_dot_product_attention(rows, one_head, one_head, attn_mask=seen, scale=scale)
-        parts.append(mixed[0, 0, :, :R].unflatten(0, (-1, H)))
+        rows = whole[at : at + size]
+        seen = _visible(range(T - S + at, T - S + at + len(rows)), range(T), window, query.device)
+        seen = None if seen is None else seen.repeat_interleave(H, dim=0)
+        parts.append(_mixed_latents(rows.flatten(0, 1), latents, seen, scale)[:, :R].unflatten(0, (-1, H)))
     out = torch.einsum("shr,hvr->shv", torch.cat(parts), decoders.values)
     return out if decoders.value_bias is None else out + decoders.value_bias
 
 
-def _expanded(query: Tensor, latents: Tensor, decoders: Decoders, visible: Tensor | None, scale: float) -> Tensor:
+def _mixed_latents(rows: Tensor, latents: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """Latents ``[T, W]`` weighed by the scores of ``rows`` ``[n, W]``, of which each sees all or those of a mask."""
+    parts = min(torch.get_num_threads(), len(latents) // LEAST) if seen is None and rows.device.type == "cpu" else 1
+    if parts < 2:
+        one_head = latents[None, None]
+        return F.scaled_dot_product_attention(rows[None, None], one_head, one_head, attn_mask=seen, scale=scale)[0, 0]
+    # torch divides heads and rows among threads, not tokens: parts of the tokens are given as a batch.
+    length = len(latents) // parts
+    pieces = [latents[: parts * length].view(parts, 1, length, -1)]
+    if parts * length < len(latents):
+        pieces.append(latents[None, None, parts * length :])
+    mixed, weight = [], []
+    for piece in pieces:
+        query = rows.expand(len(piece), 1, -1, -1)
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, piece, piece, scale=scale)
+        mixed.append(out[:, 0].float())  # [parts, n, W]
+        weight.append(logsumexp.view(len(piece), -1))  # [parts, n]
+    shares = torch.cat(weight).softmax(0)[..., None]
+    return (shares * torch.cat(mixed)).sum(0).to(rows.dtype)
+
+
+def _expanded(query: Tensor, latents: Tensor, decoders: Decoders, window: int | None, scale: float) -> Tensor:
     """Every head's keys and values are decoded from the latents, a few heads at a time."""
     H = len(decoders.keys)
-    values_of_head = len(latents) * (query.shape[-1] + decoders.values.shape[1])
+    values_of_head = 2 * len(latents) * max(query.shape[-1], decoders.values.shape[1])
     heads = max(1, WORKSPACE // values_of_head)
     parts = [
-        _expanded_heads(query[:, at : at + heads], latents, decoders.of(at, at + heads), visible, scale)
+        _expanded_heads(query[:, at : at + heads], latents, decoders.of(at, at + heads), window, scale)
         for at in range(0, H, heads)
     ]
     return torch.cat(parts, dim=1)
 
 
-def _expanded_heads(
-    query: Tensor, latents: Tensor, decoders: Decoders, visible: Tensor | None, scale: float
-) -> Tensor:
-    H, _, R = decoders.keys.shape
+def _expanded_heads(query: Tensor, latents: Tensor, decoders: Decoders, window: int | None, scale: float) -> Tensor:
+    S, T, (H, _, R), V = len(query), len(latents), decoders.keys.shape, decoders.values.shape[1]
     keys = torch.einsum("tr,hnr->htn", latents[:, :R], decoders.keys)
     if decoders.key_bias is not None:
         keys = keys + decoders.key_bias[:, None]
@@ -170,17 +198,29 @@ def _expanded_heads(
     if decoders.value_bias is not None:
         values = values + decoders.value_bias[:, None]
     keys = torch.cat((keys, latents[None, :, R:].expand(H, -1, -1)), dim=-1)
-    out = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None], keys[None], values[None], attn_mask=visible, scale=scale
-    )
-    return out[0].transpose(0, 1)
+    # torch's fused kernel for CPUs takes keys and values of one width.
+    width = max(keys.shape[-1], V)
+    query, keys, values = (
+        F.pad(x, (0, width - x.shape[-1]))[None] for x in (query.transpose(0, 1), keys, values)
+    )  # [1, H, S or T, width]
+    if S == T and window is None:
+        out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
+        return out[0, ..., :V].transpose(0, 1)
+    parts = []
+    for at in range(0, S, QUERIES):  # keys that no query of a part sees are left out
+        rows = range(T - S + at, T - S + min(at + QUERIES, S))
+        tokens = range(0 if window is None else max(0, rows.start - window + 1), rows.stop)
+        seen = _visible(rows, tokens, window, query.device)
+        states = (query[:, :, at : at + QUERIES], *(x[:, :, tokens.start : tokens.stop] for x in (keys, values)))
+        parts.append(F.scaled_dot_product_attention(*states, attn_mask=seen, scale=scale))
+    return torch.cat(parts, dim=2)[0, ..., :V].transpose(0, 1)
 
 
-def _visible(S: int, T: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The tokens ``[S, T]`` that the last S of T tokens see; None where they see all."""
-    if S == 1 and (window is None or window >= T):
+def _visible(queries: range, tokens: range, window: int | None, device: torch.device) -> Tensor | None:
+    """Which of some tokens each of some queries sees; None where they see all."""
+    if len(queries) == 1 and tokens.stop <= queries.stop and (window is None or len(tokens) <= window):
         return None
-    queries = torch.arange(T - S, T, device=device)[:, None]
-    keys = torch.arange(T, device=device)
-    seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)
+    query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    key = torch.arange(tokens.start, tokens.stop, device=device)
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
