@@ -185,6 +185,16 @@ def large(document: Document) -> str:
     return table(["", "layers", "peak RSS GB", "s a layer: reading", "solving", "writing", "minutes"], rows)
 
 
+def tiles(document: Document) -> str:
+    """The table of decoding attention on a GPU: the fastest tile of headwise's kernel, and torch beside it."""
+    rows = []
+    for name, row in document["rows"].items():
+        fastest = row["tiles"][0][0]
+        theirs = [f"{row[way] * 1e3:.1f}" if way in row else "—" for way in ("sdpa_ms", "packed_ms")]
+        rows.append([name, f"{row['limit_ms'] * 1e3:.1f}", f"{fastest * 1e3:.1f}", *theirs])
+    return table(["heads × tokens, dtype", "reading alone, µs", "`split`", "torch's SDPA", "`packed`"], rows)
+
+
 def kills(document: Document) -> str:
     """The table of the phases in which conversions were killed."""
     rows = [[phase, str(count)] for phase, count in document["phases"].items()]
@@ -433,6 +443,8 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "layouts": ("layouts.json", layouts),
     "serving": ("serving.json", serving),
     "large": ("large.json", large),
+    "large-cuda": ("large-cuda.json", large),
+    "tiles": ("tiles-cuda.json", tiles),
     "kills": ("kills.json", kills),
     "decode": ("decode.json", decode),
     "limits": ("decode-96mib.json", limits),

@@ -149,3 +149,19 @@ def test_gradients_and_weights_go_by_torch() -> None:
     with torch.inference_mode():
         _, weights = layer(states[:, :1], None, None, past)
     assert weights is not None
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_a_code_moves_with_its_layer(is_latent: bool) -> None:
+    layer: CodedAttention = (
+        coded_layer(6, 12, frozenset(), torch.float32) if is_latent else grouped_layer(2, 24, torch.float32)
+    )
+    code = layer.code
+    layer.to(torch.bfloat16)
+    assert layer.code is code  # its numbers stay as wide as they are
+    layer.to("meta")
+    assert layer.code is not None
+    assert layer.code.offset.device.type == layer.code.scale.device.type == "meta"
+    assert layer.code.offset.dtype == torch.float32
+    assert layer.reader is not None
+    assert layer.reader._code is layer.code
