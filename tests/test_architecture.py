@@ -19,6 +19,7 @@ ROOMS = (
     ("specs",),
     ("cost",),
     ("prediction",),
+    ("advice",),
     ("kernels",),
     ("quantization",),
     ("attention",),

@@ -23,6 +23,7 @@ ROOMS = (
     "headwise",
     "headwise.cost",
     "headwise.prediction",
+    "headwise.advice",
     "headwise.specs",
     "headwise.kernels",
     "headwise.attention",

@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         convert,
         count,
         demo,
+        devices,
         doctor,
         engines,
         evaluate,
@@ -43,7 +44,6 @@ def main(arguments: list[str] | None = None) -> None:
         frontier,
         generate,
         inspect,
-        predict,
     )
 
     arguments = sys.argv[1:] if arguments is None else arguments

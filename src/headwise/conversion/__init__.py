@@ -10,11 +10,11 @@ from headwise.conversion.one_layer import convert_to_grouped
 from headwise.conversion.output.deepseek import common_spec, deepseek_config, deepseek_layer, export_deepseek
 from headwise.conversion.output.formats import FORMATS, StockReport
 from headwise.conversion.output.gguf import export_gguf
-from headwise.conversion.planning.target import Target, convert_spec, parse_target
 from headwise.conversion.report import Conversion
 from headwise.conversion.solvers.joint_latent import joint_latent
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
 from headwise.conversion.solvers.rope_channels import Channels, concentrate, keep_rotation, mean_rotation
+from headwise.cost.target import Target, convert_spec, parse_target
 from headwise.renamed import moved_names, moved_to
 
 __all__ = [

@@ -18,11 +18,11 @@ from headwise.conversion.calibration.sensitivity import kept_sensitivity, output
 from headwise.conversion.calibration.source_stream import begin_streams, sensitivity_windows, traced
 from headwise.conversion.calibration.windows import CalibrationWindows, recall_windows
 from headwise.conversion.planning.plan import Place, read_layer
-from headwise.conversion.planning.target import refuse_latent
 from headwise.conversion.solvers.device import computing_on, own_device
 from headwise.conversion.solvers.statistics import statistics_of
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.unsolvable import refuse_unsolvable
+from headwise.cost.target import refuse_latent
 from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.measurement import peak_rss_bytes
 from headwise.options import CalibrateOptions, takes_options

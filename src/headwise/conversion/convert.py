@@ -21,11 +21,11 @@ from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.plain_comparison import compare_plain
 from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_inputs
-from headwise.conversion.planning.target import Target, parse_target
 from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes, reset_peak
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
+from headwise.cost.target import Target, parse_target
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from headwise.conversion.methods import Method, all_methods, find_method
-from headwise.conversion.planning.target import Target, parse_target
+from headwise.cost.target import Target, parse_target
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.quantization.formats import SPELLINGS, parse_format
 

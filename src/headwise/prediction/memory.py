@@ -86,7 +86,7 @@ def largest_batch(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
         ArgumentError: see `operators`.
         SpecError: the model's body is not known.
     """
-    return _largest(lambda batch: peak_memory(model, replace(forward, batch=batch)).total <= memory_bytes)
+    return _largest(lambda batch: peak_memory(model, replace(forward, batch=batch)).total, memory_bytes)
 
 
 def longest_context(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
@@ -99,7 +99,7 @@ def longest_context(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
         ArgumentError: see `operators`.
         SpecError: the model's body is not known.
     """
-    return _largest(lambda tokens: peak_memory(model, replace(forward, total=tokens)).total <= memory_bytes)
+    return _largest(lambda tokens: peak_memory(model, replace(forward, total=tokens)).total, memory_bytes)
 
 
 def _workspace(model: ModelSpec, forward: Pass) -> int:
@@ -116,16 +116,27 @@ def _workspace(model: ModelSpec, forward: Pass) -> int:
     return int(largest) + 2 * stream
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, where every smaller one does."""
-    if not fits(1):
-        return 0
-    if fits(MOST):
-        return MOST
+def _largest(size: Callable[[int], int], available: int) -> int:
+    """The largest number whose size is available, where no larger number has a smaller size.
+
+    Sizes are nearly proportional, so that a straight line between two of them comes close; every other step is a
+    bisection, for those that are not.
+    """
     low, high = 1, MOST
+    least, most = size(low), size(high)
+    if least > available:
+        return 0
+    if most <= available:
+        return MOST
+    is_line = True
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        middle = low + (available - least) * (high - low) // (most - least) if is_line else (low + high) // 2
+        middle, is_line = min(max(middle, low + 1), high - 1), not is_line
+        found = size(middle)
+        if found <= available:
+            low, least = middle, found
+        else:
+            high, most = middle, found
     return low
 
 

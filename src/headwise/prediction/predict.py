@@ -13,7 +13,7 @@ from headwise.prediction.hardware import Device, device
 from headwise.prediction.memory import CHUNK, Memory, check_usable, largest_batch, longest_context, peak_memory
 from headwise.prediction.operators import MOST, Pass, known_body, operators
 from headwise.prediction.roofline import Efficiency, Timed, merged, seconds
-from headwise.specs import read_spec
+from headwise.specs import ModelSpec, read_spec
 from headwise.type_checks import typed
 
 
@@ -108,12 +108,8 @@ def predict(
     Raises:
         HeadwiseError: the model cannot be read, or a number is impossible.
     """
-    if not 1 <= context <= MOST:
-        raise ArgumentError("context", context, f"must be from 1 to {MOST}")
     model = read_spec(source)
-    positions = known_body(model).positions
-    if 0 < positions < context:
-        raise ArgumentError("context", context, f"must be at most {positions}, the model's positions")
+    positions = check_context(model, context)
     hosted = hardware if isinstance(hardware, Device) else device(hardware)
     step = Pass(batch=batch, new=1, total=context, dtype=dtype, cache_bits=cache_bits, ranks=ranks)
     chunks = [replace(step, batch=1, new=end - begin, total=end) for begin, end in _chunks(context)]
@@ -135,6 +131,27 @@ def predict(
         longest_context=min(longest_context(model, step, usable_bytes), positions or MOST),
         trained_context=model.max_position_embeddings,
     )
+
+
+def check_context(model: ModelSpec, context: int) -> int:
+    """Refuse a context that is impossible, or longer than a learned position embedding; the rows of such a one, or 0.
+
+    For example ``check_context(read_spec("gpt2"), 1024)`` is 1,024.
+
+    Args:
+        model: with its body.
+        context: tokens of a sequence.
+
+    Raises:
+        ArgumentError: it is.
+        SpecError: the model's body is not known.
+    """
+    if not 1 <= context <= MOST:
+        raise ArgumentError("context", context, f"must be from 1 to {MOST}")
+    positions = known_body(model).positions
+    if 0 < positions < context:
+        raise ArgumentError("context", context, f"must be at most {positions}, the model's positions")
+    return positions
 
 
 def _chunks(tokens: int) -> Iterator[tuple[int, int]]:

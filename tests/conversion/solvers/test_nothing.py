@@ -16,11 +16,11 @@ from headwise.conversion.budget.shared_channels import choose_shared_channels, r
 from headwise.conversion.calibration.base import NOTHING_KNOWN
 from headwise.conversion.methods import headwise as own_method
 from headwise.conversion.planning.plan import Place, make_plan, read_layer
-from headwise.conversion.planning.target import parse_target
 from headwise.conversion.solvers.joint_latent import Part, joint_latent
 from headwise.conversion.solvers.refit import Cost, OutputRefit
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import Statistics
+from headwise.cost.target import parse_target
 from headwise.progress import silent
 from headwise.specs import LatentSpec
 from tests.real_models import save_tiny

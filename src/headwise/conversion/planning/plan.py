@@ -13,11 +13,11 @@ from torch import Tensor
 from headwise.checkpoints import Checkpoint
 from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.methods import LONGEST, LayerTarget, Method, choose_method
-from headwise.conversion.planning.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
 from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.layer import NORM_EPS, Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.cost import formulas
+from headwise.cost.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
 from headwise.errors import ArgumentError
 from headwise.hf import check_complete
 from headwise.quantization import wide_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headwise.cost import formulas
+from headwise.cost.layer import formulas
 from headwise.errors import ArgumentError, SpecError
 from headwise.options import BITS, KV_BUDGET, TARGET
 from headwise.specs import (

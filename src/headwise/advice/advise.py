@@ -1,0 +1,291 @@
+"""`advise`: which mechanism, size and bits to serve a model with, on a device, at a context and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from headwise.advice.candidates import Candidate, candidates, measured_formats
+from headwise.advice.measured import Measured, read_measured
+from headwise.cost.model import weights
+from headwise.documents import as_document
+from headwise.errors import ArgumentError
+from headwise.prediction import MOST, Device, Pass, largest_batch, operators, peak_memory, seconds
+from headwise.prediction.memory import cache_bytes, check_usable
+from headwise.prediction.predict import check_context
+from headwise.specs import ModelSpec, read_spec
+from headwise.type_checks import typed
+
+Goal = Literal["latency", "throughput", "memory", "balanced"]
+
+MOST_SEQUENCES = 1024
+"""The most sequences at once that throughput is predicted for: schedulers of engines stop there or before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of a model.
+
+    Attributes:
+        hardware: one of the devices that serve it.
+        step: the decode step: context, batch, dtype and devices.
+        goal: what is made as small, or as large, as it can be.
+        max_quality_loss: the largest rise of perplexity, as a fraction; only what was measured, or loses nothing, is
+            then recommended. None leaves quality out.
+        usable: the share of a device's memory that may be used.
+    """
+
+    hardware: Device
+    step: Pass
+    goal: Goal = "balanced"
+    max_quality_loss: float | None = None
+    usable: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.goal not in get_args(Goal):
+            raise ArgumentError("goal", self.goal, f"must be one of {', '.join(get_args(Goal))}")
+        if self.max_quality_loss is not None and not 0 <= self.max_quality_loss < 1e3:
+            raise ArgumentError("max_quality_loss", self.max_quality_loss, "must be at least 0, such as 0.05")
+        check_usable(self.usable)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one device, that may be used."""
+        return int(self.hardware.memory_bytes * self.usable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One candidate, as the question sees it.
+
+    Attributes:
+        target: of the candidate.
+        label: the mechanism and sizes of the first layer.
+        convert_to: the options of ``headwise convert`` that make it; None where nothing is converted.
+        cache_bytes_per_token: of one sequence on all devices that share a model, as one of them holds it.
+        decode_seconds: of one token of every sequence.
+        memory_bytes: of one device.
+        largest_batch: sequences of the context that fit.
+        tokens_per_second: of as many sequences as fit, at most `MOST_SEQUENCES`; 0 where none fits.
+        parameters: of the model.
+        loss: the measured rise of perplexity, as a fraction; 0 where nothing is lost; None where it was not measured.
+        kl: the measured KL in nats a token, where there is one.
+        refused: why it is not recommended; None where it may be.
+        is_dominated: whether another option that may be recommended is no worse in time, cache and loss, and better
+            in one of them.
+    """
+
+    target: str
+    label: str
+    convert_to: str | None
+    cache_bytes_per_token: float
+    decode_seconds: float
+    memory_bytes: int
+    largest_batch: int
+    tokens_per_second: float
+    parameters: int
+    loss: float | None
+    kl: float | None
+    refused: str | None
+    is_dominated: bool = False
+
+    def score(self, goal: Goal, source: Option) -> float:
+        """What the goal makes small: seconds, seconds a token, bytes, or seconds times bytes over the source's."""
+        if goal == "latency":
+            return self.decode_seconds
+        if goal == "throughput":
+            return 1 / self.tokens_per_second if self.tokens_per_second else float("inf")
+        if goal == "memory":
+            return self.cache_bytes_per_token
+        time, cache = self.decode_seconds / source.decode_seconds, self.cache_bytes_per_token
+        return time * cache / source.cache_bytes_per_token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Every option, the best first.
+
+    Attributes:
+        source: the model, as the user named it.
+        question: that was asked.
+        options: those that may be recommended by the goal, then those that are refused.
+        binding: what decides: ``memory``, ``quality``, ``memory and quality``, or ``nothing``, where the best option
+            would be the best without the limits.
+        changes: what is best at other contexts and batches, where it is another option.
+    """
+
+    source: str
+    question: Question
+    options: tuple[Option, ...]
+    binding: str
+    changes: tuple[str, ...]
+
+    @cached_property
+    def best(self) -> Option | None:
+        """What is recommended; None where nothing may be."""
+        return self.options[0] if self.options and self.options[0].refused is None else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The advice as JSON-able values."""
+        document: dict[str, Any] = as_document(self)
+        return document | {"best": None if self.best is None else self.best.target}
+
+
+@typed
+def advise(
+    source: str | Path,
+    question: Question,
+    *,
+    measured: Iterable[str | Path] = (),
+) -> Advice:
+    """Recommend what to do with a model's cache. Reads only configs and measurements.
+
+    For example ``advise("llama-3-8b", Question(hardware=device("h100"), step=Pass(total=32768, batch=16))).best``.
+
+    Doing nothing and a format of fewer bits are options like every conversion. Times and memory are predictions
+    (`headwise.prediction`); quality is what a frontier of this model measured, and is never guessed.
+
+    Args:
+        source: a model folder, a ``.gguf``, a catalog name or ``hf://owner/name``.
+        question: what is asked.
+        measured: folders that ``headwise frontier`` wrote of this model.
+
+    Raises:
+        HeadwiseError: the model or a measurement cannot be read, or a number is impossible.
+    """
+    model = read_spec(source)
+    return advise_on(model, question, read_measured(measured), source=str(source))
+
+
+def advise_on(
+    model: ModelSpec, question: Question, measured: Mapping[str, Measured], *, source: str = "model"
+) -> Advice:
+    """`advise` on a spec, with measurements by target.
+
+    For example ``advise_on(read_spec("llama-3-8b"), question, {}).best``.
+
+    Args:
+        model: with its body.
+        question: what is asked.
+        measured: by target.
+        source: the name of the model in the answer.
+    """
+    positions = check_context(model, question.step.total)
+    tried = (*candidates(model), *measured_formats(model, measured.values()))
+    options = ranked(tried, question, measured, with_capacity=True)
+    free = replace(question, max_quality_loss=None, hardware=replace(question.hardware, memory_bytes=2**62))
+    changes = []
+    for name, step in _other_steps(question.step, positions or MOST):
+        best = ranked(tried, replace(question, step=step), measured)[0]
+        if best.refused is None and best.target != options[0].target:
+            changes.append(f"{name}: {best.target}")
+        elif best.refused is not None and options[0].refused is None:
+            changes.append(f"{name}: nothing ({best.refused})")
+    return Advice(
+        source=source,
+        question=question,
+        options=options,
+        binding=_binding(options, ranked(tried, free, measured)[0], question),
+        changes=tuple(changes),
+    )
+
+
+def ranked(
+    tried: Sequence[Candidate], question: Question, measured: Mapping[str, Measured], *, with_capacity: bool = False
+) -> tuple[Option, ...]:
+    """All options in the order of the goal, those that are refused last.
+
+    For example ``ranked(candidates(model), question, {})[0].target``.
+
+    Args:
+        tried: the source first.
+        question: what is asked.
+        measured: by target.
+        with_capacity: whether the sequences that fit are counted whatever the goal; only throughput needs them.
+    """
+    needs_capacity = with_capacity or question.goal == "throughput"
+    options = [_option(each, question, measured.get(each.target), with_capacity=needs_capacity) for each in tried]
+    allowed = [option for option in options if option.refused is None]
+    options = [
+        replace(option, is_dominated=any(_dominates(other, option) for other in allowed)) for option in options
+    ]
+    first = options[0]
+    # Of equal options the one with less conversion comes first: candidates are listed from nothing on.
+    return tuple(sorted(options, key=lambda option: (option.refused is not None, option.score(question.goal, first))))
+
+
+def _option(candidate: Candidate, question: Question, measured: Measured | None, *, with_capacity: bool) -> Option:
+    step = replace(question.step, cache_bits=candidate.cache_bits)
+    model, available = candidate.model, question.memory_bytes
+    memory = peak_memory(model, step).total
+    fitting = largest_batch(model, step, available) if with_capacity else 0
+    many = min(fitting, MOST_SEQUENCES)
+    rate = 0.0 if not many else many / _decode_seconds(model, replace(step, batch=many), question.hardware)
+    loss = 0.0 if candidate.is_exact else None if measured is None else measured.loss
+    return Option(
+        target=candidate.target,
+        label=model.label,
+        convert_to=candidate.convert_to,
+        cache_bytes_per_token=cache_bytes(model, step) / (step.batch * step.total),
+        decode_seconds=_decode_seconds(model, step, question.hardware),
+        memory_bytes=memory,
+        largest_batch=fitting,
+        tokens_per_second=rate,
+        parameters=weights(model).total,
+        loss=loss,
+        kl=None if measured is None else measured.kl,
+        refused=_refusal(memory, loss, question),
+    )
+
+
+def _decode_seconds(model: ModelSpec, step: Pass, hardware: Device) -> float:
+    return sum(timed.seconds for timed in seconds(operators(model, step), hardware, step))
+
+
+def _refusal(memory: int, loss: float | None, question: Question) -> str | None:
+    """Why an option is not recommended."""
+    if memory > question.memory_bytes:
+        return "does not fit"
+    if question.max_quality_loss is None:
+        return None
+    if loss is None:
+        return "not measured"
+    return "loses too much" if loss > question.max_quality_loss else None
+
+
+def _dominates(one: Option, other: Option) -> bool:
+    """Whether an option is at least as good in time, cache and loss, and better in one."""
+    if one.target == other.target or one.loss is None:
+        return False
+    # What was not measured loses something unknown: only what loses nothing is surely no worse.
+    theirs = other.loss if other.loss is not None else 0.0
+    pairs = (
+        (one.decode_seconds, other.decode_seconds),
+        (one.cache_bytes_per_token, other.cache_bytes_per_token),
+        (one.loss, theirs),
+    )
+    return all(ours <= its for ours, its in pairs) and any(ours < its for ours, its in pairs)
+
+
+def _binding(options: Sequence[Option], free: Option, question: Question) -> str:
+    """Which of the limits decides."""
+    best = options[0]
+    if best.refused is None and best.target == free.target:
+        return "nothing"
+    (limited,) = (option for option in options if option.target == free.target)
+    reasons = []
+    if limited.memory_bytes > question.memory_bytes:
+        reasons.append("memory")
+    if question.max_quality_loss is not None and (limited.loss is None or limited.loss > question.max_quality_loss):
+        reasons.append("quality")
+    return " and ".join(reasons) or "nothing"
+
+
+def _other_steps(step: Pass, most: int) -> list[tuple[str, Pass]]:
+    """The same question at a quarter and at four times the context, up to ``most`` tokens, and the batch."""
+    contexts, batches = ([value // 4, 4 * value] for value in (step.total, step.batch))
+    found = [(f"{total:,} tokens", replace(step, total=total)) for total in contexts if 1 <= total <= most]
+    return found + [(f"{batch:,} sequences", replace(step, batch=batch)) for batch in batches if 1 <= batch <= MOST]

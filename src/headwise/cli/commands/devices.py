@@ -1,0 +1,321 @@
+"""``headwise predict`` and ``headwise advise``: a model on a device, and what to do with its cache there."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
+from headwise.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from headwise.advice import Advice, Guidance, Option, Thresholds
+    from headwise.prediction import Prediction
+
+_COST, _GUIDE = "Costs and measurements", "The guide"
+
+
+@app.command(epilog="Example: headwise predict llama-3-8b --hardware h100 --context 8192 --batch 16")
+def predict(
+    source: Annotated[str | None, typer.Argument(help=SOURCES_OR_NAME, show_default=False)] = None,
+    hardware: Annotated[str | None, typer.Option(help="A device; see --list.", show_default=False)] = None,
+    hardware_file: Annotated[Path | None, typer.Option(help="A TOML file with devices of your own.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Sequences that are decoded together.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
+    cache_bits: Annotated[float | None, typer.Option(help="Of one cached value; the dtype's by default.")] = None,
+    ranks: Annotated[int, typer.Option(help="Tensor-parallel devices.")] = 1,
+    usable: Annotated[float, typer.Option(help="The share of a device's memory that may be used.")] = 0.9,
+    names: Annotated[bool, typer.Option("--list", help="List the devices instead.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Predict how fast a model runs on a device, what memory it takes, and what fits. Reads only the config."""
+    from headwise.prediction import device, devices
+    from headwise.prediction import predict as predicted
+
+    if names:
+        found = devices(hardware_file)
+        if as_json:
+            emit({"devices": {name: {"label": each.label, "source": each.source} for name, each in found.items()}})
+        else:
+            for name, each in found.items():
+                out.print(f"{name:<11} {each.label}", markup=False, soft_wrap=True)
+                out.print(textwrap.indent(textwrap.fill(each.source, 66), 12 * " "), markup=False, soft_wrap=True)
+        return
+    if source is None or hardware is None:
+        raise ArgumentError("source, hardware", (source, hardware), "are both required (or --list)")
+    result = predicted(
+        source,
+        hardware=device(hardware, hardware_file),
+        context=context,
+        batch=batch,
+        dtype=dtype,
+        cache_bits=cache_bits,
+        ranks=ranks,
+        usable=usable,
+    )
+    if as_json:
+        emit(result.to_dict())
+        return
+    _print_prediction(result)
+
+
+def _print_prediction(result: Prediction) -> None:
+    from headwise.prediction import MOST
+
+    step, memory, shares = result.step, result.memory, result.efficiency
+    many = f"{step.ranks} × " if step.ranks > 1 else ""
+    prompt = step.total / result.prefill_seconds
+    parts = ", ".join(f"{name} {bytes_text(getattr(memory, name))}" for name in ("weights", "cache", "workspace"))
+    longest = "any length" if result.longest_context == MOST else f"{result.longest_context:,} tokens"
+    largest = "any number" if result.largest_batch == MOST else f"{result.largest_batch:,}"
+    lines = [
+        f"[bold]{escape(result.source)}[/bold]: {result.label}",
+        f"on       {many}{escape(result.device.label)}",
+        f"decode   {_time(result.decode_seconds)} a step, {result.tokens_per_second:,.0f} tok/s"
+        f" ({step.batch:,} × {step.total:,} tokens)",
+        f"prefill  {_time(result.prefill_seconds)} a prompt of {step.total:,}, {prompt:,.0f} tok/s",
+        f"memory   {bytes_text(memory.total)} {'of' if result.fits else 'and does not fit in'}"
+        f" {bytes_text(result.usable_bytes)}",
+        f"         {parts}",
+        f"capacity {largest} sequences of {step.total:,} tokens",
+        f"         {longest} in each of {step.batch:,}",
+    ]
+    if result.trained_context is not None and result.trained_context < step.total:
+        lines.append(f"note: the model was made for {result.trained_context:,} tokens")
+    for line in lines:
+        out.print(line, soft_wrap=True)
+    out.print()
+    out.print(_table(result))
+    out.print()
+    link = f", {shares.link:.0%} of the link" if step.ranks > 1 else ""
+    out.print(f"{'measured' if shares.is_measured else 'assumed'}: {shares.compute:.0%} of the peak,", end=" ")
+    out.print(f"{shares.memory:.0%} of the bandwidth{link}, {shares.seconds * 1e6:.0f} µs")
+
+
+def _table(result: Prediction) -> Table:
+    table = numbers_table("operator", "decode ms", "share", "bound", "FLOPs", "bytes", "prefill")
+    decode, prefill = ({timed.name: timed for timed in part} for part in (result.decode, result.prefill))
+    names = dict.fromkeys((*sorted(decode, key=lambda name: -decode[name].seconds), *prefill))
+    for name in names:
+        cells = ["", "", "", "", ""]
+        if step := decode.get(name):
+            moved = bytes_text(step.memory_bytes + step.link_bytes)
+            share = f"{step.seconds / result.decode_seconds:.0%}"
+            cells = [f"{step.seconds * 1e3:,.2f}", share, step.bound, count_text(step.flops), moved]
+        table.add_row(name, *cells, f"{prefill[name].seconds * 1e3:,.1f}" if name in prefill else "")
+    return table
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+@app.command(epilog="Example: headwise advise llama-3-8b --hardware h100 --context 32768 --batch 16")
+def advise(
+    source: Annotated[str | None, typer.Argument(help=SOURCES_OR_NAME, show_default=False)] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 4096,
+    goal: Annotated[
+        str | None,
+        typer.Option(help="latency, throughput, memory or balanced; of --guide: accuracy, balanced or speed."),
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="A device; headwise predict --list names them.", rich_help_panel=_COST)
+    ] = None,
+    hardware_file: Annotated[
+        Path | None, typer.Option(help="A TOML file with devices of your own.", rich_help_panel=_COST)
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences that are decoded together.", rich_help_panel=_COST)] = 1,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations.", rich_help_panel=_COST)] = "bfloat16",
+    ranks: Annotated[int, typer.Option(help="Tensor-parallel devices.", rich_help_panel=_COST)] = 1,
+    usable: Annotated[
+        float, typer.Option(help="The share of a device's memory that may be used.", rich_help_panel=_COST)
+    ] = 0.9,
+    max_quality_loss: Annotated[
+        float | None,
+        typer.Option(help="The largest measured rise of perplexity, such as 0.05.", rich_help_panel=_COST),
+    ] = None,
+    measured: Annotated[
+        list[Path] | None,
+        typer.Option(help="A folder that headwise frontier wrote of this model.", rich_help_panel=_COST),
+    ] = None,
+    by_guide: Annotated[
+        bool, typer.Option("--guide", help="Follow the selection guide instead.", rich_help_panel=_GUIDE)
+    ] = False,
+    heads: Annotated[int | None, typer.Option(help="Query heads, without SOURCE.", rich_help_panel=_GUIDE)] = None,
+    parameters: Annotated[
+        int | None, typer.Option(help="Parameters of the model, without SOURCE.", rich_help_panel=_GUIDE)
+    ] = None,
+    accuracy_critical: Annotated[
+        bool, typer.Option("--accuracy-critical", help="No accuracy may be lost.", rich_help_panel=_GUIDE)
+    ] = False,
+    extreme_speed: Annotated[
+        bool, typer.Option("--extreme-speed", help="Speed matters most.", rich_help_panel=_GUIDE)
+    ] = False,
+    memory_limited: Annotated[
+        bool, typer.Option("--memory-limited", help="Memory is scarce.", rich_help_panel=_GUIDE)
+    ] = False,
+    ample_parameters: Annotated[
+        bool, typer.Option("--ample-parameters", help="Parameters may be many.", rich_help_panel=_GUIDE)
+    ] = False,
+    application: Annotated[
+        str | None,
+        typer.Option(help="research, serving, mobile, documents or very-long-documents.", rich_help_panel=_GUIDE),
+    ] = None,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where a word of the guide begins, such as long=4096; may be repeated.", rich_help_panel=_GUIDE
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Recommend a mechanism, a size and bits for a model's cache, or say that nothing should be changed."""
+    if by_guide:
+        from headwise.advice import Needs, guide
+
+        found, stored = (heads, parameters) if source is None else _sizes(source)
+        if found is None:
+            raise ArgumentError("source, heads", (source, heads), "one of both is required")
+        guidance = guide(
+            Needs(
+                context=context,
+                heads=found,
+                parameters=stored,
+                accuracy_critical=accuracy_critical,
+                extreme_speed=extreme_speed,
+                memory_limited=memory_limited,
+                ample_parameters=ample_parameters,
+                goal=goal or "balanced",  # type: ignore[arg-type]  # Needs checks it
+                application=application,  # type: ignore[arg-type]
+                thresholds=_thresholds(threshold or ()),
+            )
+        )
+        emit(guidance.to_dict()) if as_json else _print_guidance(guidance)
+        return
+    from headwise.advice import Question
+    from headwise.advice import advise as advised
+    from headwise.prediction import Pass, device
+
+    if source is None or hardware is None:
+        raise ArgumentError("source, hardware", (source, hardware), "are both required (or --guide)")
+    question = Question(
+        hardware=device(hardware, hardware_file),
+        step=Pass(batch=batch, total=context, dtype=dtype, ranks=ranks),
+        goal=goal or "balanced",  # type: ignore[arg-type]  # Question checks it
+        max_quality_loss=max_quality_loss,
+        usable=usable,
+    )
+    result = advised(source, question, measured=measured or ())
+    emit(result.to_dict()) if as_json else _print_advice(result)
+
+
+def _sizes(source: str) -> tuple[int, int | None]:
+    """The query heads and, where they are known, the parameters of a model."""
+    from headwise.cost.model import weights
+    from headwise.specs import read_spec
+
+    model = read_spec(source)
+    heads = [layer.num_heads for layer in model.layers if hasattr(layer, "num_heads")]
+    if not heads:
+        raise ArgumentError("source", source, "has no attention heads")
+    return int(heads[0]), None if model.body is None else weights(model).total
+
+
+def _thresholds(given: list[str] | tuple[str, ...]) -> Thresholds:
+    """The guide's thresholds with the user's, each ``NAME=NUMBER``."""
+    from headwise.advice import Thresholds
+
+    names = [field.name for field in fields(Thresholds)]
+    values = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        if name not in names or not number.replace("_", "").isdecimal():
+            raise ArgumentError("threshold", text, f"must be NAME=NUMBER, with {', '.join(names)}")
+        values[name] = int(number)
+    return Thresholds(**values)
+
+
+def _print_advice(result: Advice) -> None:
+    question, step, best = result.question, result.question.step, result.best
+    many = f"{step.ranks} × " if step.ranks > 1 else ""
+    out.print(f"[bold]{escape(result.source)}[/bold]: {escape(_verdict(result))}", soft_wrap=True)
+    limits = f"{step.batch:,} × {step.total:,} tokens, {bytes_text(question.memory_bytes)} of memory"
+    out.print(f"on {many}{escape(question.hardware.label)}, {limits}; goal: {question.goal}", soft_wrap=True)
+    out.print()
+    table = numbers_table("", "KiB/token", "step ms", "fit", "tok/s", "weights", "perplexity")
+    for option in result.options:
+        mark = "→ " if option is best else "  "
+        name = f"{mark}{option.target}" if not option.is_dominated else f"[dim]{mark}{option.target}[/dim]"
+        table.add_row(
+            name,
+            f"{option.cache_bytes_per_token / 1024:,.1f}",
+            f"{option.decode_seconds * 1e3:,.1f}",
+            f"{option.largest_batch:,}",
+            f"{option.tokens_per_second:,.0f}",
+            count_text(option.parameters),
+            _quality(option),
+        )
+    out.print(table)
+    out.print()
+    for line in _notes(result):
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def _verdict(result: Advice) -> str:
+    """The recommendation in a sentence."""
+    best, options = result.best, result.options
+    if best is None:
+        reasons = " or ".join(dict.fromkeys(str(option.refused) for option in options))
+        return f"nothing can be recommended: every way {reasons}"
+    if best.convert_to is None and best.loss == 0:
+        return "change nothing"
+    does = f"headwise convert {best.convert_to}" if best.convert_to else f"store the cache as {best.target}"
+    if best.loss is None:
+        return f"by cost alone, {does}; what it loses was not measured"
+    return f"{does}; measured, perplexity rises by {best.loss:.1%}"
+
+
+def _quality(option: Option) -> str:
+    if option.refused not in (None, "not measured"):
+        return str(option.refused)
+    return "not measured" if option.loss is None else f"×{1 + option.loss:.3f}"
+
+
+def _notes(result: Advice) -> list[str]:
+    from headwise.prediction import Efficiency
+
+    lines = []
+    if result.binding != "nothing":
+        lines.append(f"{result.binding} decides: without that limit another way would be first")
+    same = "with a quarter or four times the tokens or the sequences: the same"
+    lines += [f"with {change}" for change in result.changes] or [same]
+    if any(option.loss is None for option in result.options):
+        lines.append("to measure: headwise frontier SOURCE --output OUT --calibrate TEXT, then")
+        lines.append("  headwise advise … --measured OUT")
+    shares = Efficiency()
+    lines.append(
+        f"times are predicted: {shares.compute:.0%} of the peak and {shares.memory:.0%} of the bandwidth, assumed"
+    )
+    return lines
+
+
+def _print_guidance(guidance: Guidance) -> None:
+    needs = guidance.needs
+    out.print(f"the guide, for {needs.context:,} tokens and {needs.heads} query heads (nothing in it is measured)")
+    for rule in guidance.rules:
+        differs = "; not the flow's" if rule.name in guidance.disagreements else ""
+        pairs = zip(rule.mechanisms, rule.kv_heads, strict=True)
+        names = [name if heads is None else f"{name} ({heads} KV heads)" for name, heads in pairs]
+        out.print(f"[bold]{rule.name}[/bold]: {escape(' or '.join(names))}{differs}", soft_wrap=True)
+        for step in rule.path:
+            out.print(f"  {step}", markup=False, soft_wrap=True)
+    words = [f"{name}={value}" for name, value in vars(needs.thresholds).items()]
+    out.print(f"thresholds: {', '.join(words[:4])} tokens;")
+    out.print(f"  {', '.join(words[4:])} parameters, which the guide leaves open")
