@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from headwise.cost.activations import Kept, Training
 from headwise.cost.size import Size
-from headwise.cost.stages import Call, Core, Kernel, Linear, Product, Stage, check_kernel
+from headwise.cost.stages import Call, Core, IndexScores, Kernel, Linear, Product, Stage, check_kernel
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs.base import AttentionSpec, mechanism_module
 
@@ -349,11 +349,14 @@ def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens
     S, long = new_tokens, 1_000_000 * new_tokens
     reading = Call(batch=Size(1), new=Size(S), source=Size(S), total=Size(long), pairs=Size(S * long))
     impl = chosen_impl(spec, "auto", reading)
-    # Work that one more cached token adds: its pairs, and where the latent is expanded its decoding.
+    # Work that one more cached token adds: its pairs, unless as many as before are selected, and where the latent is
+    # expanded its decoding.
     call = Call(batch=Size(1), new=Size(S), source=Size(0), total=Size(1), pairs=Size(S))
     flops = sum(
         stage.forward_flops(call, "unfused")
         for stage in module.stages(spec, impl, S)
-        if isinstance(stage, Core) or (isinstance(stage, Linear | Product) and stage.over == "total")
+        if isinstance(stage, IndexScores)
+        or (isinstance(stage, Core) and stage.most is None)
+        or (isinstance(stage, Linear | Product) and stage.over == "total")
     )
     return flops / (cache_values(spec) * dtype_bytes(dtype))

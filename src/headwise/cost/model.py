@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from headwise.cost import layer
 from headwise.cost.feed_forward import parts
-from headwise.cost.stages import Core
+from headwise.cost.stages import Core, IndexScores
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
 from headwise.specs.feed_forward import FeedForwardSpec
@@ -109,7 +109,7 @@ def forward_flops(
         chosen = layer.chosen_impl(spec, impl if impl in layer.formulas(spec).IMPLS else "auto", call)
         outside = "mixers" if isinstance(spec, RecurrentSpec) else "attention_projections"
         for stage in layer.stages(spec, chosen, new_tokens=new_tokens):
-            part = "attention_pairs" if isinstance(stage, Core) else outside
+            part = "attention_pairs" if isinstance(stage, Core | IndexScores) else outside
             counts.add(part, times * int(stage.forward_flops(call, "unfused")))
         for network_part in parts(network) if network else ():
             counts.add(network_part.name, times * tokens * network_part.used * network_part.flops)

@@ -44,6 +44,13 @@ class Call:
     total: Size
     pairs: Size
 
+    def pairs_within(self, most: int | None) -> Size:
+        """The pairs where a query attends to no more than ``most`` of the tokens that it may see."""
+        if most is None or int(self.total) <= most:
+            return self.pairs
+        selected = attended_pairs(int(self.new), int(self.total), causal=True, window=most)
+        return self.pairs if int(self.pairs) <= selected else Size(selected)
+
     def count(self, over: Over) -> Size:
         """The number of times that a stage runs in a call, if it runs once for each ``over``."""
         if over == "call":
@@ -116,7 +123,8 @@ class Vector:
 class Core:
     """``softmax(QKᵀ)V`` of all heads, the only stage whose work depends on pairs of tokens.
 
-    ``can_fuse`` is False where the scores are a sum that no fused kernel computes.
+    ``can_fuse`` is False where the scores are a sum that no fused kernel computes; ``most`` is the number of tokens
+    that a query attends to at most, where something selects them.
     """
 
     heads: int
@@ -125,22 +133,29 @@ class Core:
     name: str = "attention"
     can_fuse: bool = True
     parameters: int = 0
+    most: int | None = None
 
     def forward_flops(self, call: Call, kernel: Kernel) -> Size:
         """FLOPs of the two products over the pairs that are computed; `softmax_flops` has the softmax."""
         qk_dim, v_dim = self._widths(kernel)
-        return 2 * call.batch * self.heads * call.pairs * (qk_dim + v_dim)
+        return 2 * call.batch * self.heads * call.pairs_within(self.most) * (qk_dim + v_dim)
 
     def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
         """FLOPs of four products, or of five where the scores are computed again."""
         qk_dim, v_dim = self._widths(kernel)
         if kernel != "unfused" and self.can_fuse:
-            return 2 * call.batch * self.heads * call.pairs * (3 * as_size(qk_dim) + 2 * as_size(v_dim))
+            return (
+                2
+                * call.batch
+                * self.heads
+                * call.pairs_within(self.most)
+                * (3 * as_size(qk_dim) + 2 * as_size(v_dim))
+            )
         return 2 * self.forward_flops(call, kernel)
 
     def softmax_flops(self, call: Call) -> Size:
         """FLOPs of the softmax, `SOFTMAX_FLOPS` for each score."""
-        return SOFTMAX_FLOPS * call.batch * self.heads * call.pairs
+        return SOFTMAX_FLOPS * call.batch * self.heads * call.pairs_within(self.most)
 
     def _widths(self, kernel: Kernel) -> tuple[int, int]:
         if kernel == "padded" and self.can_fuse:
@@ -149,7 +164,28 @@ class Core:
         return self.qk_dim, self.v_dim
 
 
-Stage = Linear | Product | Vector | Core
+@dataclass(frozen=True)
+class IndexScores:
+    """The scores of an indexer, which selects the tokens that a query attends to: heads' products and their sum.
+
+    ``width`` is a head's; all heads share one key.
+    """
+
+    heads: int
+    width: int
+    name: str = "index scores"
+    parameters: int = 0
+
+    def forward_flops(self, call: Call, kernel: Kernel) -> Size:
+        """FLOPs of the products over all pairs, and of the weighted sum over heads."""
+        return 2 * call.batch * self.heads * call.pairs * (as_size(self.width) + 1)
+
+    def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
+        """0: a selection has no gradient."""
+        return Size(0)
+
+
+Stage = Linear | Product | Vector | Core | IndexScores
 
 
 def check_kernel(kernel: str) -> None:

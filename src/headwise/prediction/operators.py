@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 from headwise.cost import dtype_bytes, layer
 from headwise.cost.feed_forward import Part, parts
-from headwise.cost.stages import Call, Core, Linear, Product
+from headwise.cost.stages import Call, Core, IndexScores, Linear, Product
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs.base import AttentionSpec
 from headwise.specs.grouped import GroupedSpec
+from headwise.specs.indexed_latent import IndexedLatentSpec
 from headwise.specs.model import BodySpec, ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
 
@@ -186,6 +187,8 @@ def _attention(spec: AttentionSpec, forward: Pass) -> Iterator[Operator]:
     for stage in stages:
         if isinstance(stage, Core):
             yield _core(stage, shard, call, forward, decodes=decodes)
+        elif isinstance(stage, IndexScores):
+            yield _index_scores(stage, call, forward)
         elif isinstance(stage, Linear | Product):
             yield _product(stage, call, forward, "mixer" if isinstance(shard, RecurrentSpec) else "attention")
 
@@ -211,12 +214,27 @@ def _core(stage: Core, spec: AttentionSpec, call: Call, forward: Pass, *, decode
     widths = int(stage.heads) * (int(stage.qk_dim) + int(stage.v_dim))
     # A layer that shares another's keys and values stores none, and reads them all the same.
     owner = replace(spec, shares_kv=False) if isinstance(spec, GroupedSpec) and spec.shares_kv else spec
+    if isinstance(spec, IndexedLatentSpec):  # each query reads what was selected, and the indexer reads its own keys
+        owner = replace(spec, index_n_heads=0, index_head_dim=0)
+        total = min(total, int(call.new) * spec.index_topk)
     return Operator(
         name=stage.name,
         part="attention",
         flops=int(stage.forward_flops(call, "fused")),
         cache_bytes=batch * total * layer.cache_values(owner) * forward.value_bytes,
         activation_bytes=(forward.tokens + (batch * total if decodes else 0)) * widths * width,
+    )
+
+
+def _index_scores(stage: IndexScores, call: Call, forward: Pass) -> Operator:
+    batch, total, width = int(call.batch), int(call.total), dtype_bytes(forward.dtype)
+    return Operator(
+        name=stage.name,
+        part="attention",
+        flops=int(stage.forward_flops(call, "fused")),
+        cache_bytes=batch * total * int(stage.width) * forward.value_bytes,
+        activation_bytes=(forward.tokens * int(stage.heads) * int(stage.width) + batch * int(call.new) * total)
+        * width,
     )
 
 

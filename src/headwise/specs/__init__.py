@@ -9,6 +9,7 @@ from headwise.specs.gguf_config import gguf_config
 from headwise.specs.gguf_metadata import GGUF_ARCHITECTURES, GgufModel, gguf_model
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
+from headwise.specs.indexed_latent import IndexedLatentSpec
 from headwise.specs.latent import LatentSpec
 from headwise.specs.latent_space import LatentSpaceSpec
 from headwise.specs.model import BodySpec, ModelSpec
@@ -42,6 +43,7 @@ __all__ = [
     "FeedForwardSpec",
     "GgufModel",
     "GroupedSpec",
+    "IndexedLatentSpec",
     "LatentSpaceSpec",
     "LatentSpec",
     "ModelSpec",

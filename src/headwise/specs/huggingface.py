@@ -30,7 +30,7 @@ _REFUSED = {
     ),
     "has no attention": ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
     "attends within chunks, which no window describes": ("llama4", "llama4_text"),
-    "has sparse attention, whose cost its indexer decides": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
+    "attends to compressed tokens, which are not counted": ("deepseek_v4",),
     "has two attentions in a layer": ("longcat_flash",),
     "has attention and Mamba side by side in a layer": ("falcon_h1",),
 }  # fmt: skip
@@ -48,6 +48,7 @@ that read them."""
 _READ = {
     "kv_lora_rank": {*deepseek.READERS, "kimi_linear"},
     "num_kv_shared_layers": {"gemma3n_text"},
+    "index_topk": {"deepseek_v32", "glm_moe_dsa"},
     "block_configs": {"nemotron-nas"},
 }
 

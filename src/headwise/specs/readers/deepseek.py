@@ -5,12 +5,24 @@ Their ``num_key_value_heads`` and ``head_dim`` do not describe the cache, and ar
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 from headwise.specs.base import AttentionSpec
+from headwise.specs.indexed_latent import IndexedLatentSpec
 from headwise.specs.latent import LatentSpec, latent_bias
 from headwise.specs.readers import body
-from headwise.specs.readers.fields import Config, NotSaidError, Reader, flag, integer, num_layers, optional_integer
+from headwise.specs.readers.fields import (
+    Config,
+    NotSaidError,
+    Reader,
+    flag,
+    integer,
+    listed,
+    num_layers,
+    optional_integer,
+)
 from headwise.specs.readers.mixed import read_body
 from headwise.specs.readers.rope import read_rope, yarn_softmax_scale
 
@@ -63,6 +75,35 @@ def _minicpm3_layers(config: Config) -> tuple[AttentionSpec, ...]:
     return (latent_layer(config, interleaved=False),) * num_layers(config)
 
 
+def _indexed_layers(config: Config) -> tuple[AttentionSpec, ...]:
+    """Layers that attend to the tokens that an indexer selects; some may take the selection of the one before."""
+    plain = latent_layer(config, interleaved=True)
+    values: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(plain)}
+    values["index_topk"] = integer(config, "index_topk")
+    shared = IndexedLatentSpec(**values)
+    heads, width = integer(config, "index_n_heads"), integer(config, "index_head_dim")
+    full = replace(shared, index_n_heads=heads, index_head_dim=width)
+    return tuple(full if is_full else shared for is_full in _indexers(config, num_layers(config)))
+
+
+_PATTERN = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
+"""What ``index_topk_pattern`` is written in."""
+
+
+def _indexers(config: Config, layers: int) -> list[bool]:
+    """Whether each layer has an indexer, as transformers' ``glm_moe_dsa`` reads it; all have one elsewhere."""
+    types = listed(config, "indexer_types", layers, {"full": "full", "shared": "shared"})
+    if types is None and (pattern := config.get("index_topk_pattern")) is not None:
+        letters = list(pattern) if isinstance(pattern, str) else pattern
+        types = listed({"index_topk_pattern": letters}, "index_topk_pattern", layers, _PATTERN)
+    if types is not None:
+        return [kind == "full" for kind in types]
+    every = optional_integer(config, "index_topk_freq") or 1
+    offset = optional_integer(config, "index_skip_topk_offset")
+    offset = 2 if offset is None else offset
+    return [max(index - offset + 1, 0) % every == 0 for index in range(layers)]
+
+
 def _reader(feed_forward: body.Rule) -> Reader:
     return Reader(_layers, partial(read_body, feed_forward))
 
@@ -70,6 +111,8 @@ def _reader(feed_forward: body.Rule) -> Reader:
 READERS = {
     "deepseek_v2": _reader(body.deepseek_experts(score_correction=False)),
     "deepseek_v3": _reader(body.deepseek_experts()),
+    "deepseek_v32": Reader(_indexed_layers, partial(read_body, body.deepseek_experts(by_type=True))),
+    "glm_moe_dsa": Reader(_indexed_layers, partial(read_body, body.deepseek_experts(first_dense=3, by_type=True))),
     "kimi_k2": _reader(body.deepseek_experts()),
     "glm4_moe_lite": _reader(body.deepseek_experts(first_dense=1, by_type=True)),
     "minicpm3": Reader(_minicpm3_layers, partial(read_body, body.dense(bias="mlp_bias"), tied=True)),
