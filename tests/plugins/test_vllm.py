@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -64,6 +64,8 @@ def decoders_of(layer: MultiHeadLatentAttention) -> Decoders:
     lengths=st.lists(st.tuples(st.integers(1, 11), st.integers(0, 11)), min_size=1, max_size=4),
     seed=st.integers(0, 2**31),
 )
+@example(rank=7, nope=6, rope=4, bias=True, window=None, lengths=[(1, 5), (1, 6), (2, 4), (1, 9)], seed=0)
+@example(rank=7, nope=6, rope=4, bias=True, window=3, lengths=[(1, 5), (1, 0), (1, 9)], seed=0)
 @torch.no_grad()
 def test_a_batch_of_requests(
     rank: int,

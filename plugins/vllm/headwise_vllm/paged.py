@@ -99,14 +99,68 @@ def attend(
     """
     H, V, _ = decoders.values.shape
     out = query.new_zeros(len(query), H, V)
-    for table, request in zip(block_table, requests, strict=False):
-        if request.begin == request.end:
+    together = _one_token_each(requests)
+    if together:
+        rows = torch.tensor([requests[at].begin for at in together], device=query.device)
+        lengths = torch.tensor([requests[at].length for at in together], device=query.device)
+        tables = block_table[torch.tensor(together, device=block_table.device)]
+        out[rows] = _next_tokens(query[rows], cache, tables, lengths, decoders, window=window, scale=scale)
+    for at, (table, request) in enumerate(zip(block_table, requests, strict=False)):
+        if request.begin == request.end or at in together:
             continue
         blocks = table[: -(-request.length // cache.shape[2])].long()
         latents = cache[blocks, 0].flatten(0, 1)[: request.length].to(query.dtype)  # [T, W]
         new = query[request.begin : request.end]
         out[request.begin : request.end] = attend_to_latents(new, latents, decoders, window=window, scale=scale)
     return out
+
+
+def _one_token_each(requests: list[Request]) -> list[int]:
+    """The requests of one new token, where they are several and about as long: they are attended to at once."""
+    found = [at for at, request in enumerate(requests) if request.end == request.begin + 1]
+    lengths = [requests[at].length for at in found]
+    return found if len(found) > 1 and max(lengths) * len(lengths) <= 2 * sum(lengths) else []
+
+
+def _next_tokens(
+    query: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    decoders: Decoders,
+    *,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attend to the latents of several requests, each with one new token, absorbed.
+
+    Args:
+        query: ``[n, H, N + P]``.
+        cache: as for `attend`.
+        tables: ``[n, most blocks]``.
+        lengths: ``[n]``, T of each.
+        decoders: of the layer.
+        window: as for `attend`.
+        scale: multiplies the scores.
+
+    Returns:
+        ``[n, H, V]``.
+    """
+    N, R = decoders.keys.shape[1:]
+    longest = int(lengths.max())
+    blocks = tables[:, : -(-longest // cache.shape[2])].long()
+    latents = cache[blocks, 0].flatten(1, 2)[:, :longest].to(query.dtype)  # [n, T, W]
+    token = torch.arange(longest, device=query.device)
+    hidden = token >= lengths[:, None]
+    latents.masked_fill_(hidden[..., None], 0)  # a request's last block may hold anything behind its end
+    if window is not None:
+        hidden = hidden | (token < lengths[:, None] - window)
+    content = torch.einsum("shn,hnr->shr", query[..., :N], decoders.keys)
+    whole = torch.cat((content, query[..., N:]), dim=-1)[:, None]  # [n, 1, H, W]
+    seen, states = ~hidden[:, None, None], latents[:, None]
+    mixed = F.scaled_dot_product_attention(whole, states, states, attn_mask=seen, scale=scale)[:, 0, :, :R]
+    out = torch.einsum("shr,hvr->shv", mixed, decoders.values)
+    return out if decoders.value_bias is None else out + decoders.value_bias
 
 
 def attend_to_latents(
