@@ -16,11 +16,12 @@ import torch
 
 from headwise.advice import Measured, Question, advise_on, candidates, ranked, read_measured
 from headwise.advice.advise import MOST_SEQUENCES
-from headwise.advice.candidates import FORMATS
+from headwise.cost.ladder import PLAIN_FORMATS
 from headwise.errors import HeadwiseError
 from headwise.prediction import Pass, device, devices, largest_batch, operators, peak_memory, seconds
 from headwise.prediction.memory import cache_bytes
 from headwise.quantization.formats import parse_format
+from headwise.quantization.kivi import KiviCode
 from headwise.specs import ModelSpec, read_spec
 from tests.cli.conftest import cli, here, refused
 
@@ -133,53 +134,60 @@ def test_doing_nothing_wins_where_all_else_loses_too_much() -> None:
     assert advice.best is not None
     assert advice.best.target == "as it is"
     assert advice.binding == "quality"
-    better = bad | {"int8:32": replace(bad["int8:32"], loss=0.001)}
+    better = bad | {"int8": replace(bad["int8"], loss=0.001)}
     best = advise_on(model, question, better).best
     assert best is not None
-    assert (best.target, best.convert_to, best.loss) == ("int8:32", None, 0.001)
+    assert (best.target, best.convert_to, best.loss) == ("int8", None, 0.001)
 
 
 def test_a_format_that_was_measured_is_a_candidate() -> None:
-    point = Measured(target="int8/int4", cache_fraction=0.406, loss=0.001, kl=None, file="f", is_format=True)
+    point = Measured(target="int8:32/int4", cache_fraction=0.406, loss=0.001, kl=None, file="f", is_format=True)
     question = Question(hardware=device("h100"), step=Pass(total=4096), goal="memory", max_quality_loss=0.01)
-    best = advise_on(small("llama-3-8b"), question, {"int8/int4": point}).best
+    best = advise_on(small("llama-3-8b"), question, {"int8:32/int4": point}).best
     assert best is not None
-    assert best.target == "int8/int4"
+    assert best.target == "int8:32/int4"
     assert best.cache_bytes_per_token == pytest.approx(0.406 * 2 * 2 * 2 * 8 * 128, rel=1e-4)
 
 
-def test_what_would_change_the_answer_is_said() -> None:
+@pytest.mark.parametrize(("total", "batch"), [(32_768, 16), (32_768, 256), (512, 1)])
+def test_what_would_change_the_answer_is_said(total: int, batch: int) -> None:
     model = read_spec("llama-3-8b")
-    losses = {"int4:32": 0.04, "mla@0.25": 0.02}
+    losses = {"int8/int4": 0.04, "mla@0.25": 0.02, "kivi2": 0.03}
     measured = {
         name: Measured(target=name, cache_fraction=0.3, loss=loss, kl=None, file="f") for name, loss in losses.items()
     }
-    step = Pass(total=32_768, batch=16)
+    step = Pass(total=total, batch=batch)
     question = Question(hardware=device("h100"), step=step, goal="latency", max_quality_loss=0.05)
-    advice = advise_on(model, question, measured)
-    for change in advice.changes:
-        said, best = change.split(": ")
-        number, field = said.split()
-        name = {"tokens": "total", "sequences": "batch"}[field]
-        other = replace(question, step=replace(step, **{name: int(number.replace(",", ""))}))
-        found = advise_on(model, other, measured).best
-        assert best == found.target if found else best.startswith("nothing")
-        assert advice.best is None or best != advice.best.target
+
+    def best(**sizes: int) -> str | None:
+        found = advise_on(model, replace(question, step=replace(step, **sizes)), measured).best
+        return None if found is None else found.target
+
+    others = {f"{value:,} tokens": best(total=value) for value in (total // 4, 4 * total)}
+    others |= {f"{value:,} sequences": best(batch=value) for value in (batch // 4, 4 * batch) if value}
+    now = best()
+    expected = [f"{name}: {then or 'nothing'}" for name, then in others.items() if then != now]
+    assert list(advise_on(model, question, measured).changes) == expected
 
 
 def test_bits_are_those_of_the_formats() -> None:
-    for name, bits in FORMATS.items():
-        made = parse_format(name)
-        if name.startswith("kivi"):
-            keys, values = (
-                2 ** int(name[-1]),
-                64,
-            )  # one scale and one zero for 64 tokens of a channel, as of 64 channels
-            assert keys > 1
-            assert bits == int(name[-1]) + 32 / values
-            continue
-        rows = made.keys.encode(torch.randn(1, 1, 3, 128))  # type: ignore[union-attr]
-        assert bits == rows.shape[-1] * 8 / 128
+    tokens, width = 128, 128
+    states = torch.randn(1, 1, tokens, width)
+    for name, known in PLAIN_FORMATS.items():
+        form = parse_format(name)
+        if isinstance(form, KiviCode):
+            codes, scales = form.encode_keys(states)
+            taken = codes.nbytes + scales.nbytes + form.values.encode(states).nbytes
+        else:
+            taken = form.keys.encode(states).nbytes + form.values.encode(states).nbytes
+        assert known.bits == 8 * taken / (2 * tokens * width), name
+
+
+@pytest.mark.parametrize(("name", "refused"), [("phi-2", 8), ("gpt-neox-20b", 6), ("llama-3-8b", 0)])
+def test_formats_that_a_model_cannot_have_are_no_candidates(name: str, refused: int) -> None:
+    found = [each.target for each in candidates(read_spec(name))]
+    left_out = [form for form in PLAIN_FORMATS if form not in found]
+    assert len(left_out) == refused, left_out
 
 
 def test_a_frontier_is_read(tmp_path: Path) -> None:
@@ -187,13 +195,15 @@ def test_a_frontier_is_read(tmp_path: Path) -> None:
         {"target": "mla:0.5", "way": "headwise", "cache_fraction": 0.5, "perplexity_ratio": 1.1, "kl": 0.1},
         {"target": "mla:0.5", "way": "mha2mla", "cache_fraction": 0.5, "perplexity_ratio": 9.0, "kl": 2.0},
         {"target": "int8:32", "way": "plain quantisation", "cache_fraction": 0.56, "perplexity_ratio": 1, "kl": None},
+        {"target": "mqa", "way": "headwise", "cache_fraction": 0.3, "perplexity_ratio": None, "kl": None},
     ]
     (tmp_path / "frontier.json").write_text(json.dumps({"points": points}))
     for source in (tmp_path, tmp_path / "frontier.json"):
         found = read_measured([source])
         assert found["mla:0.5"].loss == pytest.approx(0.1)
         assert found["int8:32"].kl is None
-        assert len(found) == 2
+        assert found["mqa"].loss == float("inf")
+        assert len(found) == 3
 
 
 @pytest.mark.parametrize(
@@ -210,6 +220,8 @@ def test_a_frontier_is_read(tmp_path: Path) -> None:
             "cache_fraction of mqa must",
         ),
         ('{"points": [{"target": "mqa", "cache_fraction": 1, "perplexity_ratio": NaN}]}', "perplexity_ratio of mqa"),
+        ('{"points": [{"target": "mqa", "cache_fraction": 1%s, "perplexity_ratio": 1}]}' % ("0" * 400), "must be a"),
+        ('{"points": [{"target": "mqa", "cache_fraction": 0, "perplexity_ratio": 1}]}', "must be above 0"),
     ],
 )
 def test_a_damaged_frontier_is_refused(content: str | None, rule: str, tmp_path: Path) -> None:
@@ -217,6 +229,30 @@ def test_a_damaged_frontier_is_refused(content: str | None, rule: str, tmp_path:
         (tmp_path / "frontier.json").write_text(content)
     with pytest.raises(HeadwiseError, match=rule):
         read_measured([tmp_path])
+
+
+def test_what_cannot_be_made_is_no_candidate() -> None:
+    assert [each.target for each in candidates(read_spec("deepseek-v3"))] == ["as it is"]
+    targets = {each.target for each in candidates(read_spec("gpt-oss-20b"))}
+    assert not targets & {"mqa", "gqa:4"}  # sinks, which heads are not merged with
+    assert "mqa" not in {each.target for each in candidates(read_spec("olmo-2-7b"))}
+    assert not {"kivi2", "kivi4"} & {each.target for each in candidates(read_spec("mistral-7b"))}
+    # Of phi-4's 10 key–value heads 5 cannot be shared by two devices; the others can.
+    question = Question(hardware=device("h100"), step=Pass(total=64, ranks=2))
+    targets = {option.target for option in advise_on(read_spec("phi-4"), question, {}).options}
+    assert "gqa:5" not in targets
+    assert {"as it is", "gqa:2"} <= targets
+
+
+def test_another_models_frontier_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "frontier.json").write_text(json.dumps({"label": "GQA 9/3 × 64", "points": []}))
+    assert read_measured([tmp_path], read_spec("smollm2-135m")) == {}
+    with pytest.raises(HeadwiseError, match="must be this model's frontier: it measured 'GQA 9/3 × 64', and the"):
+        read_measured([tmp_path], read_spec("llama-2-7b"))
+    for name in ("as it is", "[/bold]\n", "x\ny"):
+        (tmp_path / "frontier.json").write_text(json.dumps({"points": [{"target": name}]}))
+        with pytest.raises(HeadwiseError, match="has no target of the name"):
+            read_measured([tmp_path])
 
 
 def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_path: Path) -> None:
@@ -228,7 +264,7 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_p
         assert len(line) <= 80, line
     document = json.loads(cli(*words, "--json").out)
     assert document["best"] == "mqa"
-    points = [{"target": "int4:32", "way": "plain quantisation", "cache_fraction": 0.3, "perplexity_ratio": 1.01}]
+    points = [{"target": "int4:32", "way": "plain quantisation", "cache_fraction": 0.3125, "perplexity_ratio": 1.01}]
     (tmp_path / "frontier.json").write_text(json.dumps({"points": points}))
     limited = cli(*words, "--max-quality-loss", "0.05", "--measured", str(tmp_path), "--batch", "8")
     assert "store the cache as int4:32; measured, perplexity rises by 1.0%" in limited.out
@@ -238,7 +274,12 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_p
         in cli("advise", "gpt2", "--hardware", "l4", "--context", "64", "--max-quality-loss", "0").out
     )
     for arguments, rule in (
-        (("llama-2-7b",), "source, hardware = ('llama-2-7b', None): are both required"),
+        (("llama-2-7b",), "hardware = None: is required, or --guide"),
+        (("--hardware", "h100"), "source = None: is required, or --guide"),
+        (("llama-2-7b", "--hardware", "h100", "--context", "0"), "context = 0: must be from 1"),
+        (("llama-2-7b", "--hardware", "h100", "--extreme-speed"), "extreme_speed = True: goes with --guide"),
+        (("--guide", "--heads", "8", "--batch", "3"), "batch = 3: goes without --guide"),
+        (("--guide", "--heads", "9" * 10), "heads = 9999999999: must be at most"),
         (("llama-2-7b", "--hardware", "h100", "--goal", "fun"), "goal = 'fun': must be one of latency"),
         (
             ("llama-2-7b", "--hardware", "h100", "--max-quality-loss", "-1"),
@@ -246,8 +287,11 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_p
         ),
         (("llama-2-7b", "--hardware", "h100", "--measured", "nowhere"), "measured = 'nowhere': cannot be read"),
         (("gpt2", "--hardware", "l4", "--context", "2048"), "must be at most 1024, the model's positions"),
-        (("--guide",), "source, heads = (None, None): one of both is required"),
+        (("--guide",), "heads = None: is required without SOURCE"),
+        (("--guide", "llama-2-7b", "--heads", "8"), "heads, parameters = (8, None): go without SOURCE"),
         (("--guide", "--heads", "8", "--threshold", "x=3"), "threshold = 'x=3': must be NAME=NUMBER"),
+        (("--guide", "--heads", "8", "--threshold", "long=4096_"), "must be NAME=NUMBER"),
+        (("llama-2-7b", "--hardware", "h100", "--heads", "8"), "heads = 8: goes with --guide"),
     ):
         assert rule in refused("advise", *arguments)
 

@@ -9,9 +9,9 @@ import pytest
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import STAGES
-from headwise.evaluation.plain_cache import PLAIN_FORMATS
+from headwise.cost.ladder import BYTES, PLAIN_FORMATS
 from headwise.frontiers.candidate import Candidate, read_target
-from headwise.frontiers.ladder import BYTES, list_candidates
+from headwise.frontiers.ladder import list_candidates
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 

@@ -71,6 +71,14 @@ def of_wide(name: str, constants: dict[str, Any], *tensors: str) -> list[Any]:
     return ["headwise.kernels.gpu.kernels", name, constants, pointers]
 
 
+def of_narrow() -> list[Any]:
+    """The kernel for float32 heads of less than 16 channels, in products of parts."""
+    constants = {"ROWS": 16, "TOKENS": 32, "MAIN": 16, "REST": 0, "WIDTH": 16, "HAS_MASK": False, "CAUSAL": True}
+    constants |= {"SHARED": False, "WIDEN": False, "NARROW": True, "PRECISION": "tf32x3"}
+    pointers = dict.fromkeys(("query", "key", "value", "mixtures", "weights"), "*fp32") | {"mask": "*i1"}
+    return ["headwise.kernels.gpu.kernels", "attend_part", constants, pointers]
+
+
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     wide = {"ROWS": 16, "TOKENS": 32, "MAIN": 64, "REST": 16, "WIDTH": 64, "HAS_MASK": True, "CAUSAL": True}
     kernels = [
@@ -81,6 +89,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
             "key",
             "value",
         ),
+        of_narrow(),
         of_wide("join_parts", {"WIDTH": 64, "PARTS": 8, "SOME": 4}, "out"),
         of_codes("bf16", (8, 4), (1, 2), 0, False),
         of_codes("fp32", (3, 2), (2, 1), 0, True),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.kernels import as_bool_mask, attend, choose_backend
+from headwise.kernels import as_bool_mask, attend, choose_backend, libraries
 from headwise.kernels.gpu import attend_split, why_not_split
 from headwise.kernels.gpu.split import part_count, tile_of
 from tests.kernels.test_fused import CLOSE, Case, draw
@@ -136,6 +136,9 @@ def test_auto_takes_it_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.backend == "split"
     assert "reading 8 key–value heads once takes most of the time, its parts at once" in choice.reason
     assert choose_backend(many, keys, dtype=torch.bfloat16, device="cuda").backend == "sdpa"
+    monkeypatch.setattr(libraries, "_capability", lambda _: (7, 5))  # torch would copy keys for every head
+    assert choose_backend(few, keys, dtype=torch.bfloat16, device="cuda").backend == "split"
+    monkeypatch.setattr(libraries, "_capability", lambda _: (9, 0))
     # Torch's own kernel takes one query of 16 bits as well.
     assert choose_backend(few, keys, dtype=torch.bfloat16, device="cuda").backend == "sdpa"
     assert choose_backend(few, keys, dtype=torch.bfloat16, device="cuda", has_mask=True).backend == "split"

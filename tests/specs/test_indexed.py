@@ -9,7 +9,14 @@ import torch
 from transformers import DynamicCache
 from transformers.models.auto import AutoConfig, AutoModelForCausalLM
 
-from headwise.cost import attended_pairs, cache_bytes_per_token, decode_intensity, forward_flops, parameters
+from headwise.cost import (
+    attended_pairs,
+    backward_flops,
+    cache_bytes_per_token,
+    decode_intensity,
+    forward_flops,
+    parameters,
+)
 from headwise.cost.model import weights
 from headwise.errors import SpecError
 from headwise.prediction import Pass, operators
@@ -88,6 +95,9 @@ def test_flops_by_hand() -> None:
         assert forward_flops(layer, new, total, impl="expanded") == 2 * (projections + index + expanded)
         assert forward_flops(layer, new, total, impl="absorbed") == 2 * (projections + index + absorbed)
         assert forward_flops(layer, new, total) == 2 * (projections + index + min(expanded, absorbed))
+        if new == total:  # nothing flows back through a selection
+            trained = forward_flops(layer, new, impl="expanded") - 2 * index
+            assert backward_flops(layer, new, impl="expanded", kernel="unfused") == 2 * trained
     # In the limit only the indexer reads what is added.
     assert decode_intensity(layer) == 2 * heads * (width + 1) / (2 * (R + P + width))
 

@@ -1,11 +1,12 @@
 """Advice: what to do with a model's cache on a device, and the rules of the guide that headwise began with."""
 
 from headwise.advice.advise import Advice, Option, Question, advise, advise_on, ranked
-from headwise.advice.candidates import Candidate, candidates, measured_formats
+from headwise.advice.candidates import AS_IT_IS, Candidate, candidates
 from headwise.advice.guide import Guidance, Needs, Rule, Thresholds, guide, kv_heads
 from headwise.advice.measured import Measured, read_measured
 
 __all__ = [
+    "AS_IT_IS",
     "Advice",
     "Candidate",
     "Guidance",
@@ -20,7 +21,6 @@ __all__ = [
     "candidates",
     "guide",
     "kv_heads",
-    "measured_formats",
     "ranked",
     "read_measured",
 ]

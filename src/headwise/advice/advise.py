@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from headwise.advice.candidates import Candidate, candidates, measured_formats
+from headwise.advice.candidates import Candidate, candidates
 from headwise.advice.measured import Measured, read_measured
 from headwise.cost.model import weights
 from headwise.documents import as_document
@@ -73,6 +73,8 @@ class Option:
         parameters: of the model.
         loss: the measured rise of perplexity, as a fraction; 0 where nothing is lost; None where it was not measured.
         kl: the measured KL in nats a token, where there is one.
+        is_first_size: whether its sizes, and so its time, memory and parameters, are those that a search on a text
+            begins with.
         refused: why it is not recommended; None where it may be.
         is_dominated: whether another option that may be recommended is no worse in time, cache and loss, and better
             in one of them.
@@ -89,6 +91,7 @@ class Option:
     parameters: int
     loss: float | None
     kl: float | None
+    is_first_size: bool
     refused: str | None
     is_dominated: bool = False
 
@@ -114,6 +117,7 @@ class Advice:
         options: those that may be recommended by the goal, then those that are refused.
         binding: what decides: ``memory``, ``quality``, ``memory and quality``, or ``nothing``, where the best option
             would be the best without the limits.
+        trained_context: tokens that the model was made for, where its config says so.
         changes: what is best at other contexts and batches, where it is another option.
     """
 
@@ -122,6 +126,7 @@ class Advice:
     options: tuple[Option, ...]
     binding: str
     changes: tuple[str, ...]
+    trained_context: int | None
 
     @cached_property
     def best(self) -> Option | None:
@@ -157,7 +162,7 @@ def advise(
         HeadwiseError: the model or a measurement cannot be read, or a number is impossible.
     """
     model = read_spec(source)
-    return advise_on(model, question, read_measured(measured), source=str(source))
+    return advise_on(model, question, read_measured(measured, model), source=str(source))
 
 
 def advise_on(
@@ -174,22 +179,21 @@ def advise_on(
         source: the name of the model in the answer.
     """
     positions = check_context(model, question.step.total)
-    tried = (*candidates(model), *measured_formats(model, measured.values()))
+    tried = candidates(model, measured)
     options = ranked(tried, question, measured, with_capacity=True)
     free = replace(question, max_quality_loss=None, hardware=replace(question.hardware, memory_bytes=2**62))
-    changes = []
+    now, changes = _recommended(options), []
     for name, step in _other_steps(question.step, positions or MOST):
-        best = ranked(tried, replace(question, step=step), measured)[0]
-        if best.refused is None and best.target != options[0].target:
-            changes.append(f"{name}: {best.target}")
-        elif best.refused is not None and options[0].refused is None:
-            changes.append(f"{name}: nothing ({best.refused})")
+        then = _recommended(ranked(tried, replace(question, step=step), measured))
+        if then != now:
+            changes.append(f"{name}: {then or 'nothing'}")
     return Advice(
         source=source,
         question=question,
         options=options,
         binding=_binding(options, ranked(tried, free, measured)[0], question),
         changes=tuple(changes),
+        trained_context=model.max_position_embeddings,
     )
 
 
@@ -207,7 +211,13 @@ def ranked(
         with_capacity: whether the sequences that fit are counted whatever the goal; only throughput needs them.
     """
     needs_capacity = with_capacity or question.goal == "throughput"
-    options = [_option(each, question, measured.get(each.target), with_capacity=needs_capacity) for each in tried]
+    options = []
+    for each in tried:
+        try:
+            options.append(_option(each, question, measured.get(each.target), with_capacity=needs_capacity))
+        except ArgumentError:  # its heads cannot be shared out among the devices
+            if not options:  # the model itself
+                raise
     allowed = [option for option in options if option.refused is None]
     options = [
         replace(option, is_dominated=any(_dominates(other, option) for other in allowed)) for option in options
@@ -237,6 +247,7 @@ def _option(candidate: Candidate, question: Question, measured: Measured | None,
         parameters=weights(model).total,
         loss=loss,
         kl=None if measured is None else measured.kl,
+        is_first_size=candidate.is_first_size,
         refused=_refusal(memory, loss, question),
     )
 
@@ -270,6 +281,11 @@ def _dominates(one: Option, other: Option) -> bool:
     return all(ours <= its for ours, its in pairs) and any(ours < its for ours, its in pairs)
 
 
+def _recommended(options: Sequence[Option]) -> str | None:
+    """The target that comes first, if it may be recommended."""
+    return options[0].target if options[0].refused is None else None
+
+
 def _binding(options: Sequence[Option], free: Option, question: Question) -> str:
     """Which of the limits decides."""
     best = options[0]
@@ -281,7 +297,8 @@ def _binding(options: Sequence[Option], free: Option, question: Question) -> str
         reasons.append("memory")
     if question.max_quality_loss is not None and (limited.loss is None or limited.loss > question.max_quality_loss):
         reasons.append("quality")
-    return " and ".join(reasons) or "nothing"
+    # For throughput, memory also decides how many sequences there are.
+    return " and ".join(reasons) or "memory"
 
 
 def _other_steps(step: Pass, most: int) -> list[tuple[str, Pass]]:

@@ -51,6 +51,10 @@ _MATRIX: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
 """By length, for small, medium and large models."""
 
 
+_MOST_HEADS = 2**20
+"""More than any model's, so that their divisors are found at once."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
     """Where the guide's words begin.
@@ -113,6 +117,8 @@ class Needs:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(name, value, "must be at least 1")
+        if self.heads > _MOST_HEADS:
+            raise ArgumentError("heads", self.heads, f"must be at most {_MOST_HEADS}")
         for name, choices in (("goal", get_args(Goal)), ("application", (None, *APPLICATIONS))):
             if getattr(self, name) not in choices:
                 allowed = ", ".join(str(choice) for choice in choices if choice is not None)
@@ -244,4 +250,4 @@ def kv_heads(mechanism: str, heads: int) -> int | None:
     if kind != "GQA":
         return None
     wanted = heads // int(number[2:]) if number.startswith("h/") else int(number)
-    return max(divisor for divisor in range(1, max(1, min(wanted, heads)) + 1) if heads % divisor == 0)
+    return next(divisor for divisor in range(max(1, min(wanted, heads)), 0, -1) if heads % divisor == 0)

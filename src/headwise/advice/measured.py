@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headwise.errors import CheckpointError, StorageError
+from headwise.specs import ModelSpec
 
 _FILE = "frontier.json"
 _LARGEST = 64 * 2**20
@@ -23,10 +26,11 @@ class Measured:
     Attributes:
         target: as the frontier spells it, such as ``mla:0.5``.
         cache_fraction: of the source's cache in bfloat16.
-        loss: the perplexity over the source's, less one.
+        loss: the perplexity over the source's, less one; infinite where the model diverged.
         kl: KL(source ‖ conversion) in nats a token; None where it was not measured.
         file: where it was read.
         is_format: whether the source's cache was stored in a format, and nothing converted.
+        label: the mechanism and sizes that were measured.
     """
 
     target: str
@@ -35,24 +39,26 @@ class Measured:
     kl: float | None
     file: str
     is_format: bool = False
+    label: str = ""
 
 
-def read_measured(sources: Iterable[str | Path]) -> dict[str, Measured]:
+def read_measured(sources: Iterable[str | Path], model: ModelSpec | None = None) -> dict[str, Measured]:
     """The measurements of frontiers, by target; of one target measured twice, the last.
 
     For example ``read_measured(["./out"])["mla:0.5"].loss``.
 
     Args:
         sources: folders that ``headwise frontier`` wrote, or their ``frontier.json``.
+        model: whose frontiers they must be, as far as the label of its attention tells.
 
     Raises:
         StorageError: a file cannot be read.
-        CheckpointError: it is no frontier.
+        CheckpointError: it is no frontier, or another model's.
     """
-    return {point.target: point for source in sources for point in _points(Path(source))}
+    return {point.target: point for source in sources for point in _points(Path(source), model)}
 
 
-def _points(source: Path) -> list[Measured]:
+def _points(source: Path, model: ModelSpec | None) -> list[Measured]:
     file = source / _FILE if source.is_dir() else source
     try:
         if file.stat().st_size > _LARGEST:
@@ -65,6 +71,10 @@ def _points(source: Path) -> list[Measured]:
         raise CheckpointError(
             "measured", str(file), "must be the frontier.json of headwise frontier: it has no points"
         )
+    label = document.get("label")
+    if model is not None and isinstance(label, str) and label and label != model.label:
+        rule = f"must be this model's frontier: it measured {reprlib.repr(label)}, and the model has {model.label}"
+        raise CheckpointError("measured", str(file), rule)
     return [_point(entry, str(file)) for entry in listed if not _is_variant(entry)]
 
 
@@ -76,16 +86,29 @@ def _is_variant(entry: Any) -> bool:
 def _point(entry: Any, file: str) -> Measured:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("target"), str):
         raise CheckpointError("measured", file, "has a point without a target")
-    numbers = {name: entry.get(name) for name in ("cache_fraction", "perplexity_ratio", "kl")}
-    for name, value in numbers.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not (is_number or (name == "kl" and value is None)):
-            raise CheckpointError("measured", file, f"{name} of {entry['target']} must be a number, not {value!r}")
+    target, ratio = entry["target"], entry.get("perplexity_ratio", 0)
+    if not target.isprintable() or " " in target:
+        raise CheckpointError("measured", file, f"has no target of the name {reprlib.repr(target)}")
+    fraction = _number(entry, "cache_fraction", file)
+    if not 0 < fraction <= 4:
+        raise CheckpointError(
+            "measured", file, f"cache_fraction of {target} must be above 0 and at most 4, not {fraction!r}"
+        )
     return Measured(
-        target=entry["target"],
-        cache_fraction=float(numbers["cache_fraction"]),  # type: ignore[arg-type]  # checked above
-        loss=float(numbers["perplexity_ratio"]) - 1,  # type: ignore[arg-type]
-        kl=None if numbers["kl"] is None else float(numbers["kl"]),
+        target=target,
+        cache_fraction=fraction,
+        loss=math.inf if ratio is None else _number(entry, "perplexity_ratio", file) - 1,  # JSON has no infinities
+        kl=None if entry.get("kl") is None else _number(entry, "kl", file),
         file=file,
         is_format=entry.get("way") == "plain quantisation",
+        label=str(entry.get("label", "")),
     )
+
+
+def _number(entry: Mapping[str, Any], name: str, file: str) -> float:
+    value = entry.get(name)
+    with suppress(OverflowError):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(float(value)):
+            return float(value)
+    shown = reprlib.repr(value)
+    raise CheckpointError("measured", file, f"{name} of {entry['target']} must be a number, not {shown}")

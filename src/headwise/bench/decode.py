@@ -220,7 +220,7 @@ def _time_point(point: GridPoint, probes: Probes, *, tokens: int, device: str, q
     nbytes = shape.nbytes(B, T, dtype.itemsize)
     caches = _caches(key, shape, -(-_BETWEEN // nbytes))
     ways = ways_to_attend(query, caches, with_compiled=not quick, is_causal=tokens > 1)
-    choice = choose_backend(query.shape, key.shape, dtype=dtype, device=device)
+    choice = choose_backend(query.shape, key.shape, dtype=dtype, device=device, value_dim=shape.V)
     return run_case(
         f"{shape} × {T:,}" + (f" × {B}" if B > 1 else "") + f" {short_name(dtype)}",
         {"shape": str(shape), "length": T, "batch": B, "dtype": dtype_name(dtype), "tokens": tokens},

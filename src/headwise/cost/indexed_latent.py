@@ -11,7 +11,6 @@ from dataclasses import replace
 from headwise.cost import latent
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, IndexScores, Linear, Stage, Vector, attended_pairs
-from headwise.errors import ArgumentError
 from headwise.specs.indexed_latent import IndexedLatentSpec
 
 IMPLS = ("expanded", "absorbed")
@@ -33,10 +32,10 @@ def _indexer(spec: IndexedLatentSpec) -> tuple[Stage, ...]:
     E, heads, width = Size(spec.hidden_size, "E"), Size(spec.index_n_heads, "I"), Size(spec.index_head_dim, "J")
     assert spec.q_lora_rank is not None
     return (
-        Linear("index wq_b", Size(spec.q_lora_rank, "Q"), heads * width, reads="inner"),
-        Linear("index wk", E, width, over="source"),
+        Linear("index wq_b", Size(spec.q_lora_rank, "Q"), heads * width, reads="inner", has_gradient=False),
+        Linear("index wk", E, width, over="source", has_gradient=False),
         Vector("index k_norm", 2 * width),
-        Linear("index weights_proj", E, heads),
+        Linear("index weights_proj", E, heads, has_gradient=False),
         IndexScores(heads, width),
     )
 
@@ -54,6 +53,4 @@ def cache_values(spec: IndexedLatentSpec) -> Size:
 
 def shard(spec: IndexedLatentSpec, ranks: int) -> IndexedLatentSpec:
     """The part of a layer on one of several ranks: its share of the heads; the latent and the indexer whole."""
-    if spec.num_heads % ranks:
-        raise ArgumentError("ranks", ranks, f"must divide num_heads = {spec.num_heads}")
-    return replace(spec, num_heads=spec.num_heads // ranks)
+    return replace(spec, num_heads=latent.shard(spec, ranks).num_heads)

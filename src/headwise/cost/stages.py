@@ -60,7 +60,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Linear:
-    """A projection ``y = x Wᵀ (+ b)``; ``reads`` tells whether x is the layer's input, which may need no gradient."""
+    """A projection ``y = x Wᵀ (+ b)``; ``reads`` tells whether x is the layer's input, which may need no gradient.
+
+    ``has_gradient`` is False where nothing flows back through it.
+    """
 
     name: str
     in_features: int
@@ -68,6 +71,7 @@ class Linear:
     bias: bool = False
     over: Over = "new"
     reads: Literal["input", "inner"] = "input"
+    has_gradient: bool = True
 
     @property
     def parameters(self) -> int:
@@ -80,6 +84,8 @@ class Linear:
 
     def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
         """FLOPs of the weight's gradient and, where it is needed, of the input's."""
+        if not self.has_gradient:
+            return Size(0)
         sides = 1 if self.reads == "input" and not input_gradient else 2
         return sides * self.forward_flops(call, kernel)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headwise.cost.layer import formulas
 from headwise.errors import ArgumentError, SpecError
@@ -111,6 +112,25 @@ def parse_target(
         kv_bytes=kv_bytes,
         bits=bits,
     )
+
+
+def target_options(target: str) -> dict[str, Any]:
+    """A conversion's target, as frontiers spell it, as keywords of `parse_target` and `headwise.convert`.
+
+    For example ``target_options("mla:0.5")`` is ``{"to": "mla", "kv_budget": 0.5}``.
+
+    Raises:
+        ValueError: a size is no number.
+    """
+    mechanism, _, fraction = target.partition("@")
+    kind, _, size = mechanism.partition(":")
+    codes = {"kv_bytes": float(fraction)} if fraction else {}
+    if kind != "mla":
+        return {"to": mechanism, **codes}
+    if "+" in size:
+        rank, rope = map(int, size.split("+"))
+        return {"to": "mla", "kv_lora_rank": rank, "qk_rope_head_dim": rope, **codes}
+    return {"to": "mla", **({"kv_budget": float(size)} if size else {}), **codes}
 
 
 def refuse_latent(source: ModelSpec) -> None:

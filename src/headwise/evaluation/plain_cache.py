@@ -13,12 +13,10 @@ import math
 import torch
 
 from headwise.checkpoints import Checkpoint
+from headwise.cost.ladder import PLAIN_FORMATS
 from headwise.errors import HeadwiseError, SpecError
 from headwise.hf import HeadwiseCache, stock_config
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
-
-PLAIN_FORMATS = ("int8", "int8/int4", "kivi4", "int4+hadamard/int4", "kivi3:32", "kivi3", "kivi2:32", "kivi2")
-"""The formats that conversions are compared with, from the most bytes to the least; of equal bytes the best first."""
 
 SAME_BYTES = 1.01
 """A cache that takes at most this many times the bytes of another is no larger: sizes cannot be met exactly."""

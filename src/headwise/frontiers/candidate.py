@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from headwise.conversion.methods import Method, all_methods, find_method
-from headwise.cost.target import Target, parse_target
+from headwise.cost.target import Target, parse_target, target_options
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.quantization.formats import SPELLINGS, parse_format
 
@@ -108,11 +108,11 @@ class Candidate:
 
     def options(self) -> dict[str, Any]:
         """The arguments of `headwise.convert` for a conversion."""
-        return {**_options(self.target), "method": self.method, "without": self.without}
+        return {**target_options(self.target), "method": self.method, "without": self.without}
 
     def parsed(self) -> Target:
         """The target of a conversion as a `Target`."""
-        return parse_target(**_options(self.target))
+        return parse_target(**target_options(self.target))
 
 
 def read_target(text: str) -> str:
@@ -135,7 +135,7 @@ def read_target(text: str) -> str:
         elif kind == "gqa":
             mechanism = f"gqa:{int(size)}"
         target = f"{mechanism}@{float(fraction):.12g}" if at else mechanism
-        parse_target(**_options(target))
+        parse_target(**target_options(target))
     except (ValueError, OverflowError) as error:
         reason = f"; {error.field} {error.rule}" if isinstance(error, HeadwiseError) and error.field != "to" else ""
         raise ArgumentError("target", text, f"must be {TARGETS}{reason}") from None
@@ -149,16 +149,3 @@ def _is_format(target: str) -> bool:
     except ArgumentError:
         return False
     return True
-
-
-def _options(target: str) -> dict[str, Any]:
-    """A conversion's target as keywords of `parse_target` and `headwise.convert`."""
-    mechanism, _, fraction = target.partition("@")
-    kind, _, size = mechanism.partition(":")
-    codes = {"kv_bytes": float(fraction)} if fraction else {}
-    if kind != "mla":
-        return {"to": mechanism, **codes}
-    if "+" in size:
-        rank, rope = map(int, size.split("+"))
-        return {"to": "mla", "kv_lora_rank": rank, "qk_rope_head_dim": rope, **codes}
-    return {"to": "mla", **({"kv_budget": float(size)} if size else {}), **codes}

@@ -10,16 +10,10 @@ import torch
 from headwise.checkpoints import Checkpoint
 from headwise.conversion.methods import all_methods
 from headwise.conversion.planning.plan import ConversionPlan, make_plan
+from headwise.cost.ladder import PLAIN_FORMATS, conversions
 from headwise.errors import ArgumentError, HeadwiseError
-from headwise.evaluation.plain_cache import PLAIN_FORMATS, bfloat16_bytes
+from headwise.evaluation.plain_cache import bfloat16_bytes
 from headwise.frontiers.candidate import Candidate, read_target
-from headwise.specs import GroupedSpec
-
-BUDGETS = (0.5, 0.25)
-"""The fractions of the source's cache that MLA candidates have."""
-
-BYTES = (0.5, 0.28, 0.25, 0.19, 0.15, 0.125, 0.094, 0.0625)
-"""The fractions of the bytes of the source's cache in bfloat16 that MLA candidates with codes have."""
 
 _METHODS_AT = "mla:0.5"
 """The target that methods are compared at where the user names none."""
@@ -75,21 +69,8 @@ def list_candidates(
 
 
 def default_targets(checkpoint: Checkpoint) -> list[str]:
-    """The ladder of targets for a user who names none, in the order in which they are tried.
-
-    What takes minutes comes before what takes hours: formats of the source's cache; MLA at each of `BUDGETS`, GQA at
-    each proper divisor of the key–value heads, and MQA; and MLA with codes at each of `BYTES`.
-    """
-    heads = {layer.num_kv_heads for layer in checkpoint.spec.layers if isinstance(layer, GroupedSpec)}
-    fewest = min(heads, default=1)
-    divisors = [count for count in range(fewest - 1, 1, -1) if fewest % count == 0]
-    grouped = [f"gqa:{count}" for count in divisors] + (["mqa"] if fewest > 1 else [])
-    return [
-        *PLAIN_FORMATS,
-        *(f"mla:{budget:g}" for budget in BUDGETS),
-        *grouped,
-        *(f"mla@{share:g}" for share in BYTES),
-    ]
+    """The ladder of targets for a user who names none: formats of the source's cache, then `conversions`."""
+    return [*PLAIN_FORMATS, *conversions(checkpoint.spec)]
 
 
 def _ablations(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:

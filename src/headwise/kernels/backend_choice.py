@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.kernels.gpu import why_not_split
-from headwise.kernels.libraries import FLASH_WIDEST, why_not_flash
+from headwise.kernels.libraries import FLASH_WIDEST, has_flash_in_torch, why_not_flash
 from headwise.kernels.native import are_plain, built, why_not
 from headwise.kernels.packed import FEW_TOKENS
 
@@ -71,7 +71,8 @@ def choose_backend(
     if torch.device(device).type == "cuda":
         reason = why_not_split(dtype, torch.device(device), query[3], needs_grad=needs_grad)
         width = query[3] if value_dim is None else value_dim
-        if S == 1 and dtype.itemsize < 4 and query[3] == width <= FLASH_WIDEST and not has_mask:
+        fits = dtype.itemsize < 4 and query[3] == width <= FLASH_WIDEST and not has_mask
+        if S == 1 and fits and has_flash_in_torch(torch.device(device)):
             return Choice("sdpa", f"{why}; torch's own kernel splits the tokens of one query, and starts sooner")
         if is_few and dtype.itemsize == 4 and query[3] > FLASH_WIDEST:
             return Choice("packed", f"{why}; products of wide float32 heads are the library's best")

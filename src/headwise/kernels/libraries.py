@@ -15,6 +15,8 @@ from torch import Tensor
 
 FLASH_WIDEST = 256
 """The widest heads that FlashAttention takes, torch's copy of it too."""
+_FLASH_CAPABILITY = (8, 0)
+"""The first GPUs that torch's copy runs on."""
 
 
 def why_not_flash(
@@ -44,6 +46,17 @@ def why_not_flash(
 def has_flash() -> bool:
     """Whether flash-attn can be imported."""
     return importlib.util.find_spec("flash_attn") is not None
+
+
+def has_flash_in_torch(device: torch.device) -> bool:
+    """Whether torch's SDPA computes grouped heads by FlashAttention on a GPU, and is allowed to."""
+    is_allowed: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    return is_allowed and _capability(device) >= _FLASH_CAPABILITY
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def attend_flash(

@@ -16,6 +16,9 @@ from headwise.prediction.roofline import Efficiency, Timed, merged, seconds
 from headwise.specs import ModelSpec, read_spec
 from headwise.type_checks import typed
 
+_MOST_PARTS = 512
+"""Parts of a prompt that are added up one by one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -155,6 +158,7 @@ def check_context(model: ModelSpec, context: int) -> int:
 
 
 def _chunks(tokens: int) -> Iterator[tuple[int, int]]:
-    """The parts in which a prompt is read."""
-    for begin in range(0, tokens, CHUNK):
-        yield begin, min(begin + CHUNK, tokens)
+    """The parts in which a prompt is read; of very long ones larger parts, whose work is the same."""
+    size = max(CHUNK, -(-tokens // _MOST_PARTS))
+    for begin in range(0, tokens, size):
+        yield begin, min(begin + size, tokens)

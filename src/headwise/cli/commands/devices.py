@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from headwise.prediction import Prediction
 
 _COST, _GUIDE = "Costs and measurements", "The guide"
+_DIGITS = 18
+"""The most digits of a number that a threshold may have."""
 
 
 @app.command(epilog="Example: headwise predict llama-3-8b --hardware h100 --context 8192 --batch 16")
@@ -180,9 +184,15 @@ def advise(
     if by_guide:
         from headwise.advice import Needs, guide
 
+        cost = {"hardware": hardware, "measured": measured, "max_quality_loss": max_quality_loss}
+        cost |= {"batch": None if batch == 1 else batch, "ranks": None if ranks == 1 else ranks}
+        _refuse(cost, "goes without --guide")
+        if source is None and heads is None:
+            raise ArgumentError("heads", None, "is required without SOURCE, which would say how many there are")
+        if source is not None and (heads, parameters) != (None, None):
+            raise ArgumentError("heads, parameters", (heads, parameters), "go without SOURCE, which says them")
         found, stored = (heads, parameters) if source is None else _sizes(source)
-        if found is None:
-            raise ArgumentError("source, heads", (source, heads), "one of both is required")
+        assert found is not None
         guidance = guide(
             Needs(
                 context=context,
@@ -201,10 +211,22 @@ def advise(
         return
     from headwise.advice import Question
     from headwise.advice import advise as advised
-    from headwise.prediction import Pass, device
+    from headwise.prediction import MOST, Pass, device
 
-    if source is None or hardware is None:
-        raise ArgumentError("source, hardware", (source, hardware), "are both required (or --guide)")
+    flags = {
+        "accuracy_critical": accuracy_critical,
+        "extreme_speed": extreme_speed,
+        "memory_limited": memory_limited,
+        "ample_parameters": ample_parameters,
+    }
+    words = {"heads": heads, "parameters": parameters, "application": application, "threshold": threshold}
+    _refuse(words | {name: value or None for name, value in flags.items()}, "goes with --guide")
+    if source is None:
+        raise ArgumentError("source", None, "is required, or --guide")
+    if hardware is None:
+        raise ArgumentError("hardware", None, "is required, or --guide; headwise predict --list names devices")
+    if not 1 <= context <= MOST:
+        raise ArgumentError("context", context, f"must be from 1 to {MOST}")
     question = Question(
         hardware=device(hardware, hardware_file),
         step=Pass(batch=batch, total=context, dtype=dtype, ranks=ranks),
@@ -216,13 +238,21 @@ def advise(
     emit(result.to_dict()) if as_json else _print_advice(result)
 
 
+def _refuse(options: Mapping[str, object], rule: str) -> None:
+    """Refuse options of the other way to choose."""
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(name, value, rule)
+
+
 def _sizes(source: str) -> tuple[int, int | None]:
     """The query heads and, where they are known, the parameters of a model."""
     from headwise.cost.model import weights
-    from headwise.specs import read_spec
+    from headwise.specs import RecurrentSpec, read_spec
 
     model = read_spec(source)
-    heads = [layer.num_heads for layer in model.layers if hasattr(layer, "num_heads")]
+    mixers = (layer for layer in model.layers if not isinstance(layer, RecurrentSpec))
+    heads = [layer.num_heads for layer in mixers if hasattr(layer, "num_heads")]
     if not heads:
         raise ArgumentError("source", source, "has no attention heads")
     return int(heads[0]), None if model.body is None else weights(model).total
@@ -236,7 +266,7 @@ def _thresholds(given: list[str] | tuple[str, ...]) -> Thresholds:
     values = {}
     for text in given:
         name, _, number = text.partition("=")
-        if name not in names or not number.replace("_", "").isdecimal():
+        if name not in names or not number.isdecimal() or len(number) > _DIGITS:
             raise ArgumentError("threshold", text, f"must be NAME=NUMBER, with {', '.join(names)}")
         values[name] = int(number)
     return Thresholds(**values)
@@ -252,7 +282,8 @@ def _print_advice(result: Advice) -> None:
     table = numbers_table("", "KiB/token", "step ms", "fit", "tok/s", "weights", "perplexity")
     for option in result.options:
         mark = "→ " if option is best else "  "
-        name = f"{mark}{option.target}" if not option.is_dominated else f"[dim]{mark}{option.target}[/dim]"
+        name = f"{mark}{escape(option.target)}{' ~' if option.is_first_size else ''}"
+        name = f"[dim]{name}[/dim]" if option.is_dominated else name
         table.add_row(
             name,
             f"{option.cache_bytes_per_token / 1024:,.1f}",
@@ -270,16 +301,18 @@ def _print_advice(result: Advice) -> None:
 
 def _verdict(result: Advice) -> str:
     """The recommendation in a sentence."""
-    best, options = result.best, result.options
+    from headwise.advice import AS_IT_IS
+
+    best = result.best
     if best is None:
-        reasons = " or ".join(dict.fromkeys(str(option.refused) for option in options))
-        return f"nothing can be recommended: every way {reasons}"
-    if best.convert_to is None and best.loss == 0:
+        counts = Counter(str(option.refused) for option in result.options)
+        return f"nothing can be recommended ({', '.join(f'{reason}: {count}' for reason, count in counts.items())})"
+    if best.target == AS_IT_IS:
         return "change nothing"
     does = f"headwise convert {best.convert_to}" if best.convert_to else f"store the cache as {best.target}"
     if best.loss is None:
         return f"by cost alone, {does}; what it loses was not measured"
-    return f"{does}; measured, perplexity rises by {best.loss:.1%}"
+    return f"{does}; measured, perplexity {'rises' if best.loss >= 0 else 'falls'} by {abs(best.loss):.1%}"
 
 
 def _quality(option: Option) -> str:
@@ -292,13 +325,17 @@ def _notes(result: Advice) -> list[str]:
     from headwise.prediction import Efficiency
 
     lines = []
-    if result.binding != "nothing":
+    if result.trained_context is not None and result.trained_context < result.question.step.total:
+        lines.append(f"note: the model was made for {result.trained_context:,} tokens")
+    if result.best is not None and result.binding != "nothing":
         lines.append(f"{result.binding} decides: without that limit another way would be first")
     same = "with a quarter or four times the tokens or the sequences: the same"
     lines += [f"with {change}" for change in result.changes] or [same]
     if any(option.loss is None for option in result.options):
         lines.append("to measure: headwise frontier SOURCE --output OUT --calibrate TEXT, then")
         lines.append("  headwise advise … --measured OUT")
+    if any(option.is_first_size for option in result.options):
+        lines.append("~: its sizes are found on a text; these are those that the search begins with")
     shares = Efficiency()
     lines.append(
         f"times are predicted: {shares.compute:.0%} of the peak and {shares.memory:.0%} of the bandwidth, assumed"

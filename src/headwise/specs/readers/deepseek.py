@@ -91,7 +91,9 @@ _PATTERN = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
 
 
 def _indexers(config: Config, layers: int) -> list[bool]:
-    """Whether each layer has an indexer, as transformers' ``glm_moe_dsa`` reads it; all have one elsewhere."""
+    """Whether each layer has an indexer, as transformers reads ``glm_moe_dsa``; all have one elsewhere."""
+    if config["model_type"] != "glm_moe_dsa":
+        return [True] * layers
     types = listed(config, "indexer_types", layers, {"full": "full", "shared": "shared"})
     if types is None and (pattern := config.get("index_topk_pattern")) is not None:
         letters = list(pattern) if isinstance(pattern, str) else pattern
