@@ -56,6 +56,9 @@ WORKSPACE = 2**26
 QUERIES = 512
 """Queries that share one mask."""
 
+TOGETHER = 2**22
+"""The most values of latents of several requests that are copied to be attended to at once."""
+
 LEAST = 256
 """The fewest tokens of a part that one thread attends to."""
 
@@ -99,12 +102,12 @@ def attend(
     """
     H, V, _ = decoders.values.shape
     out = query.new_zeros(len(query), H, V)
-    together = _one_token_each(requests)
+    together = _one_token_each(requests, cache.shape[-1], window)
     if together:
         rows = torch.tensor([requests[at].begin for at in together], device=query.device)
         lengths = torch.tensor([requests[at].length for at in together], device=query.device)
         tables = block_table[torch.tensor(together, device=block_table.device)]
-        out[rows] = _next_tokens(query[rows], cache, tables, lengths, decoders, window=window, scale=scale)
+        out[rows] = _next_tokens(query[rows], cache, tables, lengths, decoders, scale=scale)
     for at, (table, request) in enumerate(zip(block_table, requests, strict=False)):
         if request.begin == request.end or at in together:
             continue
@@ -115,11 +118,14 @@ def attend(
     return out
 
 
-def _one_token_each(requests: list[Request]) -> list[int]:
-    """The requests of one new token, where they are several and about as long: they are attended to at once."""
+def _one_token_each(requests: list[Request], width: int, window: int | None) -> list[int]:
+    """The requests of one new token, where they are several, short and about as long: they are attended to at once."""
     found = [at for at, request in enumerate(requests) if request.end == request.begin + 1]
     lengths = [requests[at].length for at in found]
-    return found if len(found) > 1 and max(lengths) * len(lengths) <= 2 * sum(lengths) else []
+    if len(found) < 2 or (window is not None and max(lengths) > window):
+        return []
+    padded = max(lengths) * len(lengths)
+    return found if padded <= 2 * sum(lengths) and padded * width <= TOGETHER else []
 
 
 def _next_tokens(
@@ -129,7 +135,6 @@ def _next_tokens(
     lengths: Tensor,
     decoders: Decoders,
     *,
-    window: int | None,
     scale: float,
 ) -> Tensor:
     """Attend to the latents of several requests, each with one new token, absorbed.
@@ -140,7 +145,6 @@ def _next_tokens(
         tables: ``[n, most blocks]``.
         lengths: ``[n]``, T of each.
         decoders: of the layer.
-        window: as for `attend`.
         scale: multiplies the scores.
 
     Returns:
@@ -153,8 +157,6 @@ def _next_tokens(
     token = torch.arange(longest, device=query.device)
     hidden = token >= lengths[:, None]
     latents.masked_fill_(hidden[..., None], 0)  # a request's last block may hold anything behind its end
-    if window is not None:
-        hidden = hidden | (token < lengths[:, None] - window)
     content = torch.einsum("shn,hnr->shr", query[..., :N], decoders.keys)
     whole = torch.cat((content, query[..., N:]), dim=-1)[:, None]  # [n, 1, H, W]
     seen, states = ~hidden[:, None, None], latents[:, None]
