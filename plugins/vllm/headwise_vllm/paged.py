@@ -119,7 +119,7 @@ def attend(
 
 
 def _one_token_each(requests: list[Request], width: int, window: int | None) -> list[int]:
-    """The requests of one new token, where they are several, short and about as long: they are attended to at once."""
+    """The requests of one new token, where they are several, short and about as long: attended to at once."""
     found = [at for at, request in enumerate(requests) if request.end == request.begin + 1]
     lengths = [requests[at].length for at in found]
     if len(found) < 2 or (window is not None and max(lengths) > window):
