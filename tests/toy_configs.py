@@ -24,6 +24,7 @@ _MLA = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+_INDEXED = {"index_topk": 5, "index_n_heads": 3, "index_head_dim": 8}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_conv": 4, "mamba_n_groups": 2}
 _DELTA = {
     "num_key_value_heads": 2,
@@ -90,6 +91,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_ROUTED, **_MLA, "n_group": 2, "topk_group": 1},
     "kimi_k2": {**_ROUTED, **_MLA, "n_group": 1, "topk_group": 1},
     "glm4_moe_lite": {**_ROUTED, **_MLA},
+    "deepseek_v32": {**_ROUTED, **_MLA, **_INDEXED, "n_group": 2, "topk_group": 1},
+    "glm_moe_dsa": {**_ROUTED, **_MLA, **_INDEXED, "indexer_types": ["full", "shared"] * 3},
     "minicpm3": _MLA,
     "qwen3_next": {**_QWEN_MOE, **_DELTA},
     "qwen3_5_text": _DELTA,

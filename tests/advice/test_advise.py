@@ -16,7 +16,7 @@ import torch
 
 from headwise.advice import Measured, Question, advise_on, candidates, ranked, read_measured
 from headwise.advice.advise import MOST_SEQUENCES
-from headwise.cost.ladder import PLAIN_FORMATS
+from headwise.cost.default_targets import PLAIN_FORMATS
 from headwise.errors import HeadwiseError
 from headwise.prediction import Pass, device, devices, largest_batch, operators, peak_memory, seconds
 from headwise.prediction.memory import cache_bytes

@@ -10,7 +10,7 @@ import torch
 import headwise
 from headwise.checkpoints import Checkpoint, open_checkpoint
 from headwise.cost import model as cost
-from headwise.cost.ladder import PLAIN_FORMATS
+from headwise.cost.default_targets import PLAIN_FORMATS
 from headwise.evaluation.plain_cache import bfloat16_bytes, margin, nearest_format
 from headwise.quantization.formats import TokenFormat, parse_format
 from headwise.quantization.kivi import KiviCode

@@ -9,7 +9,7 @@ import pytest
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import STAGES
-from headwise.cost.ladder import BYTES, PLAIN_FORMATS
+from headwise.cost.default_targets import BYTES, PLAIN_FORMATS
 from headwise.frontiers.candidate import Candidate, read_target
 from headwise.frontiers.ladder import list_candidates
 from tests.real_models import save_tiny

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from headwise.advice.measured import Measured
-from headwise.cost.ladder import PLAIN_FORMATS, conversions
+from headwise.cost.default_targets import PLAIN_FORMATS, conversions
 from headwise.cost.layer import cache_values
 from headwise.cost.target import Target, convert_spec, parse_target, refuse_codes, target_options
 from headwise.errors import HeadwiseError
@@ -44,7 +44,7 @@ class Candidate:
 
 
 def candidates(source: ModelSpec, measured: Mapping[str, Measured] = _NOTHING) -> tuple[Candidate, ...]:
-    """Everything that is tried: the model itself, the ladder of `headwise.cost.ladder`, and what else was measured.
+    """Everything that is tried: the model itself, what a frontier tries by default, and what else was measured.
 
     For example ``[each.target for each in candidates(read_spec("llama-2-7b"))][:2]`` is ``["as it is", "int8"]``.
 

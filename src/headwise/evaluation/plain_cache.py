@@ -13,7 +13,7 @@ import math
 import torch
 
 from headwise.checkpoints import Checkpoint
-from headwise.cost.ladder import PLAIN_FORMATS
+from headwise.cost.default_targets import PLAIN_FORMATS
 from headwise.errors import HeadwiseError, SpecError
 from headwise.hf import HeadwiseCache, stock_config
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec

@@ -10,7 +10,7 @@ import torch
 from headwise.checkpoints import Checkpoint
 from headwise.conversion.methods import all_methods
 from headwise.conversion.planning.plan import ConversionPlan, make_plan
-from headwise.cost.ladder import PLAIN_FORMATS, conversions
+from headwise.cost.default_targets import PLAIN_FORMATS, conversions
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.evaluation.plain_cache import bfloat16_bytes
 from headwise.frontiers.candidate import Candidate, read_target
