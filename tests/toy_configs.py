@@ -24,7 +24,7 @@ _MLA = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
-_INDEXED = {"index_topk": 5, "index_n_heads": 3, "index_head_dim": 8}
+_INDEXED = {"index_topk": 512, "index_n_heads": 3, "index_head_dim": 8}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_d_conv": 4, "mamba_n_groups": 2}
 _DELTA = {
     "num_key_value_heads": 2,
