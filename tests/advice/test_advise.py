@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from headwise.quantization.formats import parse_format
 from headwise.quantization.kivi import KiviCode
 from headwise.specs import ModelSpec, read_spec
 from tests.cli.conftest import cli, here, refused
+from tests.cli.without_torch import answered_without_torch
 
 __all__ = ["cli", "here", "refused"]
 
@@ -308,12 +307,4 @@ def test_the_command_of_the_guide(cli: Callable[..., Any]) -> None:
 
 
 def test_it_answers_without_torch() -> None:
-    program = (
-        "import sys; from headwise.cli.main import main\n"
-        "try: main(['advise', 'llama-2-7b', '--hardware', 'h100', '--json'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["source"] == "llama-2-7b"
+    assert answered_without_torch("advise", "llama-2-7b", "--hardware", "h100")["source"] == "llama-2-7b"

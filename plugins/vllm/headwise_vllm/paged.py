@@ -150,17 +150,27 @@ def _next_tokens(
     Returns:
         ``[n, H, V]``.
     """
-    N, R = decoders.keys.shape[1:]
+    R = decoders.keys.shape[2]
     longest = int(lengths.max())
     blocks = tables[:, : -(-longest // cache.shape[2])].long()
     latents = cache[blocks, 0].flatten(1, 2)[:, :longest].to(query.dtype)  # [n, T, W]
     token = torch.arange(longest, device=query.device)
     hidden = token >= lengths[:, None]
     latents.masked_fill_(hidden[..., None], 0)  # a request's last block may hold anything behind its end
-    content = torch.einsum("shn,hnr->shr", query[..., :N], decoders.keys)
-    whole = torch.cat((content, query[..., N:]), dim=-1)[:, None]  # [n, 1, H, W]
+    whole = _absorbed_query(query, decoders)[:, None]  # [n, 1, H, W]
     seen, states = ~hidden[:, None, None], latents[:, None]
     mixed = F.scaled_dot_product_attention(whole, states, states, attn_mask=seen, scale=scale)[:, 0, :, :R]
+    return _decoded_values(mixed, decoders)
+
+
+def _absorbed_query(query: Tensor, decoders: Decoders) -> Tensor:
+    """Queries ``[S, H, N + P]`` as queries of latents, ``[S, H, W]``."""
+    N = decoders.keys.shape[1]
+    return torch.cat((torch.einsum("shn,hnr->shr", query[..., :N], decoders.keys), query[..., N:]), dim=-1)
+
+
+def _decoded_values(mixed: Tensor, decoders: Decoders) -> Tensor:
+    """The values ``[S, H, V]`` of mixed latents ``[S, H, R]``."""
     out = torch.einsum("shr,hvr->shv", mixed, decoders.values)
     return out if decoders.value_bias is None else out + decoders.value_bias
 
@@ -198,9 +208,8 @@ def _absorbed(query: Tensor, latents: Tensor, decoders: Decoders, window: int | 
     A bias of keys adds the same to all scores of a query, which the softmax cancels. All heads have the same keys, so
     they are further queries of one head: torch's fused kernel then reads the latents once, with scores in float32.
     """
-    S, T, (H, N, R) = len(query), len(latents), decoders.keys.shape
-    content = torch.einsum("shn,hnr->shr", query[..., :N], decoders.keys)
-    whole = torch.cat((content, query[..., N:]), dim=-1)  # [S, H, W]
+    S, T, (H, _, R) = len(query), len(latents), decoders.keys.shape
+    whole = _absorbed_query(query, decoders)
     size = max(1, WORKSPACE // (H * T))
     parts = []
     for at in range(0, S, size):
@@ -208,8 +217,7 @@ def _absorbed(query: Tensor, latents: Tensor, decoders: Decoders, window: int | 
         seen = _visible(range(T - S + at, T - S + at + len(rows)), range(T), window, query.device)
         seen = None if seen is None else seen.repeat_interleave(H, dim=0)
         parts.append(_mixed_latents(rows.flatten(0, 1), latents, seen, scale)[:, :R].unflatten(0, (-1, H)))
-    out = torch.einsum("shr,hvr->shv", torch.cat(parts), decoders.values)
-    return out if decoders.value_bias is None else out + decoders.value_bias
+    return _decoded_values(torch.cat(parts), decoders)
 
 
 def _mixed_latents(rows: Tensor, latents: Tensor, seen: Tensor | None, scale: float) -> Tensor:

@@ -131,12 +131,12 @@ class Advice:
     @cached_property
     def best(self) -> Option | None:
         """What is recommended; None where nothing may be."""
-        return self.options[0] if self.options and self.options[0].refused is None else None
+        return _recommended(self.options)
 
     def to_dict(self) -> dict[str, Any]:
         """The advice as JSON-able values."""
         document: dict[str, Any] = as_document(self)
-        return document | {"best": None if self.best is None else self.best.target}
+        return document | {"best": _target(self.best)}
 
 
 @typed
@@ -182,9 +182,9 @@ def advise_on(
     tried = candidates(model, measured)
     options = ranked(tried, question, measured, with_capacity=True)
     free = replace(question, max_quality_loss=None, hardware=replace(question.hardware, memory_bytes=2**62))
-    now, changes = _recommended(options), []
+    now, changes = _target(_recommended(options)), []
     for name, step in _other_steps(question.step, positions or MOST):
-        then = _recommended(ranked(tried, replace(question, step=step), measured))
+        then = _target(_recommended(ranked(tried, replace(question, step=step), measured)))
         if then != now:
             changes.append(f"{name}: {then or 'nothing'}")
     return Advice(
@@ -281,15 +281,18 @@ def _dominates(one: Option, other: Option) -> bool:
     return all(ours <= its for ours, its in pairs) and any(ours < its for ours, its in pairs)
 
 
-def _recommended(options: Sequence[Option]) -> str | None:
-    """The target that comes first, if it may be recommended."""
-    return options[0].target if options[0].refused is None else None
+def _recommended(options: Sequence[Option]) -> Option | None:
+    """The option that comes first, if it may be recommended."""
+    return options[0] if options[0].refused is None else None
+
+
+def _target(option: Option | None) -> str | None:
+    return None if option is None else option.target
 
 
 def _binding(options: Sequence[Option], free: Option, question: Question) -> str:
     """Which of the limits decides."""
-    best = options[0]
-    if best.refused is None and best.target == free.target:
+    if _target(_recommended(options)) == free.target:
         return "nothing"
     (limited,) = (option for option in options if option.target == free.target)
     reasons = []

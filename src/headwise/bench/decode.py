@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.bench.report import OURS, Bench, Case, UnableError, Way, run_case
+from headwise.bench.report import BETWEEN, OURS, Bench, Case, UnableError, Way, run_case
 from headwise.checkpoints import dtype_name
 from headwise.errors import ArgumentError
 from headwise.hf import as_device, as_dtype
@@ -30,9 +30,6 @@ _Any = TypeVar("_Any")
 LENGTHS = (512, 2048, 8192, 32768)
 BATCHES = (1, 4)
 DTYPES = ("float32", "bfloat16")
-_BETWEEN = 256 << 20
-"""Bytes of caches that are read in turn: more than a processor's own caches hold, so that each one comes from memory,
-as it does in a model, which reads all other layers' caches in between."""
 _MOST = 2**31 - 1
 """The largest size: beyond it torch's counts of numbers could overflow."""
 
@@ -218,7 +215,7 @@ def _time_point(point: GridPoint, probes: Probes, *, tokens: int, device: str, q
     query = torch.randn(B, shape.H, tokens, shape.D, device=device).to(dtype)
     key = torch.randn(B, shape.K, T, shape.D, device=device).to(dtype)
     nbytes = shape.nbytes(B, T, dtype.itemsize)
-    caches = _caches(key, shape, -(-_BETWEEN // nbytes))
+    caches = _caches(key, shape, -(-BETWEEN // nbytes))
     ways = ways_to_attend(query, caches, with_compiled=not quick, is_causal=tokens > 1)
     choice = choose_backend(query.shape, key.shape, dtype=dtype, device=device, value_dim=shape.V)
     return run_case(

@@ -20,8 +20,12 @@ OURS = "headwise"
 _PATIENCE = 10.0
 """Seconds; a call that takes longer is not repeated."""
 
-_BETWEEN, _REPLAYED = 256 << 20, 64
-"""Bytes that the calls of one CUDA graph read, and the most calls of one."""
+BETWEEN = 256 << 20
+"""Bytes of caches that are read in turn: more than a processor's own caches hold, so that each one comes from memory,
+as it does in a model, which reads all other layers' caches in between."""
+
+_REPLAYED = 64
+"""The most calls of one CUDA graph."""
 
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 
@@ -185,7 +189,7 @@ def run_case(
             errors[way] = "not enough memory"
         except RuntimeError as error:
             errors[way] = str(error).strip().splitlines()[0][:200]
-    times = max(1, min(_REPLAYED, _BETWEEN // max(nbytes, 1)))
+    times = max(1, min(_REPLAYED, BETWEEN // max(nbytes, 1)))
     replays = _replays(calls, times) if probes.device.type == "cuda" else {}
     timed = spread_interleaved({**probes.calls(), **calls}, budget=budget)
     replayed = spread_interleaved(replays, budget=budget)

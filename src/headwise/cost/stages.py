@@ -150,13 +150,8 @@ class Core:
         """FLOPs of four products, or of five where the scores are computed again."""
         qk_dim, v_dim = self._widths(kernel)
         if kernel != "unfused" and self.can_fuse:
-            return (
-                2
-                * call.batch
-                * self.heads
-                * call.pairs_within(self.most)
-                * (3 * as_size(qk_dim) + 2 * as_size(v_dim))
-            )
+            pairs = call.pairs_within(self.most)
+            return 2 * call.batch * self.heads * pairs * (3 * as_size(qk_dim) + 2 * as_size(v_dim))
         return 2 * self.forward_flops(call, kernel)
 
     def softmax_flops(self, call: Call) -> Size:

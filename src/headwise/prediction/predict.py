@@ -158,7 +158,7 @@ def check_context(model: ModelSpec, context: int) -> int:
 
 
 def _chunks(tokens: int) -> Iterator[tuple[int, int]]:
-    """The parts in which a prompt is read; of very long ones larger parts, whose work is the same."""
+    """The parts in which a prompt is read; beyond `_MOST_PARTS` larger ones, so that weights are read less often."""
     size = max(CHUNK, -(-tokens // _MOST_PARTS))
     for begin in range(0, tokens, size):
         yield begin, min(begin + size, tokens)

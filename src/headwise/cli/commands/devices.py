@@ -91,8 +91,7 @@ def _print_prediction(result: Prediction) -> None:
         f"capacity {largest} sequences of {step.total:,} tokens",
         f"         {longest} in each of {step.batch:,}",
     ]
-    if result.trained_context is not None and result.trained_context < step.total:
-        lines.append(f"note: the model was made for {result.trained_context:,} tokens")
+    lines += _beyond(result.trained_context, step.total)
     for line in lines:
         out.print(line, soft_wrap=True)
     out.print()
@@ -101,6 +100,12 @@ def _print_prediction(result: Prediction) -> None:
     link = f", {shares.link:.0%} of the link" if step.ranks > 1 else ""
     out.print(f"{'measured' if shares.is_measured else 'assumed'}: {shares.compute:.0%} of the peak,", end=" ")
     out.print(f"{shares.memory:.0%} of the bandwidth{link}, {shares.seconds * 1e6:.0f} µs")
+
+
+def _beyond(trained: int | None, context: int) -> list[str]:
+    """A note, where a context is longer than those that a model was made for."""
+    is_beyond = trained is not None and trained < context
+    return [f"note: the model was made for {trained:,} tokens"] if is_beyond else []
 
 
 def _table(result: Prediction) -> Table:
@@ -325,8 +330,7 @@ def _notes(result: Advice) -> list[str]:
     from headwise.prediction import Efficiency
 
     lines = []
-    if result.trained_context is not None and result.trained_context < result.question.step.total:
-        lines.append(f"note: the model was made for {result.trained_context:,} tokens")
+    lines += _beyond(result.trained_context, result.question.step.total)
     if result.best is not None and result.binding != "nothing":
         lines.append(f"{result.binding} decides: without that limit another way would be first")
     same = "with a quarter or four times the tokens or the sequences: the same"
