@@ -11,8 +11,9 @@ from headwise.documents import as_document
 from headwise.errors import ArgumentError
 from headwise.prediction.hardware import Device, device
 from headwise.prediction.memory import CHUNK, Memory, check_usable, largest_batch, longest_context, peak_memory
-from headwise.prediction.operators import MOST, Pass, known_body, operators
+from headwise.prediction.operators import MOST, Pass, operators
 from headwise.prediction.roofline import Efficiency, Timed, merged, seconds
+from headwise.prediction.work import known_body
 from headwise.specs import ModelSpec, read_spec
 from headwise.type_checks import typed
 
