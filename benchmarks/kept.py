@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import headwise
-from headwise.checkpoints.disk import write_whole
+from headwise.disk import write_whole
 from headwise.measurement.machine import machine
 
 

@@ -23,7 +23,7 @@ from benchmarks.shared import exam_windows, shared_fractions
 import headwise
 from benchmarks import data
 from headwise.checkpoints import open_checkpoint
-from headwise.checkpoints.disk import write_whole
+from headwise.disk import write_whole
 from headwise.evaluation import evaluate_choices, open_pair
 from headwise.texts import read_text
 from headwise.texts.calibration_texts import CalibrationTexts

@@ -15,11 +15,12 @@ import headwise
 PACKAGE = Path(headwise.__file__).parent
 
 ROOMS = (
-    ("errors", "progress", "documents", "renamed", "type_checks", "hub", "threads", "options"),
+    ("errors", "progress", "disk", "documents", "renamed", "type_checks", "hub", "threads", "options"),
     ("specs",),
     ("cost",),
     ("prediction",),
     ("advice",),
+    ("report",),
     ("kernels",),
     ("quantization",),
     ("attention",),

@@ -187,7 +187,7 @@ def test_a_run_that_ended_early_goes_on(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from headwise.checkpoints import disk
+from headwise import disk
 from tests.frontiers.test_run import climb
 
 left, own = int(sys.argv[1]), disk.replace

@@ -1,12 +1,13 @@
 """Advice: what to do with a model's cache on a device, and the rules of the guide that headwise began with."""
 
-from headwise.advice.advise import Advice, Option, Question, advise, advise_on, ranked
+from headwise.advice.advise import MOST_SEQUENCES, Advice, Option, Question, advise, advise_on, ranked
 from headwise.advice.candidates import AS_IT_IS, Candidate, candidates
 from headwise.advice.guide import Guidance, Needs, Rule, Thresholds, guide, kv_heads
-from headwise.advice.measured import Measured, read_measured
+from headwise.advice.measured import Measured, read_measured, read_points
 
 __all__ = [
     "AS_IT_IS",
+    "MOST_SEQUENCES",
     "Advice",
     "Candidate",
     "Guidance",
@@ -23,4 +24,5 @@ __all__ = [
     "kv_heads",
     "ranked",
     "read_measured",
+    "read_points",
 ]

@@ -66,16 +66,37 @@ def _points(source: Path, model: ModelSpec | None) -> list[Measured]:
         document = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise StorageError("measured", str(file), f"cannot be read: {error}") from None
-    listed = document.get("points") if isinstance(document, dict) else None
-    if not isinstance(listed, list):
+    if not isinstance(document, dict):
         raise CheckpointError(
-            "measured", str(file), "must be the frontier.json of headwise frontier: it has no points"
+            "measured", str(file), "must be the frontier.json of headwise frontier: it is no object"
         )
+    return list(read_points(document, model, name=str(file)).values())
+
+
+def read_points(
+    document: Mapping[str, Any], model: ModelSpec | None = None, *, name: str = "frontier"
+) -> dict[str, Measured]:
+    """The measurements of one frontier's JSON, by target.
+
+    For example ``read_points(headwise.frontier("smollm2-135m", "out", ...).to_dict())["mla:0.5"].loss``.
+
+    Args:
+        document: the JSON.
+        model: whose frontier it must be, as far as the label of its attention tells.
+        name: of the file that it was read from.
+
+    Raises:
+        CheckpointError: it is no frontier, or another model's.
+    """
+    listed = document.get("points")
+    if not isinstance(listed, list):
+        raise CheckpointError("measured", name, "must be the frontier.json of headwise frontier: it has no points")
     label = document.get("label")
     if model is not None and isinstance(label, str) and label and label != model.label:
         rule = f"must be this model's frontier: it measured {reprlib.repr(label)}, and the model has {model.label}"
-        raise CheckpointError("measured", str(file), rule)
-    return [_point(entry, str(file)) for entry in listed if not _is_variant(entry)]
+        raise CheckpointError("measured", name, rule)
+    points = (_point(entry, name) for entry in listed if not _is_variant(entry))
+    return {point.target: point for point in points}
 
 
 def _is_variant(entry: Any) -> bool:

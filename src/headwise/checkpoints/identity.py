@@ -8,7 +8,7 @@ import os
 from importlib.metadata import version
 
 from headwise.checkpoints.checkpoint import Checkpoint, dtype_name
-from headwise.checkpoints.disk import clearly
+from headwise.disk import clearly
 
 _STRIDE, _PAGE = 1 << 20, 4096
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path")

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
 
-from headwise.checkpoints.disk import clearly
 from headwise.checkpoints.unsafe import refuse_tokenizer_class
+from headwise.disk import clearly
 from headwise.errors import CheckpointError, HeadwiseError
 from headwise.specs import read_gguf_header
 

@@ -16,7 +16,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo, dtype_name
-from headwise.checkpoints.disk import (
+from headwise.checkpoints.folder import INDEX, SINGLE
+from headwise.checkpoints.safetensors_shards import ShardWriter, is_whole, split_into_shards
+from headwise.disk import (
     clearly,
     empty_folder,
     lock_folder,
@@ -26,8 +28,6 @@ from headwise.checkpoints.disk import (
     unlock,
     write_whole,
 )
-from headwise.checkpoints.folder import INDEX, SINGLE
-from headwise.checkpoints.safetensors_shards import ShardWriter, is_whole, split_into_shards
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
 
 MODEL = "config.json"

@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         frontier,
         generate,
         inspect,
+        report,
     )
 
     arguments = sys.argv[1:] if arguments is None else arguments

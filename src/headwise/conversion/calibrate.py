@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
-from headwise.checkpoints.disk import clearly, refuse_input_within
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import begin_streams, sensitivity_windows, traced
@@ -23,6 +22,7 @@ from headwise.conversion.solvers.statistics import statistics_of
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.cost.target import refuse_latent
+from headwise.disk import clearly, refuse_input_within
 from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.measurement import peak_rss_bytes
 from headwise.options import CalibrateOptions, takes_options

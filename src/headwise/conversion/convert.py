@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
-from headwise.checkpoints.disk import refuse_input_within
 from headwise.checkpoints.writer import MODEL
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, prove
@@ -26,6 +25,7 @@ from headwise.conversion.solvers.device import computing_on, own_device, peak_by
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
 from headwise.cost.target import Target, parse_target
+from headwise.disk import refuse_input_within
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from html import escape
 
 from headwise.documents import web_page
-from headwise.errors import MissingExtraError
 from headwise.frontiers.plot import figure, plot_end
 from headwise.frontiers.points import Frontier, Point, advice, last_name, name, ratio_text, short, shown, targets
-
-REPORT_PIP = "pip install 'headwise[report]'"
-"""The command that installs plotly."""
 
 _STYLE = """
 tr.faint td { color: color-mix(in srgb, CanvasText 50%, Canvas); }
@@ -22,16 +17,6 @@ tr.faint td { color: color-mix(in srgb, CanvasText 50%, Canvas); }
 .plotly .x2tick text, .plotly .annotation-text { fill: CanvasText !important; }
 .plotly .gridlayer path { stroke: color-mix(in srgb, CanvasText 13%, Canvas) !important; }
 """
-
-
-def refuse_no_plotly() -> None:
-    """Refuse a plot without plotly, before any work.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
-    """
-    if importlib.util.find_spec("plotly") is None:
-        raise MissingExtraError("plot", True, f"needs the plotly package: {REPORT_PIP}; or go without the plot")
 
 
 def tables(frontier: Frontier) -> list[list[tuple[str, ...]]]:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from headwise.checkpoints import Checkpoint, dtype_name, run_identity
-from headwise.checkpoints.disk import clearly, write_whole
 from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import Exam
+from headwise.disk import clearly, write_whole
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.evaluation.plain_cache import bfloat16_bytes
 from headwise.frontiers.candidate import Candidate

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import open_checkpoint, versions
-from headwise.checkpoints.disk import lock_folder, refuse_file, remove_locked, unlock
 from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, refuse_unexamined
+from headwise.disk import lock_folder, refuse_file, remove_locked, unlock
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
 from headwise.frontiers.candidate import Candidate
 from headwise.frontiers.ladder import list_candidates
-from headwise.frontiers.page import markdown, page, refuse_no_plotly
+from headwise.frontiers.page import markdown, page
 from headwise.frontiers.points import Frontier, collect
 from headwise.frontiers.results import RESULTS, Setting, result_of, write_file
 from headwise.hf import as_device, as_dtype
 from headwise.options import FrontierOptions, takes_options
 from headwise.progress import Progress, silent
+from headwise.report import refuse_no_plotly
 from headwise.texts import check_texts, named_texts, read_source, refuse_texts_within
 from headwise.type_checks import typed
 
@@ -56,7 +57,7 @@ def frontier(
         MissingExtraError: ``plot`` is set, and plotly is not installed.
     """
     if options.plot:
-        refuse_no_plotly()
+        refuse_no_plotly("plot", True)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     folder = Path(output)
     _refuse_output(folder)

@@ -5,21 +5,27 @@ from headwise.prediction.memory import Memory, largest_batch, longest_context, p
 from headwise.prediction.operators import MOST, Operator, Pass, operators
 from headwise.prediction.predict import Prediction, predict
 from headwise.prediction.roofline import Efficiency, Timed, merged, seconds
+from headwise.prediction.work import LayerWork, ModelWork, Reach, Work, model_work
 
 __all__ = [
     "MOST",
     "Device",
     "Efficiency",
+    "LayerWork",
     "Memory",
+    "ModelWork",
     "Operator",
     "Pass",
     "Prediction",
+    "Reach",
     "Timed",
+    "Work",
     "device",
     "devices",
     "largest_batch",
     "longest_context",
     "merged",
+    "model_work",
     "operators",
     "peak_memory",
     "predict",

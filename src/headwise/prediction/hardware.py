@@ -19,7 +19,8 @@ _MAY_HAVE = ("link_gb", "sparse_tflops", "source")
 _PEAKS = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8", "int8", "float4")
 _LEAST = 1e-6
 """The least number of any unit here; its inverse is the largest."""
-_ALIASES = {"float8_e4m3fn": "float8", "float8_e5m2": "float8"}
+DTYPE_NAMES = {"float8_e4m3fn": "float8", "float8_e5m2": "float8"}
+"""The names under which the peaks of dtypes stand, where they are others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Device:
             ArgumentError: the dtype is not known, or wider than all of the device's.
         """
         width = dtype_bytes(dtype)
-        name = _ALIASES.get(dtype.removeprefix("torch."), dtype.removeprefix("torch."))
+        name = DTYPE_NAMES.get(dtype.removeprefix("torch."), dtype.removeprefix("torch."))
         for candidate in (name, "bfloat16", "float16", "float32"):
             if candidate in self.peaks and (candidate == name or dtype_bytes(candidate) > width):
                 return self.peaks[candidate]

@@ -22,7 +22,8 @@ class Memory:
     Attributes:
         weights: of its share of the model.
         cache: of all sequences.
-        workspace: activations of the operator that needs most, in a decode step or while a prompt is read.
+        workspace: activations of the operator that needs most, in a decode step or while a prompt is read, of MLA in
+            the implementation that needs more for a prompt.
     """
 
     weights: int
@@ -42,7 +43,7 @@ def peak_memory(model: ModelSpec, forward: Pass) -> Memory:
 
     Args:
         model: with its body.
-        forward: the decode step; its ``new`` is not used.
+        forward: the decode step; its ``new`` and ``impl`` are not used.
 
     Raises:
         ArgumentError: see `operators`.
@@ -50,7 +51,10 @@ def peak_memory(model: ModelSpec, forward: Pass) -> Memory:
     """
     step = replace(forward, new=1)
     prompt = replace(forward, batch=1, new=min(CHUNK, forward.total))
-    workspace = max(_workspace(model, each) for each in (step, prompt))
+    # A step absorbs, whatever its length. A prompt may do either: which one is faster changes with the context, and
+    # memory that shrinks as a text grows would be no bound.
+    passes = (replace(step, impl="absorbed"), replace(prompt, impl="absorbed"), replace(prompt, impl="expanded"))
+    workspace = max(_workspace(model, each) for each in passes)
     return Memory(weights=weight_bytes(model, forward), cache=cache_bytes(model, forward), workspace=workspace)
 
 
@@ -103,17 +107,9 @@ def longest_context(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
 
 
 def _workspace(model: ModelSpec, forward: Pass) -> int:
-    """Activations of the largest operator, and the stream beside it.
-
-    Of MLA, the implementation that needs more: which one is faster changes with the context, and memory that shrinks
-    as a text grows would be no bound.
-    """
+    """Activations of the largest operator, and the stream beside it."""
     stream = forward.tokens * model.hidden_size * dtype_bytes(forward.dtype)
-    impls = ("expanded", "absorbed") if forward.impl == "auto" else (forward.impl,)
-    largest = max(
-        operator.activation_bytes for impl in impls for operator in operators(model, replace(forward, impl=impl))
-    )
-    return int(largest) + 2 * stream
+    return int(max(operator.activation_bytes for operator in operators(model, forward))) + 2 * stream
 
 
 def _largest(size: Callable[[int], int], available: int) -> int:

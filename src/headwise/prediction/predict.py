@@ -17,7 +17,7 @@ from headwise.prediction.work import known_body
 from headwise.specs import ModelSpec, read_spec
 from headwise.type_checks import typed
 
-_MOST_PARTS = 512
+MOST_PARTS = 512
 """Parts of a prompt that are added up one by one."""
 
 
@@ -159,7 +159,7 @@ def check_context(model: ModelSpec, context: int) -> int:
 
 
 def _chunks(tokens: int) -> Iterator[tuple[int, int]]:
-    """The parts in which a prompt is read; beyond `_MOST_PARTS` larger ones, so that weights are read less often."""
-    size = max(CHUNK, -(-tokens // _MOST_PARTS))
+    """The parts in which a prompt is read; beyond `MOST_PARTS` larger ones, so that weights are read less often."""
+    size = max(CHUNK, -(-tokens // MOST_PARTS))
     for begin in range(0, tokens, size):
         yield begin, min(begin + size, tokens)

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from headwise.checkpoints.disk import refuse_input_within
+from headwise.disk import refuse_input_within
 from headwise.errors import ArgumentError, MissingExtraError
 from headwise.texts.files import read_text
 

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
+from headwise.cli.pages import Html, refuse_no_page, write_page
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,7 +32,6 @@ Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="float32, bflo
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to run on.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; torch's own number when left out.", min=1, max=1024)]
 Quick = Annotated[bool, typer.Option("--quick", help="A smaller grid, in less than a minute.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a web page.")]
 
 
 @commands.command(epilog="Example: headwise bench decode --quick")
@@ -161,10 +161,7 @@ def generate(
 
 def _prepare(threads: int | None, html: Path | None) -> None:
     """Check that the page can be written, and set torch's threads."""
-    if html is not None:
-        from headwise.checkpoints.disk import refuse_no_file
-
-        refuse_no_file("html", html)
+    refuse_no_page(html)
     if threads is not None:
         import torch
 
@@ -179,12 +176,8 @@ def _show(report: Bench, html: Path | None, *, as_json: bool) -> None:
         _print(report)
     if html is not None:
         from headwise.bench import page
-        from headwise.checkpoints.disk import clearly, write_among_others
 
-        with clearly("html", html):
-            write_among_others(html, page(report, command).encode())
-        if not as_json:
-            out.print(f"wrote {escape(str(html))}")
+        write_page(html, page(report, command), is_silent=as_json)
 
 
 def _print(report: Bench) -> None:

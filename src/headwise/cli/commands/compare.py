@@ -18,6 +18,7 @@ from headwise.cli.app import (
     out,
     progress_bar,
 )
+from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
 
 
 @app.command(epilog="Example: headwise compare llama-3-8b --context 32768 --batch 4")
@@ -31,17 +32,25 @@ def compare(
         typer.Option(help="Compare each mechanism at the one size nearest the model's own cache or parameters."),
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Also time one layer of each, in float32.")] = False,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Compare the costs of mechanisms: cache, parameters, FLOPs, intensity. Reads only the config."""
     from headwise.cost import compare as compare_source
 
+    refuse_no_page(html)
     comparison = compare_source(source, context=context, batch=batch, dtype=dtype, match=match)
     if measure:
         from headwise.measurement import measure_comparison
 
         with progress_bar() as progress:
             comparison = measure_comparison(comparison, progress=progress)
+    if html is not None:
+        from headwise.specs import read_spec
+
+        model = read_spec(source)
+        question = first_question(model, context=context, batch=batch, dtype=dtype)
+        write_page(html, model_page(source, model, question, documents=[comparison.to_dict()]), is_silent=as_json)
     if as_json:
         emit(comparison.to_dict())
         return

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
+from headwise.cli.pages import Html, model_page, refuse_no_page, write_page
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -183,13 +184,14 @@ def advise(
             help="Where a word of the guide begins, such as long=4096; may be repeated.", rich_help_panel=_GUIDE
         ),
     ] = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Recommend a mechanism, a size and bits for a model's cache, or say that nothing should be changed."""
     if by_guide:
         from headwise.advice import Needs, guide
 
-        cost = {"hardware": hardware, "measured": measured, "max_quality_loss": max_quality_loss}
+        cost = {"hardware": hardware, "measured": measured, "max_quality_loss": max_quality_loss, "html": html}
         cost |= {"batch": None if batch == 1 else batch, "ranks": None if ranks == 1 else ranks}
         _refuse(cost, "goes without --guide")
         if source is None and heads is None:
@@ -239,7 +241,16 @@ def advise(
         max_quality_loss=max_quality_loss,
         usable=usable,
     )
+    refuse_no_page(html)
     result = advised(source, question, measured=measured or ())
+    if html is not None:
+        from headwise.advice import read_measured
+        from headwise.specs import read_spec
+
+        model = read_spec(source)
+        points = read_measured(measured or (), model)
+        page = model_page(source, model, question, measured=points, hardware_file=hardware_file)
+        write_page(html, page, is_silent=as_json)
     emit(result.to_dict()) if as_json else _print_advice(result)
 
 

@@ -10,6 +10,7 @@ import typer
 
 from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
 from headwise.cli.options import takes_options
+from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
 from headwise.cli.scores import SHOW
 from headwise.errors import ArgumentError, naming
 from headwise.options import (
@@ -55,14 +56,22 @@ class TaskOptions(TextOptions, ItemOptions, FactOptions):
 def evaluate(
     model: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
     options: TaskOptions,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Evaluate a model on text (perplexity, divergence, agreement, cache bytes, time a token) and on tasks."""
+    refuse_no_page(html)
     with progress_bar() as progress:
         results = _results(model, options, progress)
+    documents = {task: result.to_dict() for task, result in results.items()}
+    document = {"model": model, "against": options.against, **documents.pop("text", {}), **documents}
+    if html is not None:
+        from headwise.specs import read_spec
+
+        spec = read_spec(model)
+        write_page(html, model_page(model, spec, first_question(spec), documents=[document]), is_silent=as_json)
     if as_json:
-        documents = {task: result.to_dict() for task, result in results.items()}
-        emit({"model": model, "against": options.against, **documents.pop("text", {}), **documents})
+        emit(document)
         return
     for task, result in results.items():
         SHOW[task](result)

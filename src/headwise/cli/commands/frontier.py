@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
 from headwise.cli.options import takes_options
+from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
 from headwise.options import FrontierOptions
+
+if TYPE_CHECKING:
+    from headwise.frontiers.points import Frontier
 
 
 @app.command(epilog="Example: headwise frontier smollm2-135m --calibrate study.txt --evaluate exam.txt --output out")
@@ -18,15 +23,19 @@ def frontier(
     source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
     output: Annotated[str, typer.Option(metavar="DIR", help="For the table, the JSON and the plot.")],
     options: FrontierOptions,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Quantise the cache, convert, or both, at several sizes: quality against cache, as a table, JSON and a plot."""
+    refuse_no_page(html)
     with progress_bar() as progress:
         from headwise.frontiers import frontier as measure
         from headwise.frontiers.page import how, tables, title
         from headwise.frontiers.points import advice
 
         result = measure(source, output, options, progress=progress)
+    if html is not None:
+        _write_page(html, source, result, is_silent=as_json)
     if as_json:
         emit(result.to_dict())
         return
@@ -47,6 +56,17 @@ def frontier(
         out.print(f"note: {note}", markup=False)
     name = "methods" if options.methods else "frontier"
     out.print(f"{escape(output)}: {name}.json, {name}.md{f', {name}.html' if options.plot else ''}")
+
+
+def _write_page(html: Path, source: str, result: Frontier, *, is_silent: bool) -> None:
+    """Write the page of the model with what was measured of it."""
+    from headwise.advice import read_points
+    from headwise.specs import read_spec
+
+    model, document = read_spec(source), result.to_dict()
+    measured = {} if result.methods else read_points(document, model)
+    page = model_page(source, model, first_question(model), measured=measured, documents=[document])
+    write_page(html, page, is_silent=is_silent)
 
 
 def _without(row: tuple[str, ...], count: int) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from headwise.checkpoints.disk import clearly, write_whole
 from headwise.conversion.budget.allocation import allocate, coded_curve, curve, step_of
 from headwise.conversion.budget.coded_trials import EVEN_BITS, CodedTrials
 from headwise.conversion.budget.layer_trials import LayerLosses, LayerTrials
@@ -28,6 +27,7 @@ from headwise.conversion.solvers.device import CPU, computing_on
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.storage.layers import LayerFiles
+from headwise.disk import clearly, write_whole
 from headwise.errors import ArgumentError
 from headwise.processes import barrier, process_index
 from headwise.progress import Progress

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, dtype_name, model_identity, versions
-from headwise.checkpoints.disk import sync
 from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.methods import Evidence
@@ -33,6 +32,7 @@ from headwise.conversion.solvers.device import moved
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage.layers import LOST, LayerFiles
+from headwise.disk import sync
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.progress import Progress, silent
 from headwise.texts import text_identity

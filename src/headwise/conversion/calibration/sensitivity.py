@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from headwise.checkpoints.disk import clearly
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.solvers.device import CPU, moved, quick_products
 from headwise.conversion.storage.layers import LOST, LayerFiles
+from headwise.disk import clearly
 from headwise.errors import CheckpointError
 from headwise.hf import LayerwiseModel
 from headwise.processes import all_sum, barrier, my_windows, process_index

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from headwise.attention import RotaryEmbedding
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint
-from headwise.checkpoints.disk import refuse_input_within
 from headwise.conversion.output.latent_norm import LatentMap, with_norm
 from headwise.conversion.output.layout import tensors_of
 from headwise.conversion.output.padding import LatentSizes, padded_config, padded_layer
+from headwise.disk import refuse_input_within
 from headwise.errors import ArgumentError, SpecError
 from headwise.hf import as_dtype, check_complete, stock_config
 from headwise.progress import Progress, silent

@@ -19,9 +19,9 @@ from headwise.checkpoints import (
     open_checkpoint,
     tokenizer_fields,
 )
-from headwise.checkpoints.disk import clearly, refuse_no_file, replace
 from headwise.conversion.output.deepseek import deepseek_config, deepseek_tensors
 from headwise.conversion.output.layout import tensors_of
+from headwise.disk import clearly, refuse_no_file, replace
 from headwise.errors import ArgumentError, StorageError
 from headwise.hf import check_complete, expected_tensors, stock_config
 from headwise.progress import Progress, silent

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import dtype_name
-from headwise.checkpoints.disk import clearly
 from headwise.conversion.solvers.device import CPU, moved
+from headwise.disk import clearly
 from headwise.errors import CheckpointError
 from headwise.processes import all_sum, barrier, process_index
 

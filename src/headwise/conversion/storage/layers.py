@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from headwise.checkpoints.disk import clearly, write_whole
 from headwise.checkpoints.safetensors_shards import tensor_bytes
+from headwise.disk import clearly, write_whole
 
 _KEY = "headwise"
 LOST = "an earlier run's result is lost; the same command begins anew"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.checkpoints.disk import (
+from headwise.disk import (
     clearly,
     lock_folder,
     refuse_no_file,
@@ -23,7 +23,7 @@ from headwise.errors import ArgumentError, CheckpointError, StorageError
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from headwise.checkpoints.disk import lock_folder, remove_locked, unlock
+from headwise.disk import lock_folder, remove_locked, unlock
 
 folder = Path(sys.argv[1]) / "folder"
 

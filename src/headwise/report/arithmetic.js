@@ -1,0 +1,274 @@
+// The arithmetic of headwise's predictions, on the numbers that the page carries (see headwise.report.page_data).
+// Each function is that of the same name in headwise.prediction or headwise.advice; tests hold them to be equal.
+"use strict";
+
+const headwise = (() => {
+  const MOST = 2 ** 30;
+
+  // headwise.cost.stages.attended_pairs, causal
+  function attendedPairs(fresh, total, window) {
+    const first = total - fresh + 1;
+    if (window === null || window >= total) return Math.floor((fresh * (first + total)) / 2);
+    if (first >= window) return fresh * window;
+    const growing = window - first + 1;
+    return Math.floor((growing * (first + window)) / 2) + (fresh - growing) * window;
+  }
+
+  function counts(reach, batch, fresh, total) {
+    const kept = reach.window === null ? total : Math.min(total, fresh + reach.window - 1);
+    const pairs = reach.is_causal ? attendedPairs(fresh, total, reach.window) : fresh * kept;
+    let selected = pairs;
+    if (reach.most !== null && kept > reach.most) selected = Math.min(pairs, attendedPairs(fresh, kept, reach.most));
+    const read = reach.most === null ? kept : Math.min(kept, fresh * reach.most);
+    const numbers = { sequences: 1, new: fresh, total: kept, square: fresh * kept, pairs, selected, read };
+    for (const name of Object.keys(numbers)) numbers[name] *= batch;
+    return numbers;
+  }
+
+  function sum(numbers, found) {
+    let result = 0;
+    for (const [name, number] of Object.entries(numbers)) result += number * found[name];
+    return result;
+  }
+
+  const PLAIN = { is_causal: true, window: null, most: null };
+
+  function operator(work, pass, reach) {
+    const found = counts(reach, pass.batch, pass.fresh, pass.total);
+    let weights = work.weights;
+    if (work.experts !== null) {
+      const [stored, used, ranks] = work.experts;
+      weights *= (stored * (1 - (1 - used / stored) ** (pass.batch * pass.fresh))) / ranks;
+    }
+    return {
+      name: work.name,
+      part: work.part,
+      times: work.times,
+      formula: work.formula,
+      flops: sum(work.flops, found),
+      weightBytes: weights * pass.width,
+      cacheBytes: sum(work.cached, found) * pass.valueBytes + work.state * pass.batch * pass.width,
+      activationBytes: sum(work.moved, found) * pass.width,
+      linkBytes: sum(work.sent, found) * pass.width,
+    };
+  }
+
+  function memoryBytes(each) {
+    return each.weightBytes + each.cacheBytes + each.activationBytes;
+  }
+
+  // The implementation with the fewest FLOPs; the first of those with as few.
+  function chosen(impls, pass, reach) {
+    const names = Object.keys(impls);
+    if (names.length === 1) return names[0];
+    const found = counts(reach, 1, pass.fresh, pass.total);
+    let best = null;
+    let least = Infinity;
+    for (const name of names) {
+      const flops = impls[name].reduce((all, work) => all + sum(work.flops, found), 0);
+      if (flops < least) [best, least] = [name, flops];
+    }
+    return best;
+  }
+
+  // impl: null for the cheapest of each layer, or a name, for the layers that have it.
+  function operators(work, pass, impl = null) {
+    const found = work.body.map((each) => operator(each, pass, PLAIN));
+    for (const kind of work.layers) {
+      const impls = pass.fresh === 1 ? kind.step : kind.prompt;
+      const name = impl !== null && impl in impls ? impl : chosen(impls, pass, kind.reach);
+      for (const each of [...impls[name], ...kind.network]) found.push(operator(each, pass, kind.reach));
+    }
+    return found;
+  }
+
+  // A pass of `fresh` new tokens; bits of a cached value, or null for those of the dtype.
+  function passOf(data, question, bits, batch, fresh, total) {
+    const width = data.dtypes[question.dtype];
+    return { batch, fresh, total, width, valueBytes: bits === null ? width : bits / 8 };
+  }
+
+  function peak(data, device, dtype) {
+    const name = data.peak_names[dtype] ?? dtype;
+    for (const other of [name, "bfloat16", "float16", "float32"]) {
+      const isWider = data.dtypes[other] > data.dtypes[dtype];
+      if (other in device.peaks && (other === name || isWider)) return device.peaks[other];
+    }
+    return null;
+  }
+
+  function timed(data, device, dtype, works) {
+    const reached = data.efficiency;
+    const flopsPerSecond = peak(data, device, dtype) * reached.compute;
+    return works.map((each) => {
+      const link = each.linkBytes ? each.linkBytes / (device.link_bytes_per_second * reached.link) : 0;
+      const times = {
+        compute: each.flops / flopsPerSecond,
+        memory: memoryBytes(each) / (device.bytes_per_second * reached.memory),
+        link,
+        overhead: reached.seconds,
+      };
+      const bound = Object.keys(times).reduce((one, other) => (times[other] > times[one] ? other : one));
+      const longest = Math.max(times.compute, times.memory, times.link);
+      return { ...each, bound, seconds: each.times * (longest + reached.seconds) };
+    });
+  }
+
+  function total(operations) {
+    return operations.reduce((all, each) => all + each.seconds, 0);
+  }
+
+  function decodeSeconds(data, option, question, device, batch, context) {
+    const pass = passOf(data, question, bitsOf(option, question), batch, 1, context);
+    return total(timed(data, device, question.dtype, operators(option.work, pass)));
+  }
+
+  function prefillSeconds(data, option, question, device, context) {
+    const size = Math.max(data.chunk, Math.ceil(context / data.most_parts));
+    let seconds = 0;
+    for (let begin = 0; begin < context; begin += size) {
+      const end = Math.min(begin + size, context);
+      const pass = passOf(data, question, bitsOf(option, question), 1, end - begin, end);
+      seconds += total(timed(data, device, question.dtype, operators(option.work, pass)));
+    }
+    return seconds;
+  }
+
+  // Bits that the reader asks for hold where an option has none of its own.
+  function bitsOf(option, question) {
+    return option.cache_bits ?? question.bits;
+  }
+
+  function cacheBytes(data, option, question, batch, context) {
+    const pass = passOf(data, question, bitsOf(option, question), batch, 1, context);
+    let held = 0;
+    for (const kind of option.work.layers) {
+      const tokens = kind.reach.window === null ? context : Math.min(context, kind.reach.window);
+      held += kind.times * (Math.ceil(batch * tokens * kind.values * pass.valueBytes) + batch * kind.state * pass.width);
+    }
+    return held;
+  }
+
+  function workspace(data, option, question, impl, batch, fresh, context) {
+    const pass = passOf(data, question, bitsOf(option, question), batch, fresh, context);
+    const moved = operators(option.work, pass, impl).map((each) => each.activationBytes);
+    return Math.floor(Math.max(...moved)) + 2 * batch * fresh * option.work.hidden_size * pass.width;
+  }
+
+  function peakMemory(data, option, question, batch, context) {
+    const fresh = Math.min(data.chunk, context);
+    const memory = {
+      weights: option.weights * data.dtypes[question.dtype],
+      cache: cacheBytes(data, option, question, batch, context),
+      workspace: Math.max(
+        workspace(data, option, question, "absorbed", batch, 1, context),
+        workspace(data, option, question, "absorbed", 1, fresh, context),
+        workspace(data, option, question, "expanded", 1, fresh, context),
+      ),
+    };
+    return { ...memory, total: memory.weights + memory.cache + memory.workspace };
+  }
+
+  // The largest number up to MOST whose size is available.
+  function largest(size, available) {
+    if (size(1) > available) return 0;
+    let [low, high] = [1, MOST];
+    if (size(high) <= available) return MOST;
+    while (high - low > 1) {
+      const middle = Math.floor((low + high) / 2);
+      if (size(middle) <= available) low = middle;
+      else high = middle;
+    }
+    return low;
+  }
+
+  function largestBatch(data, option, question, available) {
+    return largest((batch) => peakMemory(data, option, question, batch, question.context).total, available);
+  }
+
+  function longestContext(data, option, question, available) {
+    return largest((context) => peakMemory(data, option, question, question.batch, context).total, available);
+  }
+
+  function usable(question, device) {
+    return Math.floor(device.memory_bytes * question.usable);
+  }
+
+  function refusal(memory, loss, question, available) {
+    if (memory > available) return "does not fit";
+    if (question.max_quality_loss === null) return null;
+    if (loss === null) return "not measured";
+    return loss > question.max_quality_loss ? "loses too much" : null;
+  }
+
+  // A measured loss, null where nothing was measured, Infinity where the model diverged.
+  function lossOf(option, question) {
+    // Bits that the reader asks for are another cache than the one that was measured, or than the original.
+    if (option.cache_bits === null && question.bits !== null && question.bits < 8 * option.dtype_bytes) return null;
+    return option.diverged ? Infinity : option.loss;
+  }
+
+  function evaluated(data, option, question) {
+    const device = data.devices[question.hardware];
+    const available = usable(question, device);
+    const memory = peakMemory(data, option, question, question.batch, question.context);
+    const fitting = largestBatch(data, option, question, available);
+    const many = Math.min(fitting, data.most_sequences);
+    const seconds = decodeSeconds(data, option, question, device, question.batch, question.context);
+    const loss = lossOf({ ...option, dtype_bytes: data.dtypes[question.dtype] }, question);
+    return {
+      option,
+      memory,
+      loss,
+      target: option.target,
+      cacheBytesPerToken: memory.cache / (question.batch * question.context),
+      decodeSeconds: seconds,
+      largestBatch: fitting,
+      tokensPerSecond: many === 0 ? 0 : many / decodeSeconds(data, option, question, device, many, question.context),
+      refused: refusal(memory.total, loss, question, available),
+    };
+  }
+
+  function score(each, first, goal) {
+    if (goal === "latency") return each.decodeSeconds;
+    if (goal === "throughput") return each.tokensPerSecond ? 1 / each.tokensPerSecond : Infinity;
+    if (goal === "memory") return each.cacheBytesPerToken;
+    return ((each.decodeSeconds / first.decodeSeconds) * each.cacheBytesPerToken) / first.cacheBytesPerToken;
+  }
+
+  function dominates(one, other) {
+    if (one.target === other.target || one.loss === null) return false;
+    const pairs = [
+      [one.decodeSeconds, other.decodeSeconds],
+      [one.cacheBytesPerToken, other.cacheBytesPerToken],
+      [one.loss, other.loss ?? 0],
+    ];
+    return pairs.every(([ours, its]) => ours <= its) && pairs.some(([ours, its]) => ours < its);
+  }
+
+  // All options, those that may be recommended first, by the goal.
+  function ranked(data, question) {
+    const found = data.options.map((option) => evaluated(data, option, question));
+    const allowed = found.filter((each) => each.refused === null);
+    const first = found[0];
+    for (const each of found) {
+      each.isDominated = allowed.some((other) => dominates(other, each));
+      each.score = score(each, first, question.goal);
+    }
+    // Sorting keeps the order of equals: candidates are listed from nothing on.
+    return found.sort(
+      (one, other) => (one.refused !== null) - (other.refused !== null) || compare(one.score, other.score),
+    );
+  }
+
+  function compare(one, other) {
+    return one < other ? -1 : one > other ? 1 : 0;
+  }
+
+  return {
+    counts, operators, passOf, peak, timed, total, memoryBytes, decodeSeconds, prefillSeconds, cacheBytes,
+    peakMemory, largestBatch, longestContext, usable, evaluated, ranked, bitsOf,
+  };
+})();
+
+if (typeof module !== "undefined") module.exports = headwise;

@@ -1,0 +1,429 @@
+// The controls, tables and plots of a model's page. All numbers come from arithmetic.js and the data of the page.
+"use strict";
+
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const question = { ...data.question };
+  let shown = null; // the target whose operators are listed; the recommended one when null
+  const byId = (id) => document.getElementById(id);
+
+  // ---- numbers as people read them ----
+
+  const format = (value, digits = 1) =>
+    value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+
+  function scaled(value, step, units, digits = 1) {
+    let index = 0;
+    while (Math.abs(value) >= step && index < units.length - 1) [value, index] = [value / step, index + 1];
+    return `${format(value, index ? digits : 0)} ${units[index]}`.trim();
+  }
+
+  const bytesText = (value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
+  const countText = (value) => scaled(value, 1000, ["", "K", "M", "G", "T", "P", "E"]);
+  const whole = (value) => Math.round(value).toLocaleString("en");
+  const secondsText = (value) => (value < 1 ? `${format(value * 1e3, 2)} ms` : `${format(value, 2)} s`);
+  const countOrAny = (value) => (value >= 2 ** 30 ? "any number" : whole(value));
+
+  function lossText(loss) {
+    if (loss === null) return "not measured";
+    return Number.isFinite(loss) ? `×${format(1 + loss, 3)}` : "diverged";
+  }
+
+  // ---- elements: text is always set as text ----
+
+  function element(tag, text = "", attributes = {}) {
+    const made = document.createElement(tag);
+    made.textContent = text;
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    return made;
+  }
+
+  function fill(table, heading, rows) {
+    const head = element("thead");
+    const line = element("tr");
+    for (const text of heading) line.append(element("th", text, { scope: "col" }));
+    head.append(line);
+    const body = element("tbody");
+    for (const row of rows) body.append(row);
+    table.replaceChildren(head, body);
+  }
+
+  function rowOf(cells, attributes = {}) {
+    const row = element("tr", "", attributes);
+    for (const cell of cells) row.append(cell instanceof Node ? cell : element("td", cell));
+    return row;
+  }
+
+  // ---- controls ----
+
+  // A slider of octaves, four steps each, and a field for exact numbers.
+  function octaves(name, most) {
+    const [slider, field] = [byId(`${name}-slider`), byId(name)];
+    slider.max = Math.floor(4 * Math.log2(most));
+    field.max = most;
+    const show = () => {
+      slider.value = Math.round(4 * Math.log2(question[name]));
+      field.value = question[name];
+      slider.setAttribute("aria-valuetext", whole(question[name]));
+    };
+    slider.addEventListener("input", () => {
+      question[name] = Math.min(most, Math.max(1, Math.round(2 ** (slider.value / 4))));
+      show();
+      later();
+    });
+    field.addEventListener("input", () => {
+      const value = Number(field.value);
+      const isRight = Number.isInteger(value) && value >= 1 && value <= most;
+      field.setCustomValidity(isRight ? "" : `a whole number from 1 to ${whole(most)}`);
+      if (!isRight) return;
+      question[name] = value;
+      slider.value = Math.round(4 * Math.log2(value));
+      later();
+    });
+    show();
+  }
+
+  function choice(name, choices, labels = {}) {
+    const select = byId(name);
+    for (const value of choices) select.append(element("option", labels[value] ?? value, { value }));
+    select.value = question[name];
+    select.addEventListener("change", () => {
+      question[name] = select.value;
+      if (name === "dtype") showBits();
+      later();
+    });
+  }
+
+  function showBits() {
+    const widest = 8 * data.dtypes[question.dtype];
+    const slider = byId("bits");
+    slider.max = widest;
+    if (question.bits !== null && question.bits >= widest) question.bits = null;
+    slider.value = question.bits ?? widest;
+    byId("bits-text").textContent = question.bits === null ? `${widest} (the dtype's)` : `${question.bits}`;
+    slider.setAttribute("aria-valuetext", byId("bits-text").textContent);
+  }
+
+  function start() {
+    octaves("context", Math.min(data.most_context ?? 2 ** 21, 2 ** 21));
+    octaves("batch", 4096);
+    choice("dtype", data.choices);
+    choice("goal", ["balanced", "latency", "throughput", "memory"]);
+    choice("hardware", Object.keys(data.devices), Object.fromEntries(
+      Object.entries(data.devices).map(([name, device]) => [name, device.label]),
+    ));
+    byId("bits").addEventListener("input", () => {
+      const value = Number(byId("bits").value);
+      question.bits = value >= 8 * data.dtypes[question.dtype] ? null : value;
+      showBits();
+      later();
+    });
+    showBits();
+    const loss = byId("max_quality_loss");
+    loss.value = question.max_quality_loss === null ? "" : 100 * question.max_quality_loss;
+    loss.addEventListener("input", () => {
+      question.max_quality_loss = loss.value === "" ? null : Math.max(0, Number(loss.value) / 100);
+      later();
+    });
+    byId("pass").addEventListener("change", () => update());
+    byId("shown").addEventListener("change", () => {
+      shown = byId("shown").value || null;
+      update();
+    });
+    byId("json").addEventListener("click", () => save("json", JSON.stringify(documentOf(update()), null, 2)));
+    byId("csv").addEventListener("click", () => save("csv", table(update())));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => update());
+    addEventListener("beforeprint", () => update());
+    update();
+  }
+
+  let waiting = null;
+
+  function later() {
+    if (waiting === null) waiting = requestAnimationFrame(() => update());
+  }
+
+  // ---- the page ----
+
+  function update() {
+    if (waiting !== null) cancelAnimationFrame(waiting);
+    waiting = null;
+    const found = headwise.ranked(data, question);
+    const best = found[0].refused === null ? found[0] : null;
+    const listed = found.find((each) => each.target === shown) ?? best ?? found[0];
+    showVerdict(found, best);
+    showOptions(found, best, listed);
+    showOperators(found, listed);
+    showPlots(found, best, listed);
+    return found;
+  }
+
+  function verdictText(found, best) {
+    if (best === null) {
+      const reasons = new Map();
+      for (const each of found) reasons.set(each.refused, (reasons.get(each.refused) ?? 0) + 1);
+      const listed = [...reasons].map(([reason, count]) => `${reason}: ${count}`).join(", ");
+      return `Nothing can be recommended (${listed}).`;
+    }
+    if (best.target === data.options[0].target) return "Change nothing.";
+    const isMeasured = best.loss !== null;
+    const cost = isMeasured ? `perplexity ${lossText(best.loss)}, measured` : "what it loses is not measured";
+    const share = format((100 * best.cacheBytesPerToken) / original(found).cacheBytesPerToken, 0);
+    const how = best.option.convert_to === null
+      ? `keep the model, and store its cache as ${best.target}`
+      : `headwise convert ${best.option.convert_to}`;
+    return `${isMeasured ? "Do this" : "By cost alone"}: ${how}. The cache takes ${share} % of the original's bytes; ${cost}.`;
+  }
+
+  const original = (found) => found.find((each) => each.target === data.options[0].target);
+
+  function showVerdict(found, best) {
+    byId("verdict").textContent = verdictText(found, best);
+    const device = data.devices[question.hardware];
+    const many = data.ranks > 1 ? `${data.ranks} × ` : "";
+    const notes = [
+      `${whole(question.batch)} × ${whole(question.context)} tokens on ${many}${device.label}`,
+      `${bytesText(headwise.usable(question, device))} of memory may be used`,
+      `goal: ${question.goal}`,
+    ];
+    if (data.trained_context !== null && data.trained_context < question.context) {
+      notes.push(`the model was made for ${whole(data.trained_context)} tokens`);
+    }
+    byId("limits").textContent = `${notes.join("; ")}.`;
+  }
+
+  const HEADING = ["", "KiB / token", "step", "tok/s", "fit", "memory", "weights", "perplexity"];
+
+  function cellsOf(each) {
+    return [
+      format(each.cacheBytesPerToken / 1024),
+      secondsText(each.decodeSeconds),
+      whole(each.tokensPerSecond),
+      countOrAny(each.largestBatch),
+      bytesText(each.memory.total),
+      countText(each.option.parameters),
+      each.refused === null ? lossText(each.loss) : `${lossText(each.loss)}; ${each.refused}`,
+    ];
+  }
+
+  function showOptions(found, best, listed) {
+    const rows = found.map((each) => {
+      const name = element("th", "", { scope: "row" });
+      const button = element("button", each.target, { type: "button", title: each.option.label });
+      button.addEventListener("click", () => {
+        shown = each.target;
+        update();
+      });
+      name.append(each === best ? "→ " : "", button, each.option.is_first_size ? " ~" : "");
+      const kinds = [each === best && "best", each.isDominated && "faint", each.refused !== null && "refused"];
+      if (each === listed) kinds.push("listed");
+      return rowOf([name, ...cellsOf(each)], { class: kinds.filter(Boolean).join(" "), "data-target": each.target });
+    });
+    fill(byId("options"), HEADING, rows);
+  }
+
+  function passOf(each) {
+    const bits = headwise.bitsOf(each.option, question);
+    if (byId("pass").value === "decode") {
+      return headwise.passOf(data, question, bits, question.batch, 1, question.context);
+    }
+    const fresh = Math.min(data.chunk, question.context);
+    return headwise.passOf(data, question, bits, 1, fresh, question.context);
+  }
+
+  function operatorsOf(each) {
+    const device = data.devices[question.hardware];
+    const work = headwise.operators(each.option.work, passOf(each));
+    return headwise.timed(data, device, question.dtype, work).sort((one, other) => other.seconds - one.seconds);
+  }
+
+  function showOperators(found, listed) {
+    const select = byId("shown");
+    select.replaceChildren(...data.options.map((each) => element("option", each.target, { value: each.target })));
+    select.value = listed.target;
+    const operations = operatorsOf(listed);
+    const all = headwise.total(operations);
+    const rows = operations.map((each) => rowOf([
+      element("th", each.name, { scope: "row" }),
+      whole(each.times),
+      secondsText(each.seconds),
+      `${format((100 * each.seconds) / all, 0)} %`,
+      each.bound,
+      countText(each.times * each.flops),
+      bytesText(each.times * (headwise.memoryBytes(each) + each.linkBytes)),
+      each.formula,
+    ]));
+    fill(byId("operators"), ["", "times", "predicted", "share", "bound", "FLOPs", "bytes", "FLOPs of one"], rows);
+    const device = data.devices[question.hardware];
+    const prompt = headwise.prefillSeconds(data, listed.option, question, device, question.context);
+    byId("sums").textContent =
+      `${listed.target} (${listed.option.label}): a step ${secondsText(listed.decodeSeconds)}, ` +
+      `a prompt of ${whole(question.context)} tokens ${secondsText(prompt)}.`;
+  }
+
+  // ---- plots ----
+
+  const { COLOURS, plain, draw, ROOM } = plots;
+
+  function showPlots(found, best, listed) {
+    if (typeof Plotly === "undefined") return;
+    plotMemory(found);
+    plotQuality(found, best);
+    plotLatency(found, best, listed);
+    plotRoofline(listed);
+  }
+
+  function plotMemory(found) {
+    const device = data.devices[question.hardware];
+    const names = found.map((each) => plain(each.target));
+    const traces = ["weights", "cache", "workspace"].map((part, index) => ({
+      type: "bar",
+      orientation: "h",
+      name: part,
+      y: names,
+      x: found.map((each) => each.memory[part] / 2 ** 30),
+      marker: { color: COLOURS[index] },
+      hovertemplate: `%{y}: ${part} %{x:.3~g} GiB<extra></extra>`,
+    }));
+    const limits = [headwise.usable(question, device), device.memory_bytes].map((bytes, index) => ({
+      type: "line", x0: bytes / 2 ** 30, x1: bytes / 2 ** 30, y0: 0, y1: 1, yref: "paper",
+      line: { width: 1.5, dash: index ? "solid" : "dot", color: "#8b919b" },
+    }));
+    draw("memory-plot", traces, {
+      ...ROOM, barmode: "stack", shapes: limits, margin: { l: 96, r: 12, t: 36, b: 44 }, yaxis: { autorange: "reversed", dtick: 1 },
+      xaxis: { title: { text: "GiB on one device" } }, height: 90 + 17 * found.length,
+    });
+  }
+
+  function plotQuality(found, best) {
+    const measured = found.filter((each) => each.loss !== null && Number.isFinite(each.loss));
+    byId("quality-note").hidden = measured.length > 1;
+    byId("quality-plot").hidden = measured.length < 2;
+    if (measured.length < 2) return;
+    const least = 5e-4; // what loses less is drawn as if it lost this, because the axis is logarithmic
+    draw("quality-plot", [{
+      type: "scatter",
+      mode: "markers+text",
+      x: measured.map((each) => each.cacheBytesPerToken / 1024),
+      y: measured.map((each) => Math.max(each.loss, least)),
+      text: measured.map((each) => plain(each.target)),
+      textposition: "top center",
+      textfont: { size: 10 },
+      marker: { size: 9, color: measured.map((each) => (each === best ? COLOURS[1] : COLOURS[0])),
+        opacity: measured.map((each) => (each.isDominated ? 0.4 : 1)) },
+      customdata: measured.map((each) => lossText(each.loss)),
+      hovertemplate: "%{text}: %{x:.1f} KiB a token, perplexity %{customdata}<extra></extra>",
+    }], {
+      xaxis: { title: { text: "cache, KiB a token" }, rangemode: "tozero" },
+      yaxis: { title: { text: "measured loss (perplexity ratio − 1)" }, type: "log", exponentformat: "none" },
+    });
+  }
+
+  function plotLatency(found, best, listed) {
+    const device = data.devices[question.hardware];
+    const most = Math.min(data.most_context ?? 2 ** 20, Math.max(2 ** 17, 2 * question.context));
+    const contexts = [];
+    for (let tokens = 128; tokens < most; tokens *= 2) contexts.push(tokens);
+    contexts.push(most);
+    const chosen = new Set([original(found), best ?? found[0], listed]);
+    for (const each of found) if (chosen.size < 7 && !each.isDominated) chosen.add(each);
+    const traces = [...chosen].map((each, index) => ({
+      type: "scatter",
+      mode: "lines",
+      name: plain(each.target),
+      x: contexts,
+      y: contexts.map((tokens) =>
+        1e3 * headwise.decodeSeconds(data, each.option, question, device, question.batch, tokens)),
+      line: { color: COLOURS[index % COLOURS.length], width: each === best ? 3 : 1.5 },
+      hovertemplate: `${plain(each.target)}: %{x:,} tokens, %{y:.3~g} ms<extra></extra>`,
+    }));
+    draw("latency-plot", traces, {
+      ...ROOM,
+      xaxis: { title: { text: "tokens of each sequence" }, type: "log", dtick: 1 },
+      yaxis: { title: { text: "a decode step, ms (predicted)" }, type: "log" },
+      shapes: [{ type: "line", x0: question.context, x1: question.context, y0: 0, y1: 1, yref: "paper",
+        line: { width: 1, dash: "dot", color: "#8b919b" } }],
+    });
+  }
+
+  function plotRoofline(listed) {
+    const device = data.devices[question.hardware];
+    const peak = headwise.peak(data, device, question.dtype);
+    const points = operatorsOf(listed).filter((each) => each.flops > 0);
+    const ridge = peak / device.bytes_per_second;
+    const [low, high] = [Math.min(0.1, ridge / 100), Math.max(1e4, ridge * 10)];
+    const ceiling = (share, bandwidth, dash, name) => ({
+      type: "scatter", mode: "lines", name, hoverinfo: "skip", line: { color: "#8b919b", width: 1.5, dash },
+      x: [low, (share * ridge) / bandwidth, high],
+      y: [low * device.bytes_per_second * bandwidth, peak * share, peak * share],
+    });
+    draw("roofline-plot", [
+      ceiling(1, 1, "solid", "dense peak and bandwidth"),
+      ceiling(data.efficiency.compute, data.efficiency.memory, "dot", "the shares that are assumed"),
+      {
+        type: "scatter",
+        mode: "markers+text",
+        name: "operators, predicted",
+        x: points.map((each) => each.flops / headwise.memoryBytes(each)),
+        y: points.map((each) => (each.times * each.flops) / each.seconds),
+        text: points.map((each, index) => (index < 4 ? plain(each.name) : "")),
+        customdata: points.map((each) => plain(each.name)),
+        textposition: points.map((each, index) => ["top center", "bottom right", "top left", "bottom center"][index % 4]),
+        textfont: { size: 10 },
+        marker: { size: 8, color: COLOURS[0] },
+        hovertemplate: "%{customdata}: %{x:.3~g} FLOPs a byte, %{y:.3~s}FLOP/s<extra></extra>",
+      },
+    ], {
+      ...ROOM,
+      xaxis: { title: { text: "FLOPs a byte" }, type: "log", exponentformat: "power", dtick: 1 },
+      yaxis: { title: { text: "FLOP/s" }, type: "log", exponentformat: "SI" },
+    });
+  }
+
+  // ---- downloads ----
+
+  function recordOf(each) {
+    return {
+      target: each.target,
+      label: each.option.label,
+      convert_to: each.option.convert_to,
+      cache_bytes_per_token: each.cacheBytesPerToken,
+      decode_seconds: each.decodeSeconds,
+      tokens_per_second: each.tokensPerSecond,
+      largest_batch: each.largestBatch,
+      memory_bytes: each.memory.total,
+      parameters: each.option.parameters,
+      loss: each.loss !== null && Number.isFinite(each.loss) ? each.loss : null,
+      refused: each.refused,
+      is_dominated: each.isDominated,
+    };
+  }
+
+  function documentOf(found) {
+    return { source: data.source, label: data.label, ranks: data.ranks, question, options: found.map(recordOf) };
+  }
+
+  function table(found) {
+    const records = found.map(recordOf);
+    const cell = (value) => {
+      const text = value === null ? "" : String(value);
+      // A spreadsheet takes a text that begins so for a formula.
+      const safe = typeof value === "string" && /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
+      return /[",\r\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
+    };
+    const names = Object.keys(records[0]);
+    return [names.join(","), ...records.map((each) => names.map((name) => cell(each[name])).join(","))].join("\r\n");
+  }
+
+  function save(kind, text) {
+    const type = kind === "json" ? "application/json" : "text/csv;charset=utf-8";
+    const address = URL.createObjectURL(new Blob([text], { type }));
+    const link = element("a", "", { href: address, download: `headwise-options.${kind}` });
+    document.body.append(link);
+    link.click();
+    link.remove();
+    setTimeout(() => URL.revokeObjectURL(address), 1000);
+  }
+
+  start();
+})();

@@ -1,0 +1,132 @@
+"""What a report's page computes with: every option's operators, the devices and the question, as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from headwise.advice import MOST_SEQUENCES, Candidate, Measured, Question, candidates
+from headwise.cost.layer import DTYPE_BYTES
+from headwise.cost.model import weights
+from headwise.documents import as_document
+from headwise.errors import ArgumentError
+from headwise.prediction import Device, Efficiency, LayerWork, ModelWork, Pass, Work, devices, model_work
+from headwise.prediction.hardware import DTYPE_NAMES
+from headwise.prediction.memory import CHUNK, weight_bytes
+from headwise.prediction.predict import MOST_PARTS, check_context
+from headwise.specs import ModelSpec
+
+_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
+"""What a reader may choose: every device computes them, or something wider."""
+
+_CHOSEN = ("expanded", "absorbed", "direct", "projections")
+"""The implementations that are ever chosen."""
+
+
+def page_data(
+    model: ModelSpec,
+    question: Question,
+    measured: Mapping[str, Measured],
+    *,
+    source: str = "model",
+    hardware: Mapping[str, Device] | None = None,
+) -> dict[str, Any]:
+    """Everything that the page of a model needs, as JSON-able values.
+
+    For example ``page_data(read_spec("llama-3-8b"), question, {})["options"][0]["target"]`` is ``"as it is"``.
+
+    Args:
+        model: with its body.
+        question: that the page begins with.
+        measured: quality, by target.
+        source: the name of the model.
+        hardware: devices that a reader may choose, besides the question's; the catalog's when None.
+
+    Raises:
+        HeadwiseError: a number is impossible, or the heads cannot be shared out.
+    """
+    step = question.step
+    positions = check_context(model, step.total)
+    chosen = question.hardware
+    found = {chosen.name: chosen, **(devices() if hardware is None else hardware)} | {chosen.name: chosen}
+    joined = {name: each for name, each in found.items() if step.ranks == 1 or each.link_bytes_per_second}
+    options = []
+    for index, candidate in enumerate(candidates(model, measured)):
+        try:
+            options.append(_option(candidate, measured.get(candidate.target), step))
+        except ArgumentError:  # its heads cannot be shared out among the devices
+            if index == 0:  # the model itself
+                raise
+    return {
+        "source": source,
+        "label": model.label,
+        "question": {
+            "hardware": chosen.name,
+            "context": step.total,
+            "batch": step.batch,
+            "dtype": step.dtype.removeprefix("torch."),
+            "bits": step.cache_bits,
+            "goal": question.goal,
+            "max_quality_loss": question.max_quality_loss,
+            "usable": question.usable,
+        },
+        "ranks": step.ranks,
+        "most_context": positions or None,
+        "trained_context": model.max_position_embeddings,
+        "choices": list(dict.fromkeys((step.dtype.removeprefix("torch."), *_DTYPES))),
+        "dtypes": {**DTYPE_BYTES, "float8": 1},
+        "peak_names": DTYPE_NAMES,
+        "devices": {name: _device(each) for name, each in joined.items()},
+        "efficiency": as_document(Efficiency()),
+        "chunk": CHUNK,
+        "most_parts": MOST_PARTS,
+        "most_sequences": MOST_SEQUENCES,
+        "options": options,
+    }
+
+
+def _device(device: Device) -> dict[str, Any]:
+    names = ("label", "memory_bytes", "bytes_per_second", "link_bytes_per_second", "source")
+    return {"peaks": dict(device.peaks), **{name: getattr(device, name) for name in names}}
+
+
+def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict[str, Any]:
+    model = candidate.model
+    loss = 0.0 if candidate.is_exact else None if measured is None else measured.loss
+    return {
+        "target": candidate.target,
+        "label": model.label,
+        "convert_to": candidate.convert_to,
+        "is_first_size": candidate.is_first_size,
+        "cache_bits": candidate.cache_bits,
+        "parameters": weights(model).total,
+        "weights": weight_bytes(model, Pass(dtype="int8", ranks=step.ranks)),
+        "loss": None if loss is None or math.isinf(loss) else loss,
+        "diverged": loss is not None and math.isinf(loss),
+        "kl": None if measured is None else measured.kl,
+        "work": {"hidden_size": model.hidden_size, **_model(model_work(model, step.ranks))},
+    }
+
+
+def _model(work: ModelWork) -> dict[str, Any]:
+    return {"layers": [_layer(kind) for kind in work.layers], "body": [_work(each) for each in work.body]}
+
+
+def _layer(kind: LayerWork) -> dict[str, Any]:
+    # What is chosen among implementations of as many FLOPs is what a pass of one token chooses.
+    first = kind.impl("auto", 1, 1)
+    names = sorted((name for name in kind.step if name in _CHOSEN), key=lambda name: name != first)
+    return {
+        "times": kind.times,
+        "reach": as_document(kind.reach),
+        "step": {name: [_work(each) for each in kind.step[name]] for name in names},
+        "prompt": {name: [_work(each) for each in kind.prompt[name]] for name in names},
+        "network": [_work(each) for each in kind.network],
+        "values": kind.values,
+        "state": kind.state,
+    }
+
+
+def _work(work: Work) -> dict[str, Any]:
+    return as_document(work)

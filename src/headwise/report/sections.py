@@ -1,0 +1,336 @@
+"""Sections of a page below the model: tables and plots of results, from the JSON that headwise's commands print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import PurePath
+from typing import Any
+
+from headwise.errors import CheckpointError
+
+Row = tuple[str, ...]
+
+_COLOURS = ("#3f7fd9", "#d98218", "#c2487f", "#2f9e76", "#8a63d2", "#7a8a2a")
+_GREY = "#8b919b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One result.
+
+    Attributes:
+        title: of the section.
+        heading: of the table's columns; the first is a name, the others are numbers.
+        rows: of the table.
+        notes: below it, in sentences.
+        figure: a plot, as plotly's JSON.
+    """
+
+    title: str
+    heading: Row
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+    figure: Mapping[str, Any] | None = field(default=None)
+
+
+def html(section: Section) -> str:
+    """A section as HTML, without its plot.
+
+    For example ``html(Section(title="A", heading=("", "ms"), rows=[("b", "1")]))``.
+    """
+    heading = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in section.heading)
+    rows = "\n".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in section.rows
+    )
+    notes = "".join(f'<p class="small">{escape(note)}</p>' for note in section.notes)
+    return (
+        f'<h2>{escape(section.title)}</h2>\n<div class="wide"><table><thead><tr>{heading}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>\n{notes}"
+    )
+
+
+def sections(document: Mapping[str, Any], *, name: str = "result") -> list[Section]:
+    """The sections of one document that a command of headwise printed with ``--json``, or that a frontier kept.
+
+    For example ``sections(headwise.compare("llama-3-8b").to_dict())[0].title``.
+
+    Args:
+        document: of ``compare``, ``evaluate``, ``bench``, ``convert`` or ``frontier``.
+        name: the file that it was read from.
+
+    Returns:
+        None, where it is none of these.
+
+    Raises:
+        CheckpointError: it seems to be one of these, and lacks something.
+    """
+    try:
+        return [section for is_one, made in _KINDS if is_one(document) for section in made(document)]
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        rule = f"must be a document that headwise printed with --json: {type(error).__name__} {error}"
+        raise CheckpointError("report", name, rule) from None
+
+
+def _number(value: Any, style: str = ",.3f") -> str:
+    """A number that was measured; a dash where none was."""
+    if value is None:
+        return "–"
+    number = float(value)
+    return format(number, style) if math.isfinite(number) else "diverged"
+
+
+def _is_comparison(document: Mapping[str, Any]) -> bool:
+    return "rows" in document and "match" in document
+
+
+def _comparison(document: Mapping[str, Any]) -> Iterable[Section]:
+    rows = document["rows"]
+    is_timed = any(row.get("decode_ms") is not None for row in rows)
+    timed = ("decode ms", "prefill ms") if is_timed else ()
+    yield Section(
+        title="Mechanisms side by side",
+        heading=("", "cache B/token", "params a layer", "prefill FLOPs", "decode FLOPs", "FLOPs/B", *timed),
+        rows=[
+            (
+                f"{row['label']}{' (the model)' if row['is_source'] else ''}",
+                _number(row["kv_bytes_per_token"], ",.0f"),
+                _number(row["attention_parameters_per_layer"], ",.0f"),
+                _number(row["prefill_flops"], ".3g"),
+                _number(row["decode_flops"], ".3g"),
+                _number(row["decode_intensity"], ",.1f"),
+                *((_number(row.get("decode_ms")), _number(row.get("prefill_ms"))) if is_timed else ()),
+            )
+            for row in rows
+        ],
+        notes=[
+            f"Exact counts of attention alone, at {document['context']:,} tokens × {document['batch']:,}, in a "
+            f"{document['dtype']} cache.{' Times are measured on one layer.' if is_timed else ''}"
+        ],
+    )
+
+
+def _is_evaluation(document: Mapping[str, Any]) -> bool:
+    return "texts" in document and "perplexity" in document and "points" not in document
+
+
+def _evaluation(document: Mapping[str, Any]) -> Iterable[Section]:
+    rows = [
+        (
+            PurePath(text["text"]).name,
+            _number(text["perplexity"]),
+            _number(text.get("reference_perplexity")),
+            _number(text.get("perplexity_ratio"), ".4f"),
+            _number(text.get("kl"), ".4f"),
+            _number(text.get("top1_agreement"), ".1%"),
+        )
+        for text in document["texts"]
+    ]
+    notes = [
+        f"{document['tokens']:,} tokens in windows of {document['window']:,}, {document['dtype']}; KL in nats.",
+        f"Cache: {_number(document['cache_bytes_per_token'], ',.0f')} bytes a token"
+        f" (the reference's {_number(document.get('reference_cache_bytes_per_token'), ',.0f')}); decoding at"
+        f" {document['context']:,} tokens: {_number(document['decode_ms'], ',.1f')} ms a token"
+        f" (the reference's {_number(document.get('reference_decode_ms'), ',.1f')}).",
+    ]
+    yield Section(
+        title=f"Quality of {PurePath(document['model']).name} on text",
+        heading=("", "perplexity", "reference's", "ratio", "KL", "top-1"),
+        rows=rows,
+        notes=notes,
+        figure=_by_position(document["texts"]),
+    )
+
+
+def _by_position(texts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The cost of a token by its position, of a model and its reference."""
+    traces = []
+    for index, text in enumerate(texts):
+        buckets = text.get("by_position") or ()
+        for key, dash in (("nll", "solid"), ("reference_nll", "dot")):
+            if len(buckets) > 1 and all(bucket.get(key) is not None for bucket in buckets):
+                traces.append(
+                    {
+                        "type": "scatter",
+                        "mode": "lines+markers",
+                        "name": escape(f"{PurePath(text['text']).name}{', reference' if key != 'nll' else ''}"),
+                        "x": [bucket["stop"] - 1 for bucket in buckets],
+                        "y": [bucket[key] for bucket in buckets],
+                        "line": {"dash": dash, "color": _COLOURS[index % len(_COLOURS)]},
+                    }
+                )
+    if not traces:
+        return None
+    layout = {
+        "showlegend": True,
+        "xaxis": {"title": {"text": "positions up to"}, "type": "log"},
+        "yaxis": {"title": {"text": "nats a token"}},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _tasks(document: Mapping[str, Any]) -> Iterable[Section]:
+    """Tasks that are evaluated beside texts, or alone."""
+    found = {
+        name: document[name] for name in ("choices", "planted", "retrieval") if isinstance(document.get(name), dict)
+    }
+    names = {
+        "accuracy": "multiple choice, accuracy",
+        "accuracy_norm": "multiple choice, accuracy by length",
+        "found": "planted facts, repeated",
+        "first": "planted facts, likeliest of the codes",
+        "recall_at_1": "retrieval, R@1",
+        "recall_at_10": "retrieval, R@10",
+    }
+    rows = [
+        (
+            label,
+            f"{rate['items']:,}",
+            _number(rate["rate"], ".1%"),
+            f"{rate['low']:.1%} to {rate['high']:.1%}",
+            _number(rate.get("reference_rate"), ".1%"),
+        )
+        for task in found.values()
+        for key, label in names.items()
+        if (rate := task.get(key)) is not None
+    ]
+    heading = ("", "items", "model", "95 % interval", "reference")
+    if rows:
+        yield Section(title="Tasks", heading=heading, rows=rows)
+
+
+def _is_bench(document: Mapping[str, Any]) -> bool:
+    return "kind" in document and "cases" in document
+
+
+def _bench(document: Mapping[str, Any]) -> Iterable[Section]:
+    cases = document["cases"]
+    ways = list(dict.fromkeys(way for case in cases for way in case["ways"]))
+    rows = [
+        (
+            case["name"],
+            _number(case["limit_ms"], ".3g"),
+            *(_number(case["ways"].get(way, {}).get("ms"), ".3g") for way in ways),
+        )
+        for case in cases
+    ]
+    yield Section(
+        title=f"Measured: {document['kind']}",
+        heading=("ms", "limit", *ways),
+        rows=rows,
+        notes=[
+            "Medians of interleaved runs. The limit: bytes over the read bandwidth, or FLOPs over 0.7 of the peak."
+        ],
+        figure=roofline(cases, ways),
+    )
+
+
+def roofline(cases: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str, Any] | None:
+    """Measured points below the ceilings that were measured beside them, as plotly's JSON.
+
+    For example ``roofline(report.to_dict()["cases"], report.ways())["data"][0]["name"]``.
+
+    Args:
+        cases: of a benchmark's document.
+        ways: whose points are drawn.
+    """
+    counted = [case for case in cases if case["flops"] and case["nbytes"]]
+    if not counted:
+        return None
+    bandwidth = max(case["read_bytes_per_second"] for case in counted)
+    peak = max(case["matmul_flops_per_second"] for case in counted)
+    ridge = peak / bandwidth
+    intensities = [case["flops"] / case["nbytes"] for case in counted]
+    ends = (min(0.5 * ridge, *intensities) / 2, max(2 * ridge, *intensities) * 2)
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "measured bandwidth and matmul peak",
+            "x": [ends[0], ridge, ends[1]],
+            "y": [ends[0] * bandwidth, peak, peak],
+            "line": {"color": _GREY, "width": 1.5},
+            "hoverinfo": "skip",
+        }
+    ]
+    for index, way in enumerate(ways):
+        timed = [(case, case["ways"][way]["ms"]) for case in counted if case["ways"].get(way, {}).get("ms")]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": escape(way),
+                "x": [case["flops"] / case["nbytes"] for case, _ in timed],
+                "y": [case["flops"] / ms * 1e3 for case, ms in timed],
+                "text": [escape(case["name"]) for case, _ in timed],
+                "marker": {"size": 8, "color": _COLOURS[index % len(_COLOURS)]},
+            }
+        )
+    layout = {
+        "showlegend": True,
+        "xaxis": {"title": {"text": "FLOPs a byte"}, "type": "log"},
+        "yaxis": {"title": {"text": "FLOP/s"}, "type": "log", "exponentformat": "SI"},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _is_conversion(document: Mapping[str, Any]) -> bool:
+    return "kv_bytes_per_token_after" in document
+
+
+def _conversion(document: Mapping[str, Any]) -> Iterable[Section]:
+    pairs = (
+        ("cache bytes a token", "kv_bytes_per_token_before", "kv_bytes_per_token_after"),
+        ("parameters", "parameters_before", "parameters_after"),
+    )
+    yield Section(
+        title=f"Conversion to {document['label']}",
+        heading=("", "before", "after"),
+        rows=[(name, f"{document[before]:,}", f"{document[after]:,}") for name, before, after in pairs],
+        notes=[
+            f"Method {document['method']}, {document['calibration_tokens']:,} tokens of calibration, "
+            f"{document['seconds']:,.0f} s.",
+            *(document.get("notes") or ()),
+        ],
+    )
+    if document.get("evaluation"):
+        yield from _evaluation(document["evaluation"])
+
+
+def _is_frontier(document: Mapping[str, Any]) -> bool:
+    return "points" in document and "cache_bytes_per_token" in document
+
+
+def _frontier(document: Mapping[str, Any]) -> Iterable[Section]:
+    rows = [
+        (
+            point["target"],
+            point["label"],
+            _number(point["cache_bytes_per_token"], ",.0f"),
+            _number(point["cache_fraction"], ".1%"),
+            _number(math.inf if point["perplexity_ratio"] is None else point["perplexity_ratio"], ".4f"),
+            _number(point.get("kl"), ".4f"),
+        )
+        for point in document["points"]
+    ]
+    yield Section(
+        title="What was measured",
+        heading=("", "attention", "cache B/token", "share", "perplexity ratio", "KL"),
+        rows=rows,
+        notes=[f"On {document['tokens']:,} tokens; KL in nats a token."],
+    )
+
+
+_Made = Callable[[Mapping[str, Any]], Iterable[Section]]
+
+_KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], _Made], ...] = (
+    (_is_frontier, _frontier),
+    (_is_conversion, _conversion),
+    (_is_evaluation, _evaluation),
+    (lambda document: any(name in document for name in ("choices", "planted", "retrieval")), _tasks),
+    (_is_bench, _bench),
+    (_is_comparison, _comparison),
+)
