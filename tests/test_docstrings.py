@@ -24,6 +24,7 @@ ROOMS = (
     "headwise.cost",
     "headwise.prediction",
     "headwise.advice",
+    "headwise.report",
     "headwise.specs",
     "headwise.kernels",
     "headwise.attention",

@@ -40,6 +40,7 @@ def finite(value: Any) -> Any:
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2.5rem auto; padding: 0 1.25rem; }
+h1, h2, p, li { overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
 h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 p, li { color: color-mix(in srgb, CanvasText 78%, Canvas); }

@@ -66,11 +66,7 @@ def _points(source: Path, model: ModelSpec | None) -> list[Measured]:
         document = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise StorageError("measured", str(file), f"cannot be read: {error}") from None
-    if not isinstance(document, dict):
-        raise CheckpointError(
-            "measured", str(file), "must be the frontier.json of headwise frontier: it is no object"
-        )
-    return list(read_points(document, model, name=str(file)).values())
+    return list(read_points(document if isinstance(document, dict) else {}, model, name=str(file)).values())
 
 
 def read_points(

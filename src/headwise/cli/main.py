@@ -28,25 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
     import typer
 
     from headwise.cli.app import StoppedError, app
-    from headwise.cli.commands import (  # noqa: F401  (importing registers them)
-        bench,
-        calibrate,
-        compare,
-        complexity,
-        convert,
-        count,
-        demo,
-        devices,
-        doctor,
-        engines,
-        evaluate,
-        export,
-        frontier,
-        generate,
-        inspect,
-        report,
-    )
 
+    _register_commands()
     arguments = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, to clean up half-written files
@@ -111,3 +94,28 @@ def _usage(error: Exception, arguments: list[str]) -> str:
 def _complain(message: str) -> None:
     sys.stderr.write(f"headwise: {printable(' '.join(message.split()))}\n")
     sys.exit(2)
+
+
+def _register_commands() -> None:
+    """Import the files of all commands, each of which registers its own."""
+    from headwise.cli.commands import (  # noqa: F401
+        bench,
+        calibrate,
+        convert,
+        count,
+        demo,
+        doctor,
+        evaluate,
+        export,
+        frontier,
+        generate,
+    )
+    from headwise.cli.commands.from_configs import (  # noqa: F401
+        advise,
+        compare,
+        complexity,
+        engines,
+        inspect,
+        predict,
+        report,
+    )

@@ -14,6 +14,7 @@ from headwise.errors import HeadwiseError
 
 if TYPE_CHECKING:
     from headwise.advice import Measured, Question
+    from headwise.prediction import Device
     from headwise.report import Section
     from headwise.specs import ModelSpec
 
@@ -57,17 +58,16 @@ def model_page(
     *,
     measured: Mapping[str, Measured] | None = None,
     documents: Sequence[Mapping[str, Any]] = (),
-    hardware_file: Path | None = None,
+    hardware: Mapping[str, Device] | None = None,
 ) -> str:
     """The page of a model with the results of a command below it; of results alone where its body is not known."""
     from headwise import __version__
-    from headwise.prediction import devices
     from headwise.report import page, page_data, sections
 
     results: list[Section] = [section for document in documents for section in sections(document)]
     notes: list[str] = []
     try:
-        found = page_data(model, question, measured or {}, source=source, hardware=devices(hardware_file))
+        found = page_data(model, question, measured or {}, source=source, hardware=hardware)
     except HeadwiseError as error:
         if not results:
             raise

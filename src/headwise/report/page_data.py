@@ -34,7 +34,7 @@ def page_data(
 ) -> dict[str, Any]:
     """Everything that the page of a model needs, as JSON-able values.
 
-    For example ``page_data(read_spec("llama-3-8b"), question, {})["options"][0]["target"]`` is ``"as it is"``.
+    For example ``page_data(read_spec("llama-3-8b"), question, {})["options"][0]["target"]``, which is "as it is".
 
     Args:
         model: with its body.

@@ -1,0 +1,1 @@
+"""Commands that read configs and results alone, and need no torch."""

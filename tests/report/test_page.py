@@ -1,0 +1,303 @@
+"""The page of a model in a real browser: its numbers are Python's, and it asks the network for nothing."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plotly.offline import get_plotlyjs
+
+from headwise.advice import Measured, Question, candidates, ranked
+from headwise.prediction import Pass, device, devices, longest_context, operators, predict, seconds
+from headwise.report import page, page_data, sections
+from headwise.report.sections import Section
+from headwise.specs import ModelSpec, read_spec
+from tests.report.browser import Watched, browser_page, needs_browser
+
+MODELS = (
+    "llama-3-8b",
+    "deepseek-v3",
+    "deepseek-v3.2",
+    "gpt-oss-120b",
+    "gemma-2b",
+    "mixtral-8x7b",
+    "granite-4.0-h-tiny",
+    "gpt2",
+    "smollm2-135m",
+)
+HOSTILE = "<img src=x onerror=\"document.title='taken'\">"
+
+
+def some_measured(model: ModelSpec, chosen: random.Random) -> dict[str, Measured]:
+    return {
+        each.target: Measured(
+            target=each.target,
+            cache_fraction=0.5,
+            loss=chosen.choice([0.001, 0.03, 0.2, float("inf")]),
+            kl=0.1,
+            file="",
+        )
+        for each in candidates(model)[1:]
+        if chosen.random() < 0.6
+    }
+
+
+def asked(data: dict[str, Any], chosen: random.Random) -> dict[str, Any]:
+    """A question that a reader may ask with the page's controls."""
+    most = min(data["most_context"] or 2**21, 2**21)
+    return {
+        "hardware": chosen.choice(list(data["devices"])),
+        "context": chosen.choice([1, 100, chosen.randint(1, most), min(most, 4096), most]),
+        "batch": chosen.choice([1, 7, 64]),
+        "dtype": chosen.choice(data["choices"]),
+        "bits": None,
+        "goal": chosen.choice(["latency", "throughput", "memory", "balanced"]),
+        "max_quality_loss": chosen.choice([None, None, 0.05]),
+        "usable": 0.9,
+    }
+
+
+def question_of(asked: dict[str, Any], ranks: int) -> Question:
+    """The same question in Python."""
+    step = Pass(batch=asked["batch"], total=asked["context"], dtype=asked["dtype"], ranks=ranks)
+    hardware = devices()[asked["hardware"]]
+    return Question(
+        hardware=hardware, step=step, goal=asked["goal"], max_quality_loss=asked["max_quality_loss"], usable=0.9
+    )
+
+
+@needs_browser
+def test_the_pages_arithmetic_is_pythons() -> None:
+    chosen, count = random.Random(3), 0
+    with browser_page() as watched:
+        watched.page.add_script_tag(path=str(Path("src/headwise/report/arithmetic.js").resolve()))
+        for name in MODELS:
+            model = read_spec(name)
+            measured = some_measured(model, chosen)
+            ranks = 1 if name in ("granite-4.0-h-tiny", "smollm2-135m") else chosen.choice([1, 2])
+            start = Question(hardware=device("h200"), step=Pass(batch=2, total=512, ranks=ranks))
+            data = page_data(model, start, measured, source=name)
+            for _ in range(3):
+                question = asked(data, chosen)
+                found = watched.page.evaluate(
+                    """([data, question]) => headwise.ranked(data, question).map((each) => [
+                        each.target, each.refused, each.isDominated, each.cacheBytesPerToken, each.decodeSeconds,
+                        each.memory.total, each.largestBatch, each.tokensPerSecond])""",
+                    [data, question],
+                )
+                expected = ranked(
+                    candidates(model, measured), question_of(question, ranks), measured, with_capacity=True
+                )
+                for ours, its in zip(found, expected, strict=True):
+                    exact = [its.target, its.refused, its.is_dominated]
+                    numbers = [its.cache_bytes_per_token, its.decode_seconds, its.memory_bytes]
+                    numbers += [its.largest_batch, its.tokens_per_second]
+                    assert ours[:3] == exact, (name, question)
+                    assert ours[3:] == pytest.approx(numbers, rel=1e-9), (name, question)
+                    count += 1
+    assert count > 300
+
+
+@needs_browser
+def test_prompts_operators_and_contexts_are_pythons() -> None:
+    with browser_page() as watched:
+        watched.page.add_script_tag(path=str(Path("src/headwise/report/arithmetic.js").resolve()))
+        for name in ("llama-3-8b", "deepseek-v3.2", "gpt-oss-120b", "qwen3-next-80b-a3b"):
+            model, card = read_spec(name), device("mi300x")
+            for context, bits in ((1, None), (2049, None), (70_000, 4.5)):
+                step = Pass(batch=3, total=context, cache_bits=bits)
+                data = page_data(model, Question(hardware=card, step=step), {})
+                prompt, longest, work = watched.page.evaluate(
+                    """(data) => {
+                        const [option, question] = [data.options[0], data.question];
+                        const card = data.devices[question.hardware];
+                        const { bits, batch, context } = question;
+                        const pass = headwise.passOf(data, question, bits, batch, 1, context);
+                        return [
+                            headwise.prefillSeconds(data, option, question, card, question.context),
+                            headwise.longestContext(data, option, question, 2 ** 39),
+                            headwise.timed(data, card, question.dtype, headwise.operators(option.work, pass)),
+                        ];
+                    }""",
+                    data,
+                )
+                expected = predict(name, hardware=card, context=context, batch=3, cache_bits=bits)
+                assert prompt == pytest.approx(expected.prefill_seconds, rel=1e-9)
+                assert longest == longest_context(model, step, 2**39)
+                timed = seconds(operators(model, step), card, step)
+                assert sum(each["seconds"] for each in work) == pytest.approx(sum(each.seconds for each in timed))
+                bounds = {each.name: each.bound for each in timed}
+                assert all(bounds[each["name"]] == each["bound"] for each in work) or len(model.layers) != len(timed)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with measurements, a benchmark's plot below it, and names that are markup."""
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    model = read_spec("llama-3-8b")
+    measured = {
+        "int8": Measured(target="int8", cache_fraction=0.53, loss=0.0002, kl=1e-4, file="", is_format=True),
+        "mla:0.5": Measured(target="mla:0.5", cache_fraction=0.5, loss=0.1, kl=0.1, file=""),
+        "mqa": Measured(target="mqa", cache_fraction=0.1, loss=float("inf"), kl=None, file=""),
+    }
+    question = Question(hardware=device("h100"), step=Pass(batch=16, total=8192), max_quality_loss=0.05)
+    data = page_data(model, question, measured, source=HOSTILE)
+    data["options"][1]["label"] += f"</script>{HOSTILE}"
+    case = {
+        "name": HOSTILE,
+        "limit_ms": 1.0,
+        "flops": 2e9,
+        "nbytes": 1e9,
+        "read_bytes_per_second": 2e10,
+        "matmul_flops_per_second": 1e12,
+        "ways": {HOSTILE: {"ms": 60.0}},
+    }
+    results = sections({"kind": HOSTILE, "cases": [case]})
+    file.write_text(page(data, results, notes=[HOSTILE], version=HOSTILE), encoding="utf-8")
+    return file
+
+
+def rows(watched: Watched) -> dict[str, list[str]]:
+    """The table of options as a reader sees it."""
+    found = watched.page.eval_on_selector_all(
+        "#options tbody tr",
+        "rows => rows.map(row => [row.dataset.target, [...row.cells].slice(1).map(cell => cell.textContent)])",
+    )
+    return dict(found)
+
+
+def expected_rows(question: Question, measured_loss: dict[str, str]) -> dict[str, list[str]]:
+    """The numbers that the table must show, for the options whose loss is given."""
+    found = ranked(candidates(read_spec("llama-3-8b")), question, {}, with_capacity=True)
+    return {
+        option.target: [
+            f"{option.cache_bytes_per_token / 1024:,.1f}",
+            f"{option.decode_seconds * 1e3:,.2f} ms",
+            f"{option.tokens_per_second:,.0f}",
+            f"{option.largest_batch:,}",
+        ]
+        for option in found
+        if option.target in measured_loss
+    }
+
+
+@needs_browser
+def test_controls_change_the_numbers_to_pythons(llama: Path) -> None:
+    with browser_page() as watched:
+        watched.open(llama)
+        page = watched.page
+        assert page.text_content("#verdict").startswith("Do this: keep the model, and store its cache as int8.")
+        before = rows(watched)
+        assert before["mqa"][-1] == "diverged; loses too much"
+        assert before["mla:0.5"][-1] == "×1.100; loses too much"
+        assert before["gqa:4"][-1] == "not measured; not measured"
+        page.fill("#context", "40000")
+        page.evaluate(
+            "const s = document.getElementById('batch-slider'); s.value = 20; s.dispatchEvent(new Event('input'))"
+        )
+        page.select_option("#hardware", "b200")
+        page.select_option("#dtype", "float32")
+        page.select_option("#goal", "memory")
+        page.fill("#max_quality_loss", "")
+        page.wait_for_timeout(300)
+        question = Question(
+            hardware=device("b200"), step=Pass(batch=32, total=40_000, dtype="float32"), goal="memory"
+        )
+        after = rows(watched)
+        wanted = expected_rows(question, {"as it is": "", "int8": "", "mqa": "", "mla:0.5": ""})
+        assert {name: after[name][:4] for name in wanted} == wanted
+        assert after != before
+        assert page.input_value("#batch") == "32"
+        # Bits of the cache are those of options that have none of their own, whose loss is then not known.
+        page.evaluate("const s = document.getElementById('bits'); s.value = 8; s.dispatchEvent(new Event('input'))")
+        page.wait_for_timeout(300)
+        eight = rows(watched)
+        step = replace(question.step, cache_bits=8)
+        model = read_spec("llama-3-8b")
+        read = sum(each.seconds for each in seconds(operators(model, step), device("b200"), step))
+        assert eight["as it is"][1] == f"{read * 1e3:,.2f} ms"
+        assert "not measured" in eight["as it is"][-1]
+        assert eight["int8"] == after["int8"]
+        # An impossible number changes nothing, and is marked.
+        page.fill("#context", "0")
+        page.wait_for_timeout(200)
+        assert rows(watched) == eight
+        assert page.evaluate("document.getElementById('context').matches(':invalid')")
+        page.select_option("#shown", "gqa:4")
+        page.select_option("#pass", "prompt")
+        assert page.text_content("#sums").startswith("gqa:4 (GQA 32/4 × 128)")
+        formulas = page.eval_on_selector_all(
+            "#operators tbody tr", "rows => rows.map(row => row.lastChild.textContent)"
+        )
+        assert "2·B·S·E·H·D" in formulas
+        assert watched.is_quiet(llama)
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_quiet_narrow_and_takes_no_markup_from_names(llama: Path, scheme: str) -> None:
+    with browser_page(viewport={"width": 375, "height": 700}, color_scheme=scheme) as watched:
+        watched.open(llama)
+        page = watched.page
+        page.wait_for_timeout(200)
+        assert watched.is_quiet(llama), (watched.requests, watched.messages)
+        assert not watched.overflows()
+        assert page.title().startswith(HOSTILE)
+        assert page.locator("img").count() == 0
+        assert page.locator("h1 img, td img, th img").count() == 0
+        assert page.locator("#roofline-plot svg, #memory-plot svg, #latency-plot svg, #figure-0 svg").count() >= 4
+        assert page.locator("#quality-plot svg").count() > 0
+        text, back = page.evaluate(
+            "[getComputedStyle(document.body).color, getComputedStyle(document.documentElement).colorScheme]"
+        )
+        assert "dark" in back
+        assert (text == "rgb(255, 255, 255)") == (scheme == "dark")
+        page.emulate_media(media="print")
+        assert not page.is_visible(".controls")
+        assert page.is_visible("#options")
+
+
+@needs_browser
+def test_downloads_parse(llama: Path) -> None:
+    with browser_page(accept_downloads=True) as watched:
+        watched.open(llama)
+        with watched.page.expect_download() as waiting:
+            watched.page.click("#json")
+        document = json.loads(Path(waiting.value.path()).read_text())
+        with watched.page.expect_download() as waiting:
+            watched.page.click("#csv")
+        assert waiting.value.suggested_filename == "headwise-options.csv"
+        records = list(csv.DictReader(io.StringIO(Path(waiting.value.path()).read_text())))
+        assert document["source"] == HOSTILE
+        assert [each["target"] for each in records] == [each["target"] for each in document["options"]]
+        shown = rows(watched)
+        for record, option in zip(records, document["options"], strict=True):
+            assert float(record["decode_seconds"]) == option["decode_seconds"]
+            assert shown[option["target"]][1] == f"{option['decode_seconds'] * 1e3:,.2f} ms"
+            assert (float(record["loss"]) if record["loss"] else None) == option["loss"]
+        assert watched.messages == []
+
+
+def test_a_page_is_small_without_the_plots_script(llama: Path) -> None:
+    text = llama.read_text(encoding="utf-8")
+    script = get_plotlyjs()
+    assert script in text
+    assert len(text.encode()) - len(script.encode()) < 1_500_000
+    biggest = read_spec("deepseek-v3.2")
+    data = page_data(biggest, Question(hardware=device("h200"), step=Pass(total=4096, ranks=8)), {})
+    assert len(page(data).encode()) - len(script.encode()) < 1_500_000
+
+
+def test_results_alone_make_a_page(tmp_path: Path) -> None:
+    section = Section(title="A <b>", heading=("", "x & y"), rows=[("<i>", "1")], notes=["a < b"])
+    text = page(None, [section], title="alone")
+    assert "<h2>A &lt;b&gt;</h2>" in text
+    assert "x &amp; y" in text
+    assert "a &lt; b" in text
+    assert 'id="options"' not in text
