@@ -1,6 +1,6 @@
 """Advice: what to do with a model's cache on a device, and the rules of the guide that headwise began with."""
 
-from headwise.advice.advise import MOST_SEQUENCES, Advice, Option, Question, advise, advise_on, ranked
+from headwise.advice.advise import MOST_SEQUENCES, USUAL_LOSS, Advice, Option, Question, advise, advise_on, ranked
 from headwise.advice.candidates import AS_IT_IS, Candidate, candidates
 from headwise.advice.guide import Guidance, Needs, Rule, Thresholds, guide, kv_heads
 from headwise.advice.measured import Measured, read_measured, read_points
@@ -8,6 +8,7 @@ from headwise.advice.measured import Measured, read_measured, read_points
 __all__ = [
     "AS_IT_IS",
     "MOST_SEQUENCES",
+    "USUAL_LOSS",
     "Advice",
     "Candidate",
     "Guidance",

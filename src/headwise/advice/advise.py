@@ -21,6 +21,9 @@ from headwise.type_checks import typed
 
 Goal = Literal["latency", "throughput", "memory", "balanced"]
 
+USUAL_LOSS = 0.05
+"""The rise of perplexity that commands allow where something was measured and the user says nothing."""
+
 MOST_SEQUENCES = 1024
 """The most sequences at once that throughput is predicted for: schedulers of engines stop there or before."""
 

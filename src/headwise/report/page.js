@@ -285,13 +285,18 @@
       marker: { color: COLOURS[index] },
       hovertemplate: `%{y}: ${part} %{x:.3~g} GiB<extra></extra>`,
     }));
+    const largest = Math.max(...found.map((each) => each.memory.total));
+    // Where the device's memory is far beyond all bars, it is named and not drawn.
+    const end = device.memory_bytes < 4 * largest ? Math.max(device.memory_bytes, largest) : largest;
+    byId("memory-text").textContent =
+      `, of ${bytesText(device.memory_bytes)} (${bytesText(headwise.usable(question, device))} may be used)`;
     const limits = [headwise.usable(question, device), device.memory_bytes].map((bytes, index) => ({
       type: "line", x0: bytes / 2 ** 30, x1: bytes / 2 ** 30, y0: 0, y1: 1, yref: "paper",
       line: { width: 1.5, dash: index ? "solid" : "dot", color: "#8b919b" },
     }));
     draw("memory-plot", traces, {
       ...ROOM, barmode: "stack", shapes: limits, margin: { l: 96, r: 12, t: 36, b: 44 }, yaxis: { autorange: "reversed", dtick: 1 },
-      xaxis: { title: { text: "GiB on one device" } }, height: 90 + 17 * found.length,
+      xaxis: { title: { text: "GiB on one device" }, range: [0, (1.05 * end) / 2 ** 30] }, height: 90 + 17 * found.length,
     });
   }
 
@@ -306,13 +311,13 @@
       mode: "markers+text",
       x: measured.map((each) => each.cacheBytesPerToken / 1024),
       y: measured.map((each) => Math.max(each.loss, least)),
-      text: measured.map((each) => plain(each.target)),
+      text: measured.map((each) => (each.isDominated ? "" : plain(each.target))),
       textposition: "top center",
       textfont: { size: 10 },
       marker: { size: 9, color: measured.map((each) => (each === best ? COLOURS[1] : COLOURS[0])),
         opacity: measured.map((each) => (each.isDominated ? 0.4 : 1)) },
-      customdata: measured.map((each) => lossText(each.loss)),
-      hovertemplate: "%{text}: %{x:.1f} KiB a token, perplexity %{customdata}<extra></extra>",
+      customdata: measured.map((each) => [plain(each.target), lossText(each.loss)]),
+      hovertemplate: "%{customdata[0]}: %{x:.1f} KiB a token, perplexity %{customdata[1]}<extra></extra>",
     }], {
       xaxis: { title: { text: "cache, KiB a token" }, rangemode: "tozero" },
       yaxis: { title: { text: "measured loss (perplexity ratio − 1)" }, type: "log", exponentformat: "none" },

@@ -60,12 +60,15 @@ def frontier(
 
 def _write_page(html: Path, source: str, result: Frontier, *, is_silent: bool) -> None:
     """Write the page of the model with what was measured of it."""
-    from headwise.advice import read_points
+    from dataclasses import replace
+
+    from headwise.advice import USUAL_LOSS, read_points
     from headwise.specs import read_spec
 
     model, document = read_spec(source), result.to_dict()
     measured = {} if result.methods else read_points(document, model)
-    page = model_page(source, model, first_question(model), measured=measured, documents=[document])
+    question = replace(first_question(model), max_quality_loss=USUAL_LOSS)
+    page = model_page(source, model, question, measured=measured, documents=[document])
     write_page(html, page, is_silent=is_silent)
 
 

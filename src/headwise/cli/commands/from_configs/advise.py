@@ -47,7 +47,10 @@ def advise(
     ] = 0.9,
     max_quality_loss: Annotated[
         float | None,
-        typer.Option(help="The largest measured rise of perplexity, such as 0.05.", rich_help_panel=_COST),
+        typer.Option(
+            help="The largest measured rise of perplexity; 0.05 with --measured, otherwise any.",
+            rich_help_panel=_COST,
+        ),
     ] = None,
     measured: Annotated[
         list[Path] | None,
@@ -114,7 +117,7 @@ def advise(
         )
         emit(guidance.to_dict()) if as_json else _print_guidance(guidance)
         return
-    from headwise.advice import Question
+    from headwise.advice import USUAL_LOSS, Question
     from headwise.advice import advise as advised
     from headwise.prediction import MOST, Pass, device, devices
 
@@ -136,7 +139,7 @@ def advise(
         hardware=device(hardware, hardware_file),
         step=Pass(batch=batch, total=context, dtype=dtype, ranks=ranks),
         goal=goal or "balanced",  # type: ignore[arg-type]  # Question checks it
-        max_quality_loss=max_quality_loss,
+        max_quality_loss=USUAL_LOSS if measured and max_quality_loss is None else max_quality_loss,
         usable=usable,
     )
     refuse_no_page(html)

@@ -26,6 +26,7 @@ def report(
     from dataclasses import replace
 
     from headwise import __version__
+    from headwise.advice import USUAL_LOSS
     from headwise.prediction import device, devices
     from headwise.report import page, page_data, read_folder
 
@@ -35,6 +36,8 @@ def report(
     data = None
     if results.model is not None:
         question = first_question(results.model, context=context, batch=batch)
+        if results.measured:
+            question = replace(question, max_quality_loss=USUAL_LOSS)
         if hardware is not None:
             question = replace(question, hardware=device(hardware, hardware_file))
         data = page_data(
