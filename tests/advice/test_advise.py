@@ -17,7 +17,7 @@ from headwise.advice.advise import MOST_SEQUENCES
 from headwise.cost.default_targets import PLAIN_FORMATS
 from headwise.errors import HeadwiseError
 from headwise.prediction import Pass, device, devices, largest_batch, operators, peak_memory, seconds
-from headwise.prediction.memory import cache_bytes
+from headwise.prediction.allocation import cache_bytes
 from headwise.quantization.formats import parse_format
 from headwise.quantization.kivi import KiviCode
 from headwise.specs import ModelSpec, read_spec

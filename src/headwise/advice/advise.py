@@ -14,7 +14,8 @@ from headwise.cost.model import weights
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
 from headwise.prediction import MOST, Device, Pass, largest_batch, operators, peak_memory, seconds
-from headwise.prediction.memory import cache_bytes, check_usable
+from headwise.prediction.allocation import cache_bytes
+from headwise.prediction.memory import check_usable
 from headwise.prediction.predict import check_context
 from headwise.specs import ModelSpec, read_spec
 from headwise.type_checks import typed

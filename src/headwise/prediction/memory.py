@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from headwise.cost import dtype_bytes, layer
 from headwise.cost import model as costs
 from headwise.errors import ArgumentError
+from headwise.prediction.allocation import Engine, allocation, cache_bytes
 from headwise.prediction.operators import MOST, Pass, operators
 from headwise.specs.model import ModelSpec
 
@@ -36,7 +37,7 @@ class Memory:
         return self.weights + self.cache + self.workspace
 
 
-def peak_memory(model: ModelSpec, forward: Pass) -> Memory:
+def peak_memory(model: ModelSpec, forward: Pass, engine: Engine | None = None) -> Memory:
     """The memory of one device while it decodes ``batch`` sequences of ``total`` tokens, after reading their prompts.
 
     For example ``peak_memory(read_spec("llama-3-8b"), Pass(batch=8, total=8192)).cache``.
@@ -44,6 +45,7 @@ def peak_memory(model: ModelSpec, forward: Pass) -> Memory:
     Args:
         model: with its body.
         forward: the decode step; its ``new`` and ``impl`` are not used.
+        engine: that allocates the cache; None for the bytes that its tokens take.
 
     Raises:
         ArgumentError: see `operators`.
@@ -55,7 +57,8 @@ def peak_memory(model: ModelSpec, forward: Pass) -> Memory:
     # memory that shrinks as a text grows would be no bound.
     passes = (replace(step, impl="absorbed"), replace(prompt, impl="absorbed"), replace(prompt, impl="expanded"))
     workspace = max(_workspace(model, each) for each in passes)
-    return Memory(weights=weight_bytes(model, forward), cache=cache_bytes(model, forward), workspace=workspace)
+    cache = cache_bytes(model, forward) if engine is None else allocation(model, forward, engine).bytes
+    return Memory(weights=weight_bytes(model, forward), cache=cache, workspace=workspace)
 
 
 def weight_bytes(model: ModelSpec, forward: Pass) -> int:
@@ -69,28 +72,22 @@ def weight_bytes(model: ModelSpec, forward: Pass) -> int:
     return values * dtype_bytes(forward.dtype)
 
 
-def cache_bytes(model: ModelSpec, forward: Pass) -> int:
-    """Bytes of the cache on one device, rounded up for each layer."""
-    held = 0
-    for spec in model.layers:
-        shard = layer.shard(spec, forward.ranks)
-        tokens = layer.held_tokens(shard, forward.total)
-        values = layer.cache_values(shard) if shard.is_causal else 0
-        state = layer.state_bytes(shard, batch=forward.batch, dtype=forward.dtype)
-        held += -int(-forward.batch * tokens * values * forward.value_bytes // 1) + state
-    return held
-
-
-def largest_batch(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
+def largest_batch(model: ModelSpec, forward: Pass, memory_bytes: int, engine: Engine | None = None) -> int:
     """The most sequences of ``forward.total`` tokens that fit in a memory; 0 where not even one does.
 
     For example ``largest_batch(read_spec("llama-3-8b"), Pass(total=8192), 80 * 2**30)``.
+
+    Args:
+        model: with its body.
+        forward: the decode step; its ``batch`` is not used.
+        memory_bytes: of one device.
+        engine: as for `peak_memory`.
 
     Raises:
         ArgumentError: see `operators`.
         SpecError: the model's body is not known.
     """
-    return _largest(lambda batch: peak_memory(model, replace(forward, batch=batch)).total, memory_bytes)
+    return _largest(lambda batch: peak_memory(model, replace(forward, batch=batch), engine).total, memory_bytes)
 
 
 def longest_context(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:

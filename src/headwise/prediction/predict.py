@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headwise.documents import as_document
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, SpecError
+from headwise.prediction.allocation import ENGINES, Allocation, allocation
 from headwise.prediction.hardware import Device, device
 from headwise.prediction.memory import CHUNK, Memory, check_usable, largest_batch, longest_context, peak_memory
 from headwise.prediction.operators import MOST, Pass, operators
@@ -37,6 +39,8 @@ class Prediction:
         usable_bytes: of its memory.
         largest_batch: sequences of this context that fit.
         longest_context: tokens of each sequence of this batch that fit.
+        engines: what engines allocate for the cache, and how many sequences of this context fit then; without those
+            of which it is not known.
         trained_context: tokens that the model was made for, where its config says so.
     """
 
@@ -51,6 +55,7 @@ class Prediction:
     usable_bytes: int
     largest_batch: int
     longest_context: int
+    engines: tuple[tuple[Allocation, int], ...]
     trained_context: int | None
 
     @property
@@ -133,8 +138,15 @@ def predict(
         usable_bytes=usable_bytes,
         largest_batch=largest_batch(model, step, usable_bytes),
         longest_context=min(longest_context(model, step, usable_bytes), positions or MOST),
+        engines=tuple(_engines(model, step, usable_bytes)),
         trained_context=model.max_position_embeddings,
     )
+
+
+def _engines(model: ModelSpec, step: Pass, usable: int) -> Iterator[tuple[Allocation, int]]:
+    for engine in ENGINES:
+        with suppress(SpecError):
+            yield allocation(model, step, engine), largest_batch(model, step, usable, engine)
 
 
 def check_context(model: ModelSpec, context: int) -> int:

@@ -83,6 +83,10 @@ def _print_prediction(result: Prediction) -> None:
         f"capacity {largest} sequences of {step.total:,} tokens",
         f"         {longest} in each of {step.batch:,}",
     ]
+    for found, fitting in result.engines:
+        why = f": {', '.join(found.reasons)}" if found.reasons else ""
+        many = "any number" if fitting == MOST else f"{fitting:,}"
+        lines.append(f"         {many} as {found.engine} allocates ({found.more:+.1%}{why})")
     lines += beyond(result.trained_context, step.total)
     for line in lines:
         out.print(line, soft_wrap=True)
