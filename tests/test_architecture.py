@@ -32,6 +32,7 @@ ROOMS = (
     ("texts",),
     ("evaluation",),
     ("bench",),
+    ("profiling",),
     ("processes",),
     ("conversion",),
     ("frontiers",),

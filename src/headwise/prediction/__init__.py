@@ -1,6 +1,7 @@
 """Predicted time and memory of a model on a device: its operators against the device's dense peaks. No torch here."""
 
 from headwise.prediction.allocation import ENGINES, Allocation, allocation
+from headwise.prediction.curves import Curves, Grid, Kind, Sizes, curves_of, to_table
 from headwise.prediction.hardware import Device, device, devices
 from headwise.prediction.memory import Memory, largest_batch, longest_context, peak_memory
 from headwise.prediction.operators import MOST, Operator, Pass, operators
@@ -12,8 +13,11 @@ __all__ = [
     "ENGINES",
     "MOST",
     "Allocation",
+    "Curves",
     "Device",
     "Efficiency",
+    "Grid",
+    "Kind",
     "LayerWork",
     "Memory",
     "ModelWork",
@@ -21,9 +25,11 @@ __all__ = [
     "Pass",
     "Prediction",
     "Reach",
+    "Sizes",
     "Timed",
     "Work",
     "allocation",
+    "curves_of",
     "device",
     "devices",
     "largest_batch",
@@ -34,4 +40,5 @@ __all__ = [
     "peak_memory",
     "predict",
     "seconds",
+    "to_table",
 ]

@@ -12,10 +12,11 @@ from typing import Any
 
 from headwise.cost import dtype_bytes
 from headwise.errors import ArgumentError, SpecError, StorageError
+from headwise.prediction.curves import Curves, curves_of
 
 _KINDS = ("gpu", "cpu")
 _NEEDED = ("label", "kind", "memory_gib", "bandwidth_gb", "dense_tflops")
-_MAY_HAVE = ("link_gb", "sparse_tflops", "source")
+_MAY_HAVE = ("link_gb", "sparse_tflops", "source", "curves")
 _PEAKS = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8", "int8", "float4")
 _LEAST = 1e-6
 """The least number of any unit here; its inverse is the largest."""
@@ -38,6 +39,7 @@ class Device:
         peaks: FLOPs a second of dense matrix products, by the dtype of the factors.
         link_bytes_per_second: that one device can send to others; None where several are not joined.
         source: where the numbers are from.
+        curves: times that were measured on it, by dtype (``headwise profile``); empty for the rest.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Device:
     peaks: Mapping[str, float] = field(hash=False)
     link_bytes_per_second: float | None = None
     source: str = ""
+    curves: Mapping[str, Curves] = field(default_factory=dict, hash=False)
 
     def peak(self, dtype: str) -> float:
         """FLOPs a second of products of a dtype; of the next wider one where the device has none of its own.
@@ -147,7 +150,14 @@ def _device(name: str, entry: Any) -> Device:
         peaks={dtype: _number(f"{name}.dense_tflops", peak) * 1e12 for dtype, peak in peaks.items()},
         link_bytes_per_second=_number(f"{name}.link_gb", entry["link_gb"]) * 1e9 if "link_gb" in entry else None,
         source=entry.get("source", ""),
+        curves=_curves(f"{name}.curves", entry.get("curves", {})),
     )
+
+
+def _curves(name: str, entry: Any) -> dict[str, Curves]:
+    if not isinstance(entry, Mapping):
+        raise SpecError(name, entry, "must be a table of dtypes, as headwise profile writes it")
+    return {dtype: curves_of(curves) for dtype, curves in entry.items()}
 
 
 def _number(name: str, value: Any) -> float:

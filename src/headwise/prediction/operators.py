@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from headwise.cost import dtype_bytes
 from headwise.errors import ArgumentError
+from headwise.prediction.curves import Kind
 from headwise.prediction.work import Count, Reach, Work, expected_experts, model_work
 from headwise.specs.model import ModelSpec
 
@@ -73,6 +74,9 @@ class Operator:
         cache_bytes: of cached keys and values that one run reads.
         activation_bytes: that one run reads and writes.
         link_bytes: that one run sends to other devices.
+        kind: operators of the same kind are measured alike.
+        weights: values of weights that one run reads.
+        hidden_size: E, where the time depends on it.
     """
 
     name: str
@@ -83,6 +87,9 @@ class Operator:
     cache_bytes: float = 0
     activation_bytes: float = 0
     link_bytes: float = 0
+    kind: Kind = "other"
+    weights: float = 0
+    hidden_size: int = 1
 
     @property
     def memory_bytes(self) -> float:
@@ -128,6 +135,9 @@ def _operator(work: Work, forward: Pass, reach: Reach) -> Operator:
         cache_bytes=_sum(work.cached, counts) * forward.value_bytes + work.state * forward.batch * width,
         activation_bytes=_sum(work.moved, counts) * width,
         link_bytes=_sum(work.sent, counts) * width,
+        kind=work.kind,
+        weights=weights,
+        hidden_size=work.hidden_size,
     )
 
 

@@ -123,7 +123,7 @@ def predict(
     step = Pass(batch=batch, new=1, total=context, dtype=dtype, cache_bits=cache_bits, ranks=ranks)
     chunks = [replace(step, batch=1, new=end - begin, total=end) for begin, end in _chunks(context)]
     usable_bytes = int(hosted.memory_bytes * check_usable(usable))
-    efficiency = Efficiency()
+    efficiency = Efficiency(is_measured=dtype.removeprefix("torch.") in hosted.curves)
     return Prediction(
         source=str(source),
         label=model.label,

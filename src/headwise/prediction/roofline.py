@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from headwise.cost import dtype_bytes
 from headwise.errors import ArgumentError
+from headwise.prediction.curves import Curves, Sizes
 from headwise.prediction.hardware import Device
 from headwise.prediction.operators import Operator, Pass
 
@@ -22,7 +24,8 @@ class Efficiency:
         memory: of the bandwidth.
         link: of the bandwidth between devices.
         seconds: of each run, whatever it does.
-        is_measured: whether it was measured on the device; otherwise it is assumed.
+        is_measured: whether the device has curves of the dtype, in whose place these shares then stand for what was
+            not measured; otherwise they are assumed for all.
     """
 
     compute: float = 0.7
@@ -76,6 +79,7 @@ def seconds(
     reached = efficiency or Efficiency()
     peak = device.peak(forward.dtype) * reached.compute
     result = []
+    measured = device.curves.get(forward.dtype.removeprefix("torch."))
     for operator in work:
         link = 0.0
         if operator.link_bytes:
@@ -91,6 +95,9 @@ def seconds(
         bound: Bound = max(times, key=lambda kind: times[kind])
         longest = max(times["compute"], times["memory"], times["link"])
         times_run = operator.times
+        alone = longest + reached.seconds
+        if measured is not None:
+            alone = _measured(operator, forward, measured, alone)
         result.append(
             Timed(
                 name=operator.name,
@@ -99,11 +106,27 @@ def seconds(
                 flops=times_run * operator.flops,
                 memory_bytes=times_run * operator.memory_bytes,
                 link_bytes=times_run * operator.link_bytes,
-                seconds=times_run * (longest + reached.seconds),
+                seconds=times_run * alone,
                 bound=bound,
             )
         )
     return merged(result)
+
+
+def _measured(operator: Operator, forward: Pass, curves: Curves, otherwise: float) -> float:
+    """The time of one run by what was measured; otherwise the roofline's."""
+    sizes = Sizes(
+        tokens=forward.tokens,
+        new=forward.new,
+        rows=operator.flops / (2 * operator.weights) if operator.weights else 1.0,
+        weights=max(operator.weights, 1.0),
+        flops=operator.flops,
+        cache_bytes=max(operator.cache_bytes, 1.0),
+        bits=0 if forward.value_bytes >= dtype_bytes(forward.dtype) else 8 * forward.value_bytes,
+        hidden_size=operator.hidden_size,
+    )
+    found = curves.seconds(operator.kind, sizes)
+    return otherwise if found is None else found
 
 
 def merged(timed: Iterable[Timed]) -> list[Timed]:

@@ -17,10 +17,12 @@ from headwise.cost import layer
 from headwise.cost.feed_forward import Part, parts
 from headwise.cost.stages import Core, IndexScores, Linear, Product, Stage, attended_pairs
 from headwise.errors import SpecError
+from headwise.prediction.curves import Kind
 from headwise.specs.base import AttentionSpec
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.indexed_latent import IndexedLatentSpec
+from headwise.specs.latent import LatentSpec
 from headwise.specs.model import BodySpec, ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
 
@@ -86,6 +88,8 @@ class Work:
         moved: values of activations that one run reads and writes, for each count.
         sent: values that one run sends to other devices, for each count.
         formula: of the FLOPs.
+        kind: operators of the same kind are measured alike.
+        hidden_size: E, where the time depends on it.
     """
 
     name: str
@@ -99,6 +103,8 @@ class Work:
     moved: Mapping[Count, float] = field(default_factory=dict)
     sent: Mapping[Count, float] = field(default_factory=dict)
     formula: str = ""
+    kind: Kind = "other"
+    hidden_size: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +181,16 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
     kinds = Counter(zip(model.layers, body.feed_forward, strict=True))
     vocab = body.vocab_size / ranks
     around = [
-        Work(name="embedding", part="embedding", moved={"new": 2 * E}),
+        Work(name="embedding", part="embedding", moved={"new": 2 * E}, kind="embedding", hidden_size=E),
         # A norm reads and writes the tokens, and the residual sum beside it does once more.
-        Work(name="norm", part="norms", times=body.norms * model.num_layers + 1, moved={"new": 4 * E}),
+        Work(
+            name="norm",
+            part="norms",
+            times=body.norms * model.num_layers + 1,
+            moved={"new": 4 * E},
+            kind="norm",
+            hidden_size=E,
+        ),
         *(_links(model, body, ranks) if ranks > 1 else ()),
         Work(
             name="head",
@@ -186,6 +199,7 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
             weights=E * vocab,
             moved={"sequences": E + vocab},
             formula="2·B·E·vocabulary",
+            kind="linear",
         ),
     ]
     layers = (_layer(spec, network, times, ranks) for (spec, network), times in kinds.items())
@@ -262,9 +276,18 @@ def _product(stage: Linear | Product, part: str) -> Work:
         read = 0 if stage.over == "total" else int(stage.in_features)
         macs, weights = int(stage.in_features) * int(stage.out_features), int(stage.parameters)
         moved = int(stage.out_features) + read
+        kind: Kind = "latent input" if stage.name == "kv_a_proj_with_mqa" else "linear"
     else:
-        macs, weights, moved = int(stage.macs), int(stage.macs), int(stage.moved)
-    return Work(name=stage.name, part=part, flops={over: 2 * macs}, weights=weights, moved={over: moved})
+        macs, weights, moved, kind = int(stage.macs), int(stage.macs), int(stage.moved), "product"
+    return Work(
+        name=stage.name,
+        part=part,
+        flops={over: 2 * macs},
+        weights=weights,
+        moved={over: moved},
+        kind=kind,
+        hidden_size=int(stage.in_features) if isinstance(stage, Linear) else 1,
+    )
 
 
 def _core(stage: Core, spec: AttentionSpec, *, decodes: bool) -> Work:
@@ -279,6 +302,7 @@ def _core(stage: Core, spec: AttentionSpec, *, decodes: bool) -> Work:
         flops={"selected": 2 * widths},
         cached={"read": layer.cache_values(owner)},
         moved={"new": widths, "read": widths} if decodes else {"new": widths},
+        kind="latent core" if isinstance(spec, LatentSpec) else "core",
     )
 
 
@@ -295,6 +319,7 @@ def _network(part: Part, ranks: int) -> Iterator[Work]:
                 weights=stage.parameters / (1 if has_experts else ranks / part.stored),
                 experts=(part.stored, part.used, ranks) if has_experts else None,
                 moved={"new": part.used * (stage.in_features + stage.out_features) / ranks},
+                kind="linear",
                 formula=f"2·B·S·{sizes}{f'·{part.used}' if part.used > 1 else ''}{f'/{ranks}' if ranks > 1 else ''}",
             )
 

@@ -46,6 +46,9 @@ const headwise = (() => {
       times: work.times,
       formula: work.formula,
       flops: sum(work.flops, found),
+      kind: work.kind,
+      hiddenSize: work.hidden_size,
+      weights,
       weightBytes: weights * pass.width,
       cacheBytes: sum(work.cached, found) * pass.valueBytes + work.state * pass.batch * pass.width,
       activationBytes: sum(work.moved, found) * pass.width,
@@ -85,7 +88,52 @@ const headwise = (() => {
   // A pass of `fresh` new tokens; bits of a cached value, or null for those of the dtype.
   function passOf(data, question, bits, batch, fresh, total) {
     const width = data.dtypes[question.dtype];
-    return { batch, fresh, total, width, valueBytes: bits === null ? width : bits / 8 };
+    const valueBytes = bits === null ? width : bits / 8;
+    return { batch, fresh, total, width, valueBytes, bits: valueBytes >= width ? 0 : 8 * valueBytes };
+  }
+
+  // headwise.prediction.curves.Grid.at
+  function interpolated(grid, x, y) {
+    const place = (axis, size) => {
+      const within = Math.min(Math.max(size, axis[0]), axis[axis.length - 1]);
+      let index = axis.findLastIndex((each) => each <= within);
+      index = Math.min(Math.max(index, 0), axis.length - 2);
+      const [low, high] = [Math.log(axis[index]), Math.log(axis[index + 1])];
+      return [index, (Math.log(within) - low) / (high - low), Math.log(Math.max(size, 1e-12)) - Math.log(within)];
+    };
+    const [left, along, xBeyond] = place(grid.x, x);
+    const [low, up, yBeyond] = place(grid.y, y);
+    const corner = (side, above) => Math.log(grid.seconds[left + side][low + above]);
+    const columns = [0, 1].map((above) => (1 - along) * corner(0, above) + along * corner(1, above));
+    const rows = [0, 1].map((side) => (1 - up) * corner(side, 0) + up * corner(side, 1));
+    const power = (ends, axis, index) =>
+      Math.min(Math.max((ends[1] - ends[0]) / Math.log(axis[index + 1] / axis[index]), 0), 1);
+    const found = (1 - up) * columns[0] + up * columns[1];
+    return Math.exp(found + xBeyond * power(rows, grid.x, left) + yBeyond * power(columns, grid.y, low));
+  }
+
+  // headwise.prediction.curves.Curves.seconds: null where the operator was not measured.
+  function measured(curves, each, pass) {
+    const tokens = pass.batch * pass.fresh;
+    const rows = each.weights ? each.flops / (2 * each.weights) : 1;
+    const weights = Math.max(each.weights, 1);
+    if (each.kind === "linear") return interpolated(curves.linear, rows, weights);
+    if (each.kind === "latent input") {
+      return interpolated(curves.linear, rows, weights) + interpolated(curves.latent_input, tokens, each.hiddenSize);
+    }
+    if (each.kind === "product") return interpolated(curves.product, rows, weights);
+    if (each.kind === "norm" || each.kind === "embedding") {
+      return interpolated(curves[each.kind], tokens, each.hiddenSize);
+    }
+    if (each.kind !== "core" && each.kind !== "latent core") return null;
+    if (pass.fresh > 1) return interpolated(curves.prompt, pass.fresh, each.flops);
+    const byBits = each.kind === "core" ? curves.core : curves.latent_core;
+    const distance = (bits) => Math.abs(Number(bits) - pass.bits);
+    const bits = Object.keys(byBits)
+      .sort((one, other) => Number(one) - Number(other))
+      .reduce((one, other) => (distance(other) < distance(one) ? other : one));
+    const cached = Math.max(each.cacheBytes, 1);
+    return interpolated(byBits[bits], cached, each.flops / cached);
   }
 
   function peak(data, device, dtype) {
@@ -97,7 +145,8 @@ const headwise = (() => {
     return null;
   }
 
-  function timed(data, device, dtype, works) {
+  function timed(data, device, dtype, works, pass) {
+    const curves = device.curves[dtype];
     const reached = data.efficiency;
     const flopsPerSecond = peak(data, device, dtype) * reached.compute;
     return works.map((each) => {
@@ -110,7 +159,8 @@ const headwise = (() => {
       };
       const bound = Object.keys(times).reduce((one, other) => (times[other] > times[one] ? other : one));
       const longest = Math.max(times.compute, times.memory, times.link);
-      return { ...each, bound, seconds: each.times * (longest + reached.seconds) };
+      const alone = (curves && measured(curves, each, pass)) ?? longest + reached.seconds;
+      return { ...each, bound, seconds: each.times * alone };
     });
   }
 
@@ -120,7 +170,7 @@ const headwise = (() => {
 
   function decodeSeconds(data, option, question, device, batch, context) {
     const pass = passOf(data, question, bitsOf(option, question), batch, 1, context);
-    return total(timed(data, device, question.dtype, operators(option.work, pass)));
+    return total(timed(data, device, question.dtype, operators(option.work, pass), pass));
   }
 
   function prefillSeconds(data, option, question, device, context) {
@@ -129,7 +179,7 @@ const headwise = (() => {
     for (let begin = 0; begin < context; begin += size) {
       const end = Math.min(begin + size, context);
       const pass = passOf(data, question, bitsOf(option, question), 1, end - begin, end);
-      seconds += total(timed(data, device, question.dtype, operators(option.work, pass)));
+      seconds += total(timed(data, device, question.dtype, operators(option.work, pass), pass));
     }
     return seconds;
   }

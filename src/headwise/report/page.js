@@ -233,8 +233,9 @@
 
   function operatorsOf(each) {
     const device = data.devices[question.hardware];
-    const work = headwise.operators(each.option.work, passOf(each));
-    return headwise.timed(data, device, question.dtype, work).sort((one, other) => other.seconds - one.seconds);
+    const pass = passOf(each);
+    const work = headwise.operators(each.option.work, pass);
+    return headwise.timed(data, device, question.dtype, work, pass).sort((one, other) => other.seconds - one.seconds);
   }
 
   function showOperators(found, listed) {

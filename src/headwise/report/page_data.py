@@ -11,7 +11,7 @@ from headwise.cost.layer import DTYPE_BYTES
 from headwise.cost.model import weights
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
-from headwise.prediction import Device, Efficiency, LayerWork, ModelWork, Pass, Work, devices, model_work
+from headwise.prediction import Device, Efficiency, LayerWork, ModelWork, Pass, Work, devices, model_work, to_table
 from headwise.prediction.hardware import DTYPE_NAMES
 from headwise.prediction.memory import CHUNK, weight_bytes
 from headwise.prediction.predict import MOST_PARTS, check_context
@@ -88,7 +88,8 @@ def page_data(
 
 def _device(device: Device) -> dict[str, Any]:
     names = ("label", "memory_bytes", "bytes_per_second", "link_bytes_per_second", "source")
-    return {"peaks": dict(device.peaks), **{name: getattr(device, name) for name in names}}
+    curves = {dtype: to_table(found) for dtype, found in device.curves.items()}
+    return {"peaks": dict(device.peaks), "curves": curves, **{name: getattr(device, name) for name in names}}
 
 
 def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict[str, Any]:

@@ -270,10 +270,12 @@ def _notes(result: Advice) -> list[str]:
         lines.append("  headwise advise … --measured OUT")
     if any(option.is_first_size for option in result.options):
         lines.append("~: its sizes are found on a text; these are those that the search begins with")
-    shares = Efficiency()
-    lines.append(
-        f"times are predicted: {shares.compute:.0%} of the peak and {shares.memory:.0%} of the bandwidth, assumed"
-    )
+    shares, hardware = Efficiency(), result.question.hardware
+    if result.question.step.dtype.removeprefix("torch.") in hardware.curves:
+        lines.append(f"times: {hardware.source}, interpolated")
+    else:
+        shown = f"{shares.compute:.0%} of the peak and {shares.memory:.0%} of the bandwidth"
+        lines.append(f"times are predicted: {shown}, assumed")
     return lines
 
 

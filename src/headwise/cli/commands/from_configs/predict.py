@@ -93,8 +93,11 @@ def _print_prediction(result: Prediction) -> None:
     out.print()
     out.print(_table(result))
     out.print()
+    if shares.is_measured:
+        out.print(f"times: {escape(result.device.source)}, interpolated", soft_wrap=True)
+        return
     link = f", {shares.link:.0%} of the link" if step.ranks > 1 else ""
-    out.print(f"{'measured' if shares.is_measured else 'assumed'}: {shares.compute:.0%} of the peak,", end=" ")
+    out.print(f"assumed: {shares.compute:.0%} of the peak,", end=" ")
     out.print(f"{shares.memory:.0%} of the bandwidth{link}, {shares.seconds * 1e6:.0f} µs")
 
 

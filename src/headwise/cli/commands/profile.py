@@ -1,0 +1,87 @@
+"""``headwise profile``: measure this machine for predictions, and check them on models that were not measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from headwise.cli.app import Json, app, emit, numbers_table, out, progress_bar
+from headwise.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from headwise.profiling import Check
+
+_FILE = Path("headwise-machine.toml")
+
+
+@app.command(epilog="Example: headwise profile --check")
+def profile(
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the profile is kept.")] = _FILE,
+    check: Annotated[
+        bool, typer.Option("--check", help="Predict models that were not measured, and measure them too.")
+    ] = False,
+    places: Annotated[int, typer.Option(help="Sizes, contexts and batches that --check tries.")] = 12,
+    seed: Annotated[int, typer.Option(help="Of what --check tries.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="Threads; torch's own number by default.", min=1)] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine in about a minute, so that predict and advise know it by --hardware-file.
+
+    With --check, a profile that FILE has already is kept.
+    """
+    from headwise.disk import refuse_no_file
+
+    if not 1 <= places <= 1000:
+        raise ArgumentError("places", places, "must be from 1 to 1000")
+    refuse_no_file("output", output)
+    import torch
+
+    from headwise.prediction import device
+    from headwise.profiling import check as checked
+    from headwise.profiling import profile as measured
+    from headwise.profiling import write_profile
+    from headwise.profiling.profile import NAME
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    took = None
+    with progress_bar() as progress:
+        if not check or not output.exists():
+            found = measured(progress=progress)
+            write_profile(found.device, output)
+            took = found.seconds
+        machine = device(NAME, output)
+        result = checked(machine, places=places, seed=seed, progress=progress) if check else None
+    if as_json:
+        emit({"output": str(output), "seconds": took, "label": machine.label, "check": result and result.to_dict()})
+        return
+    if took is not None:
+        peaks = ", ".join(f"{name} {peak / 1e9:,.0f} GFLOP/s" for name, peak in machine.peaks.items())
+        out.print(f"machine  {escape(machine.label)}", soft_wrap=True)
+        out.print(f"limits   reading {machine.bytes_per_second / 1e9:.1f} GB/s; products {peaks}", soft_wrap=True)
+        out.print(f"wrote    {escape(str(output))}, after {took:.0f} s", soft_wrap=True)
+    if result is not None:
+        _print_check(result)
+    else:
+        out.print(f"use it   headwise predict SOURCE --hardware {NAME} --hardware-file {escape(str(output))}")
+
+
+def _print_check(result: Check) -> None:
+    from headwise.profiling.check import by_kind
+
+    table = numbers_table("ms", "measured", "predicted", "error")
+    for name, points in by_kind(result.points).items():
+        table.add_section()
+        table.add_row(f"[bold]{name}[/bold]", "", "", "")
+        for point in points:
+            cache = f", {point.cache}" if point.cache else ""
+            label = f"{point.sizes}, {point.dtype}{cache}; {point.batch} × {point.context:,}"
+            times = (f"{1e3 * seconds:,.2f}" for seconds in (point.measured, point.predicted))
+            table.add_row(label, *times, f"{point.error:+.1%}")
+    out.print(table)
+    right, count = result.ranked
+    out.print(f"{len(result.points)} points that were not measured before: median error {result.median_error:.1%},")
+    out.print(f"90th percentile {result.high_error:.1%}; {right} of {count} pairs of mechanisms in the right order")

@@ -1,0 +1,193 @@
+"""Times of a machine's operators that were measured over grids of sizes, and interpolated between them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from headwise.errors import SpecError
+
+Kind = Literal["linear", "product", "core", "latent core", "latent input", "norm", "embedding", "other"]
+"""Operators that are measured alike: a projection; products of heads with small matrices; attention of heads, and to
+latents; the projection to a latent, with what a latent layer does besides; a norm, with half of what else a layer
+does; the embedding, with what a model does around its layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Seconds over two sizes, which vary as powers of both between neighbours.
+
+    For example ``Grid(x=(1, 2), y=(1, 4), seconds=((1, 4), (2, 8))).at(4, 2)`` is 8.0.
+
+    Beyond the ends they go on as there, but never shrink as a size grows, nor grow faster than it.
+
+    Attributes:
+        x: sizes, growing.
+        y: other sizes, growing.
+        seconds: of each x, for each y.
+    """
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        for name, axis in (("x", self.x), ("y", self.y)):
+            if len(axis) < 2 or any(a >= b for a, b in pairwise(axis)) or axis[0] <= 0:
+                raise SpecError(name, axis, "must be at least two growing numbers above 0")
+        rows = self.seconds
+        if len(rows) != len(self.x) or any(len(row) != len(self.y) or min(row) <= 0 for row in rows):
+            raise SpecError("seconds", rows, "must have a number above 0 for each x and y")
+
+    def at(self, x: float, y: float) -> float:
+        """The seconds at a pair of sizes."""
+        left, along, x_beyond = _place(self.x, x)
+        low, up, y_beyond = _place(self.y, y)
+        corners = [[math.log(self.seconds[left + side][low + above]) for above in (0, 1)] for side in (0, 1)]
+        columns = [(1 - along) * corners[0][above] + along * corners[1][above] for above in (0, 1)]
+        rows = [(1 - up) * one + up * other for one, other in corners]
+        found = (1 - up) * columns[0] + up * columns[1]
+        for beyond, ends, axis, index in (
+            (x_beyond, rows, self.x, left),
+            (y_beyond, columns, self.y, low),
+        ):
+            power = (ends[1] - ends[0]) / math.log(axis[index + 1] / axis[index])
+            found += beyond * min(max(power, 0.0), 1.0)
+        return math.exp(found)
+
+
+def _place(axis: Sequence[float], size: float) -> tuple[int, float, float]:
+    """The neighbour below a size, how far it is on the way to the next one, and beyond the ends, in logarithms."""
+    within = min(max(size, axis[0]), axis[-1])
+    index = min(max(bisect_right(axis, within) - 1, 0), len(axis) - 2)
+    low, high = math.log(axis[index]), math.log(axis[index + 1])
+    along = (math.log(within) - low) / (high - low)
+    return index, along, math.log(max(size, 1e-12)) - math.log(within)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Measured times of one dtype.
+
+    Attributes:
+        linear: of a projection, over tokens and values of its weight.
+        product: of products of heads with matrices, over tokens and values of all matrices.
+        core: of attention of one new token a sequence, by bits of a cached value (0 for those of the dtype), over
+            bytes of cache and FLOPs a byte.
+        latent_core: the same to latents.
+        prompt: of attention of many new tokens, over these and FLOPs.
+        latent_input: what a latent layer does besides, over tokens and the hidden size.
+        norm: a norm and half of what else a layer does, over tokens and the hidden size.
+        embedding: what a model does around its layers, over tokens and the hidden size.
+    """
+
+    linear: Grid
+    product: Grid
+    core: Mapping[float, Grid] = field(hash=False)
+    latent_core: Mapping[float, Grid] = field(hash=False)
+    prompt: Grid
+    latent_input: Grid
+    norm: Grid
+    embedding: Grid
+
+    def seconds(self, kind: Kind, sizes: Sizes) -> float | None:
+        """The time of one run of an operator; None where it was not measured."""
+        if kind in ("linear", "latent input"):
+            time = self.linear.at(sizes.rows, sizes.weights)
+            return time + (self.latent_input.at(sizes.tokens, sizes.hidden_size) if kind != "linear" else 0)
+        if kind == "product":
+            return self.product.at(sizes.rows, sizes.weights)
+        if kind in ("norm", "embedding"):
+            grid = self.norm if kind == "norm" else self.embedding
+            return grid.at(sizes.tokens, sizes.hidden_size)
+        if kind not in ("core", "latent core"):
+            return None
+        if sizes.new > 1:
+            return self.prompt.at(sizes.new, sizes.flops)
+        by_bits = self.core if kind == "core" else self.latent_core
+        bits = min(sorted(by_bits), key=lambda each: abs(each - sizes.bits))
+        return by_bits[bits].at(sizes.cache_bytes, sizes.flops / sizes.cache_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the time of one run depends on.
+
+    Attributes:
+        tokens: B·S.
+        new: S.
+        rows: inputs of a projection.
+        weights: values of its weight.
+        flops: of the run.
+        cache_bytes: that it reads.
+        bits: of a cached value; 0 for those of the dtype.
+        hidden_size: E.
+    """
+
+    tokens: int
+    new: int
+    rows: float
+    weights: float
+    flops: float
+    cache_bytes: float
+    bits: float
+    hidden_size: int
+
+
+_GRIDS = ("linear", "product", "prompt", "latent_input", "norm", "embedding")
+
+
+def curves_of(entry: Any) -> Curves:
+    """Curves of the JSON-able values that `to_table` makes.
+
+    For example ``curves_of(to_table(curves))``.
+
+    Raises:
+        SpecError: they are no curves.
+    """
+    try:
+        return Curves(
+            linear=_grid(entry["linear"]),
+            product=_grid(entry["product"]),
+            core=_by_bits(entry["core"]),
+            latent_core=_by_bits(entry["latent_core"]),
+            prompt=_grid(entry["prompt"]),
+            latent_input=_grid(entry["latent_input"]),
+            norm=_grid(entry["norm"]),
+            embedding=_grid(entry["embedding"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SpecError("curves", type(entry).__name__, f"must be as headwise profile writes them: {error}") from None
+
+
+def _by_bits(entry: Mapping[str, Any]) -> dict[float, Grid]:
+    if not entry:
+        raise ValueError("it has no bits")
+    return {float(bits): _grid(grid) for bits, grid in entry.items()}
+
+
+def _grid(entry: Mapping[str, Any]) -> Grid:
+    return Grid(
+        x=tuple(map(float, entry["x"])),
+        y=tuple(map(float, entry["y"])),
+        seconds=tuple(tuple(map(float, row)) for row in entry["seconds"]),
+    )
+
+
+def to_table(curves: Curves) -> dict[str, Any]:
+    """Curves as JSON-able values.
+
+    For example ``to_table(curves)["linear"]["x"]``.
+    """
+    plain: dict[str, Any] = {name: _table(getattr(curves, name)) for name in _GRIDS}
+    for name in ("core", "latent_core"):
+        plain[name] = {f"{bits:g}": _table(grid) for bits, grid in getattr(curves, name).items()}
+    return plain
+
+
+def _table(grid: Grid) -> dict[str, Any]:
+    return {"x": list(grid.x), "y": list(grid.y), "seconds": [list(row) for row in grid.seconds]}

@@ -1,0 +1,138 @@
+"""Small decoders with random weights, their caches filled with noise, and the calls that are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headwise.cost.layer import cache_values
+from headwise.hf import HeadwiseCache, optimize
+from headwise.specs import LatentSpec, ModelSpec, read_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """The sizes of a decoder.
+
+    For example ``Decoder(num_kv_heads=1).spec().label`` is ``"MQA 8/1 × 64"``.
+
+    Attributes:
+        hidden_size: E.
+        num_layers: of them.
+        num_heads: H.
+        num_kv_heads: K; None for MLA.
+        latent: R and P of MLA; None for heads.
+        head_dim: D; of MLA, the content and the values of a head.
+        intermediate_size: of the feed-forward network.
+        vocab_size: tokens.
+    """
+
+    hidden_size: int = 512
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int | None = None
+    latent: tuple[int, int] | None = None
+    head_dim: int = 64
+    intermediate_size: int = 1536
+    vocab_size: int = 1024
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json: a llama, or a deepseek_v3 without experts."""
+        common = {
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": self.intermediate_size,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": 1 << 20,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+        if self.latent is None:
+            kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+            return {"model_type": "llama", **common, "head_dim": self.head_dim, "num_key_value_heads": kv_heads}
+        rank, rope = self.latent
+        return {
+            "model_type": "deepseek_v3",
+            **common,
+            "num_key_value_heads": self.num_heads,
+            "kv_lora_rank": rank,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": self.head_dim,
+            "v_head_dim": self.head_dim,
+            "q_lora_rank": None,
+            "first_k_dense_replace": self.num_layers,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 8,
+        }
+
+    def spec(self) -> ModelSpec:
+        """The spec that its costs are computed of."""
+        return read_config(self.config())
+
+    def build(self, dtype: torch.dtype) -> Any:
+        """The model, run by headwise's attention, cache and linear layers."""
+        fields = {name: value for name, value in self.config().items() if name != "model_type"}
+        config = AutoConfig.for_model(str(self.config()["model_type"]), **fields)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return optimize(model.eval())
+
+
+def filled_cache(
+    model: Any, spec: ModelSpec, *, batch: int, tokens: int, quantize: str | None = None
+) -> HeadwiseCache:
+    """A cache with noise in the place of ``tokens`` tokens of each sequence, and room for one more.
+
+    Args:
+        model: of the spec.
+        spec: grouped or MLA layers.
+        batch: sequences.
+        tokens: of each.
+        quantize: as for `headwise.hf.HeadwiseCache`.
+    """
+    cache = HeadwiseCache(model, max_length=tokens + 1, quantize=quantize)
+    noise = torch.Generator().manual_seed(0)
+    for index, layer in enumerate(spec.layers):
+        heads = 1 if isinstance(layer, LatentSpec) else int(getattr(layer, "num_kv_heads", 1))
+        width = cache_values(layer) // heads // (1 if isinstance(layer, LatentSpec) else 2)
+        keys = torch.randn(batch, heads, tokens, width, generator=noise).to(model.dtype)
+        values = keys[..., :0] if isinstance(layer, LatentSpec) else keys.flip(-1)
+        cache.update(keys, values, index)
+    return cache
+
+
+def decode_step(model: Any, cache: HeadwiseCache, batch: int) -> Callable[[], object]:
+    """A call that decodes one token of each sequence, and forgets it."""
+    ids = torch.ones(batch, 1, dtype=torch.long)
+    cache.activate_past_recording()
+
+    @torch.inference_mode()
+    def step() -> None:
+        model(ids, past_key_values=cache, use_cache=True)
+        cache.crop(-1)
+
+    return step
+
+
+def prompt_call(model: Any, tokens: int) -> Callable[[], Tensor]:
+    """A call that reads one prompt into a new cache."""
+    ids = torch.ones(1, tokens, dtype=torch.long)
+
+    @torch.inference_mode()
+    def read() -> Tensor:
+        cache = HeadwiseCache(model, max_length=tokens)
+        out: Tensor = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return out
+
+    return read

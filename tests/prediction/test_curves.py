@@ -1,0 +1,150 @@
+"""Measured times over grids: interpolation, files, and predictions that are made of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise.errors import SpecError
+from headwise.prediction import (
+    Curves,
+    Device,
+    Grid,
+    Pass,
+    Sizes,
+    curves_of,
+    device,
+    devices,
+    operators,
+    predict,
+    seconds,
+    to_table,
+)
+from headwise.profiling import write_profile
+from headwise.specs import read_spec
+
+POWERS = st.floats(0, 1)
+
+
+def some_grid(chosen: random.Random) -> Grid:
+    x, y = (tuple(sorted(chosen.sample(range(1, 5000), 3))) for _ in range(2))
+    return Grid(x=x, y=y, seconds=tuple(tuple(chosen.uniform(1e-6, 1e-2) for _ in y) for _ in x))
+
+
+def some_curves(seed: int = 0) -> Curves:
+    chosen = random.Random(seed)
+    by_bits = {bits: some_grid(chosen) for bits in (0.0, 8.5, 5.0)}
+    names = ("linear", "product", "prompt", "latent_input", "norm", "embedding")
+    linear, product, prompt, latent_input, norm, embedding = (some_grid(chosen) for _ in names)
+    return Curves(
+        linear=linear,
+        product=product,
+        core=by_bits,
+        latent_core={0.0: some_grid(chosen)},
+        prompt=prompt,
+        latent_input=latent_input,
+        norm=norm,
+        embedding=embedding,
+    )
+
+
+def measured_device() -> Device:
+    curves = {"float32": some_curves(1), "bfloat16": some_curves(2)}
+    return replace(device("laptop"), name="mine", label='my "machine" \\', curves=curves)
+
+
+@given(POWERS, POWERS, st.floats(0.01, 1e6), st.floats(0.01, 1e6))
+def test_powers_are_met_exactly_within_and_beyond_the_ends(a: float, b: float, x: float, y: float) -> None:
+    xs, ys = (1.0, 3.0, 50.0), (2.0, 90.0)
+    grid = Grid(x=xs, y=ys, seconds=tuple(tuple(7 * one**a * other**b for other in ys) for one in xs))
+    assert grid.at(x, y) == pytest.approx(7 * x**a * y**b, rel=1e-9)
+
+
+@given(st.floats(-2, 3), st.floats(2, 1e4))
+def test_beyond_the_ends_times_grow_at_most_as_sizes_do(power: float, size: float) -> None:
+    grid = Grid(x=(1, 2), y=(1, 2), seconds=((1, 1), (2**power, 2**power)))
+    assert grid.at(size, 1) == pytest.approx(2**power * (size / 2) ** min(max(power, 0), 1))
+    assert grid.at(1 / size, 5) == pytest.approx(size ** -min(max(power, 0), 1))
+    assert grid.at(1.5, 1.2) == pytest.approx(1.5**power)
+
+
+@pytest.mark.parametrize(
+    ("x", "seconds"),
+    [((1,), ((1, 1),)), ((2, 1), ((1, 1), (1, 1))), ((0, 1), ((1, 1), (1, 1))), ((1, 2), ((1, 1), (1, 0)))],
+)
+def test_grids_that_are_none_are_refused(x: tuple[float, ...], seconds: tuple[tuple[float, ...], ...]) -> None:
+    with pytest.raises(SpecError, match=r"must (be|have)"):
+        Grid(x=x, y=(1, 2), seconds=seconds)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    mine, file = measured_device(), tmp_path / "machine.toml"
+    write_profile(mine, file)
+    (read,) = (each for name, each in devices(file).items() if name == "mine")
+    assert read.curves == mine.curves
+    assert read.label == mine.label
+    assert read.peaks == pytest.approx(mine.peaks)
+    assert read.memory_bytes == mine.memory_bytes
+    assert curves_of(to_table(mine.curves["float32"])) == mine.curves["float32"]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("curves = 3", "must be a table of dtypes"),
+        ("curves = {float32 = {}}", "must be as headwise profile writes them"),
+        ("curves = {float32 = 3}", "must be as headwise profile writes them"),
+    ],
+)
+def test_damaged_curves_are_refused(tmp_path: Path, text: str, what: str) -> None:
+    file = tmp_path / "machine.toml"
+    rest = 'label = "a"\nkind = "cpu"\nmemory_gib = 8\nbandwidth_gb = 10\ndense_tflops = {float32 = 1}\n'
+    file.write_text(f"[mine]\n{rest}{text}\n")
+    with pytest.raises(SpecError, match=what):
+        devices(file)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("bits", [None, 8.5, 4.0, 32.0])
+def test_a_prediction_is_the_sum_of_what_was_measured(name: str, bits: float | None) -> None:
+    model, mine = read_spec(name), measured_device()
+    step = Pass(batch=3, total=500, dtype="float32", cache_bits=bits)
+    curves = mine.curves["float32"]
+    timed = {each.name: each for each in seconds(operators(model, step), mine, step)}
+    work = {each.name: replace(each, times=timed[each.name].times) for each in operators(model, step)}
+    head, core = work["head"], work["attention"]
+    assert timed["head"].seconds == pytest.approx(curves.linear.at(3, head.weights))
+    near = {None: 0.0, 8.5: 8.5, 4.0: 5.0, 32.0: 0.0}[bits]
+    grid = curves.core[near] if name == "llama-3-8b" else curves.latent_core[0.0]
+    one = grid.at(core.cache_bytes, core.flops / core.cache_bytes)
+    assert timed["attention"].seconds == pytest.approx(core.times * one)
+    norms = timed["norm"].seconds / timed["norm"].times
+    assert norms == pytest.approx(curves.norm.at(3, model.hidden_size))
+    if name == "deepseek-v2-lite":
+        down = work["kv_a_proj_with_mqa"]
+        besides = curves.latent_input.at(3, model.hidden_size)
+        one = curves.linear.at(3, down.weights) + besides
+        assert timed["kv_a_proj_with_mqa"].seconds == pytest.approx(down.times * one)
+        absorbed = work["absorb keys"]
+        one = curves.product.at(3, absorbed.weights)
+        assert timed["absorb keys"].seconds == pytest.approx(absorbed.times * one)
+
+
+def test_prompts_have_a_curve_of_their_own_and_other_dtypes_the_roofline() -> None:
+    model, mine = read_spec("llama-3-8b"), measured_device()
+    prompt = Pass(new=300, total=300, dtype="bfloat16")
+    (timed,) = (each for each in seconds(operators(model, prompt), mine, prompt) if each.name == "attention")
+    (core,) = (each for each in operators(model, prompt) if each.name == "attention")
+    assert timed.seconds == pytest.approx(32 * mine.curves["bfloat16"].prompt.at(300, core.flops))
+    other = Pass(total=300, dtype="float16")
+    plain = replace(mine, curves={})
+    assert seconds(operators(model, other), mine, other) == seconds(operators(model, other), plain, other)
+    assert predict("llama-3-8b", hardware=mine).efficiency.is_measured
+    assert not predict("llama-3-8b", hardware=mine, dtype="float16").efficiency.is_measured
+    sizes = Sizes(tokens=1, new=1, rows=1, weights=1, flops=1, cache_bytes=1, bits=0, hidden_size=1)
+    assert some_curves().seconds("other", sizes) is None
