@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headwise.cost.layer import cache_values
 from headwise.errors import HeadwiseError
 from headwise.specs import ModelSpec, read_config
+from headwise.specs.indexed_latent import IndexedLatentSpec
 from headwise.specs.latent import LatentSpec
 
 CONTEXTS = ((1000, 1), (30_001, 3), (600, 4), (8192, 2))
@@ -91,7 +92,7 @@ def _vllm(config: dict[str, Any], work: Path, python: str, source: Path) -> dict
 
 def _layer(model: ModelSpec, index: int) -> list[Any]:
     spec = model.layers[index]
-    if isinstance(spec, LatentSpec):
+    if isinstance(spec, LatentSpec) and not isinstance(spec, IndexedLatentSpec):
         return ["latent", None, 1, cache_values(spec)]
     heads, values = getattr(spec, "num_kv_heads", 0), cache_values(spec)
     if not heads or not values:

@@ -33,6 +33,7 @@ def main() -> None:
             dtype="float32",
             async_scheduling=False,
         ).create_engine_config()
+        settings.cache_config.kv_cache_layout = "LBNHC"  # the engine settles it: layers outermost, as on CPUs
         specs = {}
         for index, (kind, window, heads, width) in enumerate(layers):
             sizes = {"block_size": 16, "num_kv_heads": heads, "head_size": width, "dtype": getattr(torch, dtype)}
