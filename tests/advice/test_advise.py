@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.advice import Measured, Question, advise_on, candidates, ranked, read_measured
+from headwise.advice import Measured, Question, advise_on, candidates, design, ranked, read_measured
 from headwise.advice.advise import MOST_SEQUENCES
 from headwise.cost.default_targets import PLAIN_FORMATS
+from headwise.cost.model import weights
 from headwise.errors import HeadwiseError
 from headwise.prediction import Pass, device, devices, largest_batch, operators, peak_memory, seconds
 from headwise.prediction.allocation import cache_bytes
@@ -308,3 +309,33 @@ def test_the_command_of_the_guide(cli: Callable[..., Any]) -> None:
 
 def test_it_answers_without_torch() -> None:
     assert answered_without_torch("advise", "llama-2-7b", "--hardware", "h100")["source"] == "llama-2-7b"
+
+
+def test_a_design_of_named_sizes_is_a_llama() -> None:
+    model = design(hidden_size=4096, num_heads=32)
+    assert (model.num_layers, model.layers[0].label) == (32, "MHA 32/32 × 128")
+    assert weights(model).total == weights(read_spec("llama-2-7b")).total
+    decoupled = design(hidden_size=2048, num_heads=12, head_dim=256, num_kv_heads=2)
+    assert decoupled.layers[0].label == "GQA 12/2 × 256"
+
+
+@pytest.mark.parametrize("parameters", [10**8, 7 * 10**9, 70 * 10**9])
+def test_a_design_has_about_the_parameters_asked_for(parameters: int) -> None:
+    assert weights(design(parameters=parameters)).total == pytest.approx(parameters, rel=0.2)
+
+
+def test_designs_by_the_command(cli: Callable[..., Any], refused: Callable[..., str]) -> None:
+    answer = json.loads(
+        cli("advise", "--hidden-size", "4096", "--num-heads", "32", "--hardware", "h100", "--json").out
+    )
+    by_name = json.loads(cli("advise", "llama-2-7b", "--hardware", "h100", "--json").out)
+    names = ("target", "cache_bytes_per_token", "decode_seconds", "largest_batch")
+    assert [[each[name] for name in names] for each in answer["options"]] == [
+        [each[name] for name in names] for each in by_name["options"]
+    ]
+    assert (
+        "build it with MQA" in cli("advise", "--parameters", "7000000000", "--hardware", "h100", "--batch", "8").out
+    )
+    assert "goes without SOURCE" in refused("advise", "gpt2", "--head-dim", "64", "--hardware", "h100")
+    assert "must be one of them" in refused("advise", "--num-heads", "8", "--hardware", "h100")
+    assert "goes without --guide" in refused("advise", "--guide", "--heads", "8", "--hidden-size", "64")

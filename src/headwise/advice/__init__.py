@@ -2,6 +2,7 @@
 
 from headwise.advice.advise import MOST_SEQUENCES, USUAL_LOSS, Advice, Option, Question, advise, advise_on, ranked
 from headwise.advice.candidates import AS_IT_IS, Candidate, candidates
+from headwise.advice.design import design
 from headwise.advice.guide import Guidance, Needs, Rule, Thresholds, guide, kv_heads
 from headwise.advice.measured import Measured, read_measured, read_points
 
@@ -21,6 +22,7 @@ __all__ = [
     "advise",
     "advise_on",
     "candidates",
+    "design",
     "guide",
     "kv_heads",
     "ranked",

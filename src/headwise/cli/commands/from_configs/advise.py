@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -17,10 +17,10 @@ from headwise.cli.pages import Html, model_page, refuse_no_page, write_page
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from headwise.advice import Advice, Guidance, Option, Question, Thresholds
-    from headwise.prediction import Device
+    from headwise.advice import Advice, Guidance, Option, Thresholds
+    from headwise.specs import ModelSpec
 
-_COST, _GUIDE = "Costs and measurements", "The guide"
+_COST, _GUIDE, _DESIGN = "Costs and measurements", "The guide", "A model that does not exist yet, without SOURCE"
 _DIGITS = 18
 """The most digits of a number that a threshold may have."""
 
@@ -61,8 +61,19 @@ def advise(
     ] = False,
     heads: Annotated[int | None, typer.Option(help="Query heads, without SOURCE.", rich_help_panel=_GUIDE)] = None,
     parameters: Annotated[
-        int | None, typer.Option(help="Parameters of the model, without SOURCE.", rich_help_panel=_GUIDE)
+        int | None, typer.Option(help="About so many, in the place of a hidden size.", rich_help_panel=_DESIGN)
     ] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="Of a llama.", rich_help_panel=_DESIGN)] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Query heads.", rich_help_panel=_DESIGN)] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="As many by default.", rich_help_panel=_DESIGN)] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Which need not divide the hidden size.", rich_help_panel=_DESIGN)
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(help="Layers.", rich_help_panel=_DESIGN)] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Of feed-forward networks.", rich_help_panel=_DESIGN)
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="32,000 by default.", rich_help_panel=_DESIGN)] = None,
     accuracy_critical: Annotated[
         bool, typer.Option("--accuracy-critical", help="No accuracy may be lost.", rich_help_panel=_GUIDE)
     ] = False,
@@ -89,48 +100,38 @@ def advise(
     as_json: Json = False,
 ) -> None:
     """Recommend a mechanism, a size and bits for a model's cache, or say that nothing should be changed."""
-    if by_guide:
-        from headwise.advice import Needs, guide
-
-        cost = {
-            "hardware": hardware,
-            "measured": measured,
-            "max_quality_loss": max_quality_loss,
-            "html": html and str(html),
-        }
-        cost |= {"batch": None if batch == 1 else batch, "ranks": None if ranks == 1 else ranks}
-        _refuse(cost, "goes without --guide")
-        found, stored = _sizes(source, heads, parameters)
-        guidance = guide(
-            Needs(
-                context=context,
-                heads=found,
-                parameters=stored,
-                accuracy_critical=accuracy_critical,
-                extreme_speed=extreme_speed,
-                memory_limited=memory_limited,
-                ample_parameters=ample_parameters,
-                goal=goal or "balanced",  # type: ignore[arg-type]  # Needs checks it
-                application=application,  # type: ignore[arg-type]
-                thresholds=_thresholds(threshold or ()),
-            )
-        )
-        emit(guidance.to_dict()) if as_json else _print_guidance(guidance)
-        return
-    from headwise.advice import USUAL_LOSS, Question
-    from headwise.advice import advise as advised
-    from headwise.prediction import MOST, Pass, device, devices
-
-    flags = {
+    sizes = {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "num_layers": num_layers,
+        "intermediate_size": intermediate_size,
+        "vocab_size": vocab_size,
+    }
+    words: dict[str, Any] = {
         "accuracy_critical": accuracy_critical,
         "extreme_speed": extreme_speed,
         "memory_limited": memory_limited,
         "ample_parameters": ample_parameters,
+        "application": application,
     }
-    words = {"heads": heads, "parameters": parameters, "application": application, "threshold": threshold}
-    _refuse(words | {name: value or None for name, value in flags.items()}, "goes with --guide")
-    if source is None:
-        raise ArgumentError("source", None, "is required, or --guide")
+    if by_guide:
+        cost = {"hardware": hardware, "measured": measured, "max_quality_loss": max_quality_loss}
+        others = {"batch": batch, "ranks": ranks}
+        _refuse(
+            cost | {name: None if value == 1 else value for name, value in others.items()}, "goes without --guide"
+        )
+        _refuse(sizes | {"html": html and str(html)}, "goes without --guide")
+        words |= {"context": context, "goal": goal or "balanced", "thresholds": _thresholds(threshold or ())}
+        _follow_guide(source, heads, parameters, words, as_json=as_json)
+        return
+    from headwise.advice import USUAL_LOSS, Question, advise_on, read_measured
+    from headwise.prediction import MOST, Pass, device, devices
+
+    unasked: dict[str, object] = {name: value or None for name, value in words.items()}
+    _refuse(unasked | {"heads": heads, "threshold": threshold}, "goes with --guide")
+    name, model = _model(source, sizes | {"parameters": parameters})
     if hardware is None:
         raise ArgumentError("hardware", None, "is required, or --guide; headwise predict --list names devices")
     if not 1 <= context <= MOST:
@@ -143,28 +144,42 @@ def advise(
         usable=usable,
     )
     refuse_no_page(html)
-    result = advised(source, question, measured=measured or ())
+    points = read_measured(measured or (), model)
+    result = advise_on(model, question, points, source=name)
     if html is not None:
-        _write_page(html, source, question, measured or (), devices(hardware_file), is_silent=as_json)
-    emit(result.to_dict()) if as_json else _print_advice(result)
+        page = model_page(name, model, question, measured=points, hardware=devices(hardware_file))
+        write_page(html, page, is_silent=as_json)
+    emit(result.to_dict()) if as_json else _print_advice(result, is_design=source is None)
 
 
-def _write_page(
-    html: Path,
-    source: str,
-    question: Question,
-    measured: Sequence[Path],
-    hardware: Mapping[str, Device],
-    *,
-    is_silent: bool,
+def _model(source: str | None, sizes: Mapping[str, int | None]) -> tuple[str, ModelSpec]:
+    """The name and the spec of a model that is named, or of one whose sizes are given."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if source is not None:
+        from headwise.specs import read_spec
+
+        _refuse(given, "goes without SOURCE, or with --guide")
+        return source, read_spec(source)
+    if not given:
+        raise ArgumentError(
+            "source", None, "is required, or --guide, or the sizes of a model that does not exist yet"
+        )
+    from headwise.advice import design
+    from headwise.cost.model import weights
+
+    model = design(**given)
+    return f"a design of {count_text(weights(model).total)} parameters, {model.num_layers} layers", model
+
+
+def _follow_guide(
+    source: str | None, heads: int | None, parameters: int | None, words: Mapping[str, Any], *, as_json: bool
 ) -> None:
-    """Write the page that the question begins."""
-    from headwise.advice import read_measured
-    from headwise.specs import read_spec
+    """Print what the guide says of needs in its words."""
+    from headwise.advice import Needs, guide
 
-    model = read_spec(source)
-    page = model_page(source, model, question, measured=read_measured(measured, model), hardware=hardware)
-    write_page(html, page, is_silent=is_silent)
+    found, stored = _sizes(source, heads, parameters)
+    guidance = guide(Needs(heads=found, parameters=stored, **words))
+    emit(guidance.to_dict()) if as_json else _print_guidance(guidance)
 
 
 def _refuse(options: Mapping[str, object], rule: str) -> None:
@@ -207,10 +222,12 @@ def _thresholds(given: list[str] | tuple[str, ...]) -> Thresholds:
     return Thresholds(**values)
 
 
-def _print_advice(result: Advice) -> None:
+def _print_advice(result: Advice, *, is_design: bool) -> None:
     question, step, best = result.question, result.question.step, result.best
     many = f"{step.ranks} × " if step.ranks > 1 else ""
-    out.print(f"[bold]{escape(result.source)}[/bold]: {escape(_verdict(result))}", soft_wrap=True)
+    out.print(
+        f"[bold]{escape(result.source)}[/bold]: {escape(_verdict(result, is_design=is_design))}", soft_wrap=True
+    )
     limits = f"{step.batch:,} × {step.total:,} tokens, {bytes_text(question.memory_bytes)} of memory"
     out.print(f"on {many}{escape(question.hardware.label)}, {limits}; goal: {question.goal}", soft_wrap=True)
     out.print()
@@ -234,7 +251,7 @@ def _print_advice(result: Advice) -> None:
         out.print(line, markup=False, soft_wrap=True)
 
 
-def _verdict(result: Advice) -> str:
+def _verdict(result: Advice, *, is_design: bool) -> str:
     """The recommendation in a sentence."""
     from headwise.advice import AS_IT_IS
 
@@ -243,7 +260,9 @@ def _verdict(result: Advice) -> str:
         counts = Counter(str(option.refused) for option in result.options)
         return f"nothing can be recommended ({', '.join(f'{reason}: {count}' for reason, count in counts.items())})"
     if best.target == AS_IT_IS:
-        return "change nothing"
+        return f"build it as it is, {best.label}" if is_design else "change nothing"
+    if is_design and best.convert_to and not best.is_first_size:
+        return f"by cost alone, build it with {best.label}; what that loses was not measured"
     does = f"headwise convert {best.convert_to}" if best.convert_to else f"store the cache as {best.target}"
     if best.loss is None:
         return f"by cost alone, {does}; what it loses was not measured"
