@@ -5,7 +5,8 @@
     python -m benchmarks.recall --keys 4 --json benchmarks/results/recall-keys.json    # four facts, one asked for
 
 A cache is ``own``, a format of ``headwise evaluate --cache``, ``TARGET@F``, a conversion to a fraction F of the
-bytes, or ``TARGET:F``, a conversion to a fraction F of the values; ``TARGET:F without STAGE`` is an ablation. Each
+bytes, or ``TARGET:F``, a conversion to a fraction F of the values; ``TARGET:F without STAGE`` is an ablation, and
+``TARGET:F on N`` is calibrated on N tokens. Each
 trial hides a code of five digits in other tokens of the text; all caches are asked for the same codes at the same
 places. A row is one cache and one depth.
 """
@@ -69,10 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def converted(options: argparse.Namespace, cache: str) -> Path:
     """The conversion to a fraction of the bytes or of the values, made once."""
-    size, _, stage = cache.partition(" without ")
+    name, _, number = cache.partition(" on ")
+    tokens = int(number or options.tokens)
+    size, _, stage = name.partition(" without ")
     target, separator, fraction = size.partition("@") if "@" in size else size.partition(":")
     way = size.replace("@", "-").replace(":", "-values-") + (f"-without-{stage}" if stage else "")
-    folder = Path(options.work) / f"{Path(options.source).name}-{way}-{options.tokens}"
+    folder = Path(options.work) / f"{Path(options.source).name}-{way}-{tokens}"
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         headwise.convert(
@@ -82,7 +85,7 @@ def converted(options: argparse.Namespace, cache: str) -> Path:
             **{"kv_bytes" if separator == "@" else "kv_budget": float(fraction)},
             without=[stage] if stage else (),
             calibrate=data.wikitext("train", options.cache),
-            calibration_tokens=options.tokens,
+            calibration_tokens=tokens,
             evaluate=False,
         )
     return folder

@@ -23,13 +23,15 @@ def test_each_cache_and_depth_is_a_row_and_a_killed_run_goes_on(
     command = ["--source", str(save_tiny(tmp_path / "source")), "--cache", str(cache), "--work", str(tmp_path / "w")]
     command += ["--json", str(kept), "--tokens", "256", "--context", "200", "--trials", "2"]
     recall.main([*command, "--caches", "own", "int8"])
-    names = ("own", "int8", "same@0.3", "mla:0.5 without recall")
+    names = ("own", "int8", "same@0.3", "mla:0.5 without recall", "mla:0.5 on 300")
     recall.main([*command, "--caches", *names])
     document = json.loads(kept.read_text())
     assert list(document["rows"]) == [f"{name}/{depth}" for name in names for depth in DEPTHS]
-    assert [row["cache"] for row in document["rows"].values()][:: len(DEPTHS)] == [None, "int8", None, None]
+    assert [row["cache"] for row in document["rows"].values()][:: len(DEPTHS)] == [None, "int8", None, None, None]
     converted = sorted(folder.parent.name for folder in (tmp_path / "w").glob("*/config.json"))
-    assert converted == ["source-mla-values-0.5-without-recall-256", "source-same-0.3-256"]
+    assert converted == [
+        *("source-mla-values-0.5-300", "source-mla-values-0.5-without-recall-256", "source-same-0.3-256"),
+    ]
     shown = tables.recall(document).splitlines()
     assert [line.split(" | ")[0] for line in shown[2:]] == [
         "| the model's own",
