@@ -39,13 +39,14 @@ def some_grid(chosen: random.Random) -> Grid:
 def some_curves(seed: int = 0) -> Curves:
     chosen = random.Random(seed)
     by_bits = {bits: some_grid(chosen) for bits in (0.0, 8.5, 5.0)}
-    names = ("linear", "product", "prompt", "latent_input", "norm", "embedding")
-    linear, product, prompt, latent_input, norm, embedding = (some_grid(chosen) for _ in names)
+    few, many, product, prompt, latent_input, norm, embedding = (some_grid(chosen) for _ in range(7))
     return Curves(
-        linear=linear,
+        few=few,
+        many=many,
         product=product,
         core=by_bits,
         latent_core={0.0: some_grid(chosen)},
+        coded={8.5: 1e-4, 5.0: 2e-4},
         prompt=prompt,
         latent_input=latent_input,
         norm=norm,
@@ -118,17 +119,21 @@ def test_a_prediction_is_the_sum_of_what_was_measured(name: str, bits: float | N
     timed = {each.name: each for each in seconds(operators(model, step), mine, step)}
     work = {each.name: replace(each, times=timed[each.name].times) for each in operators(model, step)}
     head, core = work["head"], work["attention"]
-    assert timed["head"].seconds == pytest.approx(curves.linear.at(3, head.weights))
+    read = sum(each.times * (each.weight_bytes + each.cache_bytes) for each in operators(model, step))
+    assert read > max(curves.few.y)  # beyond what was measured, a byte takes as long as at the end
+    of_a_value = curves.few.at(3, curves.few.y[-1])
+    assert timed["head"].seconds == pytest.approx(head.weights * of_a_value)
     near = {None: 0.0, 8.5: 8.5, 4.0: 5.0, 32.0: 0.0}[bits]
     grid = curves.core[near] if name == "llama-3-8b" else curves.latent_core[0.0]
-    one = grid.at(core.cache_bytes, core.flops / core.cache_bytes)
+    one = core.cache_bytes * grid.at(grid.x[-1], core.flops / core.cache_bytes)
+    one += curves.coded.get(near, 0) if name == "llama-3-8b" else 0
     assert timed["attention"].seconds == pytest.approx(core.times * one)
     norms = timed["norm"].seconds / timed["norm"].times
     assert norms == pytest.approx(curves.norm.at(3, model.hidden_size))
     if name == "deepseek-v2-lite":
         down = work["kv_a_proj_with_mqa"]
         besides = curves.latent_input.at(3, model.hidden_size)
-        one = curves.linear.at(3, down.weights) + besides
+        one = down.weights * of_a_value + besides
         assert timed["kv_a_proj_with_mqa"].seconds == pytest.approx(down.times * one)
         absorbed = work["absorb keys"]
         one = curves.product.at(3, absorbed.weights)
@@ -141,10 +146,12 @@ def test_prompts_have_a_curve_of_their_own_and_other_dtypes_the_roofline() -> No
     (timed,) = (each for each in seconds(operators(model, prompt), mine, prompt) if each.name == "attention")
     (core,) = (each for each in operators(model, prompt) if each.name == "attention")
     assert timed.seconds == pytest.approx(32 * mine.curves["bfloat16"].prompt.at(300, core.flops))
+    (timed,) = (each for each in seconds(operators(model, prompt), mine, prompt) if each.name == "o_proj")
+    assert timed.seconds == pytest.approx(32 * mine.curves["bfloat16"].many.at(300, 4096 * 4096))
     other = Pass(total=300, dtype="float16")
     plain = replace(mine, curves={})
     assert seconds(operators(model, other), mine, other) == seconds(operators(model, other), plain, other)
     assert predict("llama-3-8b", hardware=mine).efficiency.is_measured
     assert not predict("llama-3-8b", hardware=mine, dtype="float16").efficiency.is_measured
-    sizes = Sizes(tokens=1, new=1, rows=1, weights=1, flops=1, cache_bytes=1, bits=0, hidden_size=1)
+    sizes = Sizes(tokens=1, new=1, rows=1, weights=1, flops=1, cache_bytes=1, bits=0, hidden_size=1, pass_bytes=1)
     assert some_curves().seconds("other", sizes) is None

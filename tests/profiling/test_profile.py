@@ -26,17 +26,22 @@ check_module = importlib.import_module("headwise.profiling.check")  # its functi
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grids of two sizes each."""
     names = {
-        "TOKENS": (1, 16),
+        "READ": (1 << 14, 1 << 16),
+        "CACHES": (1 << 14, 1 << 16),
+        "CODED_CACHES": (1 << 13, 1 << 15),
+        "FEW": (1, 16),
+        "FEW_WEIGHTS": 1 << 12,
+        "MANY_TOKENS": (64, 80),
         "WEIGHTS": (1 << 12, 1 << 14),
         "PRODUCT_TOKENS": (1, 4),
         "PRODUCT_WEIGHTS": (1 << 12, 1 << 14),
         "PROMPTS": (16, 64),
-        "CACHED": (64, 128),
-        "GROUPS": (1, 4),
+        "HEADS": 4,
+        "KV_HEADS": (4, 1),
         "LATENT_HEADS": (4, 8),
-        "LAYER_TOKENS": (1, 32),
+        "LAYER_TOKENS": (1, 64),
         "HIDDEN": (64, 128),
-        "STREAMED": 1 << 16,
+        "LAYERS": (1, 2),
     }
     for name, value in names.items():
         monkeypatch.setattr(measure, name, value)

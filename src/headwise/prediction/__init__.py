@@ -1,7 +1,7 @@
 """Predicted time and memory of a model on a device: its operators against the device's dense peaks. No torch here."""
 
 from headwise.prediction.allocation import ENGINES, Allocation, allocation
-from headwise.prediction.curves import Curves, Grid, Kind, Sizes, curves_of, to_table
+from headwise.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_of, to_table
 from headwise.prediction.hardware import Device, device, devices
 from headwise.prediction.memory import Memory, largest_batch, longest_context, peak_memory
 from headwise.prediction.operators import MOST, Operator, Pass, operators
@@ -11,6 +11,7 @@ from headwise.prediction.work import LayerWork, ModelWork, Reach, Work, model_wo
 
 __all__ = [
     "ENGINES",
+    "MANY",
     "MOST",
     "Allocation",
     "Curves",

@@ -16,6 +16,9 @@ Kind = Literal["linear", "product", "core", "latent core", "latent input", "norm
 latents; the projection to a latent, with what a latent layer does besides; a norm, with half of what else a layer
 does; the embedding, with what a model does around its layers."""
 
+MANY = 64
+"""Tokens from which on the time of a projection does not depend on where its weights come from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
@@ -74,21 +77,26 @@ class Curves:
     """Measured times of one dtype.
 
     Attributes:
-        linear: of a projection, over tokens and values of its weight.
+        few: of a projection of fewer than `MANY` tokens, for each value of its weight, over tokens and the bytes that
+            a pass reads, some of which a processor's own caches may hold.
+        many: of a projection of more, over tokens and values of its weight.
         product: of products of heads with matrices, over tokens and values of all matrices.
-        core: of attention of one new token a sequence, by bits of a cached value (0 for those of the dtype), over
-            bytes of cache and FLOPs a byte.
+        core: of attention of one new token a sequence, for each byte of cache, by bits of a cached value (0 for those
+            of the dtype), over the bytes that a pass reads and FLOPs a byte.
         latent_core: the same to latents.
+        coded: what a layer whose cache is in fewer bits does besides, by its bits.
         prompt: of attention of many new tokens, over these and FLOPs.
         latent_input: what a latent layer does besides, over tokens and the hidden size.
         norm: a norm and half of what else a layer does, over tokens and the hidden size.
         embedding: what a model does around its layers, over tokens and the hidden size.
     """
 
-    linear: Grid
+    few: Grid
+    many: Grid
     product: Grid
     core: Mapping[float, Grid] = field(hash=False)
     latent_core: Mapping[float, Grid] = field(hash=False)
+    coded: Mapping[float, float] = field(hash=False)
     prompt: Grid
     latent_input: Grid
     norm: Grid
@@ -97,7 +105,10 @@ class Curves:
     def seconds(self, kind: Kind, sizes: Sizes) -> float | None:
         """The time of one run of an operator; None where it was not measured."""
         if kind in ("linear", "latent input"):
-            time = self.linear.at(sizes.rows, sizes.weights)
+            if sizes.rows < MANY:
+                time = sizes.weights * self.few.at(sizes.rows, _within(self.few.y, sizes.pass_bytes))
+            else:
+                time = self.many.at(sizes.rows, sizes.weights)
             return time + (self.latent_input.at(sizes.tokens, sizes.hidden_size) if kind != "linear" else 0)
         if kind == "product":
             return self.product.at(sizes.rows, sizes.weights)
@@ -110,7 +121,14 @@ class Curves:
             return self.prompt.at(sizes.new, sizes.flops)
         by_bits = self.core if kind == "core" else self.latent_core
         bits = min(sorted(by_bits), key=lambda each: abs(each - sizes.bits))
-        return by_bits[bits].at(sizes.cache_bytes, sizes.flops / sizes.cache_bytes)
+        grid, intensity = by_bits[bits], sizes.flops / sizes.cache_bytes
+        read = sizes.cache_bytes * grid.at(_within(grid.x, sizes.pass_bytes), intensity)
+        return read + self.coded.get(bits, 0.0)
+
+
+def _within(axis: Sequence[float], size: float) -> float:
+    """A size, at most as far as it was measured: beyond all caches, a byte takes as long however many there are."""
+    return min(max(size, axis[0]), axis[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +144,7 @@ class Sizes:
         cache_bytes: that it reads.
         bits: of a cached value; 0 for those of the dtype.
         hidden_size: E.
+        pass_bytes: weights and cache that the whole pass reads.
     """
 
     tokens: int
@@ -136,9 +155,10 @@ class Sizes:
     cache_bytes: float
     bits: float
     hidden_size: int
+    pass_bytes: float
 
 
-_GRIDS = ("linear", "product", "prompt", "latent_input", "norm", "embedding")
+_GRIDS = ("few", "many", "product", "prompt", "latent_input", "norm", "embedding")
 
 
 def curves_of(entry: Any) -> Curves:
@@ -151,10 +171,12 @@ def curves_of(entry: Any) -> Curves:
     """
     try:
         return Curves(
-            linear=_grid(entry["linear"]),
+            few=_grid(entry["few"]),
+            many=_grid(entry["many"]),
             product=_grid(entry["product"]),
             core=_by_bits(entry["core"]),
             latent_core=_by_bits(entry["latent_core"]),
+            coded={float(bits): float(time) for bits, time in entry["coded"].items()},
             prompt=_grid(entry["prompt"]),
             latent_input=_grid(entry["latent_input"]),
             norm=_grid(entry["norm"]),
@@ -181,9 +203,10 @@ def _grid(entry: Mapping[str, Any]) -> Grid:
 def to_table(curves: Curves) -> dict[str, Any]:
     """Curves as JSON-able values.
 
-    For example ``to_table(curves)["linear"]["x"]``.
+    For example ``to_table(curves)["many"]["x"]``.
     """
     plain: dict[str, Any] = {name: _table(getattr(curves, name)) for name in _GRIDS}
+    plain["coded"] = {f"{bits:g}": time for bits, time in curves.coded.items()}
     for name in ("core", "latent_core"):
         plain[name] = {f"{bits:g}": _table(grid) for bits, grid in getattr(curves, name).items()}
     return plain

@@ -8,7 +8,7 @@ from typing import Literal
 
 from headwise.cost import dtype_bytes
 from headwise.errors import ArgumentError
-from headwise.prediction.curves import Curves, Sizes
+from headwise.prediction.curves import Sizes
 from headwise.prediction.hardware import Device
 from headwise.prediction.operators import Operator, Pass
 
@@ -61,7 +61,12 @@ class Timed:
 
 
 def seconds(
-    work: Sequence[Operator], device: Device, forward: Pass, efficiency: Efficiency | None = None
+    work: Sequence[Operator],
+    device: Device,
+    forward: Pass,
+    efficiency: Efficiency | None = None,
+    *,
+    pass_bytes: float | None = None,
 ) -> list[Timed]:
     """The time of each operator of a pass on a device.
 
@@ -72,6 +77,7 @@ def seconds(
         device: one of the ranks.
         forward: the pass.
         efficiency: of the device; assumed when None.
+        pass_bytes: weights and cache that the whole pass reads; those of ``work`` when None.
 
     Raises:
         ArgumentError: the device has no peak for the dtype, or several devices are not joined.
@@ -80,6 +86,7 @@ def seconds(
     peak = device.peak(forward.dtype) * reached.compute
     result = []
     measured = device.curves.get(forward.dtype.removeprefix("torch."))
+    read = sum(operator.times * (operator.weight_bytes + operator.cache_bytes) for operator in work)
     for operator in work:
         link = 0.0
         if operator.link_bytes:
@@ -97,7 +104,10 @@ def seconds(
         times_run = operator.times
         alone = longest + reached.seconds
         if measured is not None:
-            alone = _measured(operator, forward, measured, alone)
+            found = measured.seconds(
+                operator.kind, _sizes(operator, forward, read if pass_bytes is None else pass_bytes)
+            )
+            alone = alone if found is None else found
         result.append(
             Timed(
                 name=operator.name,
@@ -113,9 +123,9 @@ def seconds(
     return merged(result)
 
 
-def _measured(operator: Operator, forward: Pass, curves: Curves, otherwise: float) -> float:
-    """The time of one run by what was measured; otherwise the roofline's."""
-    sizes = Sizes(
+def _sizes(operator: Operator, forward: Pass, pass_bytes: float) -> Sizes:
+    """What the measured time of one run depends on."""
+    return Sizes(
         tokens=forward.tokens,
         new=forward.new,
         rows=operator.flops / (2 * operator.weights) if operator.weights else 1.0,
@@ -124,9 +134,8 @@ def _measured(operator: Operator, forward: Pass, curves: Curves, otherwise: floa
         cache_bytes=max(operator.cache_bytes, 1.0),
         bits=0 if forward.value_bytes >= dtype_bytes(forward.dtype) else 8 * forward.value_bytes,
         hidden_size=operator.hidden_size,
+        pass_bytes=max(pass_bytes, 1.0),
     )
-    found = curves.seconds(operator.kind, sizes)
-    return otherwise if found is None else found
 
 
 def merged(timed: Iterable[Timed]) -> list[Timed]:

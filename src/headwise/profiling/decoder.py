@@ -14,6 +14,9 @@ from headwise.cost.layer import cache_values
 from headwise.hf import HeadwiseCache, optimize
 from headwise.specs import LatentSpec, ModelSpec, read_config
 
+_PIECE = 16_384
+"""Tokens of noise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
@@ -106,9 +109,11 @@ def filled_cache(
     for index, layer in enumerate(spec.layers):
         heads = 1 if isinstance(layer, LatentSpec) else int(getattr(layer, "num_kv_heads", 1))
         width = cache_values(layer) // heads // (1 if isinstance(layer, LatentSpec) else 2)
-        keys = torch.randn(batch, heads, tokens, width, generator=noise).to(model.dtype)
-        values = keys[..., :0] if isinstance(layer, LatentSpec) else keys.flip(-1)
-        cache.update(keys, values, index)
+        # One piece of noise again and again: what it is does not matter, and making it would take long.
+        piece = torch.randn(batch, heads, min(tokens, _PIECE), width, generator=noise).to(model.dtype)
+        for begin in range(0, tokens, _PIECE):
+            keys = piece[:, :, : tokens - begin]
+            cache.update(keys, keys[..., :0] if isinstance(layer, LatentSpec) else keys, index)
     return cache
 
 

@@ -4,54 +4,73 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from headwise.attention.base import per_head
+from headwise.cost.layer import cache_values
 from headwise.hf.interface import attention_forward
 from headwise.hf.linear import take_over_linears
 from headwise.measurement.timing import seconds
-from headwise.prediction import Curves, Device, Grid, Pass, operators
+from headwise.prediction import MANY, Curves, Device, Grid, Pass, operators
 from headwise.prediction import seconds as predicted
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.progress import Progress, silent
+from headwise.specs import ModelSpec
 
-STREAMED = 64 << 20
-"""Bytes that are gone through in turn, so that each operand comes from memory, as a model's do."""
+READ = (6 << 20, 20 << 20, 48 << 20, 160 << 20)
+"""Bytes that a pass reads: some that a processor's own caches hold, and some that come from memory."""
 
-MOST_COPIES = 24
+CACHES = (6 << 20, 24 << 20, 128 << 20)
+"""The same of passes that read a cache."""
 
-TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
-WEIGHTS = (1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
+CODED_CACHES = (4 << 20, 16 << 20)
+"""The same of a cache in fewer bits, which takes long to fill, and whose reading the processor bounds."""
+
+FEW = (1, 2, 4, 8, 16, 64)
+"""Tokens of projections whose weights are read in turn; each has `FEW_WEIGHTS` values."""
+
+FEW_WEIGHTS = 1 << 20
+
+MANY_TOKENS = (64, 256, 1024)
+WEIGHTS = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
 PRODUCT_TOKENS = (1, 2, 4, 8, 16)
 PRODUCT_WEIGHTS = (1 << 15, 1 << 17, 1 << 19)
 PROMPTS = (16, 64, 256, 1024, 2048)
-CACHED = (256, 1024, 4096)
-"""Tokens in the cache of attention that is timed."""
 
-GROUPS = (1, 4, 16)
-"""Query heads of each key–value head."""
+HEADS = 16
+"""Query heads of decoders whose attention is timed."""
 
-LATENT_HEADS = (4, 12, 32)
+KV_HEADS = (16, 4, 2, 1)
+LATENT = (192, 32)
+LATENT_HEADS = (4, 8, 16)
 BITS = {0.0: None, 8.5: "int8", 5.0: "int4:32"}
 """Bits of a cached value, its scale included, and the format that has them; 0 for the dtype's own."""
 
-LAYER_TOKENS = (1, 4, 16, 64, 256)
-HIDDEN = (128, 768)
+LAYER_TOKENS = (1, 4, 16, 64, 384)
+HIDDEN = (128, 512, 1024)
+LAYERS = (1, 4)
+PATIENCE = 0.05
+"""Seconds that a call is repeated for."""
+
+_LEAST_FOR_A_BYTE = 1e-13
 _LEAST = 1e-7
+_LEAST_SHARE = 0.1
+"""The least share of a layer's time that it takes besides its operators."""
 """A difference of times that noise makes negative counts as so many seconds."""
 
 
-def median_seconds(call: Callable[[], object], *, least: int = 5, patience: float = 0.05) -> float:
+def median_seconds(call: Callable[[], object], *, least: int = 5, patience: float | None = None) -> float:
     """The median of several calls after one to warm up: ``least`` calls or more, for ``patience`` seconds."""
     call()
     times: list[float] = []
     start = time.perf_counter()
-    while len(times) < least or (time.perf_counter() - start < patience and len(times) < 15 * least):
+    limit = PATIENCE if patience is None else patience
+    while len(times) < least or (time.perf_counter() - start < limit and len(times) < 15 * least):
         times.append(seconds(call))
     return statistics.median(times)
 
@@ -60,47 +79,47 @@ def median_seconds(call: Callable[[], object], *, least: int = 5, patience: floa
 def measure_curves(dtype: torch.dtype, device: Device, *, progress: Progress = silent) -> Curves:
     """The curves of a dtype on this machine's processor.
 
-    For example ``measure_curves(torch.float32, device("laptop")).linear.at(1, 2**20)``.
+    For example ``measure_curves(torch.float32, device("laptop")).many.at(100, 2**20)``.
 
     Args:
         dtype: of weights, activations and cache.
         device: any, for what is not measured.
         progress: told of each group of operators.
     """
-    stages: list[tuple[str, Callable[[], Grid]]] = [
-        ("linear", lambda: _grid(TOKENS, WEIGHTS, partial(_linear, dtype))),
-        ("product", lambda: _grid(PRODUCT_TOKENS, PRODUCT_WEIGHTS, partial(_product, dtype))),
-        ("prompt", lambda: _prompts(dtype)),
-        *((f"core {bits:g}", partial(_cores, dtype, bits)) for bits in BITS),
-        *((f"latent core {bits:g}", partial(_latent_cores, dtype, bits)) for bits in (0.0,)),
-    ]
+    besides: dict[float, float] = {}
+    stages: dict[str, Callable[[], Grid]] = {
+        "few": lambda: _grid(FEW, READ, partial(_few, dtype)),
+        "many": lambda: _grid(MANY_TOKENS, WEIGHTS, partial(_many, dtype)),
+        "product": lambda: _grid(PRODUCT_TOKENS, PRODUCT_WEIGHTS, partial(_product, dtype)),
+        "prompt": lambda: _prompts(dtype),
+        **{f"core {bits:g}": partial(_cores, dtype, bits, besides) for bits in BITS},
+        "latent core": lambda: _latent_cores(dtype),
+    }
     found: dict[str, Grid] = {}
-    for index, (name, measure) in enumerate(stages):
+    for index, (name, measure) in enumerate(stages.items()):
         progress("profiling", index, len(stages) + 1)
         found[name] = measure()
     nothing = Grid(x=(1, 2), y=(1, 2), seconds=((_LEAST, _LEAST), (_LEAST, _LEAST)))
     parts = Curves(
-        linear=found["linear"],
+        few=found["few"],
+        many=found["many"],
         product=found["product"],
         prompt=found["prompt"],
         core={bits: found[f"core {bits:g}"] for bits in BITS},
-        latent_core={0.0: found["latent core 0"]},
+        latent_core={0.0: found["latent core"]},
+        coded={bits: max(besides[bits] - besides[0.0], _LEAST) for bits in BITS if bits},
         latent_input=nothing,
         norm=nothing,
         embedding=nothing,
     )
     progress("profiling", len(stages), len(stages) + 1)
-    around = _around(parts, dtype, device)
+    whole = _around(parts, dtype, device)
     progress("profiling", len(stages) + 1, len(stages) + 1)
-    return replace(parts, norm=around["norm"], embedding=around["embedding"], latent_input=around["latent_input"])
+    return whole
 
 
 def _grid(x: Sequence[int], y: Sequence[int], measure: Callable[[int, int], float]) -> Grid:
     return Grid(x=tuple(x), y=tuple(y), seconds=tuple(tuple(measure(a, b) for b in y) for a in x))
-
-
-def _copies(nbytes: float) -> int:
-    return int(min(max(STREAMED / nbytes, 2), MOST_COPIES))
 
 
 def _in_turn(calls: Sequence[Callable[[], object]]) -> float:
@@ -113,13 +132,21 @@ def _in_turn(calls: Sequence[Callable[[], object]]) -> float:
     return median_seconds(all_of_them, least=3) / len(calls)
 
 
-def _linear(dtype: torch.dtype, tokens: int, weights: int) -> float:
-    """A projection of tokens, whose weights come from memory."""
-    width = 1 << (weights.bit_length() // 2)
-    layers = nn.ModuleList(
-        nn.Linear(width, weights // width, bias=False).to(dtype)
-        for _ in range(_copies(weights * dtype.itemsize) if tokens <= 64 else 2)
-    )
+def _few(dtype: torch.dtype, tokens: int, read: int) -> float:
+    """Seconds for each value of the weights of a projection, where ``read`` bytes of weights take turns."""
+    weights = min(FEW_WEIGHTS, read // dtype.itemsize)
+    copies = max(read // (weights * dtype.itemsize), 1)
+    return _projections(dtype, tokens, weights, copies) / weights
+
+
+def _many(dtype: torch.dtype, tokens: int, weights: int) -> float:
+    return _projections(dtype, tokens, weights, 2)
+
+
+def _projections(dtype: torch.dtype, tokens: int, weights: int, copies: int) -> float:
+    """Seconds of a projection that takes turns with ``copies`` others."""
+    width = 1 << ((weights.bit_length() - 1) // 2)
+    layers = nn.ModuleList(nn.Linear(width, weights // width, bias=False).to(dtype) for _ in range(copies))
     take_over_linears(layers)
     states = torch.randn(1, tokens, width).to(dtype)
     return _in_turn([partial(layer, states) for layer in layers])
@@ -128,10 +155,7 @@ def _linear(dtype: torch.dtype, tokens: int, weights: int) -> float:
 def _product(dtype: torch.dtype, tokens: int, weights: int) -> float:
     """A product of each of several heads with a matrix of its own."""
     heads, inner = 8, 64
-    matrices = [
-        torch.randn(heads, inner, weights // heads // inner).to(dtype)
-        for _ in range(_copies(weights * dtype.itemsize))
-    ]
+    matrices = [torch.randn(heads, inner, weights // heads // inner).to(dtype) for _ in range(8)]
     states = torch.randn(tokens, heads, 1, inner).to(dtype)
     return _in_turn([partial(per_head, states, matrix) for matrix in matrices])
 
@@ -148,125 +172,133 @@ def _prompts(dtype: torch.dtype) -> Grid:
     return Grid(x=PROMPTS, y=(1e6, 1e12), seconds=tuple(rows))
 
 
-class _Layer(nn.Module):
+class _Causal(nn.Module):
     is_causal = True
 
 
-_MODULE = _Layer()
+_MODULE = _Causal()
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return attention_forward(_MODULE, query, key, value, None)[0]
 
 
-def _cores(dtype: torch.dtype, bits: float) -> Grid:
-    """Attention of one token to heads, over bytes of cache and FLOPs a byte."""
-    heads, width = 4, 64
-    value_bytes = bits / 8 or dtype.itemsize
-    rows = []
-    for tokens in CACHED:
-        nbytes = 2 * heads * tokens * width * value_bytes
-        rows.append(tuple(_core(dtype, bits, tokens, heads, group, _copies(nbytes)) for group in GROUPS))
-    sizes = tuple(2 * heads * tokens * width * value_bytes for tokens in CACHED)
-    return Grid(x=sizes, y=tuple(2 * group / value_bytes for group in GROUPS), seconds=tuple(rows))
+def _cores(dtype: torch.dtype, bits: float, besides: dict[float, float]) -> Grid:
+    """Attention of one token to heads; ``besides`` is told what a layer takes without a context."""
+    sizes = {"hidden_size": 64 * HEADS, "num_heads": HEADS, "num_layers": 2, "intermediate_size": 64}
+    decoders = [Decoder(**sizes, num_kv_heads=heads) for heads in KV_HEADS]  # type: ignore[arg-type]
+    found, besides[bits] = _by_length(decoders, dtype, bits)
+    return found
 
 
-def _core(dtype: torch.dtype, bits: float, tokens: int, heads: int, group: int, copies: int) -> float:
-    decoder = Decoder(num_layers=copies, num_heads=heads * group, num_kv_heads=heads, hidden_size=64 * heads * group)
-    stub = _Stub(decoder, dtype)
-    cache = filled_cache(stub, decoder.spec(), batch=1, tokens=tokens, quantize=BITS[bits])
-    cache.activate_past_recording()
-    query = torch.randn(1, heads * group, 1, 64).to(dtype)
-    new = torch.randn(1, heads, 1, 64).to(dtype)
-
-    def step(index: int) -> None:
-        _attention(query, *cache.update(new, new, index))
-
-    def all_layers() -> None:
-        for index in range(copies):
-            step(index)
-        cache.crop(-1)
-
-    return median_seconds(all_layers, least=3) / copies
-
-
-class _Stub:
-    """What a cache asks of a model, without weights."""
-
-    def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
-        from transformers import AutoConfig
-
-        fields = {name: value for name, value in decoder.config().items() if name != "model_type"}
-        self.config = AutoConfig.for_model(str(decoder.config()["model_type"]), **fields)
-        self.config._attn_implementation = "headwise"
-        self.dtype = dtype
-
-    def modules(self) -> list[nn.Module]:
-        """None."""
-        return []
-
-
-def _latent_cores(dtype: torch.dtype, bits: float) -> Grid:
+def _latent_cores(dtype: torch.dtype) -> Grid:
     """Absorbed attention of one token to latents."""
-    rank, rope = 192, 32
-    rows, sizes = [], []
-    for tokens in CACHED:
-        nbytes = tokens * (rank + rope) * dtype.itemsize
-        sizes.append(float(nbytes))
-        latents = [torch.randn(1, 1, tokens, rank + rope).to(dtype) for _ in range(_copies(nbytes))]
-        row = []
-        for heads in LATENT_HEADS:
-            query = torch.randn(1, heads, 1, rank + rope).to(dtype)
-            row.append(_in_turn([partial(_to_latents, query, latent, rank) for latent in latents]))
-        rows.append(tuple(row))
-    flops = tuple(2 * heads * (2 * rank + rope) / (rank + rope) / dtype.itemsize for heads in LATENT_HEADS)
-    return Grid(x=tuple(sizes), y=flops, seconds=tuple(rows))
+    decoders = [
+        Decoder(hidden_size=256, num_heads=heads, num_layers=2, intermediate_size=64, latent=LATENT)
+        for heads in LATENT_HEADS
+    ]
+    return _by_length(decoders, dtype, 0.0)[0]
 
 
-def _to_latents(query: Tensor, latent: Tensor, rank: int) -> Tensor:
-    from headwise.kernels import attend
+def _by_length(decoders: Sequence[Decoder], dtype: torch.dtype, bits: float) -> tuple[Grid, float]:
+    """Seconds for each byte of cache: what longer contexts take more, in decoders whose FLOPs a byte grow.
 
-    return attend(query, latent, latent[..., :rank], scale=0.1)
+    Returns:
+        And the least seconds of a layer without a context.
+    """
+    without: list[float] = []
+    caches = CODED_CACHES if bits else CACHES
+    columns = []
+    intensities = []
+    for decoder in decoders:
+        model, spec = decoder.build(dtype), decoder.spec()
+        token = sum(map(cache_values, spec.layers)) * (bits / 8 or dtype.itemsize)
+        column = []
+        for read in caches:
+            lengths = [max(int(read / token) // part, 2) for part in (4, 1)]
+            times = []
+            for tokens in lengths:
+                cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=BITS[bits])
+                times.append(median_seconds(decode_step(model, cache, 1), patience=4 * PATIENCE))
+            more = (times[1] - times[0]) / (lengths[1] - lengths[0])
+            column.append(more / token)
+            if read == caches[0]:
+                without.append((times[0] - max(more, 0) * lengths[0]) / decoder.num_layers)
+        # Noise may make a difference of times too small, or negative.
+        least = max(statistics.median(column) / 2, _LEAST_FOR_A_BYTE)
+        columns.append([max(time, least) for time in column])
+        step = Pass(total=1000, dtype=str(dtype).removeprefix("torch."), cache_bits=bits or None, impl="absorbed")
+        core = next(each for each in operators(spec, step) if each.kind in ("core", "latent core"))
+        intensities.append(core.flops / core.cache_bytes)
+    seconds_of = tuple(zip(*columns, strict=True))
+    return Grid(x=caches, y=tuple(intensities), seconds=seconds_of), statistics.median(without)
 
 
-def _around(parts: Curves, dtype: torch.dtype, device: Device) -> dict[str, Grid]:
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """The time of a decoder in a pass, and what its operators take by the curves."""
+
+    seconds: float
+    layers: float
+    head: float
+
+
+def _around(parts: Curves, dtype: torch.dtype, device: Device) -> Curves:
     """What layers and models do besides: the times of whole decoders less those of their operators."""
-    norms: list[list[float]] = [[] for _ in LAYER_TOKENS]
-    embeddings: list[list[float]] = [[] for _ in LAYER_TOKENS]
-    inputs: list[list[float]] = [[] for _ in LAYER_TOKENS]
-    for hidden in HIDDEN:
-        plain = Decoder(hidden_size=hidden, num_heads=hidden // 64, intermediate_size=3 * hidden)
-        kinds = (plain, replace(plain, latent=(hidden // 4, 32)))
-        rest = [_rest([replace(kind, num_layers=n) for n in (2, 5)], parts, dtype, device) for kind in kinds]
-        for index, ((layer, body), (with_latent, _)) in enumerate(zip(*rest, strict=True)):
-            norms[index].append(max(layer / 2, _LEAST))
-            embeddings[index].append(max(body, _LEAST))
-            inputs[index].append(max(with_latent - layer, _LEAST))
-    rows = {"norm": norms, "embedding": embeddings, "latent_input": inputs}
-    return {name: Grid(x=LAYER_TOKENS, y=HIDDEN, seconds=tuple(map(tuple, found))) for name, found in rows.items()}
+    plain = [Decoder(hidden_size=hidden, num_heads=hidden // 64, intermediate_size=3 * hidden) for hidden in HIDDEN]
+    latent = [replace(decoder, latent=(decoder.hidden_size // 4, 32)) for decoder in plain]
+    rest, around = _rest(plain, parts, dtype, device)
+    rest_of_latents, _ = _rest(latent, parts, dtype, device)
+
+    def grid(times: Mapping[tuple[int, int], float]) -> Grid:
+        return _grid(LAYER_TOKENS, HIDDEN, lambda tokens, hidden: max(times[tokens, hidden], _LEAST))
+
+    return replace(
+        parts,
+        norm=grid({key: time / 2 for key, time in rest.items()}),
+        embedding=grid(around),
+        latent_input=grid({key: rest_of_latents[key] - time for key, time in rest.items()}),
+    )
 
 
-def _rest(pair: Sequence[Decoder], parts: Curves, dtype: torch.dtype, device: Device) -> list[tuple[float, float]]:
-    """For each number of tokens: what is left of a layer's time, and of the model's without its layers."""
-    models = [decoder.build(dtype) for decoder in pair]
+def _rest(
+    decoders: Sequence[Decoder], parts: Curves, dtype: torch.dtype, device: Device
+) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
+    """Of each number of tokens and hidden size: what is left of a layer's time, and of the model's around them."""
+    rest, around = {}, {}
+    for decoder in decoders:
+        few, many = (_runs(replace(decoder, num_layers=layers), parts, dtype, device) for layers in LAYERS)
+        for tokens in LAYER_TOKENS:
+            layer = max(many[tokens].seconds - few[tokens].seconds, _LEAST) / (LAYERS[1] - LAYERS[0])
+            known = (many[tokens].layers - few[tokens].layers) / (LAYERS[1] - LAYERS[0])
+            # Operators that were measured alone may seem to take more than the layer that they are in.
+            rest[tokens, decoder.hidden_size] = max(layer - known, _LEAST_SHARE * layer)
+            around[tokens, decoder.hidden_size] = few[tokens].seconds - LAYERS[0] * layer - few[tokens].head
+    return rest, around
+
+
+def _runs(decoder: Decoder, parts: Curves, dtype: torch.dtype, device: Device) -> dict[int, _Run]:
+    """A decoder's passes by their numbers of tokens."""
+    model, spec = decoder.build(dtype), decoder.spec()
     name = str(dtype).removeprefix("torch.")
     known = replace(device, curves={name: parts})
-    found = []
+    found = {}
     for tokens in LAYER_TOKENS:
-        is_prompt = tokens > 16
-        left = []
-        for decoder, model in zip(pair, models, strict=True):
-            spec = decoder.spec()
-            if is_prompt:
-                call: Callable[[], object] = prompt_call(model, tokens)
-                forward = Pass(new=tokens, total=tokens, dtype=name)
-            else:
-                cache = filled_cache(model, spec, batch=tokens, tokens=32)
-                call = decode_step(model, cache, tokens)
-                forward = Pass(batch=tokens, total=33, dtype=name, impl="absorbed" if decoder.latent else "auto")
-            work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
-            explained = sum(each.seconds for each in predicted(work, known, forward))
-            left.append(median_seconds(call) - explained)
-        layer = (left[1] - left[0]) / (pair[1].num_layers - pair[0].num_layers)
-        found.append((layer, left[0] - pair[0].num_layers * layer))
+        if tokens >= MANY:
+            call: Callable[[], object] = prompt_call(model, tokens)
+            forward = Pass(new=tokens, total=tokens, dtype=name)
+        else:
+            call = decode_step(model, filled_cache(model, spec, batch=tokens, tokens=32), tokens)
+            forward = Pass(batch=tokens, total=33, dtype=name, impl="absorbed" if decoder.latent else "auto")
+        sums = {True: 0.0, False: 0.0}
+        for each in operators(spec, forward):
+            if each.kind not in ("norm", "embedding"):
+                (timed,) = predicted([each], known, forward, pass_bytes=_read(spec, forward))
+                sums[each.name == "head"] += timed.seconds
+        measured = median_seconds(call, patience=4 * PATIENCE)
+        found[tokens] = _Run(seconds=measured, layers=sums[False], head=sums[True])
     return found
+
+
+def _read(spec: ModelSpec, forward: Pass) -> float:
+    return sum(each.times * (each.weight_bytes + each.cache_bytes) for each in operators(spec, forward))

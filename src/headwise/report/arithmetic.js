@@ -4,6 +4,7 @@
 
 const headwise = (() => {
   const MOST = 2 ** 30;
+  const MANY = 64; // headwise.prediction.curves.MANY
 
   // headwise.cost.stages.attended_pairs, causal
   function attendedPairs(fresh, total, window) {
@@ -112,14 +113,21 @@ const headwise = (() => {
     return Math.exp(found + xBeyond * power(rows, grid.x, left) + yBeyond * power(columns, grid.y, low));
   }
 
+  function within(axis, size) {
+    return Math.min(Math.max(size, axis[0]), axis[axis.length - 1]);
+  }
+
   // headwise.prediction.curves.Curves.seconds: null where the operator was not measured.
-  function measured(curves, each, pass) {
+  function measured(curves, each, pass, passBytes) {
     const tokens = pass.batch * pass.fresh;
     const rows = each.weights ? each.flops / (2 * each.weights) : 1;
     const weights = Math.max(each.weights, 1);
-    if (each.kind === "linear") return interpolated(curves.linear, rows, weights);
-    if (each.kind === "latent input") {
-      return interpolated(curves.linear, rows, weights) + interpolated(curves.latent_input, tokens, each.hiddenSize);
+    if (each.kind === "linear" || each.kind === "latent input") {
+      const time =
+        rows < MANY
+          ? weights * interpolated(curves.few, rows, within(curves.few.y, passBytes))
+          : interpolated(curves.many, rows, weights);
+      return time + (each.kind === "linear" ? 0 : interpolated(curves.latent_input, tokens, each.hiddenSize));
     }
     if (each.kind === "product") return interpolated(curves.product, rows, weights);
     if (each.kind === "norm" || each.kind === "embedding") {
@@ -133,7 +141,8 @@ const headwise = (() => {
       .sort((one, other) => Number(one) - Number(other))
       .reduce((one, other) => (distance(other) < distance(one) ? other : one));
     const cached = Math.max(each.cacheBytes, 1);
-    return interpolated(byBits[bits], cached, each.flops / cached);
+    const grid = byBits[bits];
+    return cached * interpolated(grid, within(grid.x, passBytes), each.flops / cached) + (curves.coded[bits] ?? 0);
   }
 
   function peak(data, device, dtype) {
@@ -147,6 +156,8 @@ const headwise = (() => {
 
   function timed(data, device, dtype, works, pass) {
     const curves = device.curves[dtype];
+    const read = works.reduce((all, each) => all + each.times * (each.weightBytes + each.cacheBytes), 0);
+    const passBytes = Math.max(read, 1);
     const reached = data.efficiency;
     const flopsPerSecond = peak(data, device, dtype) * reached.compute;
     return works.map((each) => {
@@ -159,7 +170,7 @@ const headwise = (() => {
       };
       const bound = Object.keys(times).reduce((one, other) => (times[other] > times[one] ? other : one));
       const longest = Math.max(times.compute, times.memory, times.link);
-      const alone = (curves && measured(curves, each, pass)) ?? longest + reached.seconds;
+      const alone = (curves && measured(curves, each, pass, passBytes)) ?? longest + reached.seconds;
       return { ...each, bound, seconds: each.times * alone };
     });
   }
