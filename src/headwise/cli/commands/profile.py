@@ -28,7 +28,7 @@ def profile(
     threads: Annotated[int | None, typer.Option(help="Threads; torch's own number by default.", min=1)] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine in about a minute, so that predict and advise know it by --hardware-file.
+    """Measure this machine in a minute or two, so that predict and advise know it by --hardware-file.
 
     With --check, a profile that FILE has already is kept.
     """
