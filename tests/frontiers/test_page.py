@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.frontiers import page as frontier_page
 from headwise.frontiers.candidate import Candidate
 from headwise.frontiers.page import markdown, page
 from tests.frontiers.test_points import found, result
@@ -76,7 +75,7 @@ def test_without_plotly_the_plot_is_refused_before_any_work(tmp_path: Path, monk
     def nothing(name: str, *args: Any) -> None:
         assert name == "plotly"
 
-    monkeypatch.setattr(frontier_page.importlib.util, "find_spec", nothing)
+    monkeypatch.setattr(importlib.util, "find_spec", nothing)
     with pytest.raises(
         headwise.MissingExtraError, match=r"needs the plotly package: pip install 'headwise\[report\]'"
     ):
