@@ -22,7 +22,7 @@ def stages(spec: RecurrentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]
         return ()
     E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
     N, R = Size(spec.state_size, "M"), Size(spec.dt_rank, "Δ")
-    width, channels = H * D, _channels(spec)
+    width, channels = H * D, convolved_channels(spec)
     inputs, inner = {
         "mamba": (
             2 * width,
@@ -64,7 +64,7 @@ def state_values(spec: RecurrentSpec) -> int:
 
     Transformers' caches hold one past input for each tap of the convolution, and so it is counted.
     """
-    return spec.num_heads * spec.head_dim * spec.state_size + _channels(spec) * spec.conv_kernel
+    return spec.num_heads * spec.head_dim * spec.state_size + convolved_channels(spec) * spec.conv_kernel
 
 
 def shard(spec: RecurrentSpec, ranks: int) -> RecurrentSpec:
@@ -76,6 +76,6 @@ def shard(spec: RecurrentSpec, ranks: int) -> RecurrentSpec:
     return replace(spec, num_heads=spec.num_heads // ranks, num_groups=-(-spec.num_groups // ranks))
 
 
-def _channels(spec: RecurrentSpec) -> int:
-    """Channels of the convolution: values, and the groups' B and C or keys and queries."""
+def convolved_channels(spec: RecurrentSpec) -> int:
+    """Channels of the causal convolution: values, and the groups' B and C or keys and queries."""
     return spec.num_heads * spec.head_dim + 2 * spec.num_groups * spec.state_size

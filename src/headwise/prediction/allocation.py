@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from headwise.cost import dtype_bytes, layer
+from headwise.cost.recurrent import convolved_channels
 from headwise.errors import ArgumentError, SpecError
 from headwise.prediction.operators import Pass
 from headwise.specs.base import AttentionSpec
@@ -112,7 +113,7 @@ def _llama_cpp(shards: Sequence[AttentionSpec], forward: Pass, *, has_windows: b
     for spec in shards:
         if isinstance(spec, RecurrentSpec):
             # One past input of the convolution fewer than transformers keeps.
-            values = layer.state_bytes(spec, dtype="int8") - _convolved(spec)
+            values = layer.state_bytes(spec, dtype="int8") - convolved_channels(spec)
             found += 4 * forward.batch * values
             reasons += ["states in float32"] if values else []
             continue
@@ -130,11 +131,6 @@ def _llama_cpp(shards: Sequence[AttentionSpec], forward: Pass, *, has_windows: b
             reasons.append(f"contexts in steps of {CELLS}")
         found += int(forward.batch * held * values * bytes_of_value)
     return found, reasons
-
-
-def _convolved(spec: RecurrentSpec) -> int:
-    """Channels of the convolution."""
-    return spec.num_heads * spec.head_dim + 2 * spec.num_groups * spec.state_size if spec.conv_kernel else 0
 
 
 def _vllm(shards: Sequence[AttentionSpec], forward: Pass) -> tuple[int, list[str]]:
