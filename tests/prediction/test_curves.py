@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +77,13 @@ def test_beyond_the_ends_times_grow_at_most_as_sizes_do(power: float, size: floa
 
 @pytest.mark.parametrize(
     ("x", "seconds"),
-    [((1,), ((1, 1),)), ((2, 1), ((1, 1), (1, 1))), ((0, 1), ((1, 1), (1, 1))), ((1, 2), ((1, 1), (1, 0)))],
+    [
+        ((1,), ((1, 1),)),
+        ((2, 1), ((1, 1), (1, 1))),
+        ((0, 1), ((1, 1), (1, 1))),
+        ((1, 2), ((1, 1), (1, 0))),
+        ((1, 2), ((1, 1), (1, math.nan))),
+    ],
 )
 def test_grids_that_are_none_are_refused(x: tuple[float, ...], seconds: tuple[tuple[float, ...], ...]) -> None:
     with pytest.raises(SpecError, match=r"must (be|have)"):

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from headwise.cli.app import out
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, naming
 
 if TYPE_CHECKING:
     from headwise.advice import Measured, Question
@@ -48,7 +48,9 @@ def first_question(model: ModelSpec, *, context: int = 4096, batch: int = 1, dty
     from headwise.report import DEFAULT_HARDWARE
 
     most = model.body.positions if model.body is not None and model.body.positions else context
-    return Question(hardware=device(DEFAULT_HARDWARE), step=Pass(batch=batch, total=min(context, most), dtype=dtype))
+    with naming(total="context"):
+        step = Pass(batch=batch, total=min(context, most), dtype=dtype)
+    return Question(hardware=device(DEFAULT_HARDWARE), step=step)
 
 
 def model_page(

@@ -40,10 +40,12 @@ class Grid:
 
     def __post_init__(self) -> None:
         for name, axis in (("x", self.x), ("y", self.y)):
-            if len(axis) < 2 or any(a >= b for a, b in pairwise(axis)) or axis[0] <= 0:
+            if len(axis) < 2 or not all(0 < a < b < math.inf for a, b in pairwise(axis)):
                 raise SpecError(name, axis, "must be at least two growing numbers above 0")
         rows = self.seconds
-        if len(rows) != len(self.x) or any(len(row) != len(self.y) or min(row) <= 0 for row in rows):
+        if len(rows) != len(self.x) or any(
+            len(row) != len(self.y) or not all(0 < time < math.inf for time in row) for row in rows
+        ):
             raise SpecError("seconds", rows, "must have a number above 0 for each x and y")
 
     def at(self, x: float, y: float) -> float:
