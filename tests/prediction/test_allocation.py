@@ -49,6 +49,9 @@ def test_models_of_every_kind_are_among_those_that_llama_cpp_ran() -> None:
     assert {"mla", "gqa", "mqa", "mamba", "mamba2", "short_conv"} <= kinds
     assert any(spec.sliding_window for model in models for spec in model.layers)
     assert len(rows("vllm")) >= 20
+    said = (Path(__file__).parents[2] / "docs/prediction.md").read_text().split()
+    assert f"log of {len(models)} models" in " ".join(said)
+    assert f"plans the cache of {len(rows('vllm'))}." in " ".join(said)
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt-oss-120b", "gemma-2-9b", "deepseek-v3", "mistral-7b"])

@@ -112,6 +112,16 @@ def test_errors_and_ranks_by_hand() -> None:
     assert found.to_dict()["pairs"] == 3
 
 
+def test_the_document_says_what_the_kept_check_measured() -> None:
+    root = Path(__file__).parents[2]
+    kept = json.loads((root / "benchmarks/results/profile.json").read_text())["check"]
+    said = (
+        f"{len(kept['points'])} points: median error {100 * kept['median_error']:.0f} %, 90th percentile"
+        f" {100 * kept['high_error']:.0f} %, and {kept['pairs_in_order']} of {kept['pairs']} pairs"
+    )
+    assert said in " ".join((root / "docs/prediction.md").read_text().split())
+
+
 def test_bad_input(refused: Any, here: Path) -> None:
     assert "places = 0: must be from 1 to 1000" in refused("profile", "--places", "0")
     assert "output = 'no/file.toml': cannot be written" in refused("profile", "--output", "no/file.toml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.errors import ArgumentError, CheckpointError, StorageError
+from headwise.cli.pages import refuse_no_page
+from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError
 from headwise.report import read_folder, sections
 from headwise.report.sections import html, roofline
 from tests.cli.conftest import cli, here, refused
@@ -113,6 +115,14 @@ def test_what_is_no_result_has_no_section() -> None:
         sections({"texts": 3, "perplexity": 1}, name="x.json")
     with pytest.raises(CheckpointError, match="report"):
         sections({"points": [{}], "cache_bytes_per_token": 1})
+
+
+def test_only_pages_with_plots_need_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refuse_no_page(tmp_path / "page.html", has_plots=False)  # headwise bench
+    refuse_no_page(None)
+    with pytest.raises(MissingExtraError, match="needs the plotly package"):
+        refuse_no_page(tmp_path / "page.html")
 
 
 def test_names_are_not_markup() -> None:

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a web page.")]
 
 
-def refuse_no_page(html: Path | None) -> None:
+def refuse_no_page(html: Path | None, *, has_plots: bool = True) -> None:
     """Refuse a page that cannot be made or written, before any work; nothing where none is asked for."""
     from headwise.disk import refuse_no_file
     from headwise.report import refuse_no_plotly
 
     if html is not None:
-        refuse_no_plotly("html", str(html))
+        if has_plots:
+            refuse_no_plotly("html", str(html))
         refuse_no_file("html", html)
 
 

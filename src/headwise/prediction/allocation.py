@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from headwise.cost import dtype_bytes, layer
+from headwise.cost import layer
 from headwise.cost.recurrent import convolved_channels
 from headwise.errors import ArgumentError, SpecError
 from headwise.prediction.operators import Pass
@@ -137,22 +137,20 @@ def _vllm(shards: Sequence[AttentionSpec], forward: Pass) -> tuple[int, list[str
     """Blocks of all layers that a request draws, from one pool of blocks of one size."""
     caching = [spec for spec in shards if layer.cache_values(spec)]
     for spec in shards:
-        if isinstance(spec, RecurrentSpec) and spec.form != "none":
+        if isinstance(spec, IndexedLatentSpec) or (isinstance(spec, RecurrentSpec) and spec.form != "none"):
             raise SpecError("attention", spec.label, "is allocated by vLLM in a way that is not known here")
-        if isinstance(spec, IndexedLatentSpec):
-            raise SpecError("attention", spec.label, "is allocated by vLLM in a way that is not known here")
-    width = dtype_bytes(forward.dtype) if forward.cache_bits is None else forward.cache_bits / 8
+    width = forward.value_bytes
     kinds = Counter((spec.sliding_window, layer.cache_values(spec)) for spec in caching)
     windows = {window for window, _ in kinds}
     reasons = []
-    if any(_blocks(window, forward.total) * BLOCK != forward.total for window in windows if window is None):
+    if None in windows and forward.total % BLOCK:
         reasons.append(f"blocks of {BLOCK} tokens")
     if windows - {None}:
         reasons.append(f"windows with {IN_FLIGHT:,} tokens more, and a block")
     if len(windows) < 2:  # one kind of block table for all layers, of whatever width
-        blocks = {window: _blocks(window, forward.total) for window in windows}
+        blocks = sum(_blocks(window, forward.total) for window in windows)
         page = sum(times * values * BLOCK * width for (_, values), times in kinds.items())
-        return int(forward.batch * page * sum(blocks.values())), reasons
+        return int(forward.batch * page * blocks), reasons
     if len({values for _, values in kinds}) > 1:
         raise SpecError("layers", "windows", "of several widths: how vLLM allocates them is not known here")
     (values,) = {values for _, values in kinds}

@@ -61,12 +61,7 @@ class Timed:
 
 
 def seconds(
-    work: Sequence[Operator],
-    device: Device,
-    forward: Pass,
-    efficiency: Efficiency | None = None,
-    *,
-    pass_bytes: float | None = None,
+    work: Sequence[Operator], device: Device, forward: Pass, efficiency: Efficiency | None = None
 ) -> list[Timed]:
     """The time of each operator of a pass on a device.
 
@@ -77,7 +72,6 @@ def seconds(
         device: one of the ranks.
         forward: the pass.
         efficiency: of the device; assumed when None.
-        pass_bytes: weights and cache that the whole pass reads; those of ``work`` when None.
 
     Raises:
         ArgumentError: the device has no peak for the dtype, or several devices are not joined.
@@ -86,7 +80,9 @@ def seconds(
     peak = device.peak(forward.dtype) * reached.compute
     result = []
     measured = device.curves.get(forward.dtype.removeprefix("torch."))
-    read = sum(operator.times * (operator.weight_bytes + operator.cache_bytes) for operator in work)
+    pass_bytes = 0.0
+    if measured is not None:
+        pass_bytes = sum(operator.times * (operator.weight_bytes + operator.cache_bytes) for operator in work)
     for operator in work:
         link = 0.0
         if operator.link_bytes:
@@ -104,9 +100,7 @@ def seconds(
         times_run = operator.times
         alone = longest + reached.seconds
         if measured is not None:
-            found = measured.seconds(
-                operator.kind, _sizes(operator, forward, read if pass_bytes is None else pass_bytes)
-            )
+            found = measured.seconds(operator.kind, _sizes(operator, forward, pass_bytes))
             alone = alone if found is None else found
         result.append(
             Timed(

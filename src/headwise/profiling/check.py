@@ -110,7 +110,7 @@ def check(device: Device, *, places: int = 12, seed: int = 0, progress: Progress
 
     Args:
         device: with curves.
-        places: sizes, contexts and batches; each is tried with every mechanism, and half of them as prompts too.
+        places: sizes, contexts and batches; each is tried with every mechanism, decoding and reading a prompt.
         seed: of the choice.
         progress: told of each model.
     """

@@ -28,7 +28,7 @@ class Decoder:
         hidden_size: E.
         num_layers: of them.
         num_heads: H.
-        num_kv_heads: K; None for MLA.
+        num_kv_heads: K; as many as query heads when None, which MLA does not ask for.
         latent: R and P of MLA; None for heads.
         head_dim: D; of MLA, the content and the values of a head.
         intermediate_size: of the feed-forward network.

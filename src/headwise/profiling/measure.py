@@ -20,7 +20,6 @@ from headwise.prediction import MANY, Curves, Device, Grid, Pass, operators
 from headwise.prediction import seconds as predicted
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.progress import Progress, silent
-from headwise.specs import ModelSpec
 
 READ = (6 << 20, 20 << 20, 48 << 20, 160 << 20)
 """Bytes that a pass reads: some that a processor's own caches hold, and some that come from memory."""
@@ -59,9 +58,10 @@ PATIENCE = 0.05
 
 _LEAST_FOR_A_BYTE = 1e-13
 _LEAST = 1e-7
+"""A difference of times that noise makes negative counts as so many seconds."""
+
 _LEAST_SHARE = 0.1
 """The least share of a layer's time that it takes besides its operators."""
-"""A difference of times that noise makes negative counts as so many seconds."""
 
 
 def median_seconds(call: Callable[[], object], *, least: int = 5, patience: float | None = None) -> float:
@@ -290,15 +290,9 @@ def _runs(decoder: Decoder, parts: Curves, dtype: torch.dtype, device: Device) -
         else:
             call = decode_step(model, filled_cache(model, spec, batch=tokens, tokens=32), tokens)
             forward = Pass(batch=tokens, total=33, dtype=name, impl="absorbed" if decoder.latent else "auto")
-        sums = {True: 0.0, False: 0.0}
-        for each in operators(spec, forward):
-            if each.kind not in ("norm", "embedding"):
-                (timed,) = predicted([each], known, forward, pass_bytes=_read(spec, forward))
-                sums[each.name == "head"] += timed.seconds
+        work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
+        times = {each.name: each.seconds for each in predicted(work, known, forward)}
+        head = times.pop("head")
         measured = median_seconds(call, patience=4 * PATIENCE)
-        found[tokens] = _Run(seconds=measured, layers=sums[False], head=sums[True])
+        found[tokens] = _Run(seconds=measured, layers=sum(times.values()), head=head)
     return found
-
-
-def _read(spec: ModelSpec, forward: Pass) -> float:
-    return sum(each.times * (each.weight_bytes + each.cache_bytes) for each in operators(spec, forward))

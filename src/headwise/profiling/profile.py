@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,7 @@ def profile(*, progress: Progress = silent) -> Profile:
     curves = {
         name: measure_curves(dtype, limits, progress=progress) for name, dtype in zip(names, DTYPES, strict=True)
     }
-    found = Device(**{**{name: getattr(limits, name) for name in limits.__dataclass_fields__}, "curves": curves})
-    return Profile(device=found, seconds=time.perf_counter() - start, threads=threads)
+    return Profile(device=replace(limits, curves=curves), seconds=time.perf_counter() - start, threads=threads)
 
 
 def write_profile(device: Device, file: Path) -> None:

@@ -263,9 +263,9 @@ const headwise = (() => {
   }
 
   // A measured loss, null where nothing was measured, Infinity where the model diverged.
-  function lossOf(option, question) {
+  function lossOf(data, option, question) {
     // Bits that the reader asks for are another cache than the one that was measured, or than the original.
-    if (option.cache_bits === null && question.bits !== null && question.bits < 8 * option.dtype_bytes) return null;
+    if (option.cache_bits === null && question.bits !== null && question.bits < 8 * data.dtypes[question.dtype]) return null;
     return option.diverged ? Infinity : option.loss;
   }
 
@@ -276,7 +276,7 @@ const headwise = (() => {
     const fitting = largestBatch(data, option, question, available);
     const many = Math.min(fitting, data.most_sequences);
     const seconds = decodeSeconds(data, option, question, device, question.batch, question.context);
-    const loss = lossOf({ ...option, dtype_bytes: data.dtypes[question.dtype] }, question);
+    const loss = lossOf(data, option, question);
     return {
       option,
       memory,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.advice import Measured, read_measured
+from headwise.advice import Measured, read_points
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
 from headwise.report.sections import Section, sections
 from headwise.specs import ModelSpec, read_spec
@@ -69,7 +69,9 @@ def read_folder(folder: str | Path, *, source: str | None = None) -> FolderResul
         notes.append(f"the model is not shown: {error}")
     if model is not None and model.body is None:
         model, notes = None, [*notes, "the model is not shown: its body is not understood"]
-    measured = read_measured([place / _FRONTIER], model) if _FRONTIER in documents else {}
+    measured = {}
+    if _FRONTIER in documents:
+        measured = read_points(documents[_FRONTIER], model, name=str(place / _FRONTIER))
     return FolderResults(
         source=name or str(folder),
         model=model,

@@ -54,7 +54,6 @@ def page(
             compute=shares["compute"],
             memory=shares["memory"],
             microseconds=1e6 * shares["seconds"],
-            known="measured" if shares["is_measured"] else "assumed",
         )
         parts += [_part("arithmetic.js")]
         carried |= data

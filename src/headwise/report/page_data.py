@@ -11,7 +11,7 @@ from headwise.cost.layer import DTYPE_BYTES
 from headwise.cost.model import weights
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
-from headwise.prediction import Device, Efficiency, LayerWork, ModelWork, Pass, Work, devices, model_work, to_table
+from headwise.prediction import Device, Efficiency, LayerWork, ModelWork, Pass, devices, model_work, to_table
 from headwise.prediction.hardware import DTYPE_NAMES
 from headwise.prediction.memory import CHUNK, weight_bytes
 from headwise.prediction.predict import MOST_PARTS, check_context
@@ -111,7 +111,7 @@ def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict
 
 
 def _model(work: ModelWork) -> dict[str, Any]:
-    return {"layers": [_layer(kind) for kind in work.layers], "body": [_work(each) for each in work.body]}
+    return {"layers": [_layer(kind) for kind in work.layers], "body": [as_document(each) for each in work.body]}
 
 
 def _layer(kind: LayerWork) -> dict[str, Any]:
@@ -121,13 +121,9 @@ def _layer(kind: LayerWork) -> dict[str, Any]:
     return {
         "times": kind.times,
         "reach": as_document(kind.reach),
-        "step": {name: [_work(each) for each in kind.step[name]] for name in names},
-        "prompt": {name: [_work(each) for each in kind.prompt[name]] for name in names},
-        "network": [_work(each) for each in kind.network],
+        "step": {name: [as_document(each) for each in kind.step[name]] for name in names},
+        "prompt": {name: [as_document(each) for each in kind.prompt[name]] for name in names},
+        "network": [as_document(each) for each in kind.network],
         "values": kind.values,
         "state": kind.state,
     }
-
-
-def _work(work: Work) -> dict[str, Any]:
-    return as_document(work)

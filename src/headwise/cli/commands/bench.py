@@ -161,7 +161,7 @@ def generate(
 
 def _prepare(threads: int | None, html: Path | None) -> None:
     """Check that the page can be written, and set torch's threads."""
-    refuse_no_page(html)
+    refuse_no_page(html, has_plots=False)
     if threads is not None:
         import torch
 

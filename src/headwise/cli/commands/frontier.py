@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,8 +61,6 @@ def frontier(
 
 def _write_page(html: Path, source: str, result: Frontier, *, is_silent: bool) -> None:
     """Write the page of the model with what was measured of it."""
-    from dataclasses import replace
-
     from headwise.advice import USUAL_LOSS, read_points
     from headwise.specs import read_spec
 

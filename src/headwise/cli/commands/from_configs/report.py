@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,8 +24,6 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write one web page: what to do with a model's cache, and every result that its folder holds."""
-    from dataclasses import replace
-
     from headwise import __version__
     from headwise.advice import USUAL_LOSS
     from headwise.prediction import device, devices
