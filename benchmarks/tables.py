@@ -195,6 +195,18 @@ def tiles(document: Document) -> str:
     return table(["heads × tokens, dtype", "reading alone, µs", "`split`", "torch's SDPA", "`packed`"], rows)
 
 
+def crossover(document: Document) -> str:
+    """The table of MLA's two implementations, and where they take as long."""
+    shown = ("1", "32", "128", "512")
+    rows = []
+    for name, row in document["rows"].items():
+        times = (row["ms"][new] for new in shown)
+        cells = [f"{each['absorbed']:.1f} / {each['expanded']:.1f}" for each in times]
+        rows.append([name, *cells, f"{row['measured']:.0f}", f"{row['by_flops']}"])
+    heading = [f"{new} new" for new in shown]
+    return table(["ms: absorbed / expanded", *heading, "as long at, measured", "by FLOPs"], rows)
+
+
 def kills(document: Document) -> str:
     """The table of the phases in which conversions were killed."""
     rows = [[phase, str(count)] for phase, count in document["phases"].items()]
@@ -444,6 +456,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "serving": ("serving.json", serving),
     "large": ("large.json", large),
     "large-cuda": ("large-cuda.json", large),
+    "crossover": ("crossover.json", crossover),
     "tiles": ("tiles-cuda.json", tiles),
     "kills": ("kills.json", kills),
     "decode": ("decode.json", decode),

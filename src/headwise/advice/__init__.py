@@ -5,6 +5,7 @@ from headwise.advice.candidates import AS_IT_IS, Candidate, candidates
 from headwise.advice.design import design
 from headwise.advice.guide import Guidance, Needs, Rule, Thresholds, guide, kv_heads
 from headwise.advice.measured import Measured, read_measured, read_points
+from headwise.advice.next_measurement import Expected, expected_losses
 
 __all__ = [
     "AS_IT_IS",
@@ -12,6 +13,7 @@ __all__ = [
     "USUAL_LOSS",
     "Advice",
     "Candidate",
+    "Expected",
     "Guidance",
     "Measured",
     "Needs",
@@ -23,6 +25,7 @@ __all__ = [
     "advise_on",
     "candidates",
     "design",
+    "expected_losses",
     "guide",
     "kv_heads",
     "ranked",

@@ -10,10 +10,21 @@ from typing import Any, Literal, get_args
 
 from headwise.advice.candidates import Candidate, candidates
 from headwise.advice.measured import Measured, read_measured
+from headwise.advice.next_measurement import Expected, expected_losses
+from headwise.advice.serving import served_by
 from headwise.cost.model import weights
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
-from headwise.prediction import MOST, Device, Pass, largest_batch, operators, peak_memory, seconds
+from headwise.prediction import (
+    MOST,
+    Device,
+    Pass,
+    fastest_absorbed,
+    largest_batch,
+    operators,
+    peak_memory,
+    seconds,
+)
 from headwise.prediction.allocation import cache_bytes
 from headwise.prediction.memory import check_usable
 from headwise.prediction.predict import check_context
@@ -79,6 +90,7 @@ class Option:
         kl: the measured KL in nats a token, where there is one.
         is_first_size: whether its sizes, and so its time, memory and parameters, are those that a search on a text
             begins with.
+        served_by: the programs that serve it, in words.
         refused: why it is not recommended; None where it may be.
         is_dominated: whether another option that may be recommended is no worse in time, cache and loss, and better
             in one of them.
@@ -96,6 +108,7 @@ class Option:
     loss: float | None
     kl: float | None
     is_first_size: bool
+    served_by: str
     refused: str | None
     is_dominated: bool = False
 
@@ -123,6 +136,10 @@ class Advice:
             would be the best without the limits.
         trained_context: tokens that the model was made for, where its config says so.
         changes: what is best at other contexts and batches, where it is another option.
+        measure_next: the option that was not measured, and would come first if it lost what is expected of it; None
+            where there is none, or no loss is allowed that was not measured. It is never recommended itself.
+        absorbed_tokens: of MLA that is recommended: the most new tokens of a sequence that take less time absorbed
+            than expanded, as is predicted; None for other mechanisms.
     """
 
     source: str
@@ -131,6 +148,8 @@ class Advice:
     binding: str
     changes: tuple[str, ...]
     trained_context: int | None
+    measure_next: Expected | None = None
+    absorbed_tokens: int | None = None
 
     @cached_property
     def best(self) -> Option | None:
@@ -186,7 +205,8 @@ def advise_on(
     tried = candidates(model, measured)
     options = ranked(tried, question, measured, with_capacity=True)
     free = replace(question, max_quality_loss=None, hardware=replace(question.hardware, memory_bytes=2**62))
-    now, changes = _target(_recommended(options)), []
+    best = _recommended(options)
+    now, changes = _target(best), []
     for name, step in _other_steps(question.step, positions or MOST):
         then = _target(_recommended(ranked(tried, replace(question, step=step), measured)))
         if then != now:
@@ -198,7 +218,30 @@ def advise_on(
         binding=_binding(options, ranked(tried, free, measured)[0], question),
         changes=tuple(changes),
         trained_context=model.max_position_embeddings,
+        measure_next=_measure_next(tried, question, measured),
+        absorbed_tokens=None if best is None else _absorbed_tokens(tried, best, question),
     )
+
+
+def _absorbed_tokens(tried: Sequence[Candidate], best: Option, question: Question) -> int | None:
+    (chosen,) = (each for each in tried if each.target == best.target)
+    step = replace(question.step, cache_bits=chosen.cache_bits)
+    return fastest_absorbed(chosen.model, step, question.hardware)
+
+
+def _measure_next(
+    tried: Sequence[Candidate], question: Question, measured: Mapping[str, Measured]
+) -> Expected | None:
+    """What would be recommended if everything lost what is expected of it, where that was not measured."""
+    if question.max_quality_loss is None:
+        return None
+    expected = expected_losses(measured, [each.target for each in tried if not each.is_exact])
+    supposed = {
+        each.target: Measured(target=each.target, cache_fraction=1.0, loss=each.loss, kl=None, file="")
+        for each in expected.values()
+    }
+    best = _recommended(ranked(tried, question, {**measured, **supposed}))
+    return None if best is None else expected.get(best.target)
 
 
 def ranked(
@@ -252,6 +295,7 @@ def _option(candidate: Candidate, question: Question, measured: Measured | None,
         loss=loss,
         kl=None if measured is None else measured.kl,
         is_first_size=candidate.is_first_size,
+        served_by=served_by(candidate.target, model.model_type),
         refused=_refusal(memory, loss, question),
     )
 

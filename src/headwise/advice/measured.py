@@ -1,4 +1,4 @@
-"""Quality that was measured: the points of a frontier, by the target of each."""
+"""Quality that was measured: by a frontier, or by a conversion of itself; by the target of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 from headwise.errors import CheckpointError, StorageError
 from headwise.specs import ModelSpec
 
-_FILE = "frontier.json"
+_FILES = ("frontier.json", "measured.json")
+"""What `headwise frontier` and `headwise convert` write of measurements into their folders."""
+
 _LARGEST = 64 * 2**20
 """The largest file that is read, in bytes."""
 
@@ -48,7 +50,7 @@ def read_measured(sources: Iterable[str | Path], model: ModelSpec | None = None)
     For example ``read_measured(["./out"])["mla:0.5"].loss``.
 
     Args:
-        sources: folders that ``headwise frontier`` wrote, or their ``frontier.json``.
+        sources: folders that ``headwise frontier`` wrote, or ``headwise convert`` with an evaluation; or their files.
         model: whose frontiers they must be, as far as the label of its attention tells.
 
     Raises:
@@ -59,7 +61,9 @@ def read_measured(sources: Iterable[str | Path], model: ModelSpec | None = None)
 
 
 def _points(source: Path, model: ModelSpec | None) -> list[Measured]:
-    file = source / _FILE if source.is_dir() else source
+    file = source
+    if source.is_dir():
+        file = next((source / name for name in _FILES if (source / name).is_file()), source / _FILES[0])
     try:
         if file.stat().st_size > _LARGEST:
             raise CheckpointError("measured", str(file), f"must be at most {_LARGEST >> 20} MiB")

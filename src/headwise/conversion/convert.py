@@ -15,6 +15,7 @@ from headwise.checkpoints.writer import MODEL
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, prove
 from headwise.conversion.estimate import estimate_stages
+from headwise.conversion.measured import MEASURED, measured_json
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
@@ -93,6 +94,9 @@ def convert(
             # Before the folder is moved into place: a run that is killed here evaluates again, and converts nothing.
             report = _prove(prepared, report, writer, progress)
             writer.write_text("README.md", model_card(_card_facts(prepared, written, notes, report)))
+            measured = measured_json(prepared.plan, _target(options), options, report)
+            if measured is not None:
+                writer.write_text(MEASURED, measured)
     return report
 
 

@@ -52,6 +52,21 @@ class Target:
         """Whether cached values are stored in codes."""
         return self.kv_bytes is not None or self.bits is not None
 
+    @property
+    def spelling(self) -> str | None:
+        """As frontiers spell it, such as ``mla:0.5``; None with ``bits``, which have no spelling.
+
+        For example ``parse_target("mla", kv_budget=0.5).spelling``.
+        """
+        if self.bits is not None:
+            return None
+        size = "" if self.num_kv_heads is None else f":{self.num_kv_heads}"
+        if self.kv_lora_rank is not None:
+            size = f":{self.kv_lora_rank}+{self.qk_rope_head_dim}"
+        elif self.kv_budget is not None:
+            size = f":{self.kv_budget:.12g}"
+        return f"{self.mechanism}{size}" + ("" if self.kv_bytes is None else f"@{self.kv_bytes:.12g}")
+
 
 def parse_target(
     to: str,

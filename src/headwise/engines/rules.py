@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headwise.advice.serving import PLUGIN_FAMILIES
 from headwise.checkpoints import GgufFile, dtype_name
 from headwise.conversion.output.gguf import engine_config
 from headwise.conversion.output.layout import tensors_of
@@ -34,9 +35,6 @@ _MLX_OTHERS = ("gemma3_text", "gpt2", "phi3", "deepseek_v2", "deepseek_v3")
 _LATENT_ON_CPU = (512, 64)
 """R and P of the one MLA that vLLM decodes on a CPU (its csrc/cpu/mla_decode.cpp: head_dim 576, v_head_dim 512)."""
 
-
-PLUGIN_FAMILIES = ("llama", "mistral", "qwen2")
-"""Families whose own folders headwise's plugin serves in vLLM."""
 
 PLUGIN_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE that it computes: frequencies that do not depend on the length of the text."""

@@ -1,6 +1,7 @@
 """Predicted time and memory of a model on a device: its operators against the device's dense peaks. No torch here."""
 
 from headwise.prediction.allocation import ENGINES, Allocation, allocation
+from headwise.prediction.crossover import fastest_absorbed, most_absorbed
 from headwise.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_of, to_table
 from headwise.prediction.hardware import Device, device, devices
 from headwise.prediction.memory import Memory, largest_batch, longest_context, peak_memory
@@ -33,10 +34,12 @@ __all__ = [
     "curves_of",
     "device",
     "devices",
+    "fastest_absorbed",
     "largest_batch",
     "longest_context",
     "merged",
     "model_work",
+    "most_absorbed",
     "operators",
     "peak_memory",
     "predict",

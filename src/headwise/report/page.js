@@ -192,7 +192,7 @@
     byId("limits").textContent = `${notes.join("; ")}.`;
   }
 
-  const HEADING = ["", "KiB / token", "step", "tok/s", "fit", "memory", "weights", "perplexity"];
+  const HEADING = ["", "KiB / token", "step", "tok/s", "fit", "memory", "weights", "perplexity", "served by"];
 
   function cellsOf(each) {
     return [
@@ -203,6 +203,7 @@
       bytesText(each.memory.total),
       countText(each.option.parameters),
       each.refused === null ? lossText(each.loss) : `${lossText(each.loss)}; ${each.refused}`,
+      each.option.served_by,
     ];
   }
 
@@ -393,6 +394,7 @@
       target: each.target,
       label: each.option.label,
       convert_to: each.option.convert_to,
+      served_by: each.option.served_by,
       cache_bytes_per_token: each.cacheBytesPerToken,
       decode_seconds: each.decodeSeconds,
       tokens_per_second: each.tokensPerSecond,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headwise.advice import MOST_SEQUENCES, Candidate, Measured, Question, candidates
+from headwise.advice.serving import served_by
 from headwise.cost.layer import DTYPE_BYTES
 from headwise.cost.model import weights
 from headwise.documents import as_document
@@ -100,6 +101,7 @@ def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict
         "label": model.label,
         "convert_to": candidate.convert_to,
         "is_first_size": candidate.is_first_size,
+        "served_by": served_by(candidate.target, model.model_type),
         "cache_bits": candidate.cache_bits,
         "parameters": weights(model).total,
         "weights": weight_bytes(model, Pass(dtype="int8", ranks=step.ranks)),

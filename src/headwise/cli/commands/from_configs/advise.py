@@ -54,7 +54,7 @@ def advise(
     ] = None,
     measured: Annotated[
         list[Path] | None,
-        typer.Option(help="A folder that headwise frontier wrote of this model.", rich_help_panel=_COST),
+        typer.Option(help="A folder that headwise frontier or convert wrote of this model.", rich_help_panel=_COST),
     ] = None,
     by_guide: Annotated[
         bool, typer.Option("--guide", help="Follow the selection guide instead.", rich_help_panel=_GUIDE)
@@ -278,12 +278,19 @@ def _quality(option: Option) -> str:
 def _notes(result: Advice) -> list[str]:
     from headwise.prediction import Efficiency
 
-    lines = []
+    lines = [] if result.best is None else [f"served by: {result.best.served_by}"]
     lines += beyond(result.trained_context, result.question.step.total)
     if result.best is not None and result.binding != "nothing":
         lines.append(f"{result.binding} decides: without that limit another way would be first")
     same = "with a quarter or four times the tokens or the sequences: the same"
     lines += [f"with {change}" for change in result.changes] or [same]
+    if result.absorbed_tokens is not None:
+        lines.append(
+            f"MLA: up to {result.absorbed_tokens:,} new tokens of a text are fastest absorbed, more expanded"
+        )
+    if (next_one := result.measure_next) is not None:
+        read = f"about ×{1 + next_one.loss:.3f} from {' and '.join(next_one.between)}"
+        lines.append(f"measure next: {next_one.target}, first if it loses what is expected, {read}")
     if any(option.loss is None for option in result.options):
         lines.append("to measure: headwise frontier SOURCE --output OUT --calibrate TEXT, then")
         lines.append("  headwise advise … --measured OUT")
