@@ -79,8 +79,9 @@ class Curves:
     """Measured times of one dtype.
 
     Attributes:
-        few: of a projection of fewer than `MANY` tokens, for each value of its weight, over tokens and the bytes that
-            a pass reads, some of which a processor's own caches may hold.
+        call: of a projection of fewer than `MANY` tokens, whatever its size: threads are woken for it.
+        few: of such a projection besides, for each value of its weight, over tokens and the bytes that a pass reads,
+            some of which a processor's own caches may hold.
         many: of a projection of more, over tokens and values of its weight.
         product: of products of heads with matrices, over tokens and values of all matrices.
         core: of attention of one new token a sequence, for each byte of cache, by bits of a cached value (0 for those
@@ -91,8 +92,10 @@ class Curves:
         latent_input: what a latent layer does besides, over tokens and the hidden size.
         norm: a norm and half of what else a layer does, over tokens and the hidden size.
         embedding: what a model does around its layers, over tokens and the hidden size.
+        pace: of the yardsticks of `headwise.profiling.Pace`, at the pace of all of these.
     """
 
+    call: float
     few: Grid
     many: Grid
     product: Grid
@@ -103,12 +106,13 @@ class Curves:
     latent_input: Grid
     norm: Grid
     embedding: Grid
+    pace: tuple[float, ...]
 
     def seconds(self, kind: Kind, sizes: Sizes) -> float | None:
         """The time of one run of an operator; None where it was not measured."""
         if kind in ("linear", "latent input"):
             if sizes.rows < MANY:
-                time = sizes.weights * self.few.at(sizes.rows, _within(self.few.y, sizes.pass_bytes))
+                time = self.call + sizes.weights * self.few.at(sizes.rows, _within(self.few.y, sizes.pass_bytes))
             else:
                 time = self.many.at(sizes.rows, sizes.weights)
             return time + (self.latent_input.at(sizes.tokens, sizes.hidden_size) if kind != "linear" else 0)
@@ -173,6 +177,8 @@ def curves_of(entry: Any) -> Curves:
     """
     try:
         return Curves(
+            call=float(entry["call"]),
+            pace=tuple(map(float, entry["pace"])),
             few=_grid(entry["few"]),
             many=_grid(entry["many"]),
             product=_grid(entry["product"]),
@@ -208,6 +214,7 @@ def to_table(curves: Curves) -> dict[str, Any]:
     For example ``to_table(curves)["many"]["x"]``.
     """
     plain: dict[str, Any] = {name: _table(getattr(curves, name)) for name in _GRIDS}
+    plain |= {"call": curves.call, "pace": list(curves.pace)}
     plain["coded"] = {f"{bits:g}": time for bits, time in curves.coded.items()}
     for name in ("core", "latent_core"):
         plain[name] = {f"{bits:g}": _table(grid) for bits, grid in getattr(curves, name).items()}

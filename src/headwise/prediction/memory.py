@@ -15,6 +15,9 @@ from headwise.specs.model import ModelSpec
 CHUNK = 2048
 """Tokens of prompts that are read at once: longer prompts are read in parts."""
 
+_STREAMS = 4
+"""Copies of the stream that a layer holds at most, as was measured: itself, normed, and what norms make."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -23,8 +26,8 @@ class Memory:
     Attributes:
         weights: of its share of the model.
         cache: of all sequences.
-        workspace: activations of the operator that needs most, in a decode step or while a prompt is read, of MLA in
-            the implementation that needs more for a prompt.
+        workspace: activations that are held at once, in a decode step or while a prompt is read, of MLA in the
+            implementation that needs more for a prompt.
     """
 
     weights: int
@@ -104,9 +107,18 @@ def longest_context(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
 
 
 def _workspace(model: ModelSpec, forward: Pass) -> int:
-    """Activations of the largest operator, and the stream beside it."""
+    """Activations that are held at once: of the operators of one place, and the stream in `_STREAMS` forms."""
     stream = forward.tokens * model.hidden_size * dtype_bytes(forward.dtype)
-    return int(max(operator.activation_bytes for operator in operators(model, forward))) + 2 * stream
+    moved: dict[str, float] = {}
+    for operator in operators(model, forward):
+        moved[operator.name] = max(operator.activation_bytes, moved.get(operator.name, 0))
+    # Attention of expanded MLA reads keys and values that are copies of what the latent was decoded to.
+    held = [*moved.values(), moved.get("attention", 0) + moved.get("kv_b_proj", 0)]
+    # A gated network holds the activated gate, the values and their product, all of its inner width.
+    for place in ("", "shared "):
+        inner = moved.get(f"{place}down_proj", stream) - stream
+        held.append((3 if f"{place}gate_proj" in moved else 2) * inner)
+    return int(max(held)) + _STREAMS * stream
 
 
 def _largest(size: Callable[[int], int], available: int) -> int:

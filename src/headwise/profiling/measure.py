@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 from headwise.attention.base import per_head
 from headwise.cost.layer import cache_values
 from headwise.hf.interface import attention_forward
-from headwise.hf.linear import take_over_linears
-from headwise.measurement.timing import seconds
 from headwise.prediction import MANY, Curves, Device, Grid, Pass, operators
 from headwise.prediction import seconds as predicted
+from headwise.prediction.memory import weight_bytes
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
+from headwise.profiling.pace import PRODUCTS, READING, Pace, bound_by, in_turn, projections
 from headwise.progress import Progress, silent
 
-READ = (6 << 20, 20 << 20, 48 << 20, 160 << 20)
+READ = (6 << 20, 20 << 20, 48 << 20, READING["memory"])
 """Bytes that a pass reads: some that a processor's own caches hold, and some that come from memory."""
 
 CACHES = (6 << 20, 24 << 20, 128 << 20)
@@ -35,8 +34,8 @@ FEW = (1, 2, 4, 8, 16, 64)
 
 FEW_WEIGHTS = 1 << 20
 
-MANY_TOKENS = (64, 256, 1024)
-WEIGHTS = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
+MANY_TOKENS = (64, PRODUCTS[0], 1024)
+WEIGHTS = (1 << 15, 1 << 17, 1 << 19, PRODUCTS[1])
 PRODUCT_TOKENS = (1, 2, 4, 8, 16)
 PRODUCT_WEIGHTS = (1 << 15, 1 << 17, 1 << 19)
 PROMPTS = (16, 64, 256, 1024, 2048)
@@ -56,23 +55,15 @@ LAYERS = (1, 4)
 PATIENCE = 0.05
 """Seconds that a call is repeated for."""
 
+_CALLS = 4 / 7
+"""Calls for each projection of a layer: queries, keys and values are one call, and gate and values of a network."""
+
 _LEAST_FOR_A_BYTE = 1e-13
 _LEAST = 1e-7
 """A difference of times that noise makes negative counts as so many seconds."""
 
 _LEAST_SHARE = 0.1
 """The least share of a layer's time that it takes besides its operators."""
-
-
-def median_seconds(call: Callable[[], object], *, least: int = 5, patience: float | None = None) -> float:
-    """The median of several calls after one to warm up: ``least`` calls or more, for ``patience`` seconds."""
-    call()
-    times: list[float] = []
-    start = time.perf_counter()
-    limit = PATIENCE if patience is None else patience
-    while len(times) < least or (time.perf_counter() - start < limit and len(times) < 15 * least):
-        times.append(seconds(call))
-    return statistics.median(times)
 
 
 @torch.inference_mode()
@@ -86,14 +77,16 @@ def measure_curves(dtype: torch.dtype, device: Device, *, progress: Progress = s
         device: any, for what is not measured.
         progress: told of each group of operators.
     """
+    pace = Pace(dtype)
     besides: dict[float, float] = {}
+    call = _call(pace, dtype)
     stages: dict[str, Callable[[], Grid]] = {
-        "few": lambda: _grid(FEW, READ, partial(_few, dtype)),
-        "many": lambda: _grid(MANY_TOKENS, WEIGHTS, partial(_many, dtype)),
-        "product": lambda: _grid(PRODUCT_TOKENS, PRODUCT_WEIGHTS, partial(_product, dtype)),
-        "prompt": lambda: _prompts(dtype),
-        **{f"core {bits:g}": partial(_cores, dtype, bits, besides) for bits in BITS},
-        "latent core": lambda: _latent_cores(dtype),
+        "few": lambda: _grid(FEW, READ, partial(_few, pace, dtype, call)),
+        "many": lambda: _grid(MANY_TOKENS, WEIGHTS, partial(_many, pace, dtype)),
+        "product": lambda: _grid(PRODUCT_TOKENS, PRODUCT_WEIGHTS, partial(_product, pace, dtype)),
+        "prompt": lambda: _prompts(pace, dtype),
+        **{f"core {bits:g}": partial(_cores, pace, dtype, bits, besides) for bits in BITS},
+        "latent core": lambda: _latent_cores(pace, dtype),
     }
     found: dict[str, Grid] = {}
     for index, (name, measure) in enumerate(stages.items()):
@@ -111,9 +104,11 @@ def measure_curves(dtype: torch.dtype, device: Device, *, progress: Progress = s
         latent_input=nothing,
         norm=nothing,
         embedding=nothing,
+        call=call,
+        pace=pace.reference,
     )
     progress("profiling", len(stages), len(stages) + 1)
-    whole = _around(parts, dtype, device)
+    whole = _around(pace, parts, dtype, device)
     progress("profiling", len(stages) + 1, len(stages) + 1)
     return whole
 
@@ -122,52 +117,48 @@ def _grid(x: Sequence[int], y: Sequence[int], measure: Callable[[int, int], floa
     return Grid(x=tuple(x), y=tuple(y), seconds=tuple(tuple(measure(a, b) for b in y) for a in x))
 
 
-def _in_turn(calls: Sequence[Callable[[], object]]) -> float:
-    """Seconds of one of several calls that take turns."""
+def _call(pace: Pace, dtype: torch.dtype) -> float:
+    """Seconds of a projection of one token besides its weights: from small and large ones of as many bytes."""
+    small, large = FEW_WEIGHTS // 8, FEW_WEIGHTS
+    one, other = (
+        pace.median(projections(dtype, 1, weights, 8 * large // weights), "caches", patience=4 * PATIENCE)
+        * weights
+        / 8
+        / large
+        for weights in (small, large)
+    )
+    return max(one - small * (other - one) / (large - small), _LEAST) * _CALLS
 
-    def all_of_them() -> None:
-        for call in calls:
-            call()
 
-    return median_seconds(all_of_them, least=3) / len(calls)
-
-
-def _few(dtype: torch.dtype, tokens: int, read: int) -> float:
+def _few(pace: Pace, dtype: torch.dtype, call: float, tokens: int, read: int) -> float:
     """Seconds for each value of the weights of a projection, where ``read`` bytes of weights take turns."""
     weights = min(FEW_WEIGHTS, read // dtype.itemsize)
     copies = max(read // (weights * dtype.itemsize), 1)
-    return _projections(dtype, tokens, weights, copies) / weights
+    whole = pace.median(projections(dtype, tokens, weights, copies), bound_by(read), least=3) / copies
+    return max(whole - call, whole / 4) / weights
 
 
-def _many(dtype: torch.dtype, tokens: int, weights: int) -> float:
-    return _projections(dtype, tokens, weights, 2)
+def _many(pace: Pace, dtype: torch.dtype, tokens: int, weights: int) -> float:
+    return pace.median(projections(dtype, tokens, weights, 2), "products", least=3) / 2
 
 
-def _projections(dtype: torch.dtype, tokens: int, weights: int, copies: int) -> float:
-    """Seconds of a projection that takes turns with ``copies`` others."""
-    width = 1 << ((weights.bit_length() - 1) // 2)
-    layers = nn.ModuleList(nn.Linear(width, weights // width, bias=False).to(dtype) for _ in range(copies))
-    take_over_linears(layers)
-    states = torch.randn(1, tokens, width).to(dtype)
-    return _in_turn([partial(layer, states) for layer in layers])
-
-
-def _product(dtype: torch.dtype, tokens: int, weights: int) -> float:
+def _product(pace: Pace, dtype: torch.dtype, tokens: int, weights: int) -> float:
     """A product of each of several heads with a matrix of its own."""
     heads, inner = 8, 64
     matrices = [torch.randn(heads, inner, weights // heads // inner).to(dtype) for _ in range(8)]
     states = torch.randn(tokens, heads, 1, inner).to(dtype)
-    return _in_turn([partial(per_head, states, matrix) for matrix in matrices])
+    call = in_turn([partial(per_head, states, matrix) for matrix in matrices])
+    return pace.median(call, "products", least=3) / len(matrices)
 
 
-def _prompts(dtype: torch.dtype) -> Grid:
+def _prompts(pace: Pace, dtype: torch.dtype) -> Grid:
     """Attention of prompts to themselves; proportional to FLOPs for one number of new tokens."""
     heads, width = 8, 64
     rows = []
     for tokens in PROMPTS:
         query, key, value = (torch.randn(1, heads, tokens, width).to(dtype) for _ in range(3))
         flops = 2 * heads * 2 * width * tokens * (tokens + 1) / 2
-        rate = median_seconds(partial(_attention, query, key, value)) / flops
+        rate = pace.median(partial(_attention, query, key, value), "products") / flops
         rows.append((rate * 1e6, rate * 1e12))
     return Grid(x=PROMPTS, y=(1e6, 1e12), seconds=tuple(rows))
 
@@ -183,24 +174,24 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return attention_forward(_MODULE, query, key, value, None)[0]
 
 
-def _cores(dtype: torch.dtype, bits: float, besides: dict[float, float]) -> Grid:
+def _cores(pace: Pace, dtype: torch.dtype, bits: float, besides: dict[float, float]) -> Grid:
     """Attention of one token to heads; ``besides`` is told what a layer takes without a context."""
     sizes = {"hidden_size": 64 * HEADS, "num_heads": HEADS, "num_layers": 2, "intermediate_size": 64}
     decoders = [Decoder(**sizes, num_kv_heads=heads) for heads in KV_HEADS]  # type: ignore[arg-type]
-    found, besides[bits] = _by_length(decoders, dtype, bits)
+    found, besides[bits] = _by_length(pace, decoders, dtype, bits)
     return found
 
 
-def _latent_cores(dtype: torch.dtype) -> Grid:
+def _latent_cores(pace: Pace, dtype: torch.dtype) -> Grid:
     """Absorbed attention of one token to latents."""
     decoders = [
         Decoder(hidden_size=256, num_heads=heads, num_layers=2, intermediate_size=64, latent=LATENT)
         for heads in LATENT_HEADS
     ]
-    return _by_length(decoders, dtype, 0.0)[0]
+    return _by_length(pace, decoders, dtype, 0.0)[0]
 
 
-def _by_length(decoders: Sequence[Decoder], dtype: torch.dtype, bits: float) -> tuple[Grid, float]:
+def _by_length(pace: Pace, decoders: Sequence[Decoder], dtype: torch.dtype, bits: float) -> tuple[Grid, float]:
     """Seconds for each byte of cache: what longer contexts take more, in decoders whose FLOPs a byte grow.
 
     Returns:
@@ -219,7 +210,9 @@ def _by_length(decoders: Sequence[Decoder], dtype: torch.dtype, bits: float) -> 
             times = []
             for tokens in lengths:
                 cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=BITS[bits])
-                times.append(median_seconds(decode_step(model, cache, 1), patience=4 * PATIENCE))
+                times.append(
+                    pace.median(decode_step(model, cache, 1), bound_by(tokens * token), patience=4 * PATIENCE)
+                )
             more = (times[1] - times[0]) / (lengths[1] - lengths[0])
             column.append(more / token)
             if read == caches[0]:
@@ -243,12 +236,12 @@ class _Run:
     head: float
 
 
-def _around(parts: Curves, dtype: torch.dtype, device: Device) -> Curves:
+def _around(pace: Pace, parts: Curves, dtype: torch.dtype, device: Device) -> Curves:
     """What layers and models do besides: the times of whole decoders less those of their operators."""
     plain = [Decoder(hidden_size=hidden, num_heads=hidden // 64, intermediate_size=3 * hidden) for hidden in HIDDEN]
     latent = [replace(decoder, latent=(decoder.hidden_size // 4, 32)) for decoder in plain]
-    rest, around = _rest(plain, parts, dtype, device)
-    rest_of_latents, _ = _rest(latent, parts, dtype, device)
+    rest, around = _rest(pace, plain, parts, dtype, device)
+    rest_of_latents, _ = _rest(pace, latent, parts, dtype, device)
 
     def grid(times: Mapping[tuple[int, int], float]) -> Grid:
         return _grid(LAYER_TOKENS, HIDDEN, lambda tokens, hidden: max(times[tokens, hidden], _LEAST))
@@ -262,12 +255,12 @@ def _around(parts: Curves, dtype: torch.dtype, device: Device) -> Curves:
 
 
 def _rest(
-    decoders: Sequence[Decoder], parts: Curves, dtype: torch.dtype, device: Device
+    pace: Pace, decoders: Sequence[Decoder], parts: Curves, dtype: torch.dtype, device: Device
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
     """Of each number of tokens and hidden size: what is left of a layer's time, and of the model's around them."""
     rest, around = {}, {}
     for decoder in decoders:
-        few, many = (_runs(replace(decoder, num_layers=layers), parts, dtype, device) for layers in LAYERS)
+        few, many = (_runs(pace, replace(decoder, num_layers=layers), parts, dtype, device) for layers in LAYERS)
         for tokens in LAYER_TOKENS:
             layer = max(many[tokens].seconds - few[tokens].seconds, _LEAST) / (LAYERS[1] - LAYERS[0])
             known = (many[tokens].layers - few[tokens].layers) / (LAYERS[1] - LAYERS[0])
@@ -277,7 +270,7 @@ def _rest(
     return rest, around
 
 
-def _runs(decoder: Decoder, parts: Curves, dtype: torch.dtype, device: Device) -> dict[int, _Run]:
+def _runs(pace: Pace, decoder: Decoder, parts: Curves, dtype: torch.dtype, device: Device) -> dict[int, _Run]:
     """A decoder's passes by their numbers of tokens."""
     model, spec = decoder.build(dtype), decoder.spec()
     name = str(dtype).removeprefix("torch.")
@@ -293,6 +286,7 @@ def _runs(decoder: Decoder, parts: Curves, dtype: torch.dtype, device: Device) -
         work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
         times = {each.name: each.seconds for each in predicted(work, known, forward)}
         head = times.pop("head")
-        measured = median_seconds(call, patience=4 * PATIENCE)
+        bound = "products" if tokens >= MANY else bound_by(weight_bytes(spec, forward))
+        measured = pace.median(call, bound, patience=4 * PATIENCE)
         found[tokens] = _Run(seconds=measured, layers=sum(times.values()), head=head)
     return found

@@ -5,6 +5,7 @@
 const headwise = (() => {
   const MOST = 2 ** 30;
   const MANY = 64; // headwise.prediction.curves.MANY
+  const STREAMS = 4;
 
   // headwise.cost.stages.attended_pairs, causal
   function attendedPairs(fresh, total, window) {
@@ -125,7 +126,7 @@ const headwise = (() => {
     if (each.kind === "linear" || each.kind === "latent input") {
       const time =
         rows < MANY
-          ? weights * interpolated(curves.few, rows, within(curves.few.y, passBytes))
+          ? curves.call + weights * interpolated(curves.few, rows, within(curves.few.y, passBytes))
           : interpolated(curves.many, rows, weights);
       return time + (each.kind === "linear" ? 0 : interpolated(curves.latent_input, tokens, each.hiddenSize));
     }
@@ -212,8 +213,17 @@ const headwise = (() => {
 
   function workspace(data, option, question, impl, batch, fresh, context) {
     const pass = passOf(data, question, bitsOf(option, question), batch, fresh, context);
-    const moved = operators(option.work, pass, impl).map((each) => each.activationBytes);
-    return Math.floor(Math.max(...moved)) + 2 * batch * fresh * option.work.hidden_size * pass.width;
+    const stream = batch * fresh * option.work.hidden_size * pass.width;
+    const moved = new Map();
+    for (const each of operators(option.work, pass, impl)) {
+      moved.set(each.name, Math.max(each.activationBytes, moved.get(each.name) ?? 0));
+    }
+    const held = [...moved.values(), (moved.get("attention") ?? 0) + (moved.get("kv_b_proj") ?? 0)];
+    for (const place of ["", "shared "]) {
+      const inner = (moved.get(`${place}down_proj`) ?? stream) - stream;
+      held.push((moved.has(`${place}gate_proj`) ? 3 : 2) * inner);
+    }
+    return Math.floor(Math.max(...held)) + STREAMS * stream;
   }
 
   function peakMemory(data, option, question, batch, context) {

@@ -85,3 +85,6 @@ def _print_check(result: Check) -> None:
     right, count = result.ranked
     out.print(f"{len(result.points)} points that were not measured before: median error {result.median_error:.1%},")
     out.print(f"90th percentile {result.high_error:.1%}; {right} of {count} pairs of mechanisms in the right order")
+    out.print(f"at the pace of each measurement; at the profile's, the median is {result.median_error_unpaced:.1%}")
+    holders = f"tensors of {len(result.memory)} decoders at their most"
+    out.print(f"memory: largest error {result.memory_error:.1%}, of the {holders}")

@@ -1,0 +1,85 @@
+"""Predicted memory beside measured: every tensor that a decoder holds while it reads a prompt and decodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from headwise.prediction import Pass, peak_memory
+from headwise.prediction.memory import CHUNK
+from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
+
+BATCH, CONTEXT = 4, 2048
+"""Sequences, and tokens of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPoint:
+    """One decoder: what it holds at most, with the caches of all sequences, while one prompt is read or all decode.
+
+    Attributes:
+        mechanism: of its attention.
+        dtype: of weights, activations and cache.
+        measured: bytes of its tensors; not what the process has besides.
+        predicted: bytes, by `headwise.prediction.peak_memory`.
+    """
+
+    mechanism: str
+    dtype: str
+    measured: int
+    predicted: int
+
+    @property
+    def error(self) -> float:
+        """The prediction's relative error."""
+        return self.predicted / self.measured - 1
+
+
+def memory_point(mechanism: str, decoder: Decoder, dtype: str) -> MemoryPoint:
+    """Measure the tensors of a decoder, and predict them.
+
+    For example ``memory_point("MQA", Decoder(num_kv_heads=1), "float32").error``.
+    """
+    model = decoder.build(getattr(torch, dtype))
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    cache = filled_cache(model, decoder.spec(), batch=BATCH, tokens=CONTEXT)
+    held = cache.nbytes
+    tokens = min(CHUNK, CONTEXT)
+    # A prompt is read into a cache of its own, which is one of those that are counted already.
+    of_one_prompt = peak_bytes(prompt_call(model, tokens)) - held * tokens // (BATCH * CONTEXT)
+    most = max(peak_bytes(decode_step(model, cache, BATCH)), of_one_prompt)
+    predicted = peak_memory(decoder.spec(), Pass(batch=BATCH, total=CONTEXT, dtype=dtype)).total
+    return MemoryPoint(
+        mechanism=mechanism, dtype=dtype, measured=sum(weights.values()) + held + most, predicted=predicted
+    )
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes of tensors that a call holds at once, of those that it makes."""
+    call()
+    with _silenced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    found = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(found, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Keep what torch's profiler writes to stderr from the user."""
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -1,0 +1,125 @@
+"""The pace of a machine that others share: three calls whose time is known, measured again beside every measurement.
+
+The same call takes a tenth or a third longer at one minute than at another where other programs use the memory or the
+processor. What is measured is therefore divided by what a call of the same kind takes at that moment.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from headwise.hf.linear import take_over_linears
+from headwise.measurement.timing import seconds
+
+Bound = Literal["caches", "memory", "products"]
+"""What a call is bounded by: reading what the processor's caches hold, or memory; or the processor's products."""
+
+READING = {"caches": 20 << 20, "memory": 160 << 20}
+"""Bytes of the projections of one token that take turns, by what they are bounded by."""
+
+_WEIGHTS = 1 << 21
+"""Weights of each."""
+
+_BETWEEN = 56 << 20
+"""Bytes from which a call is bounded by memory."""
+
+PRODUCTS = (256, 1 << 21)
+"""Tokens, and weights of a projection: bounded by the processor."""
+
+_ROUNDS = 3
+"""The least number of turns of a call and its yardstick."""
+
+
+class Pace:
+    """Measures calls beside yardsticks.
+
+    For example ``Pace(torch.float32).median(lambda: a @ b, "products")``.
+
+    Args:
+        dtype: of the yardsticks.
+        reference: their seconds at the pace that times are given at; those of now when None.
+    """
+
+    def __init__(self, dtype: torch.dtype, reference: Sequence[float] | None = None) -> None:
+        copies = {name: max(read // (_WEIGHTS * dtype.itemsize), 1) for name, read in READING.items()}
+        self._calls: dict[Bound, Callable[[], object]] = {
+            "caches": projections(dtype, 1, _WEIGHTS, copies["caches"]),
+            "memory": projections(dtype, 1, _WEIGHTS, copies["memory"]),
+            "products": projections(dtype, *PRODUCTS, 2),
+        }
+        for call in self._calls.values():
+            call()
+        now = tuple(statistics.median(seconds(call) for _ in range(7)) for call in self._calls.values())
+        self._reference: dict[Bound, float] = dict(zip(self._calls, reference or now, strict=True))
+
+    @property
+    def reference(self) -> tuple[float, ...]:
+        """Seconds of the yardsticks at the pace that times are given at, in the order of `Bound`."""
+        return tuple(self._reference.values())
+
+    def median(self, call: Callable[[], object], by: Bound, *, least: int = 5, patience: float = 0.05) -> float:
+        """Median seconds of a call, at the reference's pace; see `measure`."""
+        measured, pace = self.measure(call, by, least=least, patience=patience)
+        return measured / pace
+
+    def measure(
+        self, call: Callable[[], object], by: Bound, *, least: int = 5, patience: float = 0.05
+    ) -> tuple[float, float]:
+        """Median seconds of a call, and how many times as long as the reference its yardstick takes meanwhile.
+
+        Args:
+            call: is made once to warm up, then ``least`` times or more, for ``patience`` seconds; the yardstick is
+                measured before, after and between.
+            by: the yardstick.
+            least: the least number of calls.
+            patience: in seconds.
+        """
+        call()
+        times: list[float] = []
+        yardstick = [self._now(by)]
+        start = time.perf_counter()
+        while len(times) < least or (time.perf_counter() - start < patience and len(times) < 15 * least):
+            until = time.perf_counter() + patience / _ROUNDS
+            while True:
+                times.append(seconds(call))
+                if time.perf_counter() >= until or len(times) >= 15 * least:
+                    break
+            yardstick.append(self._now(by))
+        return statistics.median(times), statistics.median(yardstick) / self._reference[by]
+
+    def _now(self, by: Bound) -> float:
+        """Seconds of a yardstick, after a call that brings what it reads back into the processor's caches."""
+        self._calls[by]()
+        return seconds(self._calls[by])
+
+
+def bound_by(read: float) -> Bound:
+    """What a call is bounded by that reads so many bytes again and again."""
+    return "memory" if read >= _BETWEEN else "caches"
+
+
+def projections(dtype: torch.dtype, tokens: int, weights: int, copies: int) -> Callable[[], object]:
+    """A call of ``copies`` projections one after another, each of as many values of weights."""
+    width = 1 << ((weights.bit_length() - 1) // 2)
+    layers = nn.ModuleList(nn.Linear(width, weights // width, bias=False).to(dtype) for _ in range(copies))
+    take_over_linears(layers)
+    states = torch.randn(1, tokens, width).to(dtype)
+    return in_turn([partial(layer, states) for layer in layers])
+
+
+def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """One call of several."""
+
+    @torch.inference_mode()
+    def all_of_them() -> None:
+        for call in calls:
+            call()
+
+    return all_of_them
