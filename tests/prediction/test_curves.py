@@ -142,7 +142,7 @@ def test_a_prediction_is_the_sum_of_what_was_measured(name: str, bits: float | N
     if name == "deepseek-v2-lite":
         down = work["kv_a_proj_with_mqa"]
         besides = curves.latent_input.at(3, model.hidden_size)
-        one = down.weights * of_a_value + besides
+        one = curves.call + down.weights * of_a_value + besides
         assert timed["kv_a_proj_with_mqa"].seconds == pytest.approx(down.times * one)
         absorbed = work["absorb keys"]
         one = curves.product.at(3, absorbed.weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from headwise.cost.model import cache_bytes
 from headwise.prediction import device
-from headwise.profiling import Check, Point, check, measure, profile, write_profile
+from headwise.profiling import Check, Point, check, measure, memory, pace, profile, write_profile
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.specs import read_config
 from tests.cli.conftest import cli, here, refused
@@ -48,8 +49,12 @@ def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     places = {"HEADS": (4,), "LAYERS": (2,), "VOCABULARIES": (64,), "CONTEXTS": (100,), "PROMPTS": (50,)}
     for name, value in places.items():
         monkeypatch.setattr(check_module, name, value)
-    usual = measure.median_seconds
-    monkeypatch.setattr(measure, "median_seconds", lambda call, **_: usual(call, least=1, patience=0))
+    monkeypatch.setattr(pace, "READING", {"caches": 1 << 16, "memory": 1 << 18})
+    monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
+    monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
+    monkeypatch.setattr(memory, "CONTEXT", 200)
+    usual = pace.Pace.measure
+    monkeypatch.setattr(pace.Pace, "measure", lambda self, call, by, **_: usual(self, call, by, least=1, patience=0))
 
 
 @pytest.mark.parametrize("kind", [{"num_kv_heads": 2}, {"num_kv_heads": 1}, {"latent": (48, 16)}])
@@ -120,6 +125,39 @@ def test_the_document_says_what_the_kept_check_measured() -> None:
         f" {100 * kept['high_error']:.0f} %, and {kept['pairs_in_order']} of {kept['pairs']} pairs"
     )
     assert said in " ".join((root / "docs/prediction.md").read_text().split())
+
+
+def test_what_slows_the_yardstick_as_much_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = 1.0
+
+    def slept() -> None:
+        """A call that the clock below takes for 3 ms of a machine at its usual pace."""
+
+    def clock(call: Callable[[], object]) -> float:
+        call()
+        return slower * (0.003 if call is slept else 0.001)
+
+    monkeypatch.setattr(pace, "seconds", clock)
+    monkeypatch.setattr(pace, "READING", {"caches": 1 << 14, "memory": 1 << 16})
+    monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
+    monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
+    mine = pace.Pace(torch.float32)
+    assert mine.reference == (0.001, 0.001, 0.001)
+    slower = 1.7
+    for by in ("caches", "memory", "products"):
+        assert mine.median(slept, by, patience=0) == pytest.approx(0.003)
+        assert mine.measure(slept, by, patience=0) == pytest.approx((0.003 * 1.7, 1.7))
+    assert pace.Pace(torch.float32, mine.reference).measure(slept, "memory", patience=0)[1] == pytest.approx(1.7)
+    assert (pace.bound_by(1 << 20), pace.bound_by(1 << 28)) == ("caches", "memory")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["MHA", "GQA", "MQA", "MLA"])
+@pytest.mark.parametrize("inner", [1024, 2048])
+def test_predicted_memory_is_that_of_all_tensors(name: str, dtype: str, inner: int) -> None:
+    sizes = {"hidden_size": 512, "num_layers": 2, "num_heads": 8, "vocab_size": 512, "intermediate_size": inner}
+    found = memory.memory_point(name, Decoder(**{**sizes, **check_module.MECHANISMS[name]}), dtype)
+    assert abs(found.error) < 0.05
 
 
 def test_bad_input(refused: Any, here: Path) -> None:
