@@ -14,6 +14,7 @@ from rich.markup import escape
 from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
 from headwise.cli.commands.from_configs.predict import beyond
 from headwise.cli.pages import Html, model_page, refuse_no_page, write_page
+from headwise.cli.plots import Plot, refuse_no_plot, write_advice_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def advise(
         ),
     ] = None,
     html: Html = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Recommend a mechanism, a size and bits for a model's cache, or say that nothing should be changed."""
@@ -122,7 +124,7 @@ def advise(
         _refuse(
             cost | {name: None if value == 1 else value for name, value in others.items()}, "goes without --guide"
         )
-        _refuse(sizes | {"html": html and str(html)}, "goes without --guide")
+        _refuse(sizes | {"html": html and str(html), "plot": plot and str(plot)}, "goes without --guide")
         words |= {"context": context, "goal": goal or "balanced", "thresholds": _thresholds(threshold or ())}
         _follow_guide(source, heads, parameters, words, as_json=as_json)
         return
@@ -144,11 +146,14 @@ def advise(
         usable=usable,
     )
     refuse_no_page(html)
+    refuse_no_plot(plot)
     points = read_measured(measured or (), model)
     result = advise_on(model, question, points, source=name)
     if html is not None:
         page = model_page(name, model, question, measured=points, hardware=devices(hardware_file))
         write_page(html, page, is_silent=as_json)
+    if plot is not None:
+        write_advice_plot(plot, result, is_silent=as_json)
     emit(result.to_dict()) if as_json else _print_advice(result, is_design=source is None)
 
 
