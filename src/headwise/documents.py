@@ -7,6 +7,9 @@ from dataclasses import fields, is_dataclass
 from html import escape
 from typing import Any
 
+MEASURED = "measured.json"
+"""The file of a converted folder with what its conversion measured of it."""
+
 
 def as_document(result: Any) -> dict[str, Any]:
     """The fields of a dataclass as JSON-able values, by name; nested results are converted by their ``to_dict``.

@@ -10,8 +10,8 @@ import pytest
 
 import headwise
 from headwise.advice import read_measured
-from headwise.conversion.measured import MEASURED
 from headwise.cost.target import parse_target, target_options
+from headwise.documents import MEASURED
 from headwise.errors import CheckpointError, StorageError
 from headwise.frontiers.candidate import read_target
 from headwise.report import read_folder

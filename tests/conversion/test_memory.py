@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from headwise.conversion import convert_to_latent
 from headwise.conversion.solvers.statistics import Statistics
+from headwise.profiling.memory import peak_bytes
 from headwise.specs import GroupedSpec, RopeSpec, as_latent
 
 WIDTH = 256
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The peak bytes of tensors, and of torch's allocations for LAPACK, during a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        done = work()
-    del done
-    assert profile.profiler is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return most
 
 
 def test_a_wide_layer_is_solved_in_the_room_of_a_few_matrices() -> None:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwise.documents import MEASURED
 from headwise.errors import CheckpointError, StorageError
 from headwise.specs import ModelSpec
 
-_FILES = ("frontier.json", "measured.json")
+_FILES = ("frontier.json", MEASURED)
 """What `headwise frontier` and `headwise convert` write of measurements into their folders."""
 
 _LARGEST = 64 * 2**20

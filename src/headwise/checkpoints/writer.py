@@ -28,6 +28,7 @@ from headwise.disk import (
     unlock,
     write_whole,
 )
+from headwise.documents import MEASURED
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
 
 MODEL = "config.json"
@@ -391,7 +392,7 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
         if not (output / mark).is_file():
             kind = "is not a model folder" if mark == MODEL else f"has no {mark}"
             raise ArgumentError("output", str(output), f"{kind}, so --overwrite will not replace it")
-        others = sorted({path.name for path in output.iterdir()} - {mark, "README.md", "measured.json"})
+        others = sorted({path.name for path in output.iterdir()} - {mark, "README.md", MEASURED})
         if mark.endswith(".gguf") and others:  # many people keep several of these files in a folder
             rule = f"holds {others[0]} too, so --overwrite will not replace it"
             raise ArgumentError("output", str(output), rule)

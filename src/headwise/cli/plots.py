@@ -75,12 +75,12 @@ def _advice_figure(advice: Advice) -> Any:
             loss = max(option.loss or 0.0, _LEAST_LOSS)
             _point(axes, option, advice, option.decode_seconds * 1e3 if axes is times else 100 * loss)
         axes.set_xscale("log")
-        for axis in (axes.xaxis, losses.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(_of_five)
         axes.tick_params(which="both", labelsize=7)
         axes.set_xlabel("cache, KiB a token")
         axes.grid(visible=True, which="major", alpha=0.3)
+    for axis in (times.xaxis, losses.xaxis, losses.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(_of_five)
     step = advice.question.step
     times.set_ylim(bottom=0)
     times.set_ylabel("predicted decode step, ms")

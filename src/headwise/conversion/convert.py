@@ -15,7 +15,7 @@ from headwise.checkpoints.writer import MODEL
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, prove
 from headwise.conversion.estimate import estimate_stages
-from headwise.conversion.measured import MEASURED, measured_json
+from headwise.conversion.measured import measured_json
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
@@ -27,6 +27,7 @@ from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
 from headwise.cost.target import Target, parse_target
 from headwise.disk import refuse_input_within
+from headwise.documents import MEASURED
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes

@@ -11,9 +11,6 @@ from headwise.cost.target import Target
 from headwise.documents import finite
 from headwise.options import ConvertOptions
 
-MEASURED = "measured.json"
-"""The name of the file."""
-
 
 def measured_json(plan: ConversionPlan, target: Target, options: ConvertOptions, report: Conversion) -> str | None:
     """A frontier's JSON with one point, this conversion's; None where nothing was measured, or it has no spelling.

@@ -80,9 +80,7 @@ def seconds(
     peak = device.peak(forward.dtype) * reached.compute
     result = []
     measured = device.curves.get(forward.dtype.removeprefix("torch."))
-    pass_bytes = 0.0
-    if measured is not None:
-        pass_bytes = sum(operator.times * (operator.weight_bytes + operator.cache_bytes) for operator in work)
+    read = 0.0 if measured is None else pass_bytes(work)
     for operator in work:
         link = 0.0
         if operator.link_bytes:
@@ -100,7 +98,7 @@ def seconds(
         times_run = operator.times
         alone = longest + reached.seconds
         if measured is not None:
-            found = measured.seconds(operator.kind, _sizes(operator, forward, pass_bytes))
+            found = measured.seconds(operator.kind, _sizes(operator, forward, read))
             alone = alone if found is None else found
         result.append(
             Timed(
@@ -117,7 +115,15 @@ def seconds(
     return merged(result)
 
 
-def _sizes(operator: Operator, forward: Pass, pass_bytes: float) -> Sizes:
+def pass_bytes(work: Iterable[Operator]) -> float:
+    """The bytes of weights and cache that a pass reads, which decide what a processor's caches hold.
+
+    For example ``pass_bytes(operators(read_spec("llama-3-8b"), Pass(total=1024)))``.
+    """
+    return sum(operator.times * (operator.weight_bytes + operator.cache_bytes) for operator in work)
+
+
+def _sizes(operator: Operator, forward: Pass, read: float) -> Sizes:
     """What the measured time of one run depends on."""
     return Sizes(
         tokens=forward.tokens,
@@ -128,7 +134,7 @@ def _sizes(operator: Operator, forward: Pass, pass_bytes: float) -> Sizes:
         cache_bytes=max(operator.cache_bytes, 1.0),
         bits=0 if forward.value_bytes >= dtype_bytes(forward.dtype) else 8 * forward.value_bytes,
         hidden_size=operator.hidden_size,
-        pass_bytes=max(pass_bytes, 1.0),
+        pass_bytes=max(read, 1.0),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headwise.prediction import Device, Pass, operators, seconds
+from headwise.prediction.roofline import pass_bytes
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.profiling.measure import BITS
 from headwise.profiling.memory import MemoryPoint, memory_point
@@ -178,9 +179,7 @@ def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace]) -> 
             bits = next(bits for bits, each in BITS.items() if each == cache_format) or None
             step = Pass(batch=batch, total=context + 1, dtype=dtype, cache_bits=bits)
             cache = filled_cache(model, spec, batch=batch, tokens=context, quantize=cache_format)
-            bound = bound_by(
-                sum(each.times * (each.weight_bytes + each.cache_bytes) for each in operators(spec, step))
-            )
+            bound = bound_by(pass_bytes(operators(spec, step)))
             measured, pace = paces[dtype].measure(decode_step(model, cache, batch), bound, patience=0.2)
             points.append(
                 Point(

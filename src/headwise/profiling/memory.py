@@ -51,8 +51,10 @@ def memory_point(mechanism: str, decoder: Decoder, dtype: str) -> MemoryPoint:
     held = cache.nbytes
     tokens = min(CHUNK, CONTEXT)
     # A prompt is read into a cache of its own, which is one of those that are counted already.
-    of_one_prompt = peak_bytes(prompt_call(model, tokens)) - held * tokens // (BATCH * CONTEXT)
-    most = max(peak_bytes(decode_step(model, cache, BATCH)), of_one_prompt)
+    prompt, step = prompt_call(model, tokens), decode_step(model, cache, BATCH)
+    for call in (prompt, step):
+        call()  # what is made once does not count
+    most = max(peak_bytes(step), peak_bytes(prompt) - held * tokens // (BATCH * CONTEXT))
     predicted = peak_memory(decoder.spec(), Pass(batch=BATCH, total=CONTEXT, dtype=dtype)).total
     return MemoryPoint(
         mechanism=mechanism, dtype=dtype, measured=sum(weights.values()) + held + most, predicted=predicted
@@ -60,8 +62,7 @@ def memory_point(mechanism: str, decoder: Decoder, dtype: str) -> MemoryPoint:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most bytes of tensors that a call holds at once, of those that it makes."""
-    call()
+    """The most bytes of tensors, and of torch's allocations for LAPACK, that a call makes and holds at once."""
     with _silenced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()
     found = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
