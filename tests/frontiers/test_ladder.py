@@ -106,6 +106,7 @@ def test_each_stage_that_a_target_has_is_left_out_once(tmp_path: Path) -> None:
     assert choices["mla:0.25"] == [
         (),
         ("recall",),
+        ("starts",),
         ("sensitivity", "spread"),
         ("spread",),
         ("channels",),
@@ -113,8 +114,8 @@ def test_each_stage_that_a_target_has_is_left_out_once(tmp_path: Path) -> None:
         STAGES,
     ]
     # MQA's heads all have one size, and turn as they did.
-    merging = ("recall", "sensitivity", "sequence", "refine", "refit")
-    assert choices["mqa"] == [(), ("recall",), ("sensitivity",), *some, merging]
+    merging = ("recall", "starts", "sensitivity", "sequence", "refine", "refit")
+    assert choices["mqa"] == [(), ("recall",), ("starts",), ("sensitivity",), *some, merging]
     for target, stages in (("mla:0.25", STAGES), ("mqa", merging)):
         assert Candidate(target, without=stages).way == "headwise without any stage"
     assert choices["mla:1"] == choices["mha"] == [()]  # nothing is lost

@@ -114,7 +114,8 @@ def _time_on_text(
     evaluating = _time_evaluation(model, windows.ids[:1], exam)
     progress("estimating", 2, _PARTS)
     with temporary_folder() as folder:
-        sample = replace(windows[torch.arange(_WINDOWS * processes) % len(windows)], held=2)
+        sample = windows[torch.arange(_WINDOWS * processes) % len(windows)]
+        sample = replace(sample, held=2, starts=windows.starts)
         # Sensitivities are measured for all layers at once, and timed by themselves.
         stages = [stage for stage in plan.stages if stage != "sensitivity"]
         for_mla = plan.after.mechanism == "mla"
@@ -124,7 +125,7 @@ def _time_on_text(
         store = LayerStore(folder / "layers")
         seconds = _seconds_of(lambda: convert_layer(OutputLayout(plan), calibrator, store, Place(0)))
     timed = calibrator.seconds
-    by_window, coding = timed["windows"] / _WINDOWS / processes, timed["code"]
+    by_window, coding = timed["windows"] / sample.rows, timed["code"]
     by_step = timed["descent"] / _STEPS
     solving = max(seconds - sum(timed.values()), 0.0)
     layers = plan.before.num_layers
@@ -140,7 +141,7 @@ def _time_on_text(
         by_stage[SPREADING] = by_layer * layers
     if shares_channels:
         by_stage[CHOOSING] = (solving + by_window * sensitivity_count) * layers
-    by_layer = solving + coding + by_window * len(windows) + by_step * descent_steps(windows)
+    by_layer = solving + coding + by_window * windows.rows + by_step * descent_steps(windows)
     by_stage[CONVERTING] = by_layer * layers
     return by_stage | evaluating
 

@@ -184,6 +184,24 @@ class LayerwiseModel:
             self._placed[key] = self._at(positions)
         return self._placed[key]
 
+    @torch.no_grad()
+    def of_width(self, width: int) -> LayerwiseModel:
+        """The model for windows of another number of tokens than it began with; it shares this one's weights.
+
+        For example ``model.of_width(1)`` runs the layers on ``[B, 1, E]``, the first tokens of B texts.
+        """
+        if width == self._window:
+            return self
+        key = tuple(range(width))
+        if key not in self._placed:
+            view = copy.copy(self)
+            inputs = torch.zeros(
+                1, width, self.model.get_input_embeddings().embedding_dim, dtype=self.dtype, device=self.device
+            )
+            view._calls, view._window = self._trace(self.num_layers, inputs_embeds=inputs)[1], width
+            self._placed[key] = view
+        return self._placed[key]
+
     def _at(self, positions: Tensor) -> LayerwiseModel:
         embedding, positions = self.model.get_input_embeddings(), positions.to(self.device)
         # A mask of ones: without it, transformers takes a step between positions for the beginning of another text.

@@ -28,10 +28,11 @@ BITS = Rule("must be between 1 and 8", lambda bits: bool(1 <= bits <= 8))
 
 _TEXT = "a text to calibrate on: a file, a folder or hf-dataset://…"
 
-STAGES = ("recall", "sensitivity", "spread", "channels", "sequence", "refine", "refit")
+STAGES = ("recall", "starts", "sensitivity", "spread", "channels", "sequence", "refine", "refit")
 """The stages that a method can have; each can be left out by name, as an ablation.
 
 - ``recall``: some calibration windows repeat passages from far behind.
+- ``starts``: many tokens are calibrated on as the first of a text.
 - ``sensitivity``: errors are counted in nats, by the derivative of the loss at each layer's attention output.
 - ``spread``: one total of cached values is divided unevenly over layers, where few are kept.
 - ``channels``: key heads are mixed so that rotation is concentrated in few rotary channels.

@@ -25,8 +25,9 @@ WINDOW = 1024
 """The default number of tokens in a window. Shorter windows have more first tokens, which attention uses as sinks, so
 that a conversion has to preserve them; longer ones have more dependencies over a distance."""
 
-WINDOWS = 2
-"""The kind of windows that conversions make of a text, which a killed run goes on with: 2, some repeat passages."""
+WINDOWS = 3
+"""The kind of windows that conversions make of a text, which a killed run goes on with: 3, some repeat passages, and
+one is of tokens that begin a text."""
 
 HELD_EVERY = 8
 """One window in so many is held out."""

@@ -20,7 +20,7 @@ from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers import layer as heads
 from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
-from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit, Sample, refine
+from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit, refine
 from headwise.conversion.solvers.statistics import Statistics, WindowStatistics, output_metric, root
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.errors import CheckpointError
@@ -231,17 +231,12 @@ def test_refining_lowers_the_error_it_descends_on(tmp_path: Path) -> None:
     wanted = layer.output(inputs, rotation)
     blurred = {name: tensor + 0.1 * tensor.std() * torch.randn_like(tensor) for name, tensor in layer.state.items()}
 
-    def sample() -> Sample:
-        return Sample(inputs, wanted, rows)
+    def error(state: Mapping[str, torch.Tensor], drawn: torch.Tensor) -> torch.Tensor:
+        output = Layer(layer.spec, state).output(inputs, rotation, drawn)
+        return (output - wanted[drawn]).square().sum(-1).mean()
 
-    def output(state: Mapping[str, torch.Tensor], drawn: Sample) -> torch.Tensor:
-        return Layer(layer.spec, state).output(drawn.inputs, rotation, drawn.rows)
-
-    def error(state: Mapping[str, torch.Tensor]) -> float:
-        return float((output(state, Sample(inputs, wanted, rows)) - wanted).square().sum())
-
-    refined = refine(blurred, output, sample, Cost(torch.eye(48)), steps=200)
-    assert error(refined) < 0.2 * error(blurred)
+    refined = refine(blurred, error, lambda: rows, steps=200)
+    assert error(refined, rows) < 0.2 * error(blurred, rows)
     assert all(not tensor.requires_grad for tensor in refined.values())
 
 
@@ -254,17 +249,16 @@ def test_a_descent_does_not_depend_on_threads() -> None:
             torch.set_num_threads(threads)
             generator, points = torch.Generator().manual_seed(0), list[float]()
 
-            def sample(generator: torch.Generator = generator) -> Sample:
-                inputs = torch.randn(16, 8, generator=generator)
-                return Sample(inputs, inputs[:, :6], torch.arange(16))
+            def sample(generator: torch.Generator = generator) -> torch.Tensor:
+                return torch.randn(16, 8, generator=generator)
 
-            def output(
-                state: Mapping[str, torch.Tensor], batch: Sample, points: list[float] = points
+            def cost(
+                state: Mapping[str, torch.Tensor], inputs: torch.Tensor, points: list[float] = points
             ) -> torch.Tensor:
                 points.append(float(state["weight"].detach().sum()))
-                return batch.inputs @ state["weight"].mT
+                return (inputs @ state["weight"].mT - inputs[:, :6]).square().sum(-1).mean()
 
-            results.append(refine(weight, output, sample, Cost(torch.eye(6)), steps=5))
+            results.append(refine(weight, cost, sample, steps=5))
             assert len(points) == 5
             assert points[0] == points[1]
             assert points[2] == points[3]
@@ -286,9 +280,9 @@ def test_a_layer_is_refitted_once(
     candidates = list[Candidate]()
     refitted = TextCalibrator._refitted
 
-    def counted(self: TextCalibrator, candidate: Candidate, cost: Cost) -> Candidate:
+    def counted(self: TextCalibrator, candidate: Candidate, *others: Any) -> Iterator[Candidate]:
         candidates.append(candidate)
-        return refitted(self, candidate, cost)
+        return refitted(self, candidate, *others)
 
     monkeypatch.setattr(TextCalibrator, "_refitted", counted)
     headwise.convert(

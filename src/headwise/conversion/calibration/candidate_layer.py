@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.device import CPU, moved
+from headwise.conversion.calibration.starts import DRAWN, SHARE, Starts
+from headwise.conversion.solvers.device import CPU, moved, quick_products
 from headwise.conversion.solvers.layer import Layer, Rotation
-from headwise.conversion.solvers.refit import Cost, Sample, refine
+from headwise.conversion.solvers.refit import Cost, refine
 from headwise.conversion.storage.activations import Spill
 
 QUERIES = 256
@@ -60,6 +61,8 @@ class TrainingWindows:
         count: the number of training windows, which are the first ones.
         tokens: tokens in each window.
         rotation: the rotary tables of a window, by its number.
+        cost: the cost of an error of the output.
+        starts: the first tokens that are trained on too, or None.
     """
 
     inputs: Spill
@@ -67,9 +70,30 @@ class TrainingWindows:
     count: int
     tokens: int
     rotation: Callable[[int], Rotation | None]
+    cost: Cost
+    starts: Starts | None = None
 
 
-def descend(layer: Layer, windows: TrainingWindows, cost: Cost, *, steps: int) -> Layer:
+@dataclass(frozen=True)
+class Sample:
+    """The sample of one step of the descent: a window, and some of its tokens.
+
+    Attributes:
+        inputs: ``[T, E]``, the attention's inputs.
+        wanted: ``[S, E]``, the output that it should have at ``rows``.
+        rows: ``[S]``, their places in the window.
+        rotation: the rotary tables of the window.
+        starts: some first tokens, or None.
+    """
+
+    inputs: Tensor
+    wanted: Tensor
+    rows: Tensor
+    rotation: Rotation | None
+    starts: Starts | None
+
+
+def descend(layer: Layer, windows: TrainingWindows, *, steps: int) -> Layer:
     """Lower a layer's own error by gradient descent on all its matrices; see `refine`.
 
     A step draws its queries from one half of a window; those of the first half attend to nothing behind it, and cost
@@ -78,7 +102,6 @@ def descend(layer: Layer, windows: TrainingWindows, cost: Cost, *, steps: int) -
     Args:
         layer: the layer, float32.
         windows: the training windows.
-        cost: the cost of an error of the output.
         steps: the number of steps.
     """
     generator = torch.Generator().manual_seed(0)
@@ -94,9 +117,16 @@ def descend(layer: Layer, windows: TrainingWindows, cost: Cost, *, steps: int) -
         drawn = torch.randperm(end - start, generator=generator, device=CPU)[:QUERIES]
         rows = moved(start + drawn.sort()[0])
         inputs, wanted = windows.inputs.read(window)[:end], windows.wanted.read(window)
-        return Sample(inputs, wanted[rows], rows, windows.rotation(window))
+        starts = None if windows.starts is None else windows.starts.drawn(DRAWN, generator)
+        return Sample(inputs, wanted[rows], rows, windows.rotation(window), starts)
 
-    def output(state: Mapping[str, Tensor], batch: Sample) -> Tensor:
-        return replace(layer, state=state).output(batch.inputs, batch.rotation, batch.rows)
+    def cost(state: Mapping[str, Tensor], batch: Sample) -> Tensor:
+        changed = replace(layer, state=state)
+        with quick_products():
+            output = changed.output(batch.inputs, batch.rotation, batch.rows).float()
+            nats = windows.cost(output - batch.wanted).mean()
+            if batch.starts is not None:
+                nats = nats + SHARE * batch.starts.cost(batch.starts.error(changed)).mean()
+        return nats
 
-    return replace(layer, state=refine(layer.state, output, sample, cost, steps=steps))
+    return replace(layer, state=refine(layer.state, cost, sample, steps=steps))

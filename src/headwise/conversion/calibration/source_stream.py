@@ -117,11 +117,13 @@ def begin_streams(
         streams: the streams' names.
         run: the identity of the run; activations of another run are discarded.
     """
-    shape = (*windows.ids.shape, model.begin(windows.ids[:1]).shape[-1])
+    begun = None if windows.starts is None else model.begin(windows.starts[:, None]).transpose(0, 1)  # [1, W, E]
+    shape = (windows.rows, windows.width, model.begin(windows.ids[:1]).shape[-1])
     activations = Activations(folder, streams=streams, shape=shape, run=run)
     if activations.layer is None:
-        for window in my_windows(len(windows)):
-            hidden = model.begin(windows.ids[window : window + 1])  # [1, W, E]
+        for window in my_windows(windows.rows):
+            hidden = begun if windows.are_starts(window) else model.begin(windows.ids[window : window + 1])
+            assert hidden is not None
             for stream in streams:
                 activations.write(stream, window, hidden)
         activations.commit()
@@ -142,9 +144,9 @@ def traced(
         placed: the source for the positions of a window, by its number.
         index: the layer's number.
         module: the layer's module.
-        windows: each window's number, and its inputs of the layer, ``[1, W, E]``.
-        finish: called with each window's number, its inputs, its attention's call and the layer's output
-            ``[1, W, E]``, float32; see `side_by_side`.
+        windows: each window's number, and its inputs of the layer, ``[1, W, E]``; of first tokens ``[W, 1, E]``.
+        finish: called with each window's number, its inputs, its attention's call and the layer's output of the same
+            shape, float32; see `side_by_side`.
 
     Raises:
         CheckpointError: an input is NaN or infinite.

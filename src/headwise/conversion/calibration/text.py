@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from headwise.checkpoints import load_tokenizer
 from headwise.conversion.calibration.base import Calibrator, Refined
 from headwise.conversion.calibration.candidate_layer import Candidate, TrainingWindows, descend
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
@@ -29,6 +30,7 @@ from headwise.conversion.calibration.source_stream import (
     sensitivity_windows,
     traced,
 )
+from headwise.conversion.calibration.starts import Starts, start_ids
 from headwise.conversion.calibration.windows import EVERY, CalibrationWindows, plain_windows, recall_windows
 from headwise.conversion.codes.design import design
 from headwise.conversion.methods import STAGES, Evidence
@@ -42,11 +44,11 @@ from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import AttentionCall, LayerwiseModel
 from headwise.kernels.native import built
-from headwise.processes import all_sum, barrier, my_windows
+from headwise.processes import all_sum, barrier, my_windows, process_index
 from headwise.progress import Progress, silent
 from headwise.quantization import SINKS
 from headwise.specs import GroupedSpec
-from headwise.texts import CalibrationTexts, open_windows
+from headwise.texts import CalibrationTexts, first_ids, open_windows
 from headwise.threads import side_by_side
 
 PASSES = 7
@@ -191,9 +193,10 @@ class TextCalibrator(Calibrator):
             best = self._candidate(layer.float(), "solved")
             cost = current.cost.limited(self._held_costs(best.output, current.cost))
             errors = {"solved": self._held_error(best, cost)}
+            starts = self._starts(best.layer)
             chosen = "solved"
             if "refine" in self.stages:
-                candidate = self._descended(best, cost)
+                candidate = self._descended(best, cost, starts)
                 errors["refine"] = self._held_error(candidate, cost)
                 if errors["refine"] < errors["solved"]:
                     chosen, best = "refine", candidate
@@ -204,7 +207,7 @@ class TextCalibrator(Calibrator):
                 chosen, best = "norm", self._candidate(last_step(best.layer).float(), "norm")
                 errors["norm"] = self._held_error(best, cost)
             if "refit" in self.stages:
-                for candidate in self._refitted(best, cost):
+                for candidate in self._refitted(best, cost, starts):
                     error = self._held_error(candidate, cost)
                     errors["refit"] = min(error, errors.get("refit", error))
                     if error < errors[chosen]:
@@ -220,15 +223,19 @@ class TextCalibrator(Calibrator):
         assert best.layer is refined.layer
 
         def move(window: int) -> None:
-            hidden = self.streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
-            output = best.output(window)[None]  # [1, W, E]
+            hidden = self._read(self._solved_stream, window)
+            if self.windows.are_starts(window):
+                mixed = best.layer.own_values(self._inputs.read(window), current.rotation(0))
+                output = best.layer.projected(mixed)
+            else:
+                output = best.output(window)
             placed = self.windows.placed(self.model, window)
             with quick_products():
-                hidden = placed.run(current.index, current.module, hidden, attention_output=output)
-            self.streams.write("converted", window, hidden.float())
+                hidden = placed.run(current.index, current.module, hidden, attention_output=output.view(hidden.shape))
+            self._write("converted", window, hidden.float())
 
         with self._timed("windows"):
-            for _ in side_by_side(move, my_windows(len(self.windows))):
+            for _ in side_by_side(move, my_windows(self.windows.rows)):
                 pass
         self._current = self._best = None
         self.streams.commit()
@@ -278,16 +285,16 @@ class TextCalibrator(Calibrator):
 
     def _statistics(self, index: int, module: nn.Module, source: Layer, sensitivity: Tensor | None) -> Statistics:
         """Move the source's stream past a layer, and save the layer's inputs and the outputs it should have."""
-        streams, placed = self.streams, partial(self.windows.placed, self.model)
-        states = ((window, streams.read("source", window, window + 1)) for window in my_windows(len(self.windows)))
+        placed = partial(self.windows.placed, self.model)
+        states = ((window, self._read("source", window)) for window in my_windows(self.windows.rows))
 
         def finish(window: int, hidden: Tensor, call: AttentionCall, output: Tensor) -> tuple[int, Tensor]:
-            streams.write("source", window, output)
-            solved_hidden = streams.read(self._solved_stream, window, window + 1)  # [1, W, E]
-            attention_inputs = placed(window).attention_inputs(index, module, solved_hidden)[0]  # [W, E]
+            self._write("source", window, output)
+            solved_hidden = self._read(self._solved_stream, window)
+            attention_inputs = placed(window).attention_inputs(index, module, solved_hidden).flatten(0, 1)  # [W, E]
             drift = hidden - solved_hidden if self.model.adds else torch.zeros_like(hidden)
             self._inputs.write(window, attention_inputs)
-            self._wanted.write(window, (call.output + drift)[0])
+            self._wanted.write(window, (call.output + drift).flatten(0, 1))
             return window, attention_inputs
 
         windows = traced(placed, index, module, states, finish)
@@ -295,6 +302,24 @@ class TextCalibrator(Calibrator):
         statistics = measured(source, sensitivity, trained, self.windows, for_mla=self.for_mla)
         barrier()  # all processes read the held-out windows
         return statistics
+
+    def _read(self, stream: str, window: int) -> Tensor:
+        """A window of a stream, ``[1, W, E]``; of first tokens ``[W, 1, E]``."""
+        states = self.streams.read(stream, window, window + 1)
+        return states.transpose(0, 1) if self.windows.are_starts(window) else states
+
+    def _write(self, stream: str, window: int, states: Tensor) -> None:
+        """Write a window of a stream, in the shape of `_read`."""
+        self.streams.write(stream, window, states.transpose(0, 1) if self.windows.are_starts(window) else states)
+
+    def _starts(self, layer: Layer) -> Starts | None:
+        """The first tokens in the current layer, whose cost has a limit by the errors of a solution."""
+        current = self._current
+        assert current is not None
+        if self.windows.starts is None:
+            return None
+        inputs, wanted = (spill.read(len(self.windows)) for spill in (self._inputs, self._wanted))
+        return Starts(inputs, wanted, current.rotation(0), current.cost).limited(layer)
 
     def _candidate(self, layer: Layer, name: str) -> Candidate:
         """A candidate for the current layer, whose values are spilled to a file of its own name."""
@@ -318,7 +343,7 @@ class TextCalibrator(Calibrator):
         """The mean levelled cost of a candidate on the held-out windows."""
         return float(cost.levelled(self._held_costs(candidate.output, cost)).mean())
 
-    def _refitted(self, candidate: Candidate, cost: Cost) -> Iterator[Candidate]:
+    def _refitted(self, candidate: Candidate, cost: Cost, starts: Starts | None) -> Iterator[Candidate]:
         """The candidate with its output projection refitted on the training windows, with each of `RIDGES`."""
         state = candidate.layer.state
         refit = OutputRefit(state["o_proj.weight"], state.get("o_proj.bias"))
@@ -328,6 +353,8 @@ class TextCalibrator(Calibrator):
 
         for tokens in side_by_side(weighed, my_windows(self.train)):
             refit.add(tokens)
+        if starts is not None and process_index() == 0:
+            refit.add(starts.weighed(refit, candidate.layer))
         all_sum(refit.moments)
         all_sum(refit.error)
         for ridge in RIDGES:
@@ -343,12 +370,13 @@ class TextCalibrator(Calibrator):
             coded = design(layer, windows, self._current.cost.metric).coded(token_bytes)
         return self._candidate(coded, "code")
 
-    def _descended(self, candidate: Candidate, cost: Cost) -> Candidate:
+    def _descended(self, candidate: Candidate, cost: Cost, starts: Starts | None) -> Candidate:
         """The candidate after its descent on the training windows."""
         assert self._current is not None
-        windows = TrainingWindows(self._inputs, self._wanted, self.train, self.window, self._current.rotation)
+        rotation = self._current.rotation
+        windows = TrainingWindows(self._inputs, self._wanted, self.train, self.window, rotation, cost, starts)
         with self._timed("descent"):
-            layer = descend(candidate.layer, windows, cost, steps=self.steps)
+            layer = descend(candidate.layer, windows, steps=self.steps)
         return self._candidate(layer, "refine")
 
     @contextmanager
@@ -393,6 +421,9 @@ def open_calibration(plan: ConversionPlan, texts: CalibrationTexts) -> Calibrati
     with computing_on(CPU):  # where text is cut
         ids, held = open_windows(plan.checkpoint, texts)
         windows = recall_windows(ids, held, plan.before) if "recall" in plan.stages else plain_windows(ids, held)
+        if "starts" in plan.stages:
+            before = first_ids(load_tokenizer(plan.checkpoint.path))
+            windows = replace(windows, starts=start_ids(windows, before))
     if plan.token_bytes is not None and windows.width <= SINKS:
         rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
         raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)

@@ -41,12 +41,15 @@ class CalibrationWindows:
         positions: ``[N, W]``, rising in every window.
         repeats: bool ``[N]``, whether a window repeats passages of itself.
         held: the number of windows at the end that decide between solutions and are not trained on.
+        starts: ``[W]``, token ids that begin a text each; None where none are calibrated on. They go through the
+            model as one more window, which is the last.
     """
 
     ids: Tensor
     positions: Tensor
     repeats: Tensor
     held: int = 0
+    starts: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -73,7 +76,17 @@ class CalibrationWindows:
     def to(self, device: torch.device) -> CalibrationWindows:
         """The windows on a device."""
         ids, positions, repeats = (tensor.to(device) for tensor in (self.ids, self.positions, self.repeats))
-        return CalibrationWindows(ids, positions, repeats, self.held)
+        starts = None if self.starts is None else self.starts.to(device)
+        return CalibrationWindows(ids, positions, repeats, self.held, starts)
+
+    @property
+    def rows(self) -> int:
+        """The number of windows that go through the model: these, and the one of first tokens."""
+        return len(self.ids) + (self.starts is not None)
+
+    def are_starts(self, window: int) -> bool:
+        """Whether a window that goes through the model is that of first tokens."""
+        return window == len(self.ids)
 
     @property
     def trained(self) -> CalibrationWindows:
@@ -95,8 +108,8 @@ class CalibrationWindows:
         return torch.stack([seen_positions(layer, row) for row in self.positions])
 
     def placed(self, model: LayerwiseModel, window: int) -> LayerwiseModel:
-        """The model for the positions of one window."""
-        return model.at(self.positions[window])
+        """The model for the positions of one window; for first tokens, for windows of one token."""
+        return model.of_width(1) if self.are_starts(window) else model.at(self.positions[window])
 
     def rotation(self, layer: GroupedSpec, window: int) -> Rotation | None:
         """The rotary tables of one window in a layer; None without RoPE."""

@@ -16,7 +16,7 @@ class Aligned(MergingMethod):
 
     name = "aligned"
     label = "aligned"
-    stages = ("recall", "sensitivity", "sequence", "refine", "refit")
+    stages = ("recall", "starts", "sensitivity", "sequence", "refine", "refit")
     is_default = True
 
     def check(self, source: ModelSpec) -> None:

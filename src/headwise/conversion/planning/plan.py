@@ -25,7 +25,7 @@ from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec
 
 Calibration = Literal["text", "statistics"]
 
-_CODE_STAGES = ("recall", "sensitivity", "sequence", "refine", "refit")
+_CODE_STAGES = ("recall", "starts", "sensitivity", "sequence", "refine", "refit")
 """The stages of a method that has none, where its result gets codes."""
 
 ENOUGH_BITS = 4.5
@@ -35,7 +35,7 @@ SPREAD_BELOW = 0.45
 """The part of the source's values below which the cache is spread over layers unless the user asks. Above it, refits
 make up for much of what an even allocation loses, at a fraction of the time."""
 
-_NEEDS_TEXT = ("recall", "spread", "sequence", "refine", "refit")
+_NEEDS_TEXT = ("recall", "starts", "spread", "sequence", "refine", "refit")
 """Stages of a text, and of a model that runs on it; the others can use saved statistics."""
 
 
@@ -281,10 +281,16 @@ def _stages(plan: ConversionPlan, without: Collection[str], spread: bool) -> Ite
     before, after = (sum(formulas(layer).cache_values(layer) for layer in one.layers) for one in (model, plan.after))
     is_worth_it = spread or plan.spends_bytes or after < SPREAD_BELOW * before
     can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without and not is_whole and is_worth_it
+    has_fit = not {"refine", "refit"} <= {*without}
     has_rotary_keys = any(isinstance(layer, LatentSpec) and layer.qk_rope_head_dim for layer in plan.after.layers)
     for stage in plan.possible_stages:
-        is_possible = {"recall": is_decoder, "spread": can_spread, "channels": has_rotary_keys}.get(stage, True)
-        if is_possible and stage not in without:
+        is_possible = {
+            "recall": is_decoder,
+            "starts": is_decoder and has_fit,
+            "spread": can_spread,
+            "channels": has_rotary_keys,
+        }
+        if is_possible.get(stage, True) and stage not in without:
             yield stage
 
 

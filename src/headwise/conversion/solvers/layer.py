@@ -251,6 +251,17 @@ class Layer:
         )
         return values[0].transpose(0, 1).flatten(1)
 
+    def own_values(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:
+        """The inputs of the output projection at tokens that each begin a text, alone: ``[T, H·V]``.
+
+        Args:
+            inputs: ``[T, E]``.
+            rotation: the tables of any window of at least T tokens. Rotation changes no value.
+        """
+        # The first tokens of a text are not rounded.
+        value = replace(self, code=None).heads(inputs, torch.arange(1), rotation).value  # [H, T, V]
+        return value.transpose(0, 1).flatten(1)
+
     def output(self, inputs: Tensor, rotation: Rotation | None, rows: Tensor | None = None) -> Tensor:
         """The layer's output ``[S, E]`` at positions ``rows``, or at every position."""
         if rows is None:

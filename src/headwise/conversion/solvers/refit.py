@@ -1,6 +1,6 @@
 """Adjust a converted layer's own matrices to lower its error: by a short local descent, then in closed form.
 
-Shapes: S sampled tokens of one window, H·V inputs of the output projection, E hidden.
+Shapes: S tokens, H·V inputs of the output projection, E hidden.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.device import quick_products
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Rotation
 from headwise.threads import WORKERS, workers
+
+Sample = TypeVar("Sample")
 
 RIDGES = (0.1, 0.3, 1.0)
 """The ridge penalties of a refit on its distance from the start that are tried, as shares of the inputs' mean square:
@@ -61,23 +61,6 @@ class Cost:
     def limited(self, nats: Tensor) -> Cost:
         """The cost with a limit of `OUTLIER` times the median of `plain` costs ``[S]``."""
         return Cost(self.metric, max(OUTLIER * float(nats.median()), torch.finfo(torch.float32).tiny))
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The sample of one step of the descent: a window, and some of its tokens.
-
-    Attributes:
-        inputs: ``[T, E]``, the attention's inputs.
-        wanted: ``[S, E]``, the output that it should have at ``rows``.
-        rows: ``[S]``, their places in the window.
-        rotation: the rotary tables of the window.
-    """
-
-    inputs: Tensor
-    wanted: Tensor
-    rows: Tensor
-    rotation: Rotation | None = None
 
 
 class WeighedTokens(NamedTuple):
@@ -139,9 +122,8 @@ class OutputRefit:
 
 def refine(
     state: Mapping[str, Tensor],
-    output: Callable[[Mapping[str, Tensor], Sample], Tensor],
+    cost: Callable[[Mapping[str, Tensor], Sample], Tensor],
     sample: Callable[[], Sample],
-    cost: Cost,
     *,
     steps: int,
 ) -> dict[str, Tensor]:
@@ -152,9 +134,8 @@ def refine(
 
     Args:
         state: the converted layer's tensors.
-        output: the layer's output ``[S, E]``, a function of its tensors and a sample.
-        sample: draws the sample of a step, over whose tokens the cost is averaged.
-        cost: the cost of an error.
+        cost: the cost of the layer's errors on a sample, a function of its tensors and the sample.
+        sample: draws the sample of a step.
         steps: the number of steps.
 
     Returns:
@@ -171,9 +152,7 @@ def refine(
 
     def gradient(batch: Sample) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
-            with quick_products():
-                nats = cost(output(tensors, batch).float() - batch.wanted)
-            return torch.autograd.grad(nats.mean(), [*tensors.values()], allow_unused=True)
+            return torch.autograd.grad(cost(tensors, batch), [*tensors.values()], allow_unused=True)
 
     with workers() as threads:
         for first in range(0, steps, WORKERS):

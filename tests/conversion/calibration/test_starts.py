@@ -1,0 +1,141 @@
+"""Tokens that begin a text: their ids, their way through a layer, and what a conversion gains by them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise
+from headwise.checkpoints import open_checkpoint
+from headwise.conversion.calibration.starts import DRAWN, Starts, start_ids
+from headwise.conversion.calibration.windows import plain_windows
+from headwise.conversion.planning.plan import Place, read_layer
+from headwise.conversion.solvers.layer import rotation_tables
+from headwise.conversion.solvers.refit import OUTLIER, Cost, OutputRefit
+from headwise.hf import LayerwiseModel
+from headwise.specs import GroupedSpec
+from tests.conversion.calibration.test_text import MODELS, ids, opened
+from tests.real_models import save_tiny
+
+
+def test_they_are_different_tokens_of_the_training_windows() -> None:
+    windows = plain_windows(ids(4, 30), 1)
+    starts = start_ids(windows)
+    assert len(starts) == 30
+    assert len(starts.unique()) == 30
+    assert {*starts.tolist()} <= {*windows.trained.ids.flatten().tolist()}
+    assert torch.equal(starts, start_ids(windows))
+
+
+def test_a_few_tokens_begin_several_texts() -> None:
+    windows = plain_windows(torch.tensor([[4, 5, 6, 4, 5, 6, 4], [7, 7, 7, 7, 7, 7, 7]]), 1)
+    starts = start_ids(windows)
+    assert len(starts) == 7
+    assert {*starts.tolist()} == {4, 5, 6}
+
+
+def test_one_in_four_is_the_token_before_any_text() -> None:
+    windows = plain_windows(ids(4, 30), 1)
+    starts = start_ids(windows, [1])
+    assert (starts == 1).tolist() == [at % 4 == 0 for at in range(30)]
+    others = torch.arange(30) % 4 != 0
+    assert torch.equal(starts[others], start_ids(windows)[others])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_alone_is_the_models_own(name: str, tmp_path: Path) -> None:
+    model = opened(tmp_path, name)
+    hidden = model.begin(ids(1, 9).T)  # nine texts of one token
+    call, _ = model.trace(0, model.module(0), hidden)
+    layer = read_layer(model.checkpoint, Place(0)).float()
+    assert isinstance(layer.spec, GroupedSpec)
+    rotation = rotation_tables(layer.spec, torch.arange(9))
+    output = layer.projected(layer.own_values(call.inputs[:, 0], rotation))
+    assert torch.allclose(output, call.output[:, 0], atol=2e-5, rtol=1e-4)
+
+
+def test_a_model_of_another_width_is_as_if_it_had_begun_so(tmp_path: Path) -> None:
+    model = opened(tmp_path, "window")
+    module = model.module(1)
+    alone = model.begin(ids(1, 9).T)
+    expected = model.run(1, module, alone)
+    states = model.begin(ids(2, 9))
+    whole = model.run(1, module, states)
+    assert model.of_width(9) is model
+    assert torch.equal(model.of_width(1).run(1, module, alone), expected)
+    assert torch.equal(model.run(1, module, states), whole)
+
+
+def sample_starts(tmp_path: Path) -> tuple[Starts, LayerwiseModel, Tensor]:
+    model = opened(tmp_path, "llama")
+    call, _ = model.trace(0, model.module(0), model.begin(ids(1, 90).T))
+    layer = read_layer(model.checkpoint, Place(0)).float()
+    assert isinstance(layer.spec, GroupedSpec)
+    rotation = rotation_tables(layer.spec, torch.arange(90))
+    wanted = call.output[:, 0] + torch.linspace(0, 1, 90)[:, None]
+    return Starts(call.inputs[:, 0], wanted, rotation, Cost(torch.eye(48))), model, call.output[:, 0]
+
+
+def test_errors_limits_and_draws(tmp_path: Path) -> None:
+    starts, model, output = sample_starts(tmp_path)
+    layer = read_layer(model.checkpoint, Place(0)).float()
+    assert torch.allclose(starts.error(layer), output - starts.wanted, atol=1e-5)
+    nats = 0.5 * (output - starts.wanted).square().sum(-1)
+    assert starts.limited(layer).cost.limit == pytest.approx(OUTLIER * float(nats.median()), rel=1e-4)
+    some = starts.drawn(DRAWN, torch.Generator().manual_seed(0))
+    assert len(some.inputs) == len(some.wanted) == DRAWN
+    assert len(starts.drawn(100, torch.Generator()).inputs) == 90
+    assert torch.allclose(some.error(layer), some.inputs.new_tensor(0) - (some.wanted - _outputs(some, layer)))
+
+
+def _outputs(starts: Starts, layer: object) -> Tensor:
+    return replace(starts, wanted=torch.zeros_like(starts.wanted)).error(layer)  # type: ignore[arg-type]
+
+
+def test_a_refit_on_them_finds_the_projection(tmp_path: Path) -> None:
+    """Where o_proj alone was changed, first tokens find it again: 90 tokens span the 12 directions of values."""
+    starts, model, output = sample_starts(tmp_path)
+    starts = replace(starts, wanted=output)
+    layer = read_layer(model.checkpoint, Place(0)).float()
+    state = dict(layer.state)
+    blurred = replace(layer, state={**state, "o_proj.weight": 0.5 * state["o_proj.weight"]})
+    refit = OutputRefit(blurred.state["o_proj.weight"], None)
+    refit.add(starts.weighed(refit, blurred))
+    mended = replace(layer, state={**state, "o_proj.weight": refit.solve(1e-6)["o_proj.weight"].float()})
+    assert float(starts.error(mended).square().sum()) < 1e-4 * float(starts.error(blurred).square().sum())
+
+
+@pytest.mark.parametrize("target", [{"to": "mla", "kv_budget": 0.5}, {"to": "mqa"}], ids=lambda target: target["to"])
+def test_the_first_token_of_a_text_is_predicted_better_with_them(tmp_path: Path, target: dict[str, object]) -> None:
+    source = save_tiny(tmp_path / "source")
+    (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)
+    losses = {}
+    for without in ((), ("starts",)):
+        output = tmp_path / f"out{len(without)}"
+        headwise.convert(
+            source,
+            output,
+            **target,
+            calibrate=tmp_path / "text.txt",
+            calibration_tokens=1024,
+            without=without,
+            evaluate=False,
+        )
+        used = _first_token_logits(source), _first_token_logits(output)
+        first, second = (logits.log_softmax(-1) for logits in used)
+        losses[without] = float((first.exp() * (first - second)).sum(-1).mean())
+    assert losses[()] < losses[("starts",)]
+
+
+@torch.no_grad()
+def _first_token_logits(folder: Path) -> Tensor:
+    """The logits behind each token of the vocabulary as the only one of a text."""
+    model = LayerwiseModel(open_checkpoint(folder), torch.float32)
+    hidden = model.begin(torch.arange(97)[:, None])
+    for index in range(model.num_layers):
+        hidden = model.run(index, model.module(index), hidden)
+    return model.finish(hidden)[:, 0]
