@@ -50,6 +50,15 @@ _OWN: dict[str, dict[str, Any]] = {
         }
     },
     "mixtral": _LOCAL,
+    "llama4_text": {
+        **_LOCAL,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size_mlp": 112,
+        "attention_chunk_size": 8,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 3,
+    },
     "qwen2": {"num_key_value_heads": 8},
     "qwen2_moe": {**_QWEN_MOE, "num_key_value_heads": 8, "mlp_only_layers": [1]},
     "qwen3": {"num_key_value_heads": 8},

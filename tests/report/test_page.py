@@ -28,6 +28,7 @@ MODELS = (
     "gpt-oss-120b",
     "gemma-2b",
     "mixtral-8x7b",
+    "llama-4-scout",
     "granite-4.0-h-tiny",
     "gpt2",
     "smollm2-135m",

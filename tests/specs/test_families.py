@@ -56,7 +56,7 @@ def test_scale_windows_and_rotated_width_are_those_of_the_built_layers(name: str
     for module, spec in zip(built, specs, strict=True):
         width = spec.qk_head_dim if isinstance(spec, LatentSpec) else spec.head_dim
         assert getattr(module, "scaling", width**-0.5) == pytest.approx(spec.softmax_scale or width**-0.5)
-        if name not in ("mistral", "exaone4"):  # whose masks know the window, not their modules
+        if name not in ("mistral", "exaone4", "llama4_text"):  # whose masks know the window, not their modules
             assert (getattr(module, "sliding_window", None) or None) == spec.sliding_window
     rotary = [m for n, m in model.named_modules() if n.endswith("rotary_emb") and hasattr(m, "inv_freq")]
     rotated = {module.inv_freq.shape[0] for module in rotary}
@@ -122,6 +122,7 @@ def test_rotation_is_the_familys_where_the_file_is_silent(
     [
         ("cohere2", [True, True, True, False, True, True]),
         ("exaone4", [True, True, True, False, True, True]),
+        ("llama4_text", [True, True, False] * 2),
         ("jamba", [False] * 6),
         ("nemotron_h", [False] * 6),
         ("granitemoehybrid", [False] * 6),

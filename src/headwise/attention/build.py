@@ -18,11 +18,12 @@ def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
         kwargs: passed to the ``from_spec`` of the mechanism's module, such as ``dropout`` or ``backend``.
 
     Raises:
-        SpecError: there is no such layer here: it shares keys and values, gates its output, or is recurrent.
+        SpecError: there is no such layer here: it shares keys and values, gates its output, attends within chunks, or
+            is recurrent.
 
     >>> build(headwise.GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16), dropout=0.1)
     """
-    for name in ("output_gate", "shares_kv"):
+    for name in ("output_gate", "shares_kv", "chunked"):
         if getattr(spec, name, False):
             raise SpecError(name, True, "is not supported by the layers yet")
     if isinstance(spec, RecurrentSpec):

@@ -60,7 +60,7 @@ def shard(spec: GroupedSpec, ranks: int) -> GroupedSpec:
 
 def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[Kept, ...]:
     """The tensors that one layer keeps for the backward pass."""
-    for name in ("sinks", "softcap", "output_gate", "shares_kv"):
+    for name in ("sinks", "softcap", "output_gate", "shares_kv", "chunked"):
         if getattr(spec, name):
             raise SpecError(name, getattr(spec, name), "has no list of its activations: no layer here runs it")
     E, H, K = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.num_kv_heads, "K")

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from headwise.cost.activations import Kept, Training
 from headwise.cost.size import Size
-from headwise.cost.stages import Call, Core, IndexScores, Kernel, Linear, Product, Stage, check_kernel
+from headwise.cost.stages import Call, Core, IndexScores, Kernel, Linear, Product, Stage, attended_pairs, check_kernel
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs.base import AttentionSpec, mechanism_module
 
@@ -212,14 +212,17 @@ def call_of(
         raise ArgumentError("causal", causal, f"must be false for {S} queries of {T} source tokens")
     new = Size(S, "S")
     total = new if T == S and not cross else Size(T, "T")
-    if spec.sliding_window is not None and not cross and S + spec.sliding_window - 1 < T:
-        total = new + Size(spec.sliding_window, "w") - 1  # the cache has forgotten the rest
+    window = None if cross else spec.sliding_window
+    if spec.chunked and window is not None and window <= T - S:
+        total = new + (T - S) % window  # no token sees those of an earlier chunk
+    elif window is not None and not spec.chunked and S + window - 1 < T:
+        total = new + Size(window, "w") - 1  # the cache has forgotten the rest
     return Call(
         batch=Size(batch, "B"),
         new=new,
         source=(Size(0) if cached else total) if cross else new,
         total=total,
-        pairs=_pairs(new, total, spec.sliding_window if causal and not cross else None, causal=causal),
+        pairs=_pairs(new, total, window if causal else None, causal=causal, chunked=spec.chunked),
     )
 
 
@@ -228,11 +231,13 @@ def is_causal(spec: AttentionSpec, causal: bool | None, *, cross: bool) -> bool:
     return (spec.is_causal and not cross) if causal is None else causal
 
 
-def _pairs(new: Size, total: Size, window: int | None, *, causal: bool) -> Size:
+def _pairs(new: Size, total: Size, window: int | None, *, causal: bool, chunked: bool) -> Size:
     """`headwise.cost.attended_pairs` as a size with its formula."""
     if not causal or (int(new) == 1 and window is None):
         return new * total
     past = Size(0) if total is new else total - new
+    if chunked and window is not None and total > window:
+        return Size(attended_pairs(int(new), int(total), causal=True, window=window, chunked=True))
     if window is None or (window >= total and past + 1 < window):
         return new * past + (new * (new + 1)).halved()
     w = Size(window, "w")

@@ -195,16 +195,20 @@ def check_kernel(kernel: str) -> None:
         raise ArgumentError("kernel", kernel, f"must be one of {', '.join(KERNELS)}")
 
 
-def attended_pairs(new_tokens: int, total_tokens: int, *, causal: bool, window: int | None = None) -> int:
+def attended_pairs(
+    new_tokens: int, total_tokens: int, *, causal: bool, window: int | None = None, chunked: bool = False
+) -> int:
     """The number of (query, key) pairs that a causal mask and a window allow, for one head of one sequence.
 
     For example ``attended_pairs(2, 4, causal=True)`` is 7.
 
     Causal is bottom-right: the last of S queries sees all T keys. A query at position i (counted from 1) sees
-    ``min(i, window)`` keys when causal, else T.
+    ``min(i, window)`` keys when causal, else T; in chunks of ``window`` tokens ``(i - 1) % window + 1``.
     """
     if not causal:
         return new_tokens * total_tokens
+    if chunked and window is not None:
+        return _within_chunks(total_tokens, window) - _within_chunks(total_tokens - new_tokens, window)
     first = total_tokens - new_tokens + 1
     if window is None or window >= total_tokens:
         return new_tokens * (first + total_tokens) // 2
@@ -213,3 +217,9 @@ def attended_pairs(new_tokens: int, total_tokens: int, *, causal: bool, window: 
         return new_tokens * window
     growing = growing_last - first + 1
     return growing * (first + growing_last) // 2 + (new_tokens - growing) * window
+
+
+def _within_chunks(tokens: int, chunk: int) -> int:
+    """The pairs of a text's first tokens, each within its chunk."""
+    whole, rest = divmod(tokens, chunk)
+    return (whole * chunk * (chunk + 1) + rest * (rest + 1)) // 2

@@ -120,7 +120,7 @@ def _llama_cpp(shards: Sequence[AttentionSpec], forward: Pass, *, has_windows: b
         held, values = cells, layer.cache_values(spec)
         if not values:
             continue
-        if isinstance(spec, IndexedLatentSpec):
+        if isinstance(spec, IndexedLatentSpec) or spec.chunked:
             raise SpecError("attention", spec.label, "is allocated by llama.cpp in a way that is not known here")
         if spec.sliding_window is not None and not has_windows:
             reasons.append("the whole context for windowed layers")
@@ -137,7 +137,11 @@ def _vllm(shards: Sequence[AttentionSpec], forward: Pass) -> tuple[int, list[str
     """Blocks of all layers that a request draws, from one pool of blocks of one size."""
     caching = [spec for spec in shards if layer.cache_values(spec)]
     for spec in shards:
-        if isinstance(spec, IndexedLatentSpec) or (isinstance(spec, RecurrentSpec) and spec.form != "none"):
+        if (
+            isinstance(spec, IndexedLatentSpec)
+            or spec.chunked
+            or (isinstance(spec, RecurrentSpec) and spec.form != "none")
+        ):
             raise SpecError("attention", spec.label, "is allocated by vLLM in a way that is not known here")
     width = forward.value_bytes
     kinds = Counter((spec.sliding_window, layer.cache_values(spec)) for spec in caching)

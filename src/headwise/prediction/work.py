@@ -41,11 +41,13 @@ class Reach:
     Attributes:
         is_causal: not those behind it.
         window: at most so many of the last.
+        chunked: those of its chunk of ``window`` tokens instead.
         most: at most so many, which something selects.
     """
 
     is_causal: bool = True
     window: int | None = None
+    chunked: bool = False
     most: int | None = None
 
     def counts(self, batch: int, new: int, total: int) -> dict[Count, int]:
@@ -53,8 +55,10 @@ class Reach:
 
         For example ``Reach().counts(2, 1, 100)["pairs"]`` is 200.
         """
-        kept = total if self.window is None else min(total, new + self.window - 1)
-        pairs = attended_pairs(new, total, causal=self.is_causal, window=self.window)
+        kept = total
+        if self.window is not None:
+            kept = new + (total - new) % self.window if self.chunked else min(total, new + self.window - 1)
+        pairs = attended_pairs(new, total, causal=self.is_causal, window=self.window, chunked=self.chunked)
         pairs = pairs if self.is_causal else new * kept
         selected = pairs
         if self.most is not None and kept > self.most:
@@ -226,7 +230,7 @@ def _layer(spec: AttentionSpec, network: FeedForwardSpec | None, times: int, ran
     return LayerWork(
         spec=shard,
         times=times,
-        reach=Reach(is_causal=shard.is_causal, window=shard.sliding_window, most=most),
+        reach=Reach(is_causal=shard.is_causal, window=shard.sliding_window, chunked=shard.chunked, most=most),
         step={impl: tuple(_attention(shard, impl, 1, times)) for impl in impls},
         prompt={impl: tuple(_attention(shard, impl, 2, times)) for impl in impls},
         network=tuple(

@@ -8,7 +8,8 @@ const headwise = (() => {
   const STREAMS = 4;
 
   // headwise.cost.stages.attended_pairs, causal
-  function attendedPairs(fresh, total, window) {
+  function attendedPairs(fresh, total, window, chunked = false) {
+    if (chunked) return withinChunks(total, window) - withinChunks(total - fresh, window);
     const first = total - fresh + 1;
     if (window === null || window >= total) return Math.floor((fresh * (first + total)) / 2);
     if (first >= window) return fresh * window;
@@ -16,9 +17,16 @@ const headwise = (() => {
     return Math.floor((growing * (first + window)) / 2) + (fresh - growing) * window;
   }
 
+  function withinChunks(tokens, chunk) {
+    const rest = tokens % chunk;
+    return (Math.floor(tokens / chunk) * chunk * (chunk + 1) + rest * (rest + 1)) / 2;
+  }
+
   function counts(reach, batch, fresh, total) {
-    const kept = reach.window === null ? total : Math.min(total, fresh + reach.window - 1);
-    const pairs = reach.is_causal ? attendedPairs(fresh, total, reach.window) : fresh * kept;
+    const { window, chunked } = reach;
+    let kept = total;
+    if (window !== null) kept = chunked ? fresh + ((total - fresh) % window) : Math.min(total, fresh + window - 1);
+    const pairs = reach.is_causal ? attendedPairs(fresh, total, window, chunked) : fresh * kept;
     let selected = pairs;
     if (reach.most !== null && kept > reach.most) selected = Math.min(pairs, attendedPairs(fresh, kept, reach.most));
     const read = reach.most === null ? kept : Math.min(kept, fresh * reach.most);
@@ -33,7 +41,7 @@ const headwise = (() => {
     return result;
   }
 
-  const PLAIN = { is_causal: true, window: null, most: null };
+  const PLAIN = { is_causal: true, window: null, chunked: false, most: null };
 
   function operator(work, pass, reach) {
     const found = counts(reach, pass.batch, pass.fresh, pass.total);

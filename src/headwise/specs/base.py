@@ -71,6 +71,8 @@ class AttentionSpec:
         hidden_size: E, width of the residual stream.
         is_causal: True in a decoder; an encoder's layer is not causal and keeps no cache.
         sliding_window: how many of the latest tokens are attended to, or None for all.
+        chunked: whether the window does not slide: a text is cut into chunks of so many tokens, and a token attends
+            to those before it in its chunk (Llama 4).
         rope: the rotary embedding, or None.
         softmax_scale: multiplies the scores; None means 1/sqrt(query–key width of a head).
         bias: names of the projections that have a bias.
@@ -81,6 +83,7 @@ class AttentionSpec:
     hidden_size: int
     is_causal: bool = True
     sliding_window: int | None = None
+    chunked: bool = False
     rope: RopeSpec | None = None
     softmax_scale: float | None = None
     bias: tuple[str, ...] = ()
@@ -94,6 +97,8 @@ class AttentionSpec:
         positive("hidden_size", self.hidden_size)
         if self.sliding_window is not None:
             positive("sliding_window", self.sliding_window)
+        elif self.chunked:
+            raise SpecError("chunked", True, "needs sliding_window, the number of tokens in a chunk")
         if self.softmax_scale is not None:
             positive_number("softmax_scale", self.softmax_scale)
 

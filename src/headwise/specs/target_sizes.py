@@ -60,6 +60,7 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
         hidden_size=source.hidden_size,
         is_causal=source.is_causal,
         sliding_window=source.sliding_window,
+        chunked=source.chunked,
         num_heads=source.num_heads,
         kv_lora_rank=kv_lora_rank,
         qk_nope_head_dim=source.head_dim - (rotated_dims(source) if qk_rope_head_dim == rotary else 0),
@@ -90,13 +91,14 @@ def refuse_as_latent(source: AttentionSpec) -> None:
     For example ``refuse_as_latent(layer_spec("gpt-oss-20b"))`` raises a SpecError.
 
     Raises:
-        SpecError: it has sinks, a softcap, or norms on queries and keys beside biases.
+        SpecError: it has sinks, a softcap, chunks, or norms on queries and keys beside biases.
     """
     source = _grouped(source)
     for field, value in (
         ("qk_norm", source.qk_norm if any(name != "o_proj" for name in source.bias) else None),
         ("sinks", source.sinks or None),
         ("softcap", source.softcap),
+        ("chunked", source.chunked or None),
     ):
         if value is not None:
             raise SpecError(field, value, "a layer with it cannot be converted to mla yet")

@@ -148,7 +148,7 @@ def _attention_of(spec: ModelSpec) -> AttentionSpec:
     for name, what in (("shares_kv", "share keys and values"), ("output_gate", "gate their output")):
         if any(getattr(one, name, False) for one in attention):
             raise SpecError("model_type", spec.model_type, f"has layers that {what}, which candidates cannot replace")
-    sizes = {replace(one, sliding_window=None, rope=None, softmax_scale=None) for one in attention}
+    sizes = {replace(one, sliding_window=None, chunked=False, rope=None, softmax_scale=None) for one in attention}
     if len(sizes) > 1:
         rule = "must be of one size to be compared: each candidate takes the place of all of them"
         raise SpecError("attention", list(dict.fromkeys(one.label for one in attention)), rule)
@@ -158,7 +158,9 @@ def _attention_of(spec: ModelSpec) -> AttentionSpec:
 def _with(spec: ModelSpec, candidate: AttentionSpec) -> ModelSpec:
     """The model with another attention; each layer keeps its window, and recurrent layers stay as they are."""
     layers = (
-        one if isinstance(one, RecurrentSpec) else replace(candidate, sliding_window=one.sliding_window)
+        one
+        if isinstance(one, RecurrentSpec)
+        else replace(candidate, sliding_window=one.sliding_window, chunked=one.chunked)
         for one in spec.layers
     )
     return replace(spec, layers=tuple(layers))

@@ -157,11 +157,32 @@ def deepseek_experts(*, first_dense: int | None = None, score_correction: bool =
     return rule
 
 
-def mixture(config: Config, sparse: FeedForwardSpec, is_sparse: Sequence[bool]) -> FeedForward:
-    """Experts in the layers where ``is_sparse``, and a dense network of ``intermediate_size`` in the others."""
+def llama4_experts(config: Config, num_layers: int) -> FeedForward:
+    """Llama 4's rule: experts in ``moe_layers``, or every ``interleave_moe_layer_step``-th layer."""
+    width = integer(config, "intermediate_size")
+    sparse = FeedForwardSpec(
+        hidden_size=integer(config, "hidden_size"),
+        intermediate_size=width,
+        num_experts=integer(config, "num_local_experts"),
+        experts_per_token=integer(config, "num_experts_per_tok"),
+        shared_intermediate_size=width,
+    )
+    listed_layers = config.get("moe_layers")
+    if listed_layers is None:
+        step = optional_integer(config, "interleave_moe_layer_step") or 1
+        listed_layers = [*range(step - 1, num_layers, step)]
+    elif not isinstance(listed_layers, list) or any(type(index) is not int for index in listed_layers):
+        raise SpecError("moe_layers", listed_layers, "must list layer numbers")
+    return mixture(config, sparse, [i in listed_layers for i in range(num_layers)], width="intermediate_size_mlp")
+
+
+def mixture(
+    config: Config, sparse: FeedForwardSpec, is_sparse: Sequence[bool], *, width: str = "intermediate_size"
+) -> FeedForward:
+    """Experts in the layers where ``is_sparse``, and in the others a dense network, whose width a field has."""
     if all(is_sparse):
         return (sparse,) * len(is_sparse)
     plain = FeedForwardSpec(
-        hidden_size=sparse.hidden_size, intermediate_size=integer(config, "intermediate_size"), gated=sparse.gated
+        hidden_size=sparse.hidden_size, intermediate_size=integer(config, width), gated=sparse.gated
     )
     return tuple(sparse if layer else plain for layer in is_sparse)

@@ -12,7 +12,7 @@ from headwise.specs.base import AttentionSpec
 from headwise.specs.grouped import GroupedSpec, grouped_bias
 from headwise.specs.model import BodySpec
 from headwise.specs.readers.body import Rule as FeedForwardRule
-from headwise.specs.readers.body import deepseek_experts, dense, experts, qwen_experts
+from headwise.specs.readers.body import deepseek_experts, dense, experts, llama4_experts, qwen_experts
 from headwise.specs.readers.body import read_body as read_around
 from headwise.specs.readers.fields import (
     Config,
@@ -26,11 +26,13 @@ from headwise.specs.readers.fields import (
 )
 from headwise.specs.readers.rope import read_rope
 from headwise.specs.readers.windows import (
+    CHUNKED,
     FULL,
     SLIDING,
     Windows,
     above_max_window_layers,
     all_layers,
+    chunks,
     every_layer,
     every_nth_full,
     must_be_listed,
@@ -61,6 +63,7 @@ class Family:
         scale: reads the softmax scale.
         softcap: ``attn_logit_softcapping``.
         windows: reads the windows of the layers.
+        chunked: as in `AttentionSpec`, of the layers with a window.
         rope: keywords of `read_rope`.
         unrotated: reads which layers have no positions, from the config and the windows.
         feed_forward: reads the networks of the layers.
@@ -78,6 +81,7 @@ class Family:
     scale: Callable[[Config], float | None] = lambda config: None
     softcap: float | None = None
     windows: WindowsRule = no_window
+    chunked: bool = False
     rope: dict[str, Any] = field(default_factory=dict)
     unrotated: Callable[[Config, Windows], list[bool]] = lambda config, windows: [False] * len(windows)
     feed_forward: FeedForwardRule = _GATED
@@ -117,6 +121,7 @@ def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
             sinks=family.sinks,
             softcap=softcap,
             sliding_window=window,
+            chunked=family.chunked and window is not None,
             rope=None if unrotated else read_rope(config, head_dim, layer_type=layer_type, **family.rope),
             softmax_scale=family.scale(config),
         )
@@ -158,15 +163,20 @@ def _multiplier(config: Config) -> float | None:
     return optional_number(config, "attention_multiplier", absent=1.0)
 
 
-def _smollm3_unrotated(config: Config, windows: Windows) -> list[bool]:
-    """SmolLM3: a 0 in ``no_rope_layers`` marks a layer without positions."""
+def _unrotated_layers(config: Config, windows: Windows) -> list[bool]:
+    """SmolLM3, Llama 4: a 0 in ``no_rope_layers`` marks a layer without positions."""
     flags, layers = config.get("no_rope_layers"), len(windows)
-    if flags is None:
+    if flags is None or (flags == [] and config["model_type"] == "llama4_text"):
         interval = optional_integer(config, "no_rope_layer_interval") or 4
         return [(i + 1) % interval == 0 for i in range(layers)]
     if not isinstance(flags, list) or len(flags) != layers or any(flag not in (0, 1) for flag in flags):
         raise SpecError("no_rope_layers", flags, f"must list 0 or 1 for each of {layers} layers")
     return [not flag for flag in flags]
+
+
+def _llama4_types(config: Config, layers: int) -> list[str]:
+    """Llama 4: layers with positions attend within chunks."""
+    return [FULL if unrotated else CHUNKED for unrotated in _unrotated_layers(config, [None] * layers)]
 
 
 def _full_unrotated(config: Config, windows: Windows) -> list[bool]:
@@ -180,7 +190,7 @@ def _full_unrotated_among_sliding(config: Config, windows: Windows) -> list[bool
 
 def _smollm3_windows(config: Config, layers: int) -> Windows:
     def unrotated(config: Config, layers: int) -> list[str]:
-        is_unrotated = _smollm3_unrotated(config, [None] * layers)
+        is_unrotated = _unrotated_layers(config, [None] * layers)
         return [SLIDING if unrotated else FULL for unrotated in is_unrotated]
 
     return switched(unrotated)(config, layers)
@@ -199,6 +209,15 @@ _GLM: dict[str, Any] = {
 
 FAMILIES = {
     "llama": Family(feed_forward=dense(bias="mlp_bias")),
+    "llama4_text": Family(
+        kv_heads=8,
+        head_dim=128,
+        windows=chunks(_llama4_types, absent=8192),
+        chunked=True,
+        rope={"theta": 5e5, "interleaved": True},
+        unrotated=_unrotated_layers,
+        feed_forward=llama4_experts,
+    ),
     "mistral": Family(kv_heads=8, bias=_no_bias, windows=every_layer(absent=4096)),
     "ministral": Family(kv_heads=8, bias=_no_bias, windows=every_layer(absent=4096)),
     "ministral3": Family(
@@ -256,7 +275,7 @@ FAMILIES = {
         kv_heads=4,
         windows=_smollm3_windows,
         rope={"theta": 2e6},
-        unrotated=_smollm3_unrotated,
+        unrotated=_unrotated_layers,
         feed_forward=dense(bias="mlp_bias"),
         around={"tied": True},
     ),

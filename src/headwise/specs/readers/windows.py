@@ -12,7 +12,7 @@ from headwise.specs.readers.fields import Config, NotSaidError, count, flag, lis
 
 Windows = list[int | None]
 Rule = Callable[[Config, int], Windows]
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _TYPES = {FULL: FULL, SLIDING: SLIDING}
 
 
@@ -103,6 +103,22 @@ def above_max_window_layers(config: Config, num_layers: int) -> Windows:
         else upper_layers(config, num_layers)
     )
     return _by_type(config, num_layers, window, types)
+
+
+def chunks(default: Callable[[Config, int], list[str]], *, absent: int) -> Rule:
+    """A rule for layers that attend within chunks, of ``attention_chunk_size`` tokens.
+
+    Args:
+        default: the type of each layer where ``layer_types`` is absent.
+        absent: the number of tokens where the file has none.
+    """
+
+    def rule(config: Config, num_layers: int) -> Windows:
+        chunk = optional_integer(config, "attention_chunk_size", absent=absent)
+        types = listed(config, "layer_types", num_layers, {FULL: FULL, CHUNKED: CHUNKED})
+        return [chunk if name == CHUNKED else None for name in types or default(config, num_layers)]
+
+    return rule
 
 
 def _by_type(config: Config, num_layers: int, window: int | None, types: list[str], *, off: bool = False) -> Windows:
