@@ -15,6 +15,7 @@ SAME_CLASS = {"kimi_k2": "deepseek_v3"}
 
 _OWNERS = {"attention": r"(?<!Delta)Attention$", "mixers": r"Mixer$|MambaLayer$|DeltaNet$|DeltaAttention$|ShortConv$"}
 _PARTS = {
+    "streams": r"\.(attn_hc|ffn_hc|hc_head)\.",
     "embedding": r"(embed_tokens|wte|word_embeddings|embed_in|model\.embeddings)\.weight$",
     "positions": r"(wpe|embed_positions)\.weight$",
     "head": r"lm_head\.",

@@ -9,11 +9,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from headwise import cost
-from headwise.cost.activations import total_bytes
 from headwise.cost.layer import call_of
 from headwise.cost.size import Size
 from headwise.cost.stages import KERNELS, Kernel
-from headwise.cost.training import kept_activations
+from headwise.cost.training.activations import total_bytes
+from headwise.cost.training.totals import kept_activations
 from headwise.specs import ExpertLatentSpec, LatentSpaceSpec
 from tests.strategies import AnySpec, causal, runnable_specs
 

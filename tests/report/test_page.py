@@ -29,6 +29,7 @@ MODELS = (
     "gemma-2b",
     "mixtral-8x7b",
     "llama-4-scout",
+    "deepseek-v4-flash",
     "granite-4.0-h-tiny",
     "gpt2",
     "smollm2-135m",

@@ -490,7 +490,6 @@ def test_an_architecture_that_is_not_understood_is_refused_by_name(model_type: s
         ("t5", "is an encoder–decoder"),
         ("marian", "is an encoder–decoder"),
         ("mamba2", "has no attention"),
-        ("deepseek_v4", "attends to compressed tokens"),
         ("longcat_flash", "has two attentions in a layer"),
         ("falcon_h1", "has attention and Mamba side by side"),
     ],

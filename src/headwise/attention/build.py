@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from headwise.attention.base import AttentionLayer
 from headwise.errors import SpecError
-from headwise.specs import AttentionSpec, RecurrentSpec, mechanism_module
+from headwise.specs import AttentionSpec, CompressedSpec, RecurrentSpec, mechanism_module
 
 
 def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
@@ -26,7 +26,7 @@ def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
     for name in ("output_gate", "shares_kv", "chunked"):
         if getattr(spec, name, False):
             raise SpecError(name, True, "is not supported by the layers yet")
-    if isinstance(spec, RecurrentSpec):
+    if isinstance(spec, RecurrentSpec | CompressedSpec):
         raise SpecError("attention", spec.label, "has costs, but no layer that runs; choose a layer of attention")
     layer = cast(AttentionLayer, mechanism_module("attention", spec.kind).from_spec(spec, **kwargs))
     # A layer is told at each call whether to be causal; its spec, which costs are computed from, says what the model

@@ -23,7 +23,7 @@ from headwise.cost.reports.compare import Comparison, Row, compare
 from headwise.cost.reports.complexity import Complexity, complexity
 from headwise.cost.reports.inspection import Inspection, inspect
 from headwise.cost.stages import KERNELS, attended_pairs
-from headwise.cost.training import activation_bytes, backward_flops
+from headwise.cost.training.totals import activation_bytes, backward_flops
 
 __all__ = [
     "DTYPE_BYTES",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.cost.activations import (
+from headwise.cost.size import Size
+from headwise.cost.stages import Core, Linear, Product, Stage, Vector
+from headwise.cost.training.activations import (
     Heads,
     Kept,
     KeptOver,
@@ -18,8 +20,6 @@ from headwise.cost.activations import (
     kept_inputs,
     kept_softmax,
 )
-from headwise.cost.size import Size
-from headwise.cost.stages import Core, Linear, Product, Stage, Vector
 from headwise.errors import ArgumentError
 from headwise.specs.expert_latent import ExpertLatentSpec
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from headwise.cost.activations import Heads, Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Stage, Vector
+from headwise.cost.training.activations import Heads, Kept, Training, kept_core, kept_inputs, kept_norm, kept_rotation
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs.grouped import GroupedSpec
 

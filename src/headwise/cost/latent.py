@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.cost.activations import (
+from headwise.cost.size import Size
+from headwise.cost.stages import Core, Linear, Over, Product, Stage, Vector
+from headwise.cost.training.activations import (
     Heads,
     Kept,
     Storages,
@@ -17,8 +19,6 @@ from headwise.cost.activations import (
     kept_norm,
     kept_rotation,
 )
-from headwise.cost.size import Size
-from headwise.cost.stages import Core, Linear, Over, Product, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs.latent import LatentSpec
 

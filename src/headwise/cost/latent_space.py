@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.cost.activations import Heads, Kept, Storages, Training, kept_core, kept_inputs, kept_rotation
 from headwise.cost.size import Size
 from headwise.cost.stages import Core, Linear, Stage
+from headwise.cost.training.activations import Heads, Kept, Storages, Training, kept_core, kept_inputs, kept_rotation
 from headwise.specs.latent_space import LatentSpaceSpec
 
 IMPLS = ("direct",)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol, cast
 
-from headwise.cost.activations import Kept, Training
 from headwise.cost.size import Size
 from headwise.cost.stages import Call, Core, IndexScores, Kernel, Linear, Product, Stage, attended_pairs, check_kernel
+from headwise.cost.training.activations import Kept, Training
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs.base import AttentionSpec, mechanism_module
 
@@ -356,12 +356,14 @@ def decode_intensity(spec: AttentionSpec, *, dtype: str = "bfloat16", new_tokens
     impl = chosen_impl(spec, "auto", reading)
     # Work that one more cached token adds: its pairs, unless as many as before are selected, and where the latent is
     # expanded its decoding.
-    call = Call(batch=Size(1), new=Size(S), source=Size(0), total=Size(1), pairs=Size(S))
+    stages = module.stages(spec, impl, S)
+    more = max(stage.rate or 1 if isinstance(stage, Core | IndexScores) else 1 for stage in stages)
+    call = Call(batch=Size(1), new=Size(S), source=Size(0), total=Size(more), pairs=Size(S * more))
     flops = sum(
         stage.forward_flops(call, "unfused")
-        for stage in module.stages(spec, impl, S)
+        for stage in stages
         if isinstance(stage, IndexScores)
         or (isinstance(stage, Core) and stage.most is None)
         or (isinstance(stage, Linear | Product) and stage.over == "total")
     )
-    return flops / (cache_values(spec) * dtype_bytes(dtype))
+    return flops / (more * cache_values(spec) * dtype_bytes(dtype))

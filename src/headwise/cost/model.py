@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 
-from headwise.cost import layer
+from headwise.cost import layer, streams
 from headwise.cost.feed_forward import parts
 from headwise.cost.stages import Core, IndexScores
 from headwise.errors import SpecError
@@ -25,7 +25,8 @@ class _Sum:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(_Sum):
-    """Weights by part. ``mixers`` are those of layers without softmax attention; ``head`` is 0 where it is tied."""
+    """Weights by part. ``mixers`` are those of layers without softmax attention; ``streams`` are of several residual
+    streams; ``head`` is 0 where it is tied."""
 
     embedding: int = 0
     positions: int = 0
@@ -36,6 +37,7 @@ class Weights(_Sum):
     shared_experts: int = 0
     router: int = 0
     norms: int = 0
+    streams: int = 0
     head: int = 0
 
 
@@ -50,6 +52,7 @@ class Flops(_Sum):
     experts: int = 0
     shared_experts: int = 0
     router: int = 0
+    streams: int = 0
     head: int = 0
 
 
@@ -69,6 +72,7 @@ def weights(model: ModelSpec, *, active: bool = False) -> Weights:
         for part in parts(network) if network else ():
             counts.add(part.name, times * part.parameters * (part.used if active else part.stored))
     counts.add("norms", (model.num_layers * body.norms + 1) * vectors * E)
+    counts.add("streams", streams.parameters(body.streams, E, model.num_layers))
     counts.add("embedding", body.vocab_size * E)
     counts.add("positions", body.positions * E)
     counts.add("head", (0 if body.tied else body.vocab_size * E) + (body.vocab_size if body.head_bias else 0))
@@ -113,6 +117,7 @@ def forward_flops(
             counts.add(part, times * int(stage.forward_flops(call, "unfused")))
         for network_part in parts(network) if network else ():
             counts.add(network_part.name, times * tokens * network_part.used * network_part.flops)
+    counts.add("streams", tokens * streams.flops(body.streams, model.hidden_size, model.num_layers))
     counts.add("head", 2 * tokens * model.hidden_size * body.vocab_size)
     return Flops(**counts)
 

@@ -51,6 +51,13 @@ class Call:
         selected = attended_pairs(int(self.new), int(self.total), causal=True, window=most)
         return self.pairs if int(self.pairs) <= selected else Size(selected)
 
+    def entry_pairs(self, rate: int, most: int | None = None) -> Size:
+        """Pairs of queries and entries of ``rate`` tokens each, where a query attends to no more than ``most``."""
+        if int(self.pairs) == int(self.new) * int(self.total):  # without a mask
+            entries = int(self.total) // rate
+            return self.new * (entries if most is None else min(entries, most))
+        return Size(attended_entries(int(self.new), int(self.total), rate, most))
+
     def count(self, over: Over) -> Size:
         """The number of times that a stage runs in a call, if it runs once for each ``over``."""
         if over == "call":
@@ -130,7 +137,8 @@ class Core:
     """``softmax(QKᵀ)V`` of all heads, the only stage whose work depends on pairs of tokens.
 
     ``can_fuse`` is False where the scores are a sum that no fused kernel computes; ``most`` is the number of tokens
-    that a query attends to at most, where something selects them.
+    that a query attends to at most, where something selects them. With a ``rate``, it attends to entries of so many
+    tokens instead.
     """
 
     heads: int
@@ -140,23 +148,27 @@ class Core:
     can_fuse: bool = True
     parameters: int = 0
     most: int | None = None
+    rate: int | None = None
 
     def forward_flops(self, call: Call, kernel: Kernel) -> Size:
         """FLOPs of the two products over the pairs that are computed; `softmax_flops` has the softmax."""
         qk_dim, v_dim = self._widths(kernel)
-        return 2 * call.batch * self.heads * call.pairs_within(self.most) * (qk_dim + v_dim)
+        return 2 * call.batch * self.heads * self._pairs(call) * (qk_dim + v_dim)
 
     def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
         """FLOPs of four products, or of five where the scores are computed again."""
         qk_dim, v_dim = self._widths(kernel)
         if kernel != "unfused" and self.can_fuse:
-            pairs = call.pairs_within(self.most)
+            pairs = self._pairs(call)
             return 2 * call.batch * self.heads * pairs * (3 * as_size(qk_dim) + 2 * as_size(v_dim))
         return 2 * self.forward_flops(call, kernel)
 
     def softmax_flops(self, call: Call) -> Size:
         """FLOPs of the softmax, `SOFTMAX_FLOPS` for each score."""
-        return SOFTMAX_FLOPS * call.batch * self.heads * call.pairs_within(self.most)
+        return SOFTMAX_FLOPS * call.batch * self.heads * self._pairs(call)
+
+    def _pairs(self, call: Call) -> Size:
+        return call.pairs_within(self.most) if self.rate is None else call.entry_pairs(self.rate, self.most)
 
     def _widths(self, kernel: Kernel) -> tuple[int, int]:
         if kernel == "padded" and self.can_fuse:
@@ -169,16 +181,20 @@ class Core:
 class IndexScores:
     """The scores of an indexer, which selects the tokens that a query attends to: heads' products and their sum.
 
-    ``width`` is a head's; all heads share one key.
+    ``width`` is a head's; all heads share one key. With a ``rate``, entries of so many tokens are selected, and the
+    sum is no matrix product.
     """
 
     heads: int
     width: int
     name: str = "index scores"
     parameters: int = 0
+    rate: int | None = None
 
     def forward_flops(self, call: Call, kernel: Kernel) -> Size:
         """FLOPs of the products over all pairs, and of the weighted sum over heads."""
+        if self.rate is not None:
+            return 2 * call.batch * self.heads * call.entry_pairs(self.rate) * self.width
         return 2 * call.batch * self.heads * call.pairs * (as_size(self.width) + 1)
 
     def backward_flops(self, call: Call, kernel: Kernel, *, input_gradient: bool) -> Size:
@@ -217,6 +233,26 @@ def attended_pairs(
         return new_tokens * window
     growing = growing_last - first + 1
     return growing * (first + growing_last) // 2 + (new_tokens - growing) * window
+
+
+def attended_entries(new_tokens: int, total_tokens: int, rate: int, most: int | None = None) -> int:
+    """The number of (query, entry) pairs, where an entry stands for ``rate`` tokens and is seen from its last one on.
+
+    For example ``attended_entries(2, 8, 4)`` is 3: the seventh token sees one entry, and the eighth two.
+
+    Args:
+        new_tokens: S, the queries, which are the last tokens.
+        total_tokens: T.
+        rate: tokens of an entry.
+        most: the most entries that a query attends to.
+    """
+
+    def seen(tokens: int) -> int:
+        growing = tokens if most is None else min(tokens, rate * (most + 1) - 1)
+        whole, rest = divmod(growing, rate)
+        return rate * whole * (whole - 1) // 2 + whole * (rest + 1) + (tokens - growing) * (most or 0)
+
+    return seen(total_tokens) - seen(total_tokens - new_tokens)
 
 
 def _within_chunks(tokens: int, chunk: int) -> int:

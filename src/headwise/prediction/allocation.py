@@ -17,6 +17,7 @@ from headwise.cost.recurrent import convolved_channels
 from headwise.errors import ArgumentError, SpecError
 from headwise.prediction.operators import Pass
 from headwise.specs.base import AttentionSpec
+from headwise.specs.compressed import CompressedSpec
 from headwise.specs.indexed_latent import IndexedLatentSpec
 from headwise.specs.model import ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
@@ -120,7 +121,7 @@ def _llama_cpp(shards: Sequence[AttentionSpec], forward: Pass, *, has_windows: b
         held, values = cells, layer.cache_values(spec)
         if not values:
             continue
-        if isinstance(spec, IndexedLatentSpec) or spec.chunked:
+        if isinstance(spec, IndexedLatentSpec | CompressedSpec) or spec.chunked:
             raise SpecError("attention", spec.label, "is allocated by llama.cpp in a way that is not known here")
         if spec.sliding_window is not None and not has_windows:
             reasons.append("the whole context for windowed layers")
@@ -138,7 +139,7 @@ def _vllm(shards: Sequence[AttentionSpec], forward: Pass) -> tuple[int, list[str
     caching = [spec for spec in shards if layer.cache_values(spec)]
     for spec in shards:
         if (
-            isinstance(spec, IndexedLatentSpec)
+            isinstance(spec, IndexedLatentSpec | CompressedSpec)
             or spec.chunked
             or (isinstance(spec, RecurrentSpec) and spec.form != "none")
         ):

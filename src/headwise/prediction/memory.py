@@ -10,6 +10,7 @@ from headwise.cost import model as costs
 from headwise.errors import ArgumentError
 from headwise.prediction.allocation import Engine, allocation, cache_bytes
 from headwise.prediction.operators import MOST, Pass, operators
+from headwise.prediction.work import known_body
 from headwise.specs.model import ModelSpec
 
 CHUNK = 2048
@@ -118,7 +119,7 @@ def _workspace(model: ModelSpec, forward: Pass) -> int:
     for place in ("", "shared "):
         inner = moved.get(f"{place}down_proj", stream) - stream
         held.append((3 if f"{place}gate_proj" in moved else 2) * inner)
-    return int(max(held)) + _STREAMS * stream
+    return int(max(held)) + (_STREAMS + known_body(model).streams - 1) * stream
 
 
 def _largest(size: Callable[[int], int], available: int) -> int:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
-from headwise.cost import layer
+from headwise.cost import layer, streams
 from headwise.cost.feed_forward import Part, parts
-from headwise.cost.stages import Core, IndexScores, Linear, Product, Stage, attended_pairs
+from headwise.cost.stages import Core, IndexScores, Linear, Product, Stage, attended_entries, attended_pairs
 from headwise.errors import SpecError
 from headwise.prediction.curves import Kind
 from headwise.specs.base import AttentionSpec
+from headwise.specs.compressed import CompressedSpec
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.indexed_latent import IndexedLatentSpec
@@ -26,9 +27,23 @@ from headwise.specs.latent import LatentSpec
 from headwise.specs.model import BodySpec, ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
 
-Count = Literal["sequences", "new", "total", "square", "pairs", "selected", "read"]
+Count = Literal[
+    "sequences",
+    "new",
+    "total",
+    "square",
+    "pairs",
+    "selected",
+    "read",
+    "entry pairs",
+    "chosen",
+    "entries",
+    "chosen read",
+]
 """What numbers are multiplied with: sequences B; tokens B·S; tokens attended to, B·T or those within a window; the
-product B·S·T; pairs that the mask leaves; pairs of tokens that are selected; cached tokens that are read."""
+product B·S·T; pairs that the mask leaves; pairs of tokens that are selected; cached tokens that are read. Of entries
+that stand for several tokens: pairs with all, and with those that are chosen; all that are cached, and those that are
+read."""
 
 _NAMES = {"experts": "experts' ", "shared_experts": "shared "}
 """What stands before the name of a matrix of these parts of a feed-forward network."""
@@ -43,12 +58,16 @@ class Reach:
         window: at most so many of the last.
         chunked: those of its chunk of ``window`` tokens instead.
         most: at most so many, which something selects.
+        rate: and to entries of so many tokens, where there are any.
+        chosen: to at most so many entries.
     """
 
     is_causal: bool = True
     window: int | None = None
     chunked: bool = False
     most: int | None = None
+    rate: int | None = None
+    chosen: int | None = None
 
     def counts(self, batch: int, new: int, total: int) -> dict[Count, int]:
         """The numbers of a pass of ``batch`` sequences with ``new`` of ``total`` tokens.
@@ -72,8 +91,20 @@ class Reach:
             "pairs": pairs,
             "selected": selected,
             "read": read,
+            **self._entries(new, total),
         }
         return {name: batch * number for name, number in numbers.items()}
+
+    def _entries(self, new: int, total: int) -> dict[Count, int]:
+        if self.rate is None:
+            return {"entry pairs": 0, "chosen": 0, "entries": 0, "chosen read": 0}
+        entries = total // self.rate
+        return {
+            "entry pairs": attended_entries(new, total, self.rate),
+            "chosen": attended_entries(new, total, self.rate, self.chosen),
+            "entries": entries,
+            "chosen read": entries if self.chosen is None else min(entries, new * self.chosen),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +226,7 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
             kind="norm",
             hidden_size=E,
         ),
+        *_streams(model, body),
         *(_links(model, body, ranks) if ranks > 1 else ()),
         Work(
             name="head",
@@ -208,6 +240,30 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
     ]
     layers = (_layer(spec, network, times, ranks) for (spec, network), times in kinds.items())
     return ModelWork(layers=tuple(layers), body=tuple(around))
+
+
+def _streams(model: ModelSpec, body: BodySpec) -> Iterator[Work]:
+    """What joins several residual streams before each block, and adds its output to them behind it."""
+    if body.streams == 1:
+        return
+    width, numbers = body.streams * model.hidden_size, streams.coefficients(body.streams)
+    yield Work(
+        name="streams",
+        part="norms",
+        times=2 * model.num_layers,
+        flops={"new": streams.block_flops(body.streams, model.hidden_size)},
+        weights=numbers * width,
+        moved={"new": 3 * width},
+        formula=f"2·B·S·{width:,}·{numbers + body.streams}",
+    )
+    yield Work(
+        name="streams' end",
+        part="norms",
+        flops={"new": 2 * width * body.streams},
+        weights=body.streams * width,
+        moved={"new": width},
+        formula=f"2·B·S·{width:,}·{body.streams}",
+    )
 
 
 def _links(model: ModelSpec, body: BodySpec, ranks: int) -> Iterator[Work]:
@@ -224,13 +280,12 @@ def _links(model: ModelSpec, body: BodySpec, ranks: int) -> Iterator[Work]:
 
 def _layer(spec: AttentionSpec, network: FeedForwardSpec | None, times: int, ranks: int) -> LayerWork:
     shard = layer.shard(spec, ranks)
-    most = shard.index_topk if isinstance(shard, IndexedLatentSpec) else None
     impls = layer.formulas(shard).IMPLS
     values = layer.cache_values(shard) if shard.is_causal else 0
     return LayerWork(
         spec=shard,
         times=times,
-        reach=Reach(is_causal=shard.is_causal, window=shard.sliding_window, chunked=shard.chunked, most=most),
+        reach=_reach(shard),
         step={impl: tuple(_attention(shard, impl, 1, times)) for impl in impls},
         prompt={impl: tuple(_attention(shard, impl, 2, times)) for impl in impls},
         network=tuple(
@@ -241,6 +296,15 @@ def _layer(spec: AttentionSpec, network: FeedForwardSpec | None, times: int, ran
         values=values,
         state=layer.state_bytes(shard, dtype="int8"),
     )
+
+
+def _reach(spec: AttentionSpec) -> Reach:
+    plain = Reach(is_causal=spec.is_causal, window=spec.sliding_window, chunked=spec.chunked)
+    if isinstance(spec, IndexedLatentSpec):
+        return replace(plain, most=spec.index_topk)
+    if isinstance(spec, CompressedSpec):
+        return replace(plain, most=spec.window, rate=spec.rate, chosen=spec.index_topk)
+    return plain
 
 
 def _attention(spec: AttentionSpec, impl: str, new: int, times: int) -> Iterator[Work]:
@@ -256,12 +320,11 @@ def _attention(spec: AttentionSpec, impl: str, new: int, times: int) -> Iterator
     for stage in stages:
         work = None
         if isinstance(stage, Core):
-            work = _core(stage, spec, decodes=decodes)
+            work = (
+                _shared_core(stage, spec) if isinstance(spec, CompressedSpec) else _core(stage, spec, decodes=decodes)
+            )
         elif isinstance(stage, IndexScores):
-            moved: dict[Count, float] = {"new": int(stage.heads) * int(stage.width), "square": 1}
-            flops = 2 * int(stage.heads) * (int(stage.width) + 1)
-            cached: dict[Count, float] = {"total": int(stage.width)}
-            work = Work(name=stage.name, part="attention", flops={"pairs": flops}, cached=cached, moved=moved)
+            work = _index_scores(stage)
         elif isinstance(stage, Linear | Product):
             work = _product(stage, "mixer" if is_mixer else "attention")
         if work is not None:
@@ -307,6 +370,34 @@ def _core(stage: Core, spec: AttentionSpec, *, decodes: bool) -> Work:
         cached={"read": layer.cache_values(owner)},
         moved={"new": widths, "read": widths} if decodes else {"new": widths},
         kind="latent core" if isinstance(spec, LatentSpec) else "core",
+    )
+
+
+def _shared_core(stage: Core, spec: CompressedSpec) -> Work:
+    """Attention to the window, which is part of a sequence's state, or to entries, each of which is key and value."""
+    heads, width = int(stage.heads), spec.head_dim
+    is_window = stage.rate is None
+    return Work(
+        name=stage.name,
+        part="attention",
+        flops={"selected" if is_window else "chosen": 4 * heads * width},
+        cached={} if is_window else {"chosen read": width},
+        state=spec.window * width if is_window else 0,
+        moved={"new": 2 * heads * width},
+        kind="core",
+    )
+
+
+def _index_scores(stage: IndexScores) -> Work:
+    heads, width = int(stage.heads), int(stage.width)
+    is_plain = stage.rate is None
+    scores: Count = "square" if is_plain else "entry pairs"
+    return Work(
+        name=stage.name,
+        part="attention",
+        flops={"pairs": 2 * heads * (width + 1)} if is_plain else {"entry pairs": 2 * heads * width},
+        cached={"total" if is_plain else "entries": width},
+        moved={"new": heads * width, scores: 1},
     )
 
 

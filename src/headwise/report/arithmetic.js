@@ -22,6 +22,27 @@ const headwise = (() => {
     return (Math.floor(tokens / chunk) * chunk * (chunk + 1) + rest * (rest + 1)) / 2;
   }
 
+  // headwise.cost.stages.attended_entries
+  function attendedEntries(fresh, total, rate, most) {
+    const seen = (tokens) => {
+      const growing = most === null ? tokens : Math.min(tokens, rate * (most + 1) - 1);
+      const whole = Math.floor(growing / rate);
+      return (rate * whole * (whole - 1)) / 2 + whole * ((growing % rate) + 1) + (tokens - growing) * (most ?? 0);
+    };
+    return seen(total) - seen(total - fresh);
+  }
+
+  function entryCounts({ rate, chosen }, fresh, total) {
+    if (rate === null) return { "entry pairs": 0, chosen: 0, entries: 0, "chosen read": 0 };
+    const entries = Math.floor(total / rate);
+    return {
+      "entry pairs": attendedEntries(fresh, total, rate, null),
+      chosen: attendedEntries(fresh, total, rate, chosen),
+      entries,
+      "chosen read": chosen === null ? entries : Math.min(entries, fresh * chosen),
+    };
+  }
+
   function counts(reach, batch, fresh, total) {
     const { window, chunked } = reach;
     let kept = total;
@@ -31,6 +52,7 @@ const headwise = (() => {
     if (reach.most !== null && kept > reach.most) selected = Math.min(pairs, attendedPairs(fresh, kept, reach.most));
     const read = reach.most === null ? kept : Math.min(kept, fresh * reach.most);
     const numbers = { sequences: 1, new: fresh, total: kept, square: fresh * kept, pairs, selected, read };
+    Object.assign(numbers, entryCounts(reach, fresh, total));
     for (const name of Object.keys(numbers)) numbers[name] *= batch;
     return numbers;
   }
@@ -41,7 +63,7 @@ const headwise = (() => {
     return result;
   }
 
-  const PLAIN = { is_causal: true, window: null, chunked: false, most: null };
+  const PLAIN = { is_causal: true, window: null, chunked: false, most: null, rate: null, chosen: null };
 
   function operator(work, pass, reach) {
     const found = counts(reach, pass.batch, pass.fresh, pass.total);
@@ -231,7 +253,7 @@ const headwise = (() => {
       const inner = (moved.get(`${place}down_proj`) ?? stream) - stream;
       held.push((moved.has(`${place}gate_proj`) ? 3 : 2) * inner);
     }
-    return Math.floor(Math.max(...held)) + STREAMS * stream;
+    return Math.floor(Math.max(...held)) + (STREAMS + option.work.streams - 1) * stream;
   }
 
   function peakMemory(data, option, question, batch, context) {

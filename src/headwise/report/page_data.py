@@ -16,6 +16,7 @@ from headwise.prediction import Device, Efficiency, LayerWork, ModelWork, Pass, 
 from headwise.prediction.hardware import DTYPE_NAMES
 from headwise.prediction.memory import CHUNK, weight_bytes
 from headwise.prediction.predict import MOST_PARTS, check_context
+from headwise.prediction.work import known_body
 from headwise.specs import ModelSpec
 
 _DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
@@ -108,7 +109,11 @@ def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict
         "loss": None if loss is None or math.isinf(loss) else loss,
         "diverged": loss is not None and math.isinf(loss),
         "kl": None if measured is None else measured.kl,
-        "work": {"hidden_size": model.hidden_size, **_model(model_work(model, step.ranks))},
+        "work": {
+            "hidden_size": model.hidden_size,
+            "streams": known_body(model).streams,
+            **_model(model_work(model, step.ranks)),
+        },
     }
 
 

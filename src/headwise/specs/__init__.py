@@ -2,11 +2,12 @@
 
 from headwise.hub import fetch_hub
 from headwise.specs.base import AttentionSpec, RopeSpec, mechanism_module, spec_from_dict
+from headwise.specs.compressed import CompressedSpec
 from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.feed_forward import FeedForwardSpec
-from headwise.specs.gguf import read_gguf_header
-from headwise.specs.gguf_config import gguf_config
-from headwise.specs.gguf_metadata import GGUF_ARCHITECTURES, GgufModel, gguf_model
+from headwise.specs.gguf.config import gguf_config
+from headwise.specs.gguf.header import read_gguf_header
+from headwise.specs.gguf.metadata import GGUF_ARCHITECTURES, GgufModel, gguf_model
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
 from headwise.specs.indexed_latent import IndexedLatentSpec
@@ -39,6 +40,7 @@ __all__ = [
     "LARGEST_CONFIG",
     "AttentionSpec",
     "BodySpec",
+    "CompressedSpec",
     "ExpertLatentSpec",
     "FeedForwardSpec",
     "GgufModel",

@@ -29,7 +29,6 @@ _REFUSED = {
         "switch_transformers", "umt5",
     ),
     "has no attention": ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
-    "attends to compressed tokens, which are not counted": ("deepseek_v4",),
     "has two attentions in a layer": ("longcat_flash",),
     "has attention and Mamba side by side in a layer": ("falcon_h1",),
 }  # fmt: skip
@@ -47,7 +46,7 @@ that read them."""
 _READ = {
     "kv_lora_rank": {*deepseek.READERS, "kimi_linear"},
     "num_kv_shared_layers": {"gemma3n_text"},
-    "index_topk": {"deepseek_v32", "glm_moe_dsa"},
+    "index_topk": {"deepseek_v32", "deepseek_v4", "glm_moe_dsa"},
     "attention_chunk_size": {"llama4_text"},
     "block_configs": {"nemotron-nas"},
 }

@@ -23,6 +23,7 @@ class BodySpec:
         positions: rows of a learned position embedding.
         tied: whether the head shares the embedding's weights.
         head_bias: whether the head has a bias.
+        streams: residual streams side by side, which each block joins, and adds its output to (DeepSeek-V4).
     """
 
     vocab_size: int
@@ -32,9 +33,11 @@ class BodySpec:
     positions: int = 0
     tied: bool = False
     head_bias: bool = False
+    streams: int = 1
 
     def __post_init__(self) -> None:
         positive("vocab_size", self.vocab_size)
+        positive("streams", self.streams)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError
 from headwise.hub import fetch_hub
 from headwise.specs.base import AttentionSpec
-from headwise.specs.gguf_config import read_gguf_spec
+from headwise.specs.gguf.config import read_gguf_spec
 from headwise.specs.huggingface import read_config
 from headwise.specs.model import ModelSpec
 

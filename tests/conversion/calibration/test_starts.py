@@ -104,7 +104,7 @@ def test_a_refit_on_them_finds_the_projection(tmp_path: Path) -> None:
     state = dict(layer.state)
     blurred = replace(layer, state={**state, "o_proj.weight": 0.5 * state["o_proj.weight"]})
     refit = OutputRefit(blurred.state["o_proj.weight"], None)
-    refit.add(starts.weighed(refit, blurred))
+    refit.add(starts.weighed(refit, blurred, 90))
     mended = replace(layer, state={**state, "o_proj.weight": refit.solve(1e-6)["o_proj.weight"].float()})
     assert float(starts.error(mended).square().sum()) < 1e-4 * float(starts.error(blurred).square().sum())
 

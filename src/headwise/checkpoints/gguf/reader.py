@@ -17,7 +17,7 @@ from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
 from headwise.checkpoints.gguf.layout import Join, gguf_layout
 from headwise.errors import CheckpointError, StorageError
 from headwise.specs import gguf_config, read_gguf_header
-from headwise.specs.gguf import GgufTensor
+from headwise.specs.gguf.header import GgufTensor
 
 
 class _Stored(NamedTuple):

@@ -24,8 +24,8 @@ from headwise.conversion.solvers.refit import Cost, OutputRefit, WeighedTokens
 DRAWN = 64
 """The number of first tokens that each step of the descent draws at random."""
 
-SHARE = 0.2
-"""The weight of their mean cost in a step, beside that of the tokens of a window."""
+SHARE = 0.05
+"""The weight of their mean cost, beside that of the tokens of windows."""
 
 _BOS_EVERY = 4
 """One first token in so many is the one that the tokenizer puts before any text, if it puts one."""
@@ -77,9 +77,10 @@ class Starts:
         rows = moved(torch.randperm(len(self.inputs), generator=generator, device=CPU)[:count])
         return replace(self, inputs=self.inputs[rows], wanted=self.wanted[rows])
 
-    def weighed(self, refit: OutputRefit, layer: Layer) -> WeighedTokens:
-        """The tokens for a refit of a layer's output projection."""
-        return refit.weighed(self._mixed(layer), self.wanted, self.cost)
+    def weighed(self, refit: OutputRefit, layer: Layer, beside: int) -> WeighedTokens:
+        """The tokens for a refit of a layer's output projection; they count `SHARE` of the tokens ``beside`` them."""
+        tokens = refit.weighed(self._mixed(layer), self.wanted, self.cost)
+        return tokens._replace(weighted=tokens.weighted * (SHARE * beside / len(self.inputs)))
 
     def _mixed(self, layer: Layer) -> Tensor:
         return layer.own_values(self.inputs, self.rotation)

@@ -354,7 +354,7 @@ class TextCalibrator(Calibrator):
         for tokens in side_by_side(weighed, my_windows(self.train)):
             refit.add(tokens)
         if starts is not None and process_index() == 0:
-            refit.add(starts.weighed(refit, candidate.layer))
+            refit.add(starts.weighed(refit, candidate.layer, self.train * self.window))
         all_sum(refit.moments)
         all_sum(refit.error)
         for ridge in RIDGES:

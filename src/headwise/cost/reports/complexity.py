@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from headwise.cost import layer
-from headwise.cost.activations import Kept, kept_values, kept_width
 from headwise.cost.latent import expanded_cache_values
 from headwise.cost.size import Size
 from headwise.cost.stages import Call, Core, Kernel, check_kernel
-from headwise.cost.training import kept_activations
+from headwise.cost.training.activations import Kept, kept_values, kept_width
+from headwise.cost.training.totals import kept_activations
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
 from headwise.specs.latent import LatentSpec

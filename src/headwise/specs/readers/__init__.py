@@ -1,12 +1,13 @@
 """Readers of each family's ``config.json``: one module for each group of families, found by `READERS`."""
 
-from headwise.specs.readers import deepseek, gpt, linear, llama, mamba, uneven, whisper
+from headwise.specs.readers import compressed, deepseek, gpt, linear, llama, mamba, uneven, whisper
 from headwise.specs.readers.fields import Reader
 
 READERS: dict[str, Reader] = {
     **llama.READERS,
     **gpt.READERS,
     **deepseek.READERS,
+    **compressed.READERS,
     **mamba.READERS,
     **linear.READERS,
     **uneven.READERS,

@@ -12,7 +12,7 @@ from typing import Any
 
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec, RopeSpec
-from headwise.specs.gguf_config import llama3_factors
+from headwise.specs.gguf.config import llama3_factors
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.huggingface import read_config
 from headwise.specs.latent import LatentSpec

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.cost.activations import Kept, Training, total_bytes
 from headwise.cost.layer import call_of, chosen_impl, dtype_bytes, formulas, is_causal, stages
 from headwise.cost.stages import Call, Kernel, check_kernel
+from headwise.cost.training.activations import Kept, Training, total_bytes
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
 

@@ -1,0 +1,108 @@
+"""DeepSeek-V4: a window of tokens and compressed entries, and residual streams side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headwise.errors import SpecError
+from headwise.specs.base import AttentionSpec, RopeSpec
+from headwise.specs.compressed import CompressedSpec
+from headwise.specs.feed_forward import FeedForwardSpec
+from headwise.specs.model import BodySpec
+from headwise.specs.readers.body import read_body
+from headwise.specs.readers.fields import Config, Reader, count, integer, listed, num_layers, optional_integer
+from headwise.specs.readers.rope import read_rope
+
+_SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+_TYPES = {name: name for name in (_SLIDING, _SPARSE, _HEAVY)}
+_RATES = {_SPARSE: 4, _HEAVY: 128}
+
+
+def _layers(config: Config) -> tuple[AttentionSpec, ...]:
+    plain = CompressedSpec(
+        hidden_size=integer(config, "hidden_size"),
+        num_heads=integer(config, "num_attention_heads"),
+        head_dim=integer(config, "head_dim"),
+        q_lora_rank=integer(config, "q_lora_rank"),
+        output_groups=integer(config, "o_groups"),
+        o_lora_rank=integer(config, "o_lora_rank"),
+        window=integer(config, "sliding_window"),
+    )
+    rates = _rates(config)
+    rope = {kind: _rope(config, plain.head_dim, kind) for kind in ("main", "compress")}
+    heavy = replace(plain, rope=rope["compress"], rate=rates[_HEAVY])
+    specs = {
+        _SLIDING: replace(plain, rope=rope["main"]),
+        _HEAVY: heavy,
+        _SPARSE: replace(
+            heavy,
+            rate=rates[_SPARSE],
+            index_topk=integer(config, "index_topk"),
+            index_n_heads=integer(config, "index_n_heads"),
+            index_head_dim=integer(config, "index_head_dim"),
+        ),
+    }
+    return tuple(specs[name] for name in _layer_types(config, rates))
+
+
+def _rates(config: Config) -> dict[str, int]:
+    """The number of tokens of an entry in each type of layer."""
+    found = config.get("compress_rates") or {}
+    if not isinstance(found, dict):
+        raise SpecError("compress_rates", found, "must be a JSON object")
+    older = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
+    return {
+        name: optional_integer(config, older[name]) or optional_integer(found, name) or usual
+        for name, usual in _RATES.items()
+    }
+
+
+def _layer_types(config: Config, rates: dict[str, int]) -> list[str]:
+    """Each layer's type: as listed, or by its number of tokens in an entry, or those of DeepSeek-V4-Pro."""
+    layers = num_layers(config)
+    if (types := listed(config, "layer_types", layers, _TYPES)) is not None:
+        return types
+    by_rate = {0: _SLIDING, **{rate: name for name, rate in rates.items()}}
+    ratios = config.get("compress_ratios")
+    if ratios is None:
+        return [_HEAVY if index < 2 or index % 2 == 0 else _SPARSE for index in range(layers)]
+    # The file lists a layer more for each that predicts further tokens.
+    if not isinstance(ratios, list) or len(ratios) < layers or any(ratio not in by_rate for ratio in ratios):
+        raise SpecError("compress_ratios", ratios, f"must list one of {sorted(by_rate)} for each of {layers} layers")
+    return [by_rate[ratio] for ratio in ratios[:layers]]
+
+
+def _rope(config: Config, head_dim: int, kind: str) -> RopeSpec:
+    nested = config.get("rope_parameters")
+    if isinstance(nested, dict) and isinstance(nested.get(kind), dict):
+        return read_rope(config, head_dim, interleaved=True, layer_type=kind)
+    rotated = optional_integer(config, "qk_rope_head_dim")
+    fraction = 1 / 8 if rotated is None else rotated / head_dim
+    if kind == "compress":
+        config = {**config, "rope_theta": config.get("compress_rope_theta", 160000.0)}
+    else:
+        config = {**config, "rope_parameters": None, "rope_scaling": None}
+    return read_rope(config, head_dim, fraction=fraction, interleaved=True)
+
+
+def _body(config: Config, layers: int) -> BodySpec:
+    width = integer(config, "moe_intermediate_size")
+    chosen = FeedForwardSpec(
+        hidden_size=integer(config, "hidden_size"),
+        intermediate_size=width,
+        num_experts=integer(config, "n_routed_experts", "num_local_experts"),
+        experts_per_token=integer(config, "num_experts_per_tok"),
+        shared_intermediate_size=width,
+        score_correction=True,
+    )
+    # A token's id chooses its experts in the first layers, and nothing balances them.
+    hashed = replace(chosen, score_correction=False)
+    types = listed(config, "mlp_layer_types", layers, {"hash_moe": "hash_moe", "moe": "moe"})
+    if types is None:
+        first = count(config, "num_hash_layers", 3)
+        types = ["hash_moe" if index < first else "moe" for index in range(layers)]
+    networks = tuple(hashed if name == "hash_moe" else chosen for name in types)
+    return replace(read_body(config, networks), streams=optional_integer(config, "hc_mult") or 4)
+
+
+READERS = {"deepseek_v4": Reader(_layers, _body)}
