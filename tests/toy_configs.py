@@ -189,5 +189,15 @@ _OWN: dict[str, dict[str, Any]] = {
 TOYS: dict[str, dict[str, Any]] = {
     name: {**({} if own is _GPT2 else _SIZES), **own, "model_type": name} for name, own in _OWN.items()
 }
-UNBUILT = {"bert", "roberta", "distilbert", "RefinedWeb", "RefinedWebModel", "nemotron-nas", "openelm", "whisper"}
+UNBUILT = {
+    "bert",
+    "roberta",
+    "distilbert",
+    "RefinedWeb",
+    "RefinedWebModel",
+    "nemotron-nas",
+    "openelm",
+    "step3_text",
+    "whisper",
+}
 """Model types that have a reader, but no class, or no decoder, in transformers."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from headwise.attention.base import AttentionLayer
 from headwise.errors import SpecError
-from headwise.specs import AttentionSpec, CompressedSpec, RecurrentSpec, mechanism_module
+from headwise.specs import AttentionSpec, CompressedSpec, GroupedSpec, RecurrentSpec, mechanism_module
 
 
 def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
@@ -23,9 +23,9 @@ def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
 
     >>> build(headwise.GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16), dropout=0.1)
     """
-    for name in ("output_gate", "shares_kv", "chunked"):
+    for name in ("output_gate", "shares_kv", "chunked", *(["q_lora_rank"] if isinstance(spec, GroupedSpec) else [])):
         if getattr(spec, name, False):
-            raise SpecError(name, True, "is not supported by the layers yet")
+            raise SpecError(name, getattr(spec, name), "is not supported by the layers yet")
     if isinstance(spec, RecurrentSpec | CompressedSpec):
         raise SpecError("attention", spec.label, "has costs, but no layer that runs; choose a layer of attention")
     layer = cast(AttentionLayer, mechanism_module("attention", spec.kind).from_spec(spec, **kwargs))

@@ -31,8 +31,16 @@ def stages(spec: GroupedSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
         Vector("k_norm", norm[1]),
     )
     gated = 2 if spec.output_gate else 1
+    queries: tuple[Stage, ...] = (Linear("q_proj", E, gated * H * D, "q_proj" in spec.bias),)
+    if spec.q_lora_rank is not None:
+        Q = Size(spec.q_lora_rank, "Q")
+        queries = (
+            Linear("q_a_proj", E, Q),
+            Vector("q_a_norm", Q),
+            Linear("q_b_proj", Q, H * D, reads="inner"),
+        )
     return (
-        Linear("q_proj", E, gated * H * D, "q_proj" in spec.bias),
+        *queries,
         *(() if spec.shares_kv else keys),
         Vector("q_norm", norm[0]),
         Vector("sinks", H if spec.sinks else 0),
@@ -60,7 +68,7 @@ def shard(spec: GroupedSpec, ranks: int) -> GroupedSpec:
 
 def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[Kept, ...]:
     """The tensors that one layer keeps for the backward pass."""
-    for name in ("sinks", "softcap", "output_gate", "shares_kv", "chunked"):
+    for name in ("sinks", "softcap", "output_gate", "shares_kv", "chunked", "q_lora_rank"):
         if getattr(spec, name):
             raise SpecError(name, getattr(spec, name), "has no list of its activations: no layer here runs it")
     E, H, K = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.num_kv_heads, "K")

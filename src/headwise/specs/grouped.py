@@ -18,7 +18,7 @@ class GroupedSpec(AttentionSpec):
     For example ``GroupedSpec(hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64).label`` is
     ``"GQA 8/2 × 64"``.
 
-    Source: Vaswani et al. 2017 (MHA), Shazeer 2019 (MQA), Ainslie et al. 2023 (GQA).
+    Source: Vaswani et al. 2017 (MHA), Shazeer 2019 (MQA), Ainslie et al. 2023 (GQA), Hu et al. 2024 (MFA).
 
     Attributes:
         num_heads: H, query heads.
@@ -31,6 +31,8 @@ class GroupedSpec(AttentionSpec):
         softcap: scores pass through ``softcap * tanh(score / softcap)`` (Gemma 2), or None.
         output_projection: whether there is an ``o_proj``; if not, the heads' values are the output.
         output_gate: whether the query projection also computes a gate of each head's output (Qwen3-Next).
+        q_lora_rank: width of the latent that queries are projected from, behind a norm; None for a plain projection.
+            With one key–value head it is multi-matrix factorization attention (MFA, Step-3).
         shares_kv: whether the layer reads an earlier layer's keys and values, and caches none (Gemma 3n).
     """
 
@@ -43,6 +45,7 @@ class GroupedSpec(AttentionSpec):
     softcap: float | None = None
     output_projection: bool = True
     output_gate: bool = False
+    q_lora_rank: int | None = None
     shares_kv: bool = False
 
     def __post_init__(self) -> None:
@@ -62,6 +65,10 @@ class GroupedSpec(AttentionSpec):
         if self.qk_norm not in (None, "head", "full"):
             raise SpecError("qk_norm", self.qk_norm, 'must be None, "head" or "full"')
         object.__setattr__(self, "bias", grouped_bias(self.bias, output_projection=self.output_projection))
+        if self.q_lora_rank is not None:
+            positive("q_lora_rank", self.q_lora_rank)
+            if "q_proj" in self.bias or self.output_gate:
+                raise SpecError("q_lora_rank", self.q_lora_rank, "goes without a bias of q_proj and an output gate")
 
     @property
     def value_dim(self) -> int:

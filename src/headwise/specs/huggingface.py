@@ -87,6 +87,7 @@ def read_config(config: Config) -> ModelSpec:
         max_position_embeddings=optional_integer(
             config,
             "max_position_embeddings",
+            "max_position_embedding",
             "n_positions",
             "model_max_length",
             "max_context_length",

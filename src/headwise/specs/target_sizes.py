@@ -71,6 +71,7 @@ def as_latent(source: AttentionSpec, kv_lora_rank: int, qk_rope_head_dim: int) -
             *(("q_proj", "kv_a_proj_with_mqa") if has_bias else ()),
             *(("o_proj",) if "o_proj" in source.bias else ()),
         ),
+        q_lora_rank=source.q_lora_rank,
         qk_norm=source.qk_norm if has_norms else None,
         num_kv_heads=source.num_kv_heads if has_norms else None,
         head_dim=source.head_dim if has_norms else None,
@@ -91,7 +92,7 @@ def refuse_as_latent(source: AttentionSpec) -> None:
     For example ``refuse_as_latent(layer_spec("gpt-oss-20b"))`` raises a SpecError.
 
     Raises:
-        SpecError: it has sinks, a softcap, chunks, or norms on queries and keys beside biases.
+        SpecError: it has sinks, a softcap, chunks, a query latent, or norms on queries and keys beside biases.
     """
     source = _grouped(source)
     for field, value in (
@@ -99,6 +100,7 @@ def refuse_as_latent(source: AttentionSpec) -> None:
         ("sinks", source.sinks or None),
         ("softcap", source.softcap),
         ("chunked", source.chunked or None),
+        ("q_lora_rank", source.q_lora_rank),
     ):
         if value is not None:
             raise SpecError(field, value, "a layer with it cannot be converted to mla yet")

@@ -1,6 +1,6 @@
 """Readers of each family's ``config.json``: one module for each group of families, found by `READERS`."""
 
-from headwise.specs.readers import compressed, deepseek, gpt, linear, llama, mamba, uneven, whisper
+from headwise.specs.readers import compressed, deepseek, gpt, linear, llama, mamba, step, uneven, whisper
 from headwise.specs.readers.fields import Reader
 
 READERS: dict[str, Reader] = {
@@ -10,6 +10,7 @@ READERS: dict[str, Reader] = {
     **compressed.READERS,
     **mamba.READERS,
     **linear.READERS,
+    **step.READERS,
     **uneven.READERS,
     **whisper.READERS,
 }
