@@ -117,7 +117,7 @@ def begin_streams(
         streams: the streams' names.
         run: the identity of the run; activations of another run are discarded.
     """
-    begun = None if windows.starts is None else model.begin(windows.starts[:, None]).transpose(0, 1)  # [1, W, E]
+    begun = None if windows.starts is None else model.begin(windows.starts[:, None]).reshape(1, windows.width, -1)
     shape = (windows.rows, windows.width, model.begin(windows.ids[:1]).shape[-1])
     activations = Activations(folder, streams=streams, shape=shape, run=run)
     if activations.layer is None:

@@ -306,11 +306,12 @@ class TextCalibrator(Calibrator):
     def _read(self, stream: str, window: int) -> Tensor:
         """A window of a stream, ``[1, W, E]``; of first tokens ``[W, 1, E]``."""
         states = self.streams.read(stream, window, window + 1)
-        return states.transpose(0, 1) if self.windows.are_starts(window) else states
+        # Not transposed: that leaves strides with which torch multiplies each token by a copy of the matrix.
+        return states.view(states.shape[1], 1, -1) if self.windows.are_starts(window) else states
 
     def _write(self, stream: str, window: int, states: Tensor) -> None:
         """Write a window of a stream, in the shape of `_read`."""
-        self.streams.write(stream, window, states.transpose(0, 1) if self.windows.are_starts(window) else states)
+        self.streams.write(stream, window, states.reshape(1, self.window, -1))
 
     def _starts(self, layer: Layer) -> Starts | None:
         """The first tokens in the current layer, whose cost has a limit by the errors of a solution."""
