@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from headwise.advice import Measured, Question, candidates, ranked
 from headwise.prediction import Pass, device, devices, longest_context, operators, predict, seconds
-from headwise.report import page, page_data, sections
+from headwise.report import measured_steps, page, page_data, sections
 from headwise.report.sections import Section
 from headwise.specs import ModelSpec, read_spec
 from tests.prediction.test_curves import measured_device
@@ -265,6 +265,61 @@ def test_it_is_quiet_narrow_and_takes_no_markup_from_names(llama: Path, scheme: 
         page.emulate_media(media="print")
         assert not page.is_visible(".controls")
         assert page.is_visible("#options")
+
+
+EVALUATION = {
+    "model": "./kept/smollm2-135m",
+    "against": None,
+    "texts": [],
+    "cache": None,
+    "context": 512,
+    "decode_ms": 40.0,
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 2,
+}
+
+
+def test_steps_are_of_the_model_itself_or_its_reference() -> None:
+    by_itself = measured_steps([EVALUATION], "smollm2-135m")
+    where = "cpu, 2 threads, float32"
+    assert by_itself == [{"target": "as it is", "context": 512, "seconds": 0.04, "dtype": "float32", "where": where}]
+    coded = {**EVALUATION, "cache": "int4", "against": "smollm2-135m", "reference_decode_ms": 30.0}
+    assert [(step["target"], step["seconds"]) for step in measured_steps([coded], "smollm2-135m")] == [
+        ("int4", 0.04),
+        ("as it is", 0.03),
+    ]
+    converted = {**coded, "model": "./out", "cache": None}
+    assert [step["seconds"] for step in measured_steps([converted], "smollm2-135m")] == [0.03]
+    assert measured_steps([{"points": []}, {**EVALUATION, "decode_ms": None}], "smollm2-135m") == []
+    assert measured_steps([EVALUATION], "another") == []
+
+
+@needs_browser
+def test_measured_steps_stand_beside_predicted_ones(tmp_path: Path) -> None:
+    """At the context and the time measured, and in the roofline with the FLOPs and bytes of all operators."""
+    model, step = read_spec("smollm2-135m"), Pass(total=4096)
+    steps = measured_steps([EVALUATION], "smollm2-135m")
+    data = page_data(model, Question(hardware=device("h100"), step=step), {}, source="smollm2-135m", steps=steps)
+    file = tmp_path / "page.html"
+    file.write_text(page(data), encoding="utf-8")
+    work = operators(model, Pass(total=512, dtype="float32"))
+    flops = sum(each.times * each.flops for each in work)
+    with browser_page() as watched:
+        watched.open(file)
+        found = {
+            name: watched.page.evaluate(
+                """(id) => document.getElementById(id).data.filter((each) => each.marker?.symbol === "diamond")
+                .map((each) => [each.x[0], each.y[0]])""",
+                name,
+            )
+            for name in ("latency-plot", "roofline-plot")
+        }
+        assert watched.messages == []
+    assert found["latency-plot"] == [[512, 40]]
+    ((intensity, speed),) = found["roofline-plot"]
+    assert speed == pytest.approx(flops / 0.04)
+    assert intensity == pytest.approx(flops / sum(each.times * each.memory_bytes for each in work))
 
 
 @needs_browser

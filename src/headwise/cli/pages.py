@@ -65,12 +65,19 @@ def model_page(
 ) -> str:
     """The page of a model with the results of a command below it; of results alone where its body is not known."""
     from headwise import __version__
-    from headwise.report import page, page_data, sections
+    from headwise.report import measured_steps, page, page_data, sections
 
     results: list[Section] = [section for document in documents for section in sections(document)]
     notes: list[str] = []
     try:
-        found = page_data(model, question, measured or {}, source=source, hardware=hardware)
+        found = page_data(
+            model,
+            question,
+            measured or {},
+            source=source,
+            hardware=hardware,
+            steps=measured_steps(documents, source),
+        )
     except HeadwiseError as error:
         if not results:
             raise

@@ -10,6 +10,7 @@ from typing import Any
 
 from headwise.advice import Measured, read_points
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
+from headwise.report.measured_steps import measured_steps
 from headwise.report.sections import Section, sections
 from headwise.specs import ModelSpec, read_spec
 
@@ -28,6 +29,7 @@ class FolderResults:
         measured: quality, by target.
         sections: of every result.
         notes: what was left out, and why.
+        steps: decode steps of the model that were timed.
     """
 
     source: str
@@ -35,6 +37,7 @@ class FolderResults:
     measured: Mapping[str, Measured]
     sections: tuple[Section, ...]
     notes: tuple[str, ...] = ()
+    steps: tuple[Mapping[str, Any], ...] = ()
 
 
 def read_folder(folder: str | Path, *, source: str | None = None) -> FolderResults:
@@ -78,6 +81,7 @@ def read_folder(folder: str | Path, *, source: str | None = None) -> FolderResul
         measured=measured,
         sections=tuple(section for made in found.values() for section in made),
         notes=tuple(notes),
+        steps=tuple(measured_steps(documents.values(), name)),
     )
 
 

@@ -266,6 +266,7 @@
   // ---- plots ----
 
   const { COLOURS, plain, draw, ROOM } = plots;
+  const MEASURED = "#2f9e76";
 
   function showPlots(found, best, listed) {
     if (typeof Plotly === "undefined") return;
@@ -344,6 +345,17 @@
       line: { color: COLOURS[index % COLOURS.length], width: each === best ? 3 : 1.5 },
       hovertemplate: `${plain(each.target)}: %{x:,} tokens, %{y:.3~g} ms<extra></extra>`,
     }));
+    for (const timed of measuredSteps()) {
+      traces.push({
+        type: "scatter",
+        mode: "markers",
+        name: `${plain(timed.target)}, measured`,
+        x: [timed.context],
+        y: [1e3 * timed.seconds],
+        marker: { size: 10, symbol: "diamond", color: MEASURED },
+        hovertemplate: `${plain(timed.target)} measured (${plain(timed.where)}): %{x:,} tokens, %{y:.3~g} ms<extra></extra>`,
+      });
+    }
     draw("latency-plot", traces, {
       ...ROOM,
       xaxis: { title: { text: "tokens of each sequence" }, type: "log", dtick: 1 },
@@ -351,6 +363,21 @@
       shapes: [{ type: "line", x0: question.context, x1: question.context, y0: 0, y1: 1, yref: "paper",
         line: { width: 1, dash: "dot", color: "#8b919b" } }],
     });
+  }
+
+  // Timed steps of options, each with what its operators compute and move: the whole step is one point.
+  function measuredSteps() {
+    const steps = [];
+    for (const timed of data.steps) {
+      const option = data.options.find((each) => each.target === timed.target);
+      if (option === undefined) continue;
+      const asked = { ...question, bits: null, dtype: timed.dtype };
+      const pass = headwise.passOf(data, asked, headwise.bitsOf(option, asked), 1, 1, timed.context);
+      const work = headwise.operators(option.work, pass);
+      const sum = (value) => work.reduce((all, each) => all + each.times * value(each), 0);
+      steps.push({ ...timed, flops: sum((each) => each.flops), bytes: sum(headwise.memoryBytes) });
+    }
+    return steps;
   }
 
   function plotRoofline(listed) {
@@ -380,6 +407,16 @@
         marker: { size: 8, color: COLOURS[0] },
         hovertemplate: "%{customdata}: %{x:.3~g} FLOPs a byte, %{y:.3~s}FLOP/s<extra></extra>",
       },
+      ...measuredSteps().map((timed) => ({
+        type: "scatter",
+        mode: "markers",
+        name: `${plain(timed.target)}, a measured step`,
+        x: [timed.flops / timed.bytes],
+        y: [timed.flops / timed.seconds],
+        marker: { size: 10, symbol: "diamond", color: MEASURED },
+        hovertemplate: `${plain(timed.target)}, a step measured (${plain(timed.where)}): %{x:.3~g} FLOPs a byte, ` +
+          "%{y:.3~s}FLOP/s<extra></extra>",
+      })),
     ], {
       ...ROOM,
       xaxis: { title: { text: "FLOPs a byte" }, type: "log", exponentformat: "power", dtick: 1 },

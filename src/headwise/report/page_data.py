@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headwise.advice import MOST_SEQUENCES, Candidate, Measured, Question, candidates
@@ -33,6 +33,7 @@ def page_data(
     *,
     source: str = "model",
     hardware: Mapping[str, Device] | None = None,
+    steps: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Everything that the page of a model needs, as JSON-able values.
 
@@ -44,6 +45,7 @@ def page_data(
         measured: quality, by target.
         source: the name of the model.
         hardware: devices that a reader may choose, besides the question's; the catalog's when None.
+        steps: decode steps that were timed; see `measured_steps`.
 
     Raises:
         HeadwiseError: a number is impossible, or the heads cannot be shared out.
@@ -85,6 +87,7 @@ def page_data(
         "most_parts": MOST_PARTS,
         "most_sequences": MOST_SEQUENCES,
         "options": options,
+        "steps": [dict(step) for step in steps],
     }
 
 

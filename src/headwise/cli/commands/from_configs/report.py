@@ -40,7 +40,12 @@ def report(
         if hardware is not None:
             question = replace(question, hardware=device(hardware, hardware_file))
         data = page_data(
-            results.model, question, results.measured, source=results.source, hardware=devices(hardware_file)
+            results.model,
+            question,
+            results.measured,
+            source=results.source,
+            hardware=devices(hardware_file),
+            steps=results.steps,
         )
     title = "" if data else Path(results.source).name
     text = page(data, results.sections, title=title, notes=results.notes, version=__version__)

@@ -1,0 +1,44 @@
+"""Decode steps of a model that evaluations timed, for a page to show beside predicted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from headwise.advice import AS_IT_IS
+
+
+def measured_steps(documents: Iterable[Mapping[str, Any]], source: str) -> list[dict[str, Any]]:
+    """The timed decode steps of a model in evaluations' JSON, as JSON-able values.
+
+    For example ``measured_steps([headwise.evaluate("./mla", text="text.txt").to_dict()], "./mla")[0]["seconds"]``.
+
+    Args:
+        documents: what ``headwise evaluate --json`` printed, among other results.
+        source: the model, evaluated by itself or as the reference of another; its path may have changed.
+    """
+    found = []
+    for document in documents:
+        if not {"texts", "decode_ms", "context", "dtype", "threads", "device"} <= set(document):
+            continue
+        timed = (
+            (document.get("cache") or AS_IT_IS, document.get("model"), document["decode_ms"]),
+            (AS_IT_IS, document.get("against"), document.get("reference_decode_ms")),
+        )
+        for target, name, milliseconds in timed:
+            if _is_same(name, source) and isinstance(milliseconds, int | float) and milliseconds > 0:
+                found.append(
+                    {
+                        "target": target,
+                        "context": document["context"],
+                        "seconds": milliseconds / 1e3,
+                        "dtype": document["dtype"],
+                        "where": f"{document['device']}, {document['threads']} threads, {document['dtype']}",
+                    }
+                )
+    return found
+
+
+def _is_same(name: object, source: str) -> bool:
+    return isinstance(name, str) and PurePath(name).name == PurePath(source).name
