@@ -37,6 +37,20 @@ def test_the_best_and_what_is_not_dominated_is_named(cli: Any, here: Path) -> No
     assert any("NVIDIA H100" in text and "8,192" in text for text in found)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("compare", "llama-3-8b"), {"GQA 32/8 × 128", "MQA 32/1 × 128", "cache, MiB"}),
+        (("predict", "llama-3-8b", "--hardware", "h100"), {"q_proj", "attention", "a prompt of 4,096 tokens, ms"}),
+    ],
+    ids=["compare", "predict"],
+)
+def test_bars_are_named(cli: Any, here: Path, arguments: tuple[str, ...], named: set[str]) -> None:
+    assert cli(*arguments, "--plot", "a.svg").out.startswith("wrote a.svg")
+    assert named <= texts(here / "a.svg")
+    assert any("llama-3-8b" in text for text in texts(here / "a.svg"))
+
+
 def test_equal_answers_make_equal_files(cli: Any, here: Path) -> None:
     for name in ("a.svg", "b.svg"):
         cli(*ADVISE, "--plot", name, "--json")
@@ -53,6 +67,8 @@ def test_a_png_is_one(cli: Any, here: Path) -> None:
 def test_bad_files_are_refused_before_any_work(refused: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "plot = 'a.pdf': must end in .png or .svg" in refused(*ADVISE, "--plot", "a.pdf")
     assert "plot = 'no/a.png': cannot be written" in refused(*ADVISE, "--plot", "no/a.png")
+    assert "plot = 'a.pdf': must end in .png or .svg" in refused("compare", "llama-3-8b", "--plot", "a.pdf")
+    assert "plot = 'a.pdf': must end" in refused("predict", "gpt2", "--hardware", "h100", "--plot", "a.pdf")
     assert "plot = 'a.png': goes without --guide" in refused("advise", "llama-3-8b", "--guide", "--plot", "a.png")
     usual = importlib.util.find_spec
     monkeypatch.setattr(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +14,9 @@ from rich.markup import escape
 
 from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
 from headwise.cli.commands.from_configs.predict import beyond
+from headwise.cli.figures import advice_figure
 from headwise.cli.pages import Html, model_page, refuse_no_page, write_page
-from headwise.cli.plots import Plot, refuse_no_plot, write_advice_plot
+from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -153,7 +155,7 @@ def advise(
         page = model_page(name, model, question, measured=points, hardware=devices(hardware_file))
         write_page(html, page, is_silent=as_json)
     if plot is not None:
-        write_advice_plot(plot, result, is_silent=as_json)
+        write_plot(plot, partial(advice_figure, result), is_silent=as_json)
     emit(result.to_dict()) if as_json else _print_advice(result, is_design=source is None)
 
 

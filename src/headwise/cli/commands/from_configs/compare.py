@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -18,7 +19,9 @@ from headwise.cli.app import (
     out,
     progress_bar,
 )
+from headwise.cli.figures import comparison_figure
 from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
+from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 
 
 @app.command(epilog="Example: headwise compare llama-3-8b --context 32768 --batch 4")
@@ -33,12 +36,14 @@ def compare(
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Also time one layer of each, in float32.")] = False,
     html: Html = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Compare the costs of mechanisms: cache, parameters, FLOPs, intensity. Reads only the config."""
     from headwise.cost import compare as compare_source
 
     refuse_no_page(html)
+    refuse_no_plot(plot)
     comparison = compare_source(source, context=context, batch=batch, dtype=dtype, match=match)
     if measure:
         from headwise.measurement import measure_comparison
@@ -51,6 +56,8 @@ def compare(
         model = read_spec(source)
         question = first_question(model, context=context, batch=batch, dtype=dtype)
         write_page(html, model_page(source, model, question, documents=[comparison.to_dict()]), is_silent=as_json)
+    if plot is not None:
+        write_plot(plot, partial(comparison_figure, comparison), is_silent=as_json)
     if as_json:
         emit(comparison.to_dict())
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
+from headwise.cli.figures import prediction_figure
+from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ def predict(
     ranks: Annotated[int, typer.Option(help="Tensor-parallel devices.")] = 1,
     usable: Annotated[float, typer.Option(help="The share of a device's memory that may be used.")] = 0.9,
     names: Annotated[bool, typer.Option("--list", help="List the devices instead.")] = False,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Predict how fast a model runs on a device, what memory it takes, and what fits. Reads only the config."""
@@ -46,6 +50,7 @@ def predict(
         return
     if source is None or hardware is None:
         raise ArgumentError("source, hardware", (source, hardware), "are both required (or --list)")
+    refuse_no_plot(plot)
     result = predicted(
         source,
         hardware=device(hardware, hardware_file),
@@ -56,6 +61,8 @@ def predict(
         ranks=ranks,
         usable=usable,
     )
+    if plot is not None:
+        write_plot(plot, partial(prediction_figure, result), is_silent=as_json)
     if as_json:
         emit(result.to_dict())
         return
