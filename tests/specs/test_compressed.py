@@ -148,9 +148,9 @@ def test_types_of_layers_in_todays_fields_and_in_older_ones() -> None:
         assert spec_from_dict(layer.to_dict()) == layer
     labels = [layer.label for layer in read_config(TYPED).layers]
     assert labels[:3] == [
-        "compressed 8 × 24, window 16",
-        "compressed 8 × 24, window 16, 4 tokens an entry, top 2",
-        "compressed 8 × 24, window 16, 8 tokens an entry",
+        "window 8 × 24, 16",
+        "CSA 8 × 24, top 2 of T/4",
+        "HCA 8 × 24, T/8",
     ]
 
 

@@ -15,8 +15,7 @@ class CompressedSpec(AttentionSpec):
     All heads share one key, which is also the value. A learned weighted mean makes an entry of ``rate`` tokens; with
     an indexer, entries overlap, and a query attends to ``index_topk`` of them.
 
-    For example ``read_spec("deepseek-v4-flash").layers[2].label`` is
-    ``"compressed 64 × 512, window 128, 4 tokens an entry, top 512"``.
+    For example ``read_spec("deepseek-v4-flash").layers[2].label`` is ``"CSA 64 × 512, top 512 of T/4"``.
 
     Source: DeepSeek-V4's report, sections 2.3.1 and 2.3.2; transformers' ``deepseek_v4``.
 
@@ -73,7 +72,12 @@ class CompressedSpec(AttentionSpec):
 
     @property
     def label(self) -> str:
-        """A label such as ``compressed 64 × 512, window 128, 4 tokens an entry, top 512``."""
-        entries = "" if self.rate is None else f", {self.rate} tokens an entry"
-        chosen = "" if self.index_topk is None else f", top {self.index_topk}"
-        return f"compressed {self.num_heads} × {self.head_dim}, window {self.window}{entries}{chosen}"
+        """Its kind by the report's names, its heads, and which of the entries of T tokens it attends to.
+
+        For example ``CSA 64 × 512, top 512 of T/4``, ``HCA 64 × 512, T/128``, or ``window 64 × 512, 128``.
+        """
+        heads = f"{self.num_heads} × {self.head_dim}"
+        if self.rate is None:
+            return f"window {heads}, {self.window}"
+        chosen = "" if self.index_topk is None else f"top {self.index_topk} of "
+        return f"{'CSA' if self.has_indexer else 'HCA'} {heads}, {chosen}T/{self.rate}"
