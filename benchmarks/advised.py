@@ -1,0 +1,106 @@
+"""Check advice: do what it recommends, and measure whether it is so good, so small and so fast.
+
+    python -m benchmarks.advised machine.toml      # kept in benchmarks/results/advised.json
+
+``machine.toml`` is a profile of the machine that this runs on (``headwise profile``). SmolLM2's kept frontier is the
+measured quality. What comes first by each goal is converted, or its format is used, and evaluated on texts that no
+choice was made on; a decode step is timed beside the original's, at the context that was asked about.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kept import Kept, say
+
+import headwise
+from benchmarks import data, joined
+from headwise.advice import AS_IT_IS, Question, advise_on, read_points
+from headwise.prediction import Pass, device
+from headwise.profiling.profile import NAME
+from headwise.specs import read_spec
+
+SOURCE = "smollm2-135m"
+GOALS = ("latency", "memory")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profile", type=Path, help="of this machine")
+    parser.add_argument("--goals", nargs="+", default=GOALS)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--max-quality-loss", type=float, default=0.02)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of WikiText-2 train to calibrate on")
+    parser.add_argument("--windows", type=int, default=6, help="of each text, of as many tokens as the context")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/advised.json"))
+    parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
+    parser.add_argument("--work", type=Path, default=Path("build/advised"), help="where models are converted")
+    options = parser.parse_args(arguments)
+    names = ("context", "max_quality_loss", "tokens", "windows", "dtype")
+    kept = Kept(options.json, {name: getattr(options, name) for name in names})
+    model = read_spec(SOURCE)
+    frontier = joined.frontier(Path("benchmarks/results"), SOURCE, model.layers[0].label).to_dict()
+    measured = read_points(frontier, model)
+    for goal in options.goals:
+        if goal in kept.rows:
+            continue
+        question = Question(
+            hardware=device(NAME, options.profile),
+            step=Pass(total=options.context, dtype=options.dtype),
+            goal=goal,
+            max_quality_loss=options.max_quality_loss,
+        )
+        advice = advise_on(model, question, measured, source=SOURCE)
+        assert advice.best is not None
+        (now,) = (option for option in advice.options if option.target == AS_IT_IS)
+        found = followed(advice.best.target, options)
+        kept.add(
+            goal,
+            {
+                "target": advice.best.target,
+                "kept_loss": advice.best.loss,
+                "predicted_ms": 1e3 * advice.best.decode_seconds,
+                "predicted_ms_as_it_is": 1e3 * now.decode_seconds,
+                "predicted_bytes": advice.best.cache_bytes_per_token,
+                "evaluate": found,
+            },
+        )
+        predicted = f"{1e3 * advice.best.decode_seconds:.1f} ms predicted"
+        say(f"{goal}: {advice.best.target}, {predicted}, {found['decode_ms']:.1f} measured")
+
+
+def followed(target: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The evaluation of a target's cache, beside the original."""
+    folder: Path | str = SOURCE
+    mechanism, _, fraction = target.partition("@")
+    if fraction:
+        folder = options.work / target.replace("@", "-")
+        if not (folder / "config.json").exists():
+            headwise.convert(
+                SOURCE,
+                folder,
+                to=mechanism,
+                kv_bytes=float(fraction),
+                calibrate=data.wikitext("train", options.cache),
+                calibration_tokens=options.tokens,
+                evaluate=False,
+            )
+    is_format = not fraction and target != AS_IT_IS
+    texts = [data.wikitext("test", options.cache), data.brown(options.cache), data.austen(options.cache)]
+    return headwise.evaluate(
+        folder,
+        against=SOURCE,
+        text=texts,
+        window=options.context,
+        windows=options.windows,
+        dtype=options.dtype,
+        cache=target if is_format else None,
+    ).to_dict()
+
+
+if __name__ == "__main__":
+    main()
