@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "windows": len(windows),
                 "kl": float(losses.mean()),
                 "median": median,
-                "of_100": high,
-                "most": most,
+                "p99": high,
+                "max": most,
                 "lost": float((losses > FAR).double().mean()),
             }
             say(f"{cache:24} {name:16} {row[name]}")

@@ -105,7 +105,8 @@ def test_scout_at_a_million_tokens() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"moe_layers": "all"}, "moe_layers = 'all': must list layer numbers"),
+        ({"moe_layers": "all"}, "moe_layers = 'all': must list layer numbers below 6"),
+        ({"moe_layers": [-1]}, "must list layer numbers below 6"),
         ({"no_rope_layers": [1, 0]}, "must list 0 or 1 for each of 6 layers"),
         ({"layer_types": ["sliding_attention"] * 6}, "layer_types"),
         ({"attention_chunk_size": -8}, "attention_chunk_size = -8"),

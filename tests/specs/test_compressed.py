@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.models.auto import AutoModelForCausalLM
 
+from headwise import complexity
 from headwise.attention import build
 from headwise.cost import attended_pairs, cache_bytes, decode_intensity, forward_flops, parameters, state_bytes
 from headwise.cost.layer import shard
@@ -18,7 +19,7 @@ from headwise.cost.model import weights
 from headwise.cost.stages import attended_entries
 from headwise.errors import ArgumentError, SpecError
 from headwise.prediction import ENGINES, Pass, allocation, operators, predict
-from headwise.prediction.work import Reach
+from headwise.prediction.work import Reach, model_work
 from headwise.specs import CompressedSpec, read_config, read_spec, spec_from_dict
 from tests.meta_models import transformers_config
 from tests.toy_configs import TOYS
@@ -127,7 +128,7 @@ def test_a_share_of_the_groups() -> None:
 
 
 def test_flash_at_a_million_tokens() -> None:
-    """A fourteenth of DeepSeek-V3.2's cache; 284 billion weights, as published."""
+    """A twelfth of DeepSeek-V3.2's cache; 284 billion weights, as published."""
     flash, before, tokens = read_spec("deepseek-v4-flash"), read_spec("deepseek-v3.2"), 1 << 20
     ours, theirs = (sum(cache_bytes(layer, tokens) for layer in model.layers) for model in (flash, before))
     assert 12 < theirs / ours < 13
@@ -159,6 +160,12 @@ def test_types_of_layers_in_todays_fields_and_in_older_ones() -> None:
     [
         ({"compress_rates": 4}, "compress_rates = 4: must be a JSON object"),
         ({"compress_ratios": [0, 5, 0, 0, 0, 0]}, "compress_ratios"),
+        ({"compress_ratios": [[4], {}, 0, 0, 0, 0]}, "compress_ratios"),
+        ({"compress_rate_csa": 8}, "compress_rates = .*: must differ"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads = 4: must be 1"),
+        ({"attention_bias": True}, "attention_bias = True: is not understood"),
+        ({"n_shared_experts": 2}, "n_shared_experts = 2: is understood only as 1"),
+        ({"rope_scaling": 3}, "rope_parameters = 3: must be a JSON object"),
         ({"o_groups": 3}, "output_groups = 3: must divide num_heads = 8"),
         ({"compress_rate_csa": 7}, "rate = 7: must divide head_dim"),
         ({"index_topk": 0}, "index_topk = 0"),
@@ -169,6 +176,23 @@ def test_types_of_layers_in_todays_fields_and_in_older_ones() -> None:
 def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         read_config({**TOY, **fields})
+
+
+def test_layers_with_entries_have_a_base_of_their_own() -> None:
+    flat = {**TOY, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "compress_rope_theta": 77.0}
+    assert {layer.rope.theta for layer in read_config(flat).layers if layer.rope} == {77.0}
+
+
+def test_formulas_have_letters() -> None:
+    layers = model_work(read_config(TYPED)).layers
+    formulas = {work.name: work.formula for kind in layers for work in kind.prompt["direct"] if kind.reach.chosen}
+    assert formulas["index scores"] == "2·B·I·entries·J"
+    assert formulas["entry attention"] == "4·B·H·chosen·D"
+    assert formulas["window attention"] == "4·B·H·selected·D"
+    (heavy,) = (kind for kind in layers if kind.reach.rate and not kind.reach.chosen)
+    assert "4·B·H·entries·D" in {work.formula for work in heavy.step["direct"]}
+    symbols = complexity(read_config(TYPED).layers[1], 5, 60).symbols
+    assert {"I", "J", "G", "O", "Q", "entries", "chosen"} <= {*symbols}
 
 
 def test_impossible_specs() -> None:

@@ -58,7 +58,7 @@ def test_a_layer_by_hand() -> None:
     assert cost.forward_flops(layer, 3, 100) == 2 * (3 * projections + H * 2 * D * (98 + 99 + 100))
     assert cost.decode_intensity(layer) == H
     assert spec_from_dict(layer.to_dict()) == layer
-    with pytest.raises(SpecError, match="q_lora_rank = 2048: is not supported by the layers yet"):
+    with pytest.raises(SpecError, match="q_lora_rank = 2048: is not supported by these layers yet"):
         build(layer)
 
 
@@ -66,7 +66,10 @@ def test_a_layer_by_hand() -> None:
     ("fields", "message"),
     [
         ({"num_attention_groups": 8}, "num_attention_groups = 8: must be 1"),
-        ({"moe_layers_enum": "4,five"}, "moe_layers_enum = '4,five': must list layer numbers"),
+        ({"moe_layers_enum": "4,five"}, "moe_layers_enum = .*: must list layer numbers below 61"),
+        ({"moe_layers_enum": "4,²"}, "must list layer numbers below 61"),
+        ({"moe_layers_enum": "9" * 5000}, "must list layer numbers below 61"),
+        ({"moe_layers_enum": [61]}, "must list layer numbers below 61"),
         ({"share_q_dim": -1}, "share_q_dim = -1"),
     ],
 )

@@ -18,14 +18,16 @@ def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
         kwargs: passed to the ``from_spec`` of the mechanism's module, such as ``dropout`` or ``backend``.
 
     Raises:
-        SpecError: there is no such layer here: it shares keys and values, gates its output, attends within chunks, or
-            is recurrent.
+        SpecError: there is no such layer here: it shares keys and values, gates its output, attends within chunks or
+            to entries, has a query latent, or is recurrent.
 
     >>> build(headwise.GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16), dropout=0.1)
     """
-    for name in ("output_gate", "shares_kv", "chunked", *(["q_lora_rank"] if isinstance(spec, GroupedSpec) else [])):
+    for name in ("output_gate", "shares_kv", "chunked"):
         if getattr(spec, name, False):
-            raise SpecError(name, getattr(spec, name), "is not supported by the layers yet")
+            raise SpecError(name, True, "is not supported by the layers yet")
+    if isinstance(spec, GroupedSpec) and spec.q_lora_rank is not None:
+        raise SpecError("q_lora_rank", spec.q_lora_rank, "is not supported by these layers yet")
     if isinstance(spec, RecurrentSpec | CompressedSpec):
         raise SpecError("attention", spec.label, "has costs, but no layer that runs; choose a layer of attention")
     layer = cast(AttentionLayer, mechanism_module("attention", spec.kind).from_spec(spec, **kwargs))

@@ -89,7 +89,7 @@ def prediction_figure(prediction: Prediction) -> Any:
     step = prediction.step
     figure = Figure(figsize=(10, 1.6 + 0.24 * len(prediction.decode)), layout="constrained")
     panels = figure.subplots(1, 2)
-    titles = (f"a decode step of {step.batch:,}, ms", f"a prompt of {step.total:,} tokens, ms")
+    titles = (f"a decode step of {step.batch:,} sequences, ms", f"a prompt of {step.total:,} tokens, ms")
     for axes, timed, title in zip(panels, (prediction.decode, prediction.prefill), titles, strict=True):
         ordered = sorted(timed, key=lambda one: -one.seconds)
         names, milliseconds = [one.name for one in ordered], [1e3 * one.seconds for one in ordered]

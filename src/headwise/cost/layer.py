@@ -214,7 +214,7 @@ def call_of(
     total = new if T == S and not cross else Size(T, "T")
     window = None if cross else spec.sliding_window
     if spec.chunked and window is not None and window <= T - S:
-        total = new + (T - S) % window  # no token sees those of an earlier chunk
+        total = new + Size((T - S) % window, "c")  # no token sees those of an earlier chunk
     elif window is not None and not spec.chunked and S + window - 1 < T:
         total = new + Size(window, "w") - 1  # the cache has forgotten the rest
     return Call(
@@ -237,7 +237,7 @@ def _pairs(new: Size, total: Size, window: int | None, *, causal: bool, chunked:
         return new * total
     past = Size(0) if total is new else total - new
     if chunked and window is not None and total > window:
-        return Size(attended_pairs(int(new), int(total), causal=True, window=window, chunked=True))
+        return Size(attended_pairs(int(new), int(total), causal=True, window=window, chunked=True), "in chunks")
     if window is None or (window >= total and past + 1 < window):
         return new * past + (new * (new + 1)).halved()
     w = Size(window, "w")

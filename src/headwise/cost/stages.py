@@ -49,14 +49,16 @@ class Call:
         if most is None or int(self.total) <= most:
             return self.pairs
         selected = attended_pairs(int(self.new), int(self.total), causal=True, window=most)
-        return self.pairs if int(self.pairs) <= selected else Size(selected)
+        return self.pairs if int(self.pairs) <= selected else Size(selected, "selected")
 
     def entry_pairs(self, rate: int, most: int | None = None) -> Size:
         """Pairs of queries and entries of ``rate`` tokens each, where a query attends to no more than ``most``."""
-        if int(self.pairs) == int(self.new) * int(self.total):  # without a mask
+        if int(self.pairs) == int(self.new) * int(self.total):  # without a mask, or of one query, which sees all
             entries = int(self.total) // rate
-            return self.new * (entries if most is None else min(entries, most))
-        return Size(attended_entries(int(self.new), int(self.total), rate, most))
+            pairs = int(self.new) * (entries if most is None else min(entries, most))
+        else:
+            pairs = attended_entries(int(self.new), int(self.total), rate, most)
+        return Size(pairs, "entries" if most is None else "chosen")
 
     def count(self, over: Over) -> Size:
         """The number of times that a stage runs in a call, if it runs once for each ``over``."""

@@ -71,8 +71,8 @@ def weight_bytes(model: ModelSpec, forward: Pass) -> int:
     if forward.ranks == 1:
         return whole.total * dtype_bytes(forward.dtype)
     attention = sum(layer.parameters(layer.shard(spec, forward.ranks)) for spec in model.layers)
-    shared = whole.total - whole.attention - whole.mixers - whole.norms - whole.positions
-    values = attention + whole.norms + whole.positions + -(-shared // forward.ranks)
+    shared = whole.total - whole.attention - whole.mixers - whole.norms - whole.positions - whole.streams
+    values = attention + whole.norms + whole.positions + whole.streams + -(-shared // forward.ranks)
     return values * dtype_bytes(forward.dtype)
 
 

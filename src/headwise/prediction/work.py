@@ -56,10 +56,10 @@ class Reach:
     Attributes:
         is_causal: not those behind it.
         window: at most so many of the last.
-        chunked: those of its chunk of ``window`` tokens instead.
-        most: at most so many, which something selects.
-        rate: and to entries of so many tokens, where there are any.
-        chosen: to at most so many entries.
+        chunked: whether ``window`` is a chunk, within which a query attends.
+        most: the most tokens, where something selects them; or the window that stands beside entries.
+        rate: the number of tokens of an entry; None without entries.
+        chosen: the most entries that a query attends to; None for all.
     """
 
     is_causal: bool = True

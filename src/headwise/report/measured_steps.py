@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from pathlib import PurePath
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from headwise.advice import AS_IT_IS
 
@@ -27,11 +28,11 @@ def measured_steps(documents: Iterable[Mapping[str, Any]], source: str) -> list[
             (AS_IT_IS, document.get("against"), document.get("reference_decode_ms")),
         )
         for target, name, milliseconds in timed:
-            if _is_same(name, source) and isinstance(milliseconds, int | float) and milliseconds > 0:
+            if _is_same(name, source) and _is_positive(milliseconds) and _is_positive(document["context"]):
                 found.append(
                     {
                         "target": target,
-                        "context": document["context"],
+                        "context": int(document["context"]),
                         "seconds": milliseconds / 1e3,
                         "dtype": document["dtype"],
                         "where": f"{document['device']}, {document['threads']} threads, {document['dtype']}",
@@ -41,4 +42,14 @@ def measured_steps(documents: Iterable[Mapping[str, Any]], source: str) -> list[
 
 
 def _is_same(name: object, source: str) -> bool:
-    return isinstance(name, str) and PurePath(name).name == PurePath(source).name
+    """Whether two names are of one model: one folder, or where one of them is gone, folders of one name."""
+    if not isinstance(name, str):
+        return False
+    one, other = Path(name), Path(source)
+    if one.exists() and other.exists():
+        return one.resolve() == other.resolve()
+    return one.resolve().name == other.resolve().name
+
+
+def _is_positive(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -368,9 +368,10 @@
   // Timed steps of options, each with what its operators compute and move: the whole step is one point.
   function measuredSteps() {
     const steps = [];
+    if (data.ranks > 1) return steps; // steps are timed on one device, and an option's work is of one rank
     for (const timed of data.steps) {
       const option = data.options.find((each) => each.target === timed.target);
-      if (option === undefined) continue;
+      if (option === undefined || !(timed.dtype in data.dtypes)) continue;
       const asked = { ...question, bits: null, dtype: timed.dtype };
       const pass = headwise.passOf(data, asked, headwise.bitsOf(option, asked), 1, 1, timed.context);
       const work = headwise.operators(option.work, pass);

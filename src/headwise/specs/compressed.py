@@ -10,7 +10,7 @@ from headwise.specs.base import MAX_HEADS, AttentionSpec, positive
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedSpec(AttentionSpec):
-    """DeepSeek-V4's attention of one layer: a window of tokens, and before it entries of ``rate`` tokens each.
+    """DeepSeek-V4's attention of one layer: to a window of tokens, and to entries of ``rate`` tokens each.
 
     All heads share one key, which is also the value. A learned weighted mean makes an entry of ``rate`` tokens; with
     an indexer, entries overlap, and a query attends to ``index_topk`` of them.
@@ -71,6 +71,11 @@ class CompressedSpec(AttentionSpec):
         return self.index_topk is not None or bool(self.index_n_heads or self.index_head_dim)
 
     @property
+    def mechanism(self) -> str:
+        """``csa``, ``hca`` or ``window``."""
+        return "window" if self.rate is None else "csa" if self.has_indexer else "hca"
+
+    @property
     def label(self) -> str:
         """Its kind by the report's names, its heads, and which of the entries of T tokens it attends to.
 
@@ -78,6 +83,6 @@ class CompressedSpec(AttentionSpec):
         """
         heads = f"{self.num_heads} × {self.head_dim}"
         if self.rate is None:
-            return f"window {heads}, {self.window}"
+            return f"{self.mechanism} {heads}, {self.window}"
         chosen = "" if self.index_topk is None else f"top {self.index_topk} of "
-        return f"{'CSA' if self.has_indexer else 'HCA'} {heads}, {chosen}T/{self.rate}"
+        return f"{self.mechanism.upper()} {heads}, {chosen}T/{self.rate}"

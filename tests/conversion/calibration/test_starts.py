@@ -40,7 +40,7 @@ def test_a_few_tokens_begin_several_texts() -> None:
 
 def test_one_in_four_is_the_token_before_any_text() -> None:
     windows = plain_windows(ids(4, 30), 1)
-    starts = start_ids(windows, [1])
+    starts = start_ids(windows, 1)
     assert (starts == 1).tolist() == [at % 4 == 0 for at in range(30)]
     others = torch.arange(30) % 4 != 0
     assert torch.equal(starts[others], start_ids(windows)[others])

@@ -10,7 +10,6 @@ Shapes: W tokens of a window, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,20 +30,20 @@ _BOS_EVERY = 4
 """One first token in so many is the one that the tokenizer puts before any text, if it puts one."""
 
 
-def start_ids(windows: CalibrationWindows, before: Sequence[int] = ()) -> Tensor:
+def start_ids(windows: CalibrationWindows, before: int | None = None) -> Tensor:
     """W token ids that begin a text each: of the text's different tokens, drawn at random, and one before any text.
 
-    For example ``start_ids(windows, first_ids(tokenizer))``.
+    For example ``start_ids(windows, tokenizer.bos_token_id)``.
 
     Args:
         windows: the windows of a text.
-        before: the token that the tokenizer puts before any text, if it puts one.
+        before: the token that the tokenizer puts before any text; None if it puts none.
     """
     found: Tensor = torch.unique(windows.trained.ids)
     drawn = found[torch.randperm(len(found), generator=torch.Generator().manual_seed(0))]
     ids = drawn[torch.arange(windows.width) % len(drawn)]
-    for token in before[:1]:
-        ids[::_BOS_EVERY] = token
+    if before is not None:
+        ids[::_BOS_EVERY] = before
     return ids
 
 
@@ -66,7 +65,7 @@ class Starts:
 
     def error(self, layer: Layer) -> Tensor:
         """The error of a layer's outputs, ``[W, E]``."""
-        return layer.projected(self._mixed(layer)).float() - self.wanted
+        return layer.own_output(self.inputs, self.rotation).float() - self.wanted
 
     def limited(self, layer: Layer) -> Starts:
         """With a limit to the cost by a layer's errors; see `Cost.limited`."""
@@ -79,8 +78,5 @@ class Starts:
 
     def weighed(self, refit: OutputRefit, layer: Layer, beside: int) -> WeighedTokens:
         """The tokens for a refit of a layer's output projection; they count `SHARE` of the tokens ``beside`` them."""
-        tokens = refit.weighed(self._mixed(layer), self.wanted, self.cost)
+        tokens = refit.weighed(layer.own_values(self.inputs, self.rotation), self.wanted, self.cost)
         return tokens._replace(weighted=tokens.weighted * (SHARE * beside / len(self.inputs)))
-
-    def _mixed(self, layer: Layer) -> Tensor:
-        return layer.own_values(self.inputs, self.rotation)

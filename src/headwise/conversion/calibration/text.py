@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints import load_tokenizer
+from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.conversion.calibration.base import Calibrator, Refined
 from headwise.conversion.calibration.candidate_layer import Candidate, TrainingWindows, descend
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
@@ -225,8 +225,7 @@ class TextCalibrator(Calibrator):
         def move(window: int) -> None:
             hidden = self._read(self._solved_stream, window)
             if self.windows.are_starts(window):
-                mixed = best.layer.own_values(self._inputs.read(window), current.rotation(0))
-                output = best.layer.projected(mixed)
+                output = best.layer.own_output(self._inputs.read(window), current.rotation(0))
             else:
                 output = best.output(window)
             placed = self.windows.placed(self.model, window)
@@ -423,12 +422,18 @@ def open_calibration(plan: ConversionPlan, texts: CalibrationTexts) -> Calibrati
         ids, held = open_windows(plan.checkpoint, texts)
         windows = recall_windows(ids, held, plan.before) if "recall" in plan.stages else plain_windows(ids, held)
         if "starts" in plan.stages:
-            before = first_ids(load_tokenizer(plan.checkpoint.path))
-            windows = replace(windows, starts=start_ids(windows, before))
+            windows = replace(windows, starts=start_ids(windows, _first_id(plan.checkpoint)))
     if plan.token_bytes is not None and windows.width <= SINKS:
         rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
         raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
     return windows.to(plan.device)
+
+
+def _first_id(checkpoint: Checkpoint) -> int | None:
+    """The token that a model's tokenizer puts before any text; None if it puts none, or one without an embedding."""
+    vocabulary = checkpoint.config.get("vocab_size")
+    known = (token for token in first_ids(load_tokenizer(checkpoint.path)) if not vocabulary or token < vocabulary)
+    return next(known, None)
 
 
 def descent_steps(windows: CalibrationWindows) -> int:

@@ -262,6 +262,10 @@ class Layer:
         value = replace(self, code=None).heads(inputs, torch.arange(1), rotation).value  # [H, T, V]
         return value.transpose(0, 1).flatten(1)
 
+    def own_output(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:
+        """The layer's output ``[T, E]`` at tokens that each begin a text alone; see `own_values`."""
+        return self.projected(self.own_values(inputs, rotation))
+
     def output(self, inputs: Tensor, rotation: Rotation | None, rows: Tensor | None = None) -> Tensor:
         """The layer's output ``[S, E]`` at positions ``rows``, or at every position."""
         if rows is None:

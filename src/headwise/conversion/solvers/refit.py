@@ -16,7 +16,7 @@ from torch import Tensor
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.threads import WORKERS, workers
 
-Sample = TypeVar("Sample")
+Drawn = TypeVar("Drawn")
 
 RIDGES = (0.1, 0.3, 1.0)
 """The ridge penalties of a refit on its distance from the start that are tried, as shares of the inputs' mean square:
@@ -122,8 +122,8 @@ class OutputRefit:
 
 def refine(
     state: Mapping[str, Tensor],
-    cost: Callable[[Mapping[str, Tensor], Sample], Tensor],
-    sample: Callable[[], Sample],
+    cost: Callable[[Mapping[str, Tensor], Drawn], Tensor],
+    sample: Callable[[], Drawn],
     *,
     steps: int,
 ) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ def refine(
     peaks = [group["lr"] for group in optimizer.param_groups]
     warmup = max(steps // 10, 1)
 
-    def gradient(batch: Sample) -> tuple[Tensor | None, ...]:
+    def gradient(batch: Drawn) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             return torch.autograd.grad(cost(tensors, batch), [*tensors.values()], allow_unused=True)
 

@@ -38,6 +38,16 @@ SYMBOLS = {
     "M": "numbers of state a value",
     "Δ": "rank of the time step",
     "w": "sliding window",
+    "c": "tokens of the same chunk before the new ones",
+    "in chunks": "pairs of a query and a token of its chunk",
+    "selected": "pairs of a query and a token that is selected, or in its window",
+    "I": "heads of the indexer",
+    "J": "width of an indexer's head",
+    "G": "groups of heads",
+    "O": "width of a group's output",
+    "m": "tokens of an entry",
+    "entries": "pairs of a query and an entry",
+    "chosen": "pairs of a query and an entry that is chosen",
 }
 """The letters of formulas, and what they stand for."""
 

@@ -171,9 +171,15 @@ def llama4_experts(config: Config, num_layers: int) -> FeedForward:
     if listed_layers is None:
         step = optional_integer(config, "interleave_moe_layer_step") or 1
         listed_layers = [*range(step - 1, num_layers, step)]
-    elif not isinstance(listed_layers, list) or any(type(index) is not int for index in listed_layers):
-        raise SpecError("moe_layers", listed_layers, "must list layer numbers")
-    return mixture(config, sparse, [i in listed_layers for i in range(num_layers)], width="intermediate_size_mlp")
+    is_sparse = in_list("moe_layers", listed_layers, num_layers)
+    return mixture(config, sparse, is_sparse, width="intermediate_size_mlp")
+
+
+def in_list(name: str, found: object, num_layers: int) -> list[bool]:
+    """Whether each layer is in a list of layer numbers, a field of a config."""
+    if not isinstance(found, list) or any(type(index) is not int or not 0 <= index < num_layers for index in found):
+        raise SpecError(name, found, f"must list layer numbers below {num_layers}")
+    return [index in found for index in range(num_layers)]
 
 
 def mixture(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from headwise.errors import SpecError
@@ -10,7 +11,7 @@ from headwise.specs.compressed import CompressedSpec
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.model import BodySpec
 from headwise.specs.readers.body import read_body
-from headwise.specs.readers.fields import Config, Reader, count, integer, listed, num_layers, optional_integer
+from headwise.specs.readers.fields import Config, Reader, count, integer, listed, num_layers, optional_integer, refuse
 from headwise.specs.readers.rope import read_rope
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -19,6 +20,10 @@ _RATES = {_SPARSE: 4, _HEAVY: 128}
 
 
 def _layers(config: Config) -> tuple[AttentionSpec, ...]:
+    refuse(config, "num_key_value_heads", unless=(None, 1), rule="must be 1: all heads share one key")
+    for name in ("attention_bias", "mlp_bias"):
+        refuse(config, name, unless=(None, False), rule="is not understood in a deepseek_v4 model")
+    refuse(config, "n_shared_experts", unless=(None, 1), rule="is understood only as 1")
     plain = CompressedSpec(
         hidden_size=integer(config, "hidden_size"),
         num_heads=integer(config, "num_attention_heads"),
@@ -51,10 +56,17 @@ def _rates(config: Config) -> dict[str, int]:
     if not isinstance(found, dict):
         raise SpecError("compress_rates", found, "must be a JSON object")
     older = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
-    return {
+    rates = {
         name: optional_integer(config, older[name]) or optional_integer(found, name) or usual
         for name, usual in _RATES.items()
     }
+    if rates[_SPARSE] == rates[_HEAVY]:
+        raise SpecError("compress_rates", found, "must differ: a layer's type is told by its rate")
+    return rates
+
+
+def _is_rate(ratio: object, by_rate: Mapping[int, str]) -> bool:
+    return type(ratio) is int and ratio in by_rate
 
 
 def _layer_types(config: Config, rates: dict[str, int]) -> list[str]:
@@ -67,7 +79,7 @@ def _layer_types(config: Config, rates: dict[str, int]) -> list[str]:
     if ratios is None:
         return [_HEAVY if index < 2 or index % 2 == 0 else _SPARSE for index in range(layers)]
     # The file lists a layer more for each that predicts further tokens.
-    if not isinstance(ratios, list) or len(ratios) < layers or any(ratio not in by_rate for ratio in ratios):
+    if not isinstance(ratios, list) or len(ratios) < layers or any(not _is_rate(ratio, by_rate) for ratio in ratios):
         raise SpecError("compress_ratios", ratios, f"must list one of {sorted(by_rate)} for each of {layers} layers")
     return [by_rate[ratio] for ratio in ratios[:layers]]
 
@@ -79,7 +91,13 @@ def _rope(config: Config, head_dim: int, kind: str) -> RopeSpec:
     rotated = optional_integer(config, "qk_rope_head_dim")
     fraction = 1 / 8 if rotated is None else rotated / head_dim
     if kind == "compress":
-        config = {**config, "rope_theta": config.get("compress_rope_theta", 160000.0)}
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise SpecError("rope_parameters", scaling, "must be a JSON object")
+        # Layers with entries have a base of their own beside whatever scaling there is.
+        scaling = {key: value for key, value in scaling.items() if key != "rope_theta"}
+        theta = config.get("compress_rope_theta", 160000.0)
+        config = {**config, "rope_parameters": scaling, "rope_theta": theta}
     else:
         config = {**config, "rope_parameters": None, "rope_scaling": None}
     return read_rope(config, head_dim, fraction=fraction, interleaved=True)

@@ -10,7 +10,7 @@ from headwise.specs.base import AttentionSpec
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.model import BodySpec
-from headwise.specs.readers.body import mixture, read_body
+from headwise.specs.readers.body import in_list, mixture, read_body
 from headwise.specs.readers.fields import Config, Reader, integer, num_layers, optional_integer
 from headwise.specs.readers.rope import read_rope
 
@@ -40,13 +40,12 @@ def _body(config: Config, layers: int) -> BodySpec:
         shared_intermediate_size=integer(config, "share_expert_dim"),
     )
     found = config.get("moe_layers_enum")
-    if isinstance(found, str):
-        found = [int(word) if word.strip().isdigit() else word for word in found.split(",")]
+    if isinstance(found, str):  # as published
+        numbers = {str(index): index for index in range(layers)}
+        found = [numbers.get(word.strip(), word) for word in found.split(",")]
     elif found is None:
         found = [*range(1, layers)]
-    if not isinstance(found, list) or any(type(index) is not int for index in found):
-        raise SpecError("moe_layers_enum", config["moe_layers_enum"], "must list layer numbers")
-    return read_body(config, mixture(config, sparse, [index in found for index in range(layers)]))
+    return read_body(config, mixture(config, sparse, in_list("moe_layers_enum", found, layers)))
 
 
 READERS = {"step3_text": Reader(_layers, _body)}

@@ -39,7 +39,10 @@ def predict(
     from headwise.prediction import device, devices
     from headwise.prediction import predict as predicted
 
+    refuse_no_plot(plot)
     if names:
+        if plot is not None:
+            raise ArgumentError("plot", str(plot), "goes without --list")
         found = devices(hardware_file)
         if as_json:
             emit({"devices": {name: {"label": each.label, "source": each.source} for name, each in found.items()}})
@@ -50,7 +53,6 @@ def predict(
         return
     if source is None or hardware is None:
         raise ArgumentError("source, hardware", (source, hardware), "are both required (or --list)")
-    refuse_no_plot(plot)
     result = predicted(
         source,
         hardware=device(hardware, hardware_file),
