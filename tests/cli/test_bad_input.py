@@ -361,7 +361,7 @@ def test_a_matrix_that_cannot_be_decomposed(
         (("--to", "mha", "--method", "mean"), "method = 'mean': merges key–value heads, and none are merged here"),
         (
             (*MLA, "--without", "x"),
-            "without = 'x': must be one of recall, sensitivity, spread, channels, sequence, refine, refit",
+            "without = 'x': must be one of recall, starts, sensitivity, spread, channels, sequence, refine, refit",
         ),
         ((*MLA, "--calibration-tokens", "1"), "calibration_tokens = 1: must be at least 2"),
         ((*MLA, "--calibration-window", "99"), "calibration_window = 99: goes with calibrate"),

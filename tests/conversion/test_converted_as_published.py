@@ -117,7 +117,8 @@ def test_weights_alone_do_for_mha2mla(place: Path, tmp_path: Path) -> None:
         ),
         (
             {"to": "mqa", "kv_budget": None, "without": ["refit", "channels"]},
-            "without = 'channels': is no stage of aligned, which has recall, sensitivity, sequence, refine, refit",
+            "without = 'channels': is no stage of aligned, which has recall, starts, sensitivity, sequence, refine, "
+            "refit",
         ),
         ({"without": ["refit"]}, "without = 'refit': is a stage of calibrate, and no text is given"),
         ({"kv_budget": 1.0, "without": ["refit"]}, "is a stage of calibrate, and nothing is lost at this size"),

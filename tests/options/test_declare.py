@@ -133,7 +133,7 @@ def test_own_fields_stand_before_inherited_ones_and_have_their_help() -> None:
         ({"evaluation_windows": 0}, "evaluation_windows = 0: must be at least 1"),
         (
             {"without": ["refit", "x"]},
-            "without = 'x': must be one of recall, sensitivity, spread, channels, sequence, refine, refit",
+            "without = 'x': must be one of recall, starts, sensitivity, spread, channels, sequence, refine, refit",
         ),
     ],
 )
