@@ -152,14 +152,16 @@ def test_more_bits_lose_less(tiny_llama: Path, text: Path, tmp_path: Path) -> No
             bits=bits,
             calibrate=text,
             overwrite=True,
-            **{**OPTIONS, "evaluate": exam},
+            **{**OPTIONS, "evaluate": False},
         )
-        assert report.evaluation is not None
-        assert report.evaluation.kl is not None
-        divergences.append(report.evaluation.kl)
+        assert report.coded
+        # In float64, because at 8 bits most of what float32 finds is its own rounding.
+        found = headwise.evaluate(tmp_path / "out", against=tiny_llama, text=exam, dtype="float64")
+        assert found.kl is not None
+        divergences.append(found.kl)
     assert divergences == sorted(divergences, reverse=True)
     assert divergences[0] > 5 * divergences[1]
-    assert divergences[1] > 1.5 * divergences[2]  # at 8 bits, most of it is what float32 rounds
+    assert divergences[1] > 2 * divergences[2]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phi3", "qwen2", "opt"])

@@ -283,13 +283,13 @@ def _stages(plan: ConversionPlan, without: Collection[str], spread: bool) -> Ite
     can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without and not is_whole and is_worth_it
     has_fit = not {"refine", "refit"} <= {*without}
     has_rotary_keys = any(isinstance(layer, LatentSpec) and layer.qk_rope_head_dim for layer in plan.after.layers)
+    is_possible = {
+        "recall": is_decoder,
+        "starts": is_decoder and has_fit,
+        "spread": can_spread,
+        "channels": has_rotary_keys,
+    }
     for stage in plan.possible_stages:
-        is_possible = {
-            "recall": is_decoder,
-            "starts": is_decoder and has_fit,
-            "spread": can_spread,
-            "channels": has_rotary_keys,
-        }
         if is_possible.get(stage, True) and stage not in without:
             yield stage
 
