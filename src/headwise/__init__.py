@@ -33,6 +33,8 @@ _PUBLIC = {
     "GroupedQueryAttention": "headwise.attention",
     "GroupedSpec": "headwise.specs",
     "HeadwiseError": "headwise.errors",
+    "HealOptions": "headwise.options",
+    "Healing": "headwise.healing",
     "Inspection": "headwise.cost",
     "LatentSpaceAttention": "headwise.attention",
     "LatentSpaceSpec": "headwise.specs",
@@ -68,6 +70,7 @@ _PUBLIC = {
     "evaluate_retrieval": "headwise.evaluation",
     "frontier": "headwise.frontiers",
     "generate": "headwise.hf",
+    "heal": "headwise.healing",
     "inspect": "headwise.cost",
     "load": "headwise.hf",
     "optimize": "headwise.hf",
@@ -107,6 +110,7 @@ if TYPE_CHECKING:
         evaluate_retrieval,
     )
     from headwise.frontiers import Frontier, frontier
+    from headwise.healing import Healing, heal
     from headwise.hf import Generation, generate, load, optimize
     from headwise.kernels import attend, attend_with_weights, choose_backend
     from headwise.measurement import doctor
@@ -151,6 +155,8 @@ __all__ = [
     "GroupedQueryAttention",
     "GroupedSpec",
     "HeadwiseError",
+    "HealOptions",
+    "Healing",
     "Inspection",
     "LatentSpaceAttention",
     "LatentSpaceSpec",
@@ -186,6 +192,7 @@ __all__ = [
     "evaluate_retrieval",
     "frontier",
     "generate",
+    "heal",
     "inspect",
     "load",
     "optimize",

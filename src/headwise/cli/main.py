@@ -109,6 +109,7 @@ def _register_commands() -> None:
         export,
         frontier,
         generate,
+        heal,
         profile,
     )
     from headwise.cli.commands.from_configs import (  # noqa: F401

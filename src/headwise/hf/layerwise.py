@@ -113,7 +113,7 @@ class LayerwiseModel:
         self.dtype = dtype or checkpoint.dtype
         self.device = device or torch.device("cpu")
         self.model = _without_weights(checkpoint, self.dtype, self.device)
-        self._stored = _stored_names(self.model, checkpoint)
+        self._stored = stored_names(self.model, checkpoint)
         self.attention = attention.removeprefix(f"{layer}.")
         self.output = f"{self.attention}.{output}" if output else self.attention
         stack = layer.removesuffix(".{layer}")
@@ -423,7 +423,7 @@ def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.d
     return model.eval()
 
 
-def _stored_names(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
+def stored_names(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     """Map the model's name of each tensor to the checkpoint's, by transformers' rules for loading a folder."""
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     state, prefix = model.state_dict(), model.base_model_prefix

@@ -21,6 +21,7 @@ from headwise.options.evaluate import (
     TextOptions,
 )
 from headwise.options.frontier import FrontierOptions
+from headwise.options.heal import HealOptions
 from headwise.options.keywords import takes_options
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "EvaluateOptions",
     "FactOptions",
     "FrontierOptions",
+    "HealOptions",
     "ItemOptions",
     "Options",
     "PlantedOptions",

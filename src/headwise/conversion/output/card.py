@@ -88,10 +88,10 @@ def model_card(facts: CardFacts) -> str:
         "Attention": _attention(facts),
         "Measured": list(_measured(facts.evaluation, facts.plain)),
         "How it was made": list(_making(facts)),
-        "How to load it": _loading(facts),
+        "How to load it": loading(facts.layout, facts.auto_class, facts.after.model_type),
         "What it is not": list(_limits(facts)),
     }
-    text = [f"---\n{_metadata(facts)}---\n\n# {_line(facts.name)}"]
+    text = [f"---\n{_metadata(facts)}---\n\n# {one_line(facts.name)}"]
     for title, blocks in parts.items():
         text += [f"## {title}"] if title else []
         text += blocks
@@ -132,14 +132,13 @@ def card_facts(
         notes: see `CardFacts`.
     """
     after, base_model = read_config(config), base_model_of(source)
-    hosted = str(config["model_type"]).startswith(HOSTED_PREFIX)
     return CardFacts(
-        name=f"{(base_model or _place(source)).rpartition('/')[2]}, {after.label}",
+        name=f"{(base_model or last_name(source)).rpartition('/')[2]}, {after.label}",
         source=source,
         before=plan.before,
         after=after,
         dtype=dtype_name(plan.dtype),
-        layout="headwise" if hosted else "deepseek" if config["model_type"] == "deepseek_v3" else "stock",
+        layout=layout_of(config),
         method=plan.method.spelling,
         stages=plan.stages if calibration.tokens else [],
         calibration=calibration.texts,
@@ -192,9 +191,9 @@ def _metadata(facts: CardFacts) -> str:
 
 
 def _introduction(facts: CardFacts) -> str:
-    source = _code(_place(facts.source))
+    source = as_code(last_name(facts.source))
     if facts.base_model:
-        source = f"[{_line(facts.base_model)}](https://huggingface.co/{_line(facts.base_model)})"
+        source = f"[{one_line(facts.base_model)}](https://huggingface.co/{one_line(facts.base_model)})"
     old, new = facts.before.mechanism.upper(), facts.after.mechanism.upper()
     # A conversion can keep the mechanism and change its sizes.
     change = f"from {old} to {new}" if old != new else f"within {new}"
@@ -249,7 +248,7 @@ def _measured(evaluation: Mapping[str, Any] | None, plain: str | None) -> Iterat
     texts = list(evaluation.get("texts") or ())
     for score in [*texts, total] if len(texts) > 1 else texts or [evaluation]:
         cells = (
-            _cell(", ".join(_place(name) for name in str(score["text"]).split(", "))),
+            _cell(", ".join(last_name(name) for name in str(score["text"]).split(", "))),
             f"{score['tokens']:,}",
             _number(score.get("reference_perplexity"), ".3f"),
             _number(score["perplexity"], ".3f"),
@@ -259,7 +258,7 @@ def _measured(evaluation: Mapping[str, Any] | None, plain: str | None) -> Iterat
         )
         rows.append(f"| {' | '.join(cells)} |")
     yield "\n".join(rows)
-    lines = [] if plain is None else [f"- {_line(plain)}"]
+    lines = [] if plain is None else [f"- {one_line(plain)}"]
     if window := evaluation.get("window"):
         lines.append(f"- windows of {window} tokens, in {evaluation.get('dtype', 'their dtype')}")
     if (after := evaluation.get("decode_ms")) is not None:
@@ -272,11 +271,11 @@ def _measured(evaluation: Mapping[str, Any] | None, plain: str | None) -> Iterat
 
 
 def _making(facts: CardFacts) -> Iterator[str]:
-    lines = [f"- source: {_code(_place(facts.source))}", f"- method: {_line(facts.method)}"]
+    lines = [f"- source: {as_code(last_name(facts.source))}", f"- method: {one_line(facts.method)}"]
     if facts.stages:
-        lines.append(f"- steps: {', '.join(map(_line, facts.stages))}")
+        lines.append(f"- steps: {', '.join(map(one_line, facts.stages))}")
     if facts.calibration_tokens:
-        texts = ", ".join(_code(_place(text)) for text in facts.calibration)
+        texts = ", ".join(as_code(last_name(text)) for text in facts.calibration)
         windows = f", in windows of {facts.calibration_window}" if facts.calibration_window else ""
         lines.append(f"- calibrated on {facts.calibration_tokens:,} tokens of {texts or 'a text'}{windows}")
     else:
@@ -285,26 +284,41 @@ def _making(facts: CardFacts) -> Iterator[str]:
         lines.append(f"- took {facts.seconds:,.0f} s")
     if facts.versions:
         lines.append(f"- versions: {', '.join(f'{name} {number}' for name, number in facts.versions.items())}")
-    lines += [f"- {_line(note)}" for note in facts.notes]
+    lines += [f"- {one_line(note)}" for note in facts.notes]
     yield "\n".join(lines)
 
 
-def _loading(facts: CardFacts) -> list[str]:
-    if facts.layout == "gguf":
+def layout_of(config: Mapping[str, Any]) -> Layout:
+    """The owner of the classes that load a folder of this config."""
+    model_type = str(config["model_type"])
+    if model_type.startswith(HOSTED_PREFIX):
+        return "headwise"
+    return "deepseek" if model_type == "deepseek_v3" else "stock"
+
+
+def loading(layout: Layout, auto_class: str, model_type: str) -> list[str]:
+    """The part of a card that says how the folder is loaded.
+
+    Args:
+        layout: the owner of the classes that load it.
+        auto_class: the class of transformers that loads it.
+        model_type: of its config.
+    """
+    if layout == "gguf":
         words = "llama.cpp, and programs that are built on it, load `model.gguf`; so does `headwise.load(folder)`."
         return [words, "```sh\nllama-server -m model.gguf\n```"]
-    load = f"model = {facts.auto_class}.from_pretrained(folder)"
-    code = f"from transformers import {facts.auto_class}\n\n{load}"
-    if facts.layout == "headwise":
+    load = f"model = {auto_class}.from_pretrained(folder)"
+    code = f"from transformers import {auto_class}\n\n{load}"
+    if layout == "headwise":
         words = "With headwise installed, transformers loads it like any model; so does `headwise.load(folder)`."
         code = f"import headwise.hf  # registers the model's class with transformers\n{code}"
-    elif facts.layout == "deepseek":
+    elif layout == "deepseek":
         words = (
             "A stock `deepseek_v3` model: transformers loads it without headwise, and caches the latent. "
             "`headwise.optimize(model)` also attends to the latent without decoding keys and values."
         )
     else:
-        words = f"A stock `{facts.after.model_type}` model: transformers loads it without headwise."
+        words = f"A stock `{model_type}` model: transformers loads it without headwise."
     return [words, f"```python\n{code}\n```"]
 
 
@@ -328,7 +342,7 @@ def _label(spec: AttentionSpec) -> str:
     return f"{spec.label}{window}"
 
 
-def _place(source: str | Path) -> str:
+def last_name(source: str | Path) -> str:
     """A source's name without its folders, which are private to the user's machine."""
     name = str(source)
     return name if "://" in name or "/" not in name.replace("\\", "/") else Path(name.replace("\\", "/")).name
@@ -338,14 +352,15 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _line(text: str) -> str:
+def one_line(text: str) -> str:
     """Text as one line of plain Markdown: no HTML, no link, no heading."""
     return re.sub(r"([\\`*<>\[\]|])", r"\\\1", " ".join(text.split()))
 
 
 def _cell(text: str) -> str:
-    return _code(text).replace("|", "\\|")
+    return as_code(text).replace("|", "\\|")
 
 
-def _code(text: str) -> str:
+def as_code(text: str) -> str:
+    """Text as code in one line of Markdown."""
     return f"`{' '.join(text.replace('`', chr(39)).split())}`"

@@ -1,0 +1,55 @@
+"""``headwise heal``: train a converted model until it behaves like its source."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from headwise.cli.app import Json, app, count_text, emit, out, progress_bar
+from headwise.cli.options import takes_options
+from headwise.cli.scores import show_text
+from headwise.options.heal import HealOptions
+
+if TYPE_CHECKING:
+    from headwise.healing import Healing
+
+
+@app.command(epilog="Example: headwise heal ./half ./healed --teacher smollm2-135m --text text.txt --tokens 200000")
+@takes_options(HealOptions)
+def heal(
+    model: Annotated[str, typer.Argument(help="A converted model folder.", show_default=False)],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    options: HealOptions,
+    as_json: Json = False,
+) -> None:
+    """Train a converted model until it behaves like its source, and write the result as a model folder."""
+    with progress_bar() as progress:
+        from headwise.healing import heal as heal_model
+
+        report = heal_model(model, output, options, progress=progress)
+    if as_json:
+        emit(report.to_dict())
+    else:
+        _show(report)
+
+
+def _show(report: Healing) -> None:
+    name = escape(report.output)
+    out.print(f"[bold]{escape(report.model)}[/bold] learnt from {escape(report.teacher)}, in {name}")
+    speed = "" if report.tokens_per_second is None else f", {report.tokens_per_second:,.0f} tokens/s"
+    out.print(f"{report.tokens:,} tokens in {report.steps:,} steps, {report.seconds:,.0f} s{speed}")
+    out.print(f"trained        {report.trained}: {count_text(report.trained_parameters)} parameters")
+    first, last = report.held_out[0][1], report.held_out[-1][1]
+    fell = "" if report.slope is None else f"; by {report.slope:.4f} in the last quarter"
+    out.print(f"held-out loss  {first:.4f} → {last:.4f} nats{fell}")
+    if report.stopped:
+        out.print("stopped early: the held-out loss fell no more")
+    for note in report.notes:
+        out.print(f"note: {note}", markup=False)
+    if report.before is not None and report.after is not None:
+        for old, new in zip(report.before.texts, report.after.texts, strict=True):
+            ratios = f"{old.perplexity_ratio:.4f} → {new.perplexity_ratio:.4f}"
+            out.print(f"{new.text}: perplexity ratio {ratios} · KL {old.kl:.4f} → {new.kl:.4f}", markup=False)
+        show_text(report.after, columns=("healed", "teacher"))

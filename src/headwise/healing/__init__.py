@@ -1,0 +1,7 @@
+"""Train a converted model until it behaves like the model it was converted from."""
+
+from headwise.healing.heal import FILE, heal
+from headwise.healing.objective import cross_entropy, divergence, hidden_error
+from headwise.healing.report import Healing
+
+__all__ = ["FILE", "Healing", "cross_entropy", "divergence", "heal", "hidden_error"]

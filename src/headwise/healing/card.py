@@ -1,0 +1,97 @@
+"""The model card of a healed folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData, metadata_load
+
+from headwise.conversion.output.card import as_code, last_name, layout_of, loading, one_line
+from headwise.evaluation import Evaluation
+from headwise.healing.report import Healing
+from headwise.hf import auto_class
+
+CONVERSION = "CONVERSION.md"
+"""The name that the converted folder's own card has beside the healed one's."""
+
+_FIELDS = ("base_model", "license", "license_name", "license_link", "library_name")
+
+
+def healed_card(folder: Path, config: Mapping[str, Any], report: Healing) -> str:
+    """The text of a healed folder's ``README.md``; its conversion is told by `CONVERSION`, where there is a card.
+
+    Args:
+        folder: of the converted model, whose card has the licence and the base model.
+        config: of both.
+        report: of the healing.
+    """
+    model_type = str(config["model_type"])
+    parts = {
+        "": [f"{_named(report.model)}, trained by headwise until it behaves like {_named(report.teacher)}."],
+        "Measured": list(_measured(report)),
+        "How it was made": ["\n".join(_making(folder, report))],
+        "How to load it": loading(layout_of(config), auto_class(dict(config)), model_type),
+        "What it is not": ["\n".join(_limits())],
+    }
+    text = [f"---\n{_metadata(folder)}\n---\n\n# {one_line(last_name(report.output))}"]
+    for title, blocks in parts.items():
+        text += [f"## {title}"] if title else []
+        text += blocks
+    return "\n\n".join(text) + "\n"
+
+
+def _metadata(folder: Path) -> str:
+    """The metadata of the converted folder's card, with a tag."""
+    try:
+        known = dict(metadata_load(folder / "README.md") or {})
+    except Exception:  # no card, or neither UTF-8 nor YAML
+        known = {}
+    fields = {key: known[key] for key in _FIELDS if isinstance(known.get(key), str)}
+    tags = [tag for tag in known.get("tags") or ["headwise", "kv-cache"] if isinstance(tag, str)]
+    return str(ModelCardData(**{"library_name": "transformers", **fields}, tags=[*tags, "distillation"]).to_yaml())
+
+
+def _measured(report: Healing) -> Iterator[str]:
+    if report.before is None or report.after is None:
+        yield "Not measured."
+        return
+    rows = ["| text | tokens | ratio before healing | after | KL before, nats | after |", "|" + "---|" * 6]
+    for old, new in zip(report.before.texts, report.after.texts, strict=True):
+        cells = (
+            _named(new.text),
+            f"{new.tokens:,}",
+            *(f"{score.perplexity_ratio:.4f}" for score in (old, new)),
+            *(f"{score.kl:.4f}" for score in (old, new)),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    yield "\n".join(rows)
+    yield f"The ratio is of perplexities, to {_named(report.teacher)}'s{_caching(report.after)}."
+
+
+def _caching(evaluation: Evaluation) -> str:
+    return f", in windows of {evaluation.window} tokens, in {evaluation.dtype}"
+
+
+def _making(folder: Path, report: Healing) -> Iterator[str]:
+    yield f"- {report.objective} on {report.tokens:,} tokens of {', '.join(map(_named, report.texts))}"
+    yield f"- {report.steps:,} of {report.planned_steps:,} steps of {report.batch} × {report.window} tokens"
+    yield f"- trained: {report.trained}, {report.trained_parameters:,} parameters"
+    curve = ", ".join(f"{step}: {loss:.4f}" for step, loss in report.held_out)
+    yield f"- loss on held-out windows, by step: {curve}"
+    if report.slope is not None:
+        yield f"- in the last quarter of the steps it fell by {report.slope:.4f} nats"
+    if (folder / "README.md").is_file():
+        yield f"- its conversion: {as_code(CONVERSION)}"
+    yield from (f"- {one_line(note)}" for note in report.notes)
+
+
+def _limits() -> Iterator[str]:
+    yield "- Not the original model, and not endorsed by its authors; its licence, uses and limits apply here too."
+    yield "- Not tested beyond the table above: it was trained on few texts, and may have got worse at others."
+    yield "- Not a compression of the weights: the cache is smaller, not the model."
+
+
+def _named(source: str) -> str:
+    return as_code(last_name(source))

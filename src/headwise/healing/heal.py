@@ -1,0 +1,226 @@
+"""`heal`: train a converted model until it behaves like the model it was converted from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, model_identity, run_identity
+from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
+from headwise.conversion.solvers.device import QUICK
+from headwise.disk import refuse_input_within
+from headwise.documents import MEASURED, finite
+from headwise.errors import ArgumentError
+from headwise.evaluation import Evaluation
+from headwise.healing.card import CONVERSION, healed_card
+from headwise.healing.loop import BETAS, Loop
+from headwise.healing.report import Healing
+from headwise.healing.state import Progressed, TrainingState
+from headwise.healing.trained import select, trained_tensors
+from headwise.healing.windows import HealingWindows, open_windows
+from headwise.hf import as_device, as_dtype, load, open_decoder
+from headwise.measurement import peak_rss_bytes
+from headwise.options import takes_options
+from headwise.options.heal import HealOptions
+from headwise.progress import Progress, silent
+from headwise.quantization.files import FILE as CODES
+from headwise.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
+from headwise.type_checks import typed
+
+FILE = "healing.json"
+"""The file of a healed folder that holds its `Healing`."""
+
+
+@takes_options(HealOptions)
+@typed
+@torch.inference_mode(False)
+def heal(model: str | Path, output: str | Path, options: HealOptions, *, progress: Progress = silent) -> Healing:
+    """Train a converted model on text until it behaves like its source, and write the result as a model folder.
+
+    For example ``heal("./half", "./healed", teacher="smollm2-135m", text="text.txt", tokens=200_000)``.
+
+    The result has the converted folder's format, sizes and codes; only values of its tensors differ. A cache in codes
+    is rounded while the model is trained. A killed run is continued by the same call, and computes what an
+    uninterrupted one would have.
+
+    Args:
+        model: a converted folder, or any model folder with the teacher's vocabulary.
+        output: the folder to write; must not exist, or be empty, unless ``overwrite``.
+        options: the keywords below as one object, in place of them.
+        progress: told of each step.
+
+    Raises:
+        ArgumentError: an argument is outside its rule, or the vocabularies differ.
+        SpecError: a model is no text decoder.
+        CheckpointError: a model cannot be read, the output cannot be written, or the loss stays not finite.
+    """
+    prepared = _prepare(model, Path(output), options)
+    checkpoint = prepared.checkpoint
+    writer = FolderWriter(
+        prepared.output,
+        checkpoint.tensors,
+        run=prepared.run,
+        overwrite=options.overwrite,
+        # Two saves of float32 parameters and two moments each.
+        work_bytes=2 * 3 * 4 * sum(info.numel for info in checkpoint.tensors.values()),
+    )
+    with writer:
+        before = _evaluate(checkpoint.path, prepared, progress)
+        trained, done, count = _train(prepared, writer.work, progress)
+        _write(prepared, trained, writer)
+        del trained  # the evaluation loads it again, as users will
+        after = _evaluate(writer.folder, prepared, progress)
+        report = _report(prepared, done, count, before, after)
+        writer.write_text("README.md", healed_card(checkpoint.path, checkpoint.config, report))
+        writer.write_text(FILE, json.dumps(finite(report.to_dict()), indent=1) + "\n")
+    return replace(report, notes=(*report.notes, *writer.notes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A healing whose inputs have been checked.
+
+    Attributes:
+        model: the converted model, as the user named it.
+        output: the folder to write.
+        options: the user's options.
+        checkpoint: of the converted model.
+        teacher: of the teacher.
+        windows: to train on.
+        exam: the windows to evaluate on; may be empty.
+        dtype: of matrix products.
+    """
+
+    model: str
+    output: Path
+    options: HealOptions
+    checkpoint: Checkpoint
+    teacher: Checkpoint
+    windows: HealingWindows
+    exam: Exam
+    dtype: torch.dtype
+
+    @property
+    def run(self) -> str:
+        """A digest of all that decides the output."""
+        texts = [text_identity(text, name="text") for text in named_texts(self.options.text)]
+        decides = self.options.identity() | {
+            "teacher": model_identity(self.teacher),
+            "text": texts,
+            "dtype": dtype_name(self.dtype),
+        }
+        return run_identity(self.checkpoint, **decides)
+
+
+def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared:
+    """Check all inputs before any work."""
+    device = as_device(options.device)
+    check_output(output, overwrite=options.overwrite)
+    checkpoint, teacher = open_decoder(model), open_decoder(options.teacher)
+    if not checkpoint.path.is_dir():
+        raise ArgumentError("model", str(model), "must be a model folder: the result is written in its format")
+    sizes = [one.config.get("vocab_size") for one in (checkpoint, teacher)]
+    if sizes[0] != sizes[1]:
+        raise ArgumentError(
+            "teacher", str(options.teacher), f"has a vocabulary of {sizes[1]}, the model of {sizes[0]}"
+        )
+    for path, kind in ((checkpoint.path, "the model"), (teacher.path, "the teacher")):
+        refuse_input_within(output, path, kind)
+    texts = named_texts(options.text)
+    refuse_texts_within(output, texts, name="text")
+    refuse_texts_within(output, named_texts(options.evaluate), name="evaluate")
+    windows = open_windows(checkpoint, options)
+    exam: Exam = []
+    if options.evaluate is not False:
+        trained_on = CalibrationTexts(tuple(texts), tokens=windows.read_tokens, window=windows.width)
+        exam = choose_exam(
+            teacher, named_texts(options.evaluate), calibrate=trained_on, windows=options.evaluation_windows
+        )
+    quick = device.type == "cuda" or QUICK
+    dtype = as_dtype(options.dtype or ("bfloat16" if quick else "float32"))
+    return _Prepared(
+        model=str(model),
+        output=output,
+        options=options,
+        checkpoint=checkpoint,
+        teacher=teacher,
+        windows=windows,
+        exam=exam,
+        dtype=dtype,
+    )
+
+
+def _evaluate(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluation | str | None:
+    """A folder beside the teacher; a note where that cannot be done, and None where it is not wanted."""
+    if not prepared.exam:
+        return None
+    return prove(folder, prepared.options.teacher, prepared.exam, progress, device=prepared.options.device)
+
+
+def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, Progressed, int]:
+    """Train the model; its parameters, what was done and how many parameters were trained."""
+    options = prepared.options
+    model = load(prepared.checkpoint.path, dtype=torch.float32, device=options.device)
+    needs_teacher = options.objective == "distill" or options.hidden > 0
+    teacher = load(prepared.teacher.path, dtype=prepared.dtype, device=options.device) if needs_teacher else None
+    parameters = select(model, options.train, prepared.teacher)
+    if options.checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():  # in training mode alone, and what is in them stays without dropout
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
+    optimizer = torch.optim.AdamW(parameters.values(), lr=options.learning_rate, betas=BETAS, weight_decay=0.0)
+    loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype)
+    done = loop.run(TrainingState(folder, parameters, optimizer), optimizer, progress)
+    return model, done, sum(parameter.numel() for parameter in parameters.values())
+
+
+def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
+    """Write the folder with the trained tensors, but for its card and what was measured."""
+    checkpoint = prepared.checkpoint
+    writer.add_companions(checkpoint)
+    writer.write_json("config.json", checkpoint.config)
+    for name, new in ((CODES, CODES), ("README.md", CONVERSION)):
+        if (checkpoint.path / name).is_file():
+            writer.write_bytes(new, (checkpoint.path / name).read_bytes())
+    (writer.folder / MEASURED).unlink(missing_ok=True)  # of the conversion, and not of this model
+    trained = trained_tensors(model, checkpoint)
+    for name in writer.missing:
+        tensor = trained[name].detach().cpu() if name in trained else checkpoint.read(name)
+        writer.add(name, tensor.to(checkpoint.tensors[name].dtype))
+
+
+def _report(
+    prepared: _Prepared, done: Progressed, count: int, before: Evaluation | str | None, after: Evaluation | str | None
+) -> Healing:
+    options, windows = prepared.options, prepared.windows
+    notes = [f"the loss was not finite {done.rollbacks} times; the learning rate was halved each time"]
+    notes = (notes if done.rollbacks else []) + [one for one in (before, after) if isinstance(one, str)]
+    return Healing(
+        model=prepared.model,
+        output=str(prepared.output),
+        teacher=str(options.teacher),
+        objective=options.objective,
+        texts=tuple(map(str, named_texts(options.text))),
+        trained=options.train,
+        trained_parameters=count,
+        steps=done.step,
+        planned_steps=windows.steps,
+        tokens=done.step * windows.batch * windows.width,
+        window=windows.width,
+        batch=windows.batch,
+        losses=tuple(done.losses),
+        held_out=tuple(done.held_out),
+        stopped=done.stopped,
+        rollbacks=done.rollbacks,
+        seconds=done.seconds,
+        peak_rss_bytes=peak_rss_bytes(),
+        before=None if isinstance(before, str | None) else replace(before, model=prepared.model),
+        after=None if isinstance(after, str | None) else replace(after, model=str(prepared.output)),
+        notes=tuple(dict.fromkeys(notes)),
+    )

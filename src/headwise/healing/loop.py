@@ -1,0 +1,160 @@
+"""The training loop of healing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows
+from headwise.errors import CheckpointError
+from headwise.healing.objective import cross_entropy, divergence, hidden_error
+from headwise.healing.state import Progressed, TrainingState
+from headwise.healing.windows import HealingWindows
+from headwise.options.heal import HealOptions
+from headwise.progress import Progress
+
+HEALING = "healing"
+"""The name of the stage, for progress."""
+
+BETAS = (0.9, 0.95)
+CLIP = 1.0
+"""The norm that gradients are cut to."""
+ROLLBACKS = 3
+"""A run is given up when its loss was not finite so many times."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A model, its teacher and what they are trained with.
+
+    Attributes:
+        model: the transformers model that is trained, its weights float32.
+        teacher: the transformers model that it learns from, or None for cross-entropy alone.
+        parameters: that are trained, by name.
+        windows: of text.
+        options: of the run.
+        dtype: of matrix products.
+    """
+
+    model: Any
+    teacher: Any | None
+    parameters: Mapping[str, nn.Parameter]
+    windows: HealingWindows
+    options: HealOptions
+    dtype: torch.dtype
+
+    def run(self, state: TrainingState, optimizer: torch.optim.Optimizer, progress: Progress) -> Progressed:
+        """Train to the end, from where an earlier run was stopped.
+
+        Args:
+            state: of this run, with what an earlier one saved.
+            optimizer: AdamW over the parameters.
+            progress: told of each step.
+
+        Raises:
+            CheckpointError: the loss stays not finite.
+        """
+        done = state.load()
+        if done is None:
+            done = Progressed()
+            done.held_out.append((0, self.measure()))
+            state.save(done)
+        every = max(self.windows.steps // self.options.measurements, 1)
+        while done.step < self.windows.steps and not done.stopped:
+            progress(HEALING, done.step, self.windows.steps)
+            start = time.perf_counter()
+            loss = self._step(optimizer, done)
+            if not math.isfinite(loss):
+                done = self._roll_back(state, done)
+                continue
+            done.step += 1
+            done.losses.append(loss)
+            done.seconds += time.perf_counter() - start
+            if done.step % every == 0 or done.step == self.windows.steps:
+                done.held_out.append((done.step, self.measure()))
+                done.stopped = self._is_flat(done)
+                state.save(done)
+        progress(HEALING, self.windows.steps, self.windows.steps)
+        return done
+
+    def _step(self, optimizer: torch.optim.Optimizer, done: Progressed) -> float:
+        """One step; the parameters stay as they are where the loss is not finite."""
+        for group in optimizer.param_groups:
+            group["lr"] = self.options.learning_rate * done.rate * self._schedule(done.step)
+        optimizer.zero_grad(set_to_none=True)
+        batch = self.windows.step(done.step)
+        total = 0.0
+        for row in range(len(batch)):
+            loss = self._loss(batch[row : row + 1]) / len(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_([*self.parameters.values()], CLIP)
+        if not math.isfinite(total + float(norm)):
+            return math.nan
+        optimizer.step()
+        return total
+
+    def _schedule(self, step: int) -> float:
+        """The part of the learning rate at a step: a linear warm-up, and then a cosine to 0."""
+        warm = round(self.options.warmup * self.windows.steps)
+        if step < warm:
+            return (step + 1) / (warm + 1)
+        return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(self.windows.steps - warm, 1)))
+
+    def _loss(self, window: CalibrationWindows) -> Tensor:
+        """The objective on one window ``[1, W]``."""
+        own = self._forward(self.model, window)
+        if self.teacher is None:
+            return cross_entropy(own.logits[0, :-1], window.ids[0, 1:].to(own.logits.device))
+        with torch.no_grad():
+            other = self._forward(self.teacher, window)
+        if self.options.objective == "distill":
+            loss = divergence(own.logits[0], other.logits[0], self.options.temperature)
+        else:
+            loss = cross_entropy(own.logits[0, :-1], window.ids[0, 1:].to(own.logits.device))
+        if self.options.hidden:
+            loss = loss + self.options.hidden * hidden_error(own.hidden_states[1:], other.hidden_states[1:])
+        return loss
+
+    def _forward(self, model: Any, window: CalibrationWindows) -> Any:
+        device = model.device
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return model(
+                window.ids.to(device),
+                position_ids=window.positions.to(device),
+                attention_mask=torch.ones_like(window.ids, device=device),  # without it, gaps begin another text
+                use_cache=False,
+                output_hidden_states=bool(self.options.hidden),
+            )
+
+    @torch.no_grad()
+    def measure(self) -> float:
+        """The mean loss on held-out windows: the divergence from the teacher, or the cost of the text without one."""
+        costs = [float(self._loss(plain_windows(row[None]))) for row in self.windows.held_out]
+        return sum(costs) / len(costs)
+
+    def _is_flat(self, done: Progressed) -> bool:
+        """Whether the last measurements have not found a lower loss."""
+        patience = self.options.patience
+        losses = [loss for _, loss in done.held_out]
+        return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
+
+    def _roll_back(self, state: TrainingState, done: Progressed) -> Progressed:
+        """Return to the newest save, with half the learning rate.
+
+        Raises:
+            CheckpointError: this was done too often.
+        """
+        if done.rollbacks == ROLLBACKS:
+            rule = f"is not finite, also at {done.rate:g} of the learning rate; use a lower learning_rate"
+            raise CheckpointError("loss", f"step {done.step}", rule)
+        saved = state.load()
+        assert saved is not None  # the first save is before the first step
+        saved.rate, saved.rollbacks = done.rate / 2, done.rollbacks + 1
+        return saved

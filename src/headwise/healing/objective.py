@@ -1,0 +1,84 @@
+"""What healing minimises, on the logits of a model and of its teacher.
+
+Shapes: N positions, V tokens in the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_ROWS = 256
+"""Positions whose distributions are in memory at once: those of a whole window take gigabytes."""
+
+
+def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """The mean divergence of a model's distribution from its teacher's, KL(teacher ‖ model), in nats.
+
+    Both are softened by the temperature, and the divergence is multiplied by its square, so that its gradient keeps
+    its size (Hinton et al., 2015). For example ``divergence(model(ids).logits[0], teacher(ids).logits[0])``.
+
+    Args:
+        logits: ``[N, V]``, of the model.
+        teacher: ``[N, V]``, of the teacher; no gradient is computed for it.
+        temperature: above 0.
+    """
+    return _Divergence.apply(logits, teacher, temperature)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cost of the text's own tokens, in nats.
+
+    For example ``cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])``.
+
+    Args:
+        logits: ``[N, V]``.
+        targets: int64 ``[N]``.
+    """
+    return F.cross_entropy(logits.float(), targets)
+
+
+def hidden_error(states: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Tensor:
+    """The mean over layers of the squared error of a layer's output, as a part of its variance in the teacher.
+
+    For example ``hidden_error(model(ids, output_hidden_states=True).hidden_states, others)``.
+
+    Args:
+        states: one tensor ``[..., E]`` for each layer.
+        teacher: likewise.
+    """
+    errors = []
+    for own, other in zip(states, teacher, strict=True):
+        wanted = other.float()
+        errors.append((own.float() - wanted).square().mean() / wanted.var().clamp_min(1e-12))
+    return torch.stack(errors).mean()
+
+
+class _Divergence(torch.autograd.Function):
+    """KL with its gradient computed beside it, some positions at a time: autograd would keep whole distributions."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        count = len(logits)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        gradient = torch.empty_like(logits)
+        total = torch.zeros((), dtype=torch.float64, device=logits.device)
+        for start in range(0, count, _ROWS):
+            piece = slice(start, start + _ROWS)
+            own = F.log_softmax(logits[piece].to(wide) / temperature, -1)
+            other = F.log_softmax(teacher[piece].to(wide) / temperature, -1)
+            weights = other.exp()
+            total += (weights * other.sub_(own)).sum().double()
+            gradient[piece] = own.exp_().sub_(weights).mul_(temperature / count)
+        ctx.save_for_backward(gradient)
+        return (total * temperature**2 / count).to(wide)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None

@@ -1,0 +1,75 @@
+"""The report of a healing, which `heal` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.documents import as_document
+from headwise.evaluation import Evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healing:
+    """The report of a healing.
+
+    Attributes:
+        model: the converted model, as the user named it.
+        output: the folder of the result.
+        teacher: the model it learnt from, as the user named it.
+        objective: ``distill`` or ``cross-entropy``.
+        texts: that it was trained on.
+        trained: what was trained: ``all``, ``attention``, ``new`` or ``lora``.
+        trained_parameters: the number of trained parameters.
+        steps: the number of steps that were done.
+        planned_steps: the number of steps that were asked for.
+        tokens: the number of tokens that were trained on, passages that a text was read again for included.
+        window: tokens in each window.
+        batch: windows in each step.
+        losses: the loss of each step, in nats a token.
+        held_out: step and loss of each measurement on held-out windows; the first is before any step.
+        stopped: whether it ended early, as the held-out loss fell no more.
+        rollbacks: how often a loss that was not finite made it return to what was saved.
+        seconds: the seconds of training, without measurements.
+        peak_rss_bytes: the peak resident memory of the process.
+        before: the converted model beside the teacher; None if nothing was evaluated.
+        after: the result beside the teacher, on the same text; likewise.
+        notes: notes for the user.
+    """
+
+    model: str
+    output: str
+    teacher: str
+    objective: str
+    texts: tuple[str, ...]
+    trained: str
+    trained_parameters: int
+    steps: int
+    planned_steps: int
+    tokens: int
+    window: int
+    batch: int
+    losses: tuple[float, ...]
+    held_out: tuple[tuple[int, float], ...]
+    stopped: bool
+    rollbacks: int
+    seconds: float
+    peak_rss_bytes: int | None
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Trained tokens in a second; None where nothing was trained."""
+        return self.tokens / self.seconds if self.seconds else None
+
+    @property
+    def slope(self) -> float | None:
+        """By how much the held-out loss fell in the last quarter of the run, in nats; None for a shorter curve."""
+        earlier = [loss for step, loss in self.held_out if step <= 0.75 * self.steps]
+        return earlier[-1] - self.held_out[-1][1] if len(self.held_out) > 2 and earlier else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        return as_document(self) | {"tokens_per_second": self.tokens_per_second, "slope": self.slope}

@@ -1,0 +1,101 @@
+"""The state of a training run: on disk, so that a killed run goes on, and the same run exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.conversion.storage.layers import LayerFiles
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Progressed:
+    """What a run has done.
+
+    Attributes:
+        step: the number of finished steps.
+        rate: the factor of the learning rate, halved whenever a loss is not finite.
+        rollbacks: how often that happened.
+        seconds: spent on training, in all runs together.
+        losses: of every finished step, by the objective.
+        held_out: ``(step, loss)`` of every measurement on held-out windows.
+        stopped: whether the run ended early, as the held-out loss fell no more.
+    """
+
+    step: int = 0
+    rate: float = 1.0
+    rollbacks: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    stopped: bool = False
+
+
+class TrainingState:
+    """Parameters, AdamW's moments and what has been done, saved and loaded together.
+
+    Two files are written in turn, each whole or not at all, so that one is always there to go on from.
+
+    Args:
+        folder: of the files.
+        parameters: that are trained, by name.
+        optimizer: AdamW over them.
+    """
+
+    def __init__(
+        self, folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._files = LayerFiles(folder)
+        self._parameters, self._optimizer = parameters, optimizer
+
+    def save(self, progressed: Progressed) -> None:
+        """Save everything; when this returns, it is on disk.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        tensors = {f"parameter {name}": parameter.detach() for name, parameter in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            for moment in _MOMENTS:
+                if moment in (own := self._optimizer.state.get(parameter, {})):
+                    tensors[f"{moment} {name}"] = own[moment]
+        newest = self._newest()
+        self._files.save(0 if newest is None or newest[0] else 1, tensors, asdict(progressed))
+
+    def load(self) -> Progressed | None:
+        """Return to the newest save; None if there is none, and nothing is changed."""
+        for slot in self._by_age():
+            if (loaded := self._files.load(slot)) is not None:
+                tensors, about = loaded
+                self._set(tensors, about["step"])
+                about["held_out"] = [tuple(pair) for pair in about["held_out"]]
+                return Progressed(**about)
+        return None
+
+    @torch.no_grad()
+    def _set(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(tensors[f"parameter {name}"])
+            moments = {moment: tensors.get(f"{moment} {name}") for moment in _MOMENTS}
+            own: dict[str, Any] = {
+                moment: tensor.to(parameter.device) for moment, tensor in moments.items() if tensor is not None
+            }
+            if own:
+                own["step"] = torch.tensor(float(step))
+            self._optimizer.state[parameter] = own
+
+    def _newest(self) -> tuple[int, int] | None:
+        """The number of the newest file and its step."""
+        steps = {slot: about["step"] for slot in (0, 1) if (about := self._files.about(slot)) is not None}
+        return max(steps.items(), key=lambda item: item[1]) if steps else None
+
+    def _by_age(self) -> list[int]:
+        newest = self._newest()
+        return [] if newest is None else [newest[0], 1 - newest[0]]

@@ -1,0 +1,115 @@
+"""The windows of text that a model is healed on, in the order of its steps.
+
+Shapes: N windows, W tokens in each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import Checkpoint, load_tokenizer
+from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows, recall_windows
+from headwise.errors import ArgumentError
+from headwise.options.heal import TOKENS, HealOptions
+from headwise.texts import named_texts, refuse_twice
+from headwise.texts.calibration_texts import refuse_unknown_tokens
+from headwise.texts.calibration_windows import calibration_windows, hold_out
+from headwise.texts.windows import usual_window
+
+WINDOW = 1024
+"""The default number of tokens in a window."""
+
+HELD = 4
+"""The number of windows that are held out, and measured while the model is trained."""
+
+
+@dataclass(frozen=True, eq=False)
+class HealingWindows:
+    """The windows of one run.
+
+    Attributes:
+        train: the windows to train on, as a conversion has them: some may repeat passages.
+        held_out: ``[HELD, W]``, plain text.
+        batch: windows in each step.
+        steps: the number of steps.
+        seed: of the order.
+        read_tokens: the number of tokens that were read of the texts, from their beginning.
+    """
+
+    train: CalibrationWindows
+    held_out: Tensor
+    batch: int
+    steps: int
+    seed: int
+    read_tokens: int
+
+    @property
+    def width(self) -> int:
+        """W, the number of tokens in a window."""
+        return self.held_out.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all steps."""
+        return self.steps * self.batch * self.width
+
+    def step(self, index: int) -> CalibrationWindows:
+        """The windows of a step, a function of its number alone; every pass over the text has another order."""
+        places = torch.arange(index * self.batch, (index + 1) * self.batch)
+        rounds = places // len(self.train)
+        rows = [self._order(int(one))[int(at)] for one, at in zip(rounds, places % len(self.train), strict=True)]
+        return self.train[torch.stack(rows)]
+
+    def _order(self, index: int) -> Tensor:
+        """The order of one pass over all windows."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        return torch.randperm(len(self.train), generator=generator)
+
+
+def open_windows(checkpoint: Checkpoint, options: HealOptions) -> HealingWindows:
+    """Cut the windows of a run from its texts.
+
+    Args:
+        checkpoint: the converted model.
+        options: of the run.
+
+    Raises:
+        ArgumentError: a text cannot be read, is named twice or too short, or has tokens outside the vocabulary; or
+            the window is longer than the model's positions.
+    """
+    sources, positions = named_texts(options.text), checkpoint.spec.max_position_embeddings
+    refuse_twice(sources, name="text")
+    if options.window is not None and positions is not None and options.window > positions:
+        raise ArgumentError("window", options.window, f"must be at most {positions}, the model's positions")
+    width = usual_window(positions, options.window or WINDOW)
+    wanted = step_count(options, width) * options.batch
+    tokenizer = load_tokenizer(checkpoint.path)
+    read = (wanted + HELD) * width
+    ids = calibration_windows(tokenizer, sources, tokens=read, window=width, name="text")
+    if len(ids) < 2:
+        raise ArgumentError("text", f"{ids.numel()} tokens", f"must be at least two windows of {width} tokens")
+    train, held_out = hold_out(ids, max(len(ids) // HELD, 2), sources=len(sources))
+    refuse_unknown_tokens(checkpoint, ids)
+    width = ids.shape[1]
+    windows = recall_windows(train, 0, checkpoint.spec) if options.recall else plain_windows(train)
+    return HealingWindows(windows, held_out[:HELD], options.batch, step_count(options, width), options.seed, read)
+
+
+def step_count(options: HealOptions, width: int) -> int:
+    """The number of steps that a run's options amount to, in windows of ``width`` tokens."""
+    if options.steps is not None:
+        return options.steps
+    tokens = options.tokens or TOKENS
+    if options.alpha is not None and options.pretraining_tokens is not None:
+        tokens = ceil(options.alpha * options.pretraining_tokens)
+    return max(ceil(tokens / (width * options.batch)), 1)
+
+
+def share(windows: CalibrationWindows, index: int, count: int) -> CalibrationWindows:
+    """One process's share of a step's windows, which divide evenly."""
+    each = len(windows) // count
+    return replace(windows[slice(index * each, (index + 1) * each)])

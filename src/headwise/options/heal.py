@@ -1,0 +1,146 @@
+"""The options of `headwise.heal`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from headwise.errors import ArgumentError
+from headwise.options.convert import EVALUATION_WINDOWS
+from headwise.options.declare import Options, Rule, at_least, not_empty, option
+
+TOKENS = 1_000_000
+"""The default number of tokens that a model is trained on."""
+
+_POSITIVE = Rule("must be above 0", lambda number: bool(number > 0))
+_PART = Rule("must be at least 0 and below 1", lambda part: bool(0 <= part < 1))
+
+Objective = Literal["distill", "cross-entropy"]
+Trained = Literal["all", "attention", "new", "lora"]
+
+
+class ObjectiveOptions(Options):
+    """What training minimises."""
+
+    objective: Objective = option(
+        "distill, the divergence of the model's next-token distribution from the teacher's; or cross-entropy, which "
+        "needs no teacher's logits and learns the text itself, as uptraining does",
+        default="distill",
+    )
+    temperature: float = option(
+        "distill: both distributions are softened by it, and the divergence is multiplied by its square",
+        default=1.0,
+        rule=_POSITIVE,
+    )
+    hidden: float = option(
+        "the weight of a second term: the squared error of every layer's output, as a part of its variance in the "
+        "teacher; 0 leaves it out",
+        default=0.0,
+        rule=at_least(0),
+    )
+    recall: bool = option(
+        "let one window in three repeat passages of itself from far behind, so that far facts are found again",
+        default=True,
+    )
+
+
+class StepOptions(Options):
+    """How long and in what steps a model is trained."""
+
+    tokens: int | None = option(
+        f"how many tokens to train on; {TOKENS:,} when left out; a shorter text is read several times",
+        default=None,
+        rule=at_least(2),
+    )
+    steps: int | None = option("how many steps to train, in place of tokens", default=None, rule=at_least(1))
+    alpha: float | None = option(
+        "train on this fraction of pretraining_tokens, in place of tokens, as the GQA paper counts uptraining",
+        default=None,
+        rule=_POSITIVE,
+    )
+    pretraining_tokens: int | None = option(
+        "the tokens that the source was trained on, with alpha", default=None, rule=at_least(1)
+    )
+    window: int | None = option(
+        "tokens in each window; 1024, or as many as the model has positions, when left out",
+        default=None,
+        rule=at_least(2),
+    )
+    batch: int = option("windows in each step, over all processes", default=1, rule=at_least(1))
+    learning_rate: float = option("AdamW's learning rate after warm-up", default=2e-4, rule=_POSITIVE)
+    warmup: float = option(
+        "the part of the steps in which the learning rate rises; it then falls to 0 by a cosine",
+        default=0.05,
+        rule=_PART,
+    )
+    patience: int = option(
+        "stop when so many measurements in a row have not found a lower loss on held-out windows; 0 never stops",
+        default=4,
+        rule=at_least(0),
+    )
+    measurements: int = option(
+        "how often, evenly over the steps, held-out windows are measured and everything is saved, so that a killed "
+        "run goes on from there",
+        default=16,
+        rule=at_least(1),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = [name for name in ("tokens", "steps", "alpha") if getattr(self, name) is not None]
+        if len(named) > 1:
+            raise ArgumentError(named[1], getattr(self, named[1]), f"must be left out beside {named[0]}")
+        if (self.alpha is None) != (self.pretraining_tokens is None):
+            one, other = (
+                ("alpha", "pretraining_tokens") if self.alpha is not None else ("pretraining_tokens", "alpha")
+            )
+            raise ArgumentError(one, getattr(self, one), f"goes with {other}")
+
+
+class HealOptions(StepOptions, ObjectiveOptions):
+    """How `headwise.heal` trains a converted model.
+
+    For example ``HealOptions(teacher="smollm2-135m", text="text.txt", tokens=200_000)``.
+    """
+
+    teacher: str | Path = option(
+        "the model whose outputs are learnt: the source of the conversion, or a larger one of the same vocabulary",
+        metavar="SOURCE",
+    )
+    text: str | Path | Sequence[str | Path] = option(
+        "a text to train on: a file, a folder or hf-dataset://…, or several, an equal share of each",
+        metavar="TEXT",
+        rule=not_empty("must name at least one text"),
+    )
+    train: Trained = option(
+        "what is trained: all weights; attention, the attention of all layers; new, only tensors that the teacher "
+        "does not have in that shape; or lora, low-rank changes of all linear layers, merged at the end",
+        default="all",
+    )
+    lora_rank: int = option("train lora: the rank of the changes", default=32, rule=at_least(1))
+    dtype: Literal["bfloat16", "float32"] | None = option(
+        "dtype of matrix products; weights and AdamW's moments are float32. bfloat16 when left out, where the "
+        "processor multiplies it",
+        default=None,
+    )
+    device: str | None = option("device to train on, such as cuda; the CPU when left out", default=None)
+    checkpointing: bool = option(
+        "compute each layer a second time in the backward pass, in place of keeping what it needs", default=False
+    )
+    seed: int = option("seed of the order of the windows", default=0)
+    evaluate: bool | str | Path | Sequence[str | Path] = option(
+        "a text to evaluate on before and after; when left out, text beyond what is trained on, or Python's language "
+        "reference",
+        default=True,
+        metavar="TEXT",
+        rule=not_empty("must be at least one file"),
+        identity=False,
+    )
+    evaluation_windows: int = option(
+        "how many windows of each text to evaluate on, of 2048 tokens or the model's positions",
+        default=EVALUATION_WINDOWS,
+        rule=at_least(1),
+        identity=False,
+    )
+    overwrite: bool = option("replace a model folder at the output", default=False, identity=False)

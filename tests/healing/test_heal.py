@@ -1,0 +1,237 @@
+"""Healing end to end: what it learns, what it writes, and what a killed run, a NaN or bad input does to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import headwise
+from headwise.errors import CheckpointError, HeadwiseError
+from headwise.healing import loop
+from headwise.healing.card import CONVERSION
+from headwise.healing.state import TrainingState
+from tests.conversion.test_resumed import StoppedError, stop_at
+from tests.real_models import save_tiny
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 60
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path) -> Path:
+    (source.parent / "text.txt").write_text(TEXT)
+    folder = source.parent / "half"
+    headwise.convert(source, folder, to="mla", kv_budget=0.5, evaluate=False)
+    return folder
+
+
+@pytest.fixture
+def keywords(source: Path) -> dict[str, Any]:
+    text = source.parent / "text.txt"
+    return {
+        "teacher": source,
+        "text": text,
+        "steps": 12,
+        "window": 16,
+        "measurements": 4,
+        "learning_rate": 3e-3,
+        "dtype": "float32",
+        "evaluate": False,
+    }
+
+
+def test_the_model_gets_nearer_to_its_teacher(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 60, "evaluate": True})
+    assert report.before is not None
+    assert report.after is not None
+    assert report.after.kl is not None
+    assert report.before.kl is not None
+    assert report.after.kl < 0.8 * report.before.kl
+    assert report.held_out[-1][1] < 0.8 * report.held_out[0][1]
+    assert len(report.losses) == report.steps == 60
+    assert report.tokens == 60 * 16
+    # What was measured is what the folder's model is.
+    again = headwise.evaluate(tmp_path / "out", text=source_text(keywords), against=keywords["teacher"], window=64)
+    assert again.perplexity_ratio is not None
+
+
+def source_text(keywords: dict[str, Any]) -> Path:
+    return Path(keywords["text"])
+
+
+def test_the_folder_is_the_converted_one_with_other_values(
+    converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    headwise.heal(converted, tmp_path / "out", **keywords)
+    before, after = (load_file(folder / "model.safetensors") for folder in (converted, tmp_path / "out"))
+    assert {name: (t.shape, t.dtype) for name, t in before.items()} == {
+        name: (t.shape, t.dtype) for name, t in after.items()
+    }
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((converted / "config.json").read_text()) == json.loads(
+        (tmp_path / "out" / "config.json").read_text()
+    )
+    assert (tmp_path / "out" / CONVERSION).read_bytes() == (converted / "README.md").read_bytes()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path) not in card
+    assert "Not trained" not in card
+    document = json.loads((tmp_path / "out" / "healing.json").read_text())
+    assert document["steps"] == 12
+    assert headwise.load(tmp_path / "out")(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("train", ["attention", "new"])
+def test_what_is_not_trained_keeps_its_bits(
+    train: str, converted: Path, source: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    report = headwise.heal(converted, tmp_path / "out", **keywords, train=train)
+    before, after = (load_file(folder / "model.safetensors") for folder in (converted, tmp_path / "out"))
+    known = load_file(source / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    if train == "attention":
+        expected = {name for name in before if ".self_attn." in name}
+    else:
+        expected = {name for name in before if name not in known or known[name].shape != before[name].shape}
+    assert changed == expected
+    assert report.trained_parameters == sum(before[name].numel() for name in expected)
+
+
+@pytest.mark.parametrize(("method", "call"), [("save", 1), ("save", 2), ("save", 4), ("load", 1)])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_killed_run_goes_on_and_computes_the_same(
+    method: str,
+    call: int,
+    after: bool,
+    converted: Path,
+    keywords: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = headwise.heal(converted, tmp_path / "whole", **keywords)
+    with monkeypatch.context() as patch:
+        stop_at(patch, TrainingState, method, call, after=after)
+        with pytest.raises(StoppedError):
+            headwise.heal(converted, tmp_path / "out", **keywords)
+    assert not (tmp_path / "out").exists()
+    resumed = headwise.heal(converted, tmp_path / "out", **keywords)
+    assert resumed.losses == whole.losses
+    assert resumed.held_out == whole.held_out
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_it_was_killed_in_any_step_and_goes_on(
+    converted: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = headwise.heal(converted, tmp_path / "whole", **keywords)
+    for call in (2, 5, 1, 4, 3):  # steps of each run until it is killed
+        with monkeypatch.context() as patch:
+            stop_at(patch, loop.Loop, "_step", call, after=True)
+            with pytest.raises(StoppedError):
+                headwise.heal(converted, tmp_path / "out", **keywords)
+    assert headwise.heal(converted, tmp_path / "out", **keywords).losses == whole.losses
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_loss_that_is_not_finite_rolls_back(
+    converted: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = loop.Loop._loss, 0
+
+    def once_nan(self: loop.Loop, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        loss = original(self, *args)
+        if loss.requires_grad:
+            calls += 1
+        return loss * (torch.nan if calls == 8 else 1)
+
+    monkeypatch.setattr(loop.Loop, "_loss", once_nan)
+    report = headwise.heal(converted, tmp_path / "out", **keywords)
+    assert (report.rollbacks, report.steps) == (1, 12)
+    assert all(torch.tensor(report.losses).isfinite())
+    assert "halved" in report.notes[0]
+    assert all(t.isfinite().all() for t in load_file(tmp_path / "out" / "model.safetensors").values())
+
+
+def test_a_run_whose_loss_stays_not_finite_is_given_up(
+    converted: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = loop.Loop._loss
+    monkeypatch.setattr(loop.Loop, "_loss", lambda *a: original(*a) * (torch.nan if torch.is_grad_enabled() else 1))
+    with pytest.raises(CheckpointError, match="loss = 'step 0': is not finite"):
+        headwise.heal(converted, tmp_path / "out", **keywords)
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_stops_where_the_held_out_loss_falls_no_more(
+    source: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    """The teacher itself has nothing to learn: every step leads away from it."""
+    report = headwise.heal(source, tmp_path / "out", **{**keywords, "steps": 40, "measurements": 20, "patience": 3})
+    assert report.stopped
+    assert report.steps == 2 * 3 < report.planned_steps
+
+
+def test_uptraining_needs_no_teachers_logits(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40}, objective="cross-entropy")
+    assert report.held_out[-1][1] < report.held_out[0][1]
+
+
+@pytest.mark.parametrize("options", [{"checkpointing": True}, {"batch": 1}])
+def test_saving_memory_changes_nothing(
+    options: dict[str, Any], converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = headwise.heal(converted, tmp_path / "plain", **keywords)
+    other = headwise.heal(converted, tmp_path / "other", **keywords, **options)
+    assert other.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_hidden_states_are_learnt_too(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40}, hidden=1.0)
+    plain = headwise.heal(converted, tmp_path / "plain", **{**keywords, "steps": 40})
+    assert report.losses[0] > plain.losses[0]  # there is a second term
+    assert report.held_out[-1][1] < report.held_out[0][1]
+
+
+def test_a_cache_in_codes_is_healed_with_its_codes(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    coded = tmp_path / "coded"
+    headwise.convert(source, coded, to="mla", kv_bytes=0.12, calibrate=keywords["text"], evaluate=False)
+    report = headwise.heal(coded, tmp_path / "out", **{**keywords, "steps": 60, "learning_rate": 1e-3})
+    assert report.held_out[-1][1] < 0.9 * report.held_out[0][1]
+    assert (coded / "kv_cache.safetensors").read_bytes() == (tmp_path / "out" / "kv_cache.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"text": "nothing.txt"}, "text"),
+        ({"teacher": "nowhere"}, "source"),
+        ({"device": "nothing"}, "device"),
+        ({"evaluate": "nothing.txt"}, "evaluate"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(
+    changes: dict[str, Any], field: str, converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(HeadwiseError) as caught:
+        headwise.heal(converted, tmp_path / "out", **{**keywords, **changes})
+    assert field in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(
+    converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    other = save_tiny(tmp_path / "other", vocab_size=80)
+    with pytest.raises(HeadwiseError, match="has a vocabulary of 80"):
+        headwise.heal(converted, tmp_path / "out", **{**keywords, "teacher": other})
