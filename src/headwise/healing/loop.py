@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows
 from headwise.errors import CheckpointError
 from headwise.healing.objective import cross_entropy, divergence, hidden_error
+from headwise.healing.sharded import settle, whole
 from headwise.healing.state import Progressed, TrainingState
-from headwise.healing.windows import HealingWindows
+from headwise.healing.windows import HealingWindows, share
 from headwise.options.heal import HealOptions
+from headwise.processes import all_sum, process_count, process_index
 from headwise.progress import Progress
 
 HEALING = "healing"
@@ -84,17 +86,18 @@ class Loop:
         return done
 
     def _step(self, optimizer: torch.optim.Optimizer, done: Progressed) -> float:
-        """One step; the parameters stay as they are where the loss is not finite."""
+        """One step, and its loss over all processes; the parameters stay as they are where the loss is not finite."""
         for group in optimizer.param_groups:
             group["lr"] = self.options.learning_rate * done.rate * self._schedule(done.step)
         optimizer.zero_grad(set_to_none=True)
-        batch = self.windows.step(done.step)
+        batch = share(self.windows.step(done.step), process_index(), process_count())
         total = 0.0
         for row in range(len(batch)):
             loss = self._loss(batch[row : row + 1]) / len(batch)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_([*self.parameters.values()], CLIP)
+        norm = whole(torch.nn.utils.clip_grad_norm_([*self.parameters.values()], CLIP))
+        total = float(all_sum(torch.tensor(total, dtype=torch.float64))) / process_count()
         if not math.isfinite(total + float(norm)):
             return math.nan
         optimizer.step()
@@ -137,6 +140,7 @@ class Loop:
     def measure(self) -> float:
         """The mean loss on held-out windows: the divergence from the teacher, or the cost of the text without one."""
         costs = [float(self._loss(plain_windows(row[None]))) for row in self.windows.held_out]
+        settle(self.model)
         return sum(costs) / len(costs)
 
     def _is_flat(self, done: Progressed) -> bool:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.conversion.storage.layers import LayerFiles
+from headwise.healing.sharded import like, whole
+from headwise.processes import barrier, process_index
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -61,13 +63,16 @@ class TrainingState:
         Raises:
             StorageError: the disk is full, or the file cannot be written.
         """
-        tensors = {f"parameter {name}": parameter.detach() for name, parameter in self._parameters.items()}
+        tensors = {}
         for name, parameter in self._parameters.items():
+            tensors[f"parameter {name}"] = whole(parameter.detach())
             for moment in _MOMENTS:
                 if moment in (own := self._optimizer.state.get(parameter, {})):
-                    tensors[f"{moment} {name}"] = own[moment]
-        newest = self._newest()
-        self._files.save(0 if newest is None or newest[0] else 1, tensors, asdict(progressed))
+                    tensors[f"{moment} {name}"] = whole(own[moment])
+        if process_index() == 0:
+            newest = self._newest()
+            self._files.save(0 if newest is None or newest[0] else 1, tensors, asdict(progressed))
+        barrier()
 
     def load(self) -> Progressed | None:
         """Return to the newest save; None if there is none, and nothing is changed."""
@@ -82,13 +87,13 @@ class TrainingState:
     @torch.no_grad()
     def _set(self, tensors: Mapping[str, Tensor], step: int) -> None:
         for name, parameter in self._parameters.items():
-            parameter.copy_(tensors[f"parameter {name}"])
+            parameter.copy_(like(tensors[f"parameter {name}"], parameter))
             moments = {moment: tensors.get(f"{moment} {name}") for moment in _MOMENTS}
             own: dict[str, Any] = {
-                moment: tensor.to(parameter.device) for moment, tensor in moments.items() if tensor is not None
+                moment: like(tensor, parameter) for moment, tensor in moments.items() if tensor is not None
             }
             if own:
-                own["step"] = torch.tensor(float(step))
+                own["step"] = torch.tensor(float(step), device=parameter.device)
             self._optimizer.state[parameter] = own
 
     def _newest(self) -> tuple[int, int] | None:

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from headwise.checkpoints import Checkpoint
 from headwise.errors import ArgumentError
+from headwise.healing.sharded import whole
 from headwise.hf.layerwise import stored_names
 
 _ATTENTION = re.compile(r"(^|\.)(self_attn|self_attention|attention|attn)\.")
 """The path of an attention module, as transformers' families call it."""
 
 
-def select(model: Any, trained: str, teacher: Checkpoint) -> dict[str, nn.Parameter]:
+class LowRank(nn.Module):
+    """A change of a matrix by a product of two narrow ones (Hu et al., 2021), as a parametrization of its weight.
+
+    A parametrization, and not another layer in the linear layer's place: MLA also reads weights without calling their
+    layers, where it is absorbed.
+
+    Args:
+        weight: ``[out, in]``, the matrix.
+        rank: of the change, which is 0 at first.
+    """
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(rank, weight.shape[1], device=weight.device))
+        self.up = nn.Parameter(torch.zeros(weight.shape[0], rank, device=weight.device))
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The changed matrix ``[out, in]``."""
+        return weight + self.up @ self.down
+
+
+def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> dict[str, nn.Parameter]:
     """Choose the parameters to train, and freeze all others.
 
     For example ``select(model, "attention", open_checkpoint("./source"))``.
 
     Args:
         model: a transformers model.
-        trained: ``all``, ``attention`` or ``new``; see `headwise.options.HealOptions`.
+        trained: ``all``, ``attention``, ``new`` or ``lora``; see `headwise.options.HealOptions`.
         teacher: what ``new`` tensors are told from.
+        rank: of ``lora``.
 
     Returns:
         The parameters by their names in the model, in the model's order.
@@ -31,6 +60,8 @@ def select(model: Any, trained: str, teacher: Checkpoint) -> dict[str, nn.Parame
     Raises:
         ArgumentError: nothing is left to train.
     """
+    if trained == "lora":
+        _add_low_rank(model, rank)
     chosen = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_chosen(name, parameter, trained, teacher))
@@ -44,18 +75,42 @@ def select(model: Any, trained: str, teacher: Checkpoint) -> dict[str, nn.Parame
 def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkpoint) -> bool:
     if trained == "all":
         return True
+    if trained == "lora":
+        return ".parametrizations.weight.0." in name
     if trained == "attention":
         return _ATTENTION.search(name) is not None
     info = teacher.tensors.get(name)
     return info is None or info.shape != tuple(parameter.shape)
 
 
-def trained_tensors(model: Any, checkpoint: Checkpoint) -> dict[str, nn.Parameter]:
-    """The trained parameters of a model by their names in its folder.
+def _add_low_rank(model: Any, rank: int) -> None:
+    """Give the weight of every linear layer but the head a change of low rank."""
+    head, generator = model.get_output_embeddings(), torch.random.get_rng_state()
+    torch.manual_seed(0)  # so that a run that goes on begins with the same matrices
+    for module in list(model.modules()):
+        if isinstance(module, nn.Linear) and module is not head:
+            parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
+    torch.random.set_rng_state(generator)
+
+
+def trained_tensors(model: Any, checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
+    """What computes each tensor of a folder that training changed, by its name there.
 
     Args:
         model: a transformers model.
         checkpoint: of its folder.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {stored: trained[own] for own, stored in stored_names(model, checkpoint).items() if own in trained}
+    changed: dict[str, Callable[[], Tensor]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
+            changed[f"{path}.weight"] = partial(_merged, module)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".parametrizations." not in name:
+            changed[name] = parameter.detach
+    return {stored: changed[own] for own, stored in stored_names(model, checkpoint).items() if own in changed}
+
+
+def _merged(module: Any) -> Tensor:
+    """The weight of a parametrized linear layer with its change of low rank."""
+    parts = module.parametrizations.weight
+    return (whole(parts.original) + whole(parts[0].up) @ whole(parts[0].down)).detach()

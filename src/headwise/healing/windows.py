@@ -5,7 +5,7 @@ Shapes: N windows, W tokens in each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -112,4 +112,4 @@ def step_count(options: HealOptions, width: int) -> int:
 def share(windows: CalibrationWindows, index: int, count: int) -> CalibrationWindows:
     """One process's share of a step's windows, which divide evenly."""
     each = len(windows) // count
-    return replace(windows[slice(index * each, (index + 1) * each)])
+    return windows[index * each : (index + 1) * each]

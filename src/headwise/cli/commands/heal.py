@@ -10,6 +10,7 @@ from rich.markup import escape
 from headwise.cli.app import Json, app, count_text, emit, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.scores import show_text
+from headwise.cli.torchrun import as_one_process
 from headwise.options.heal import HealOptions
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def heal(
     as_json: Json = False,
 ) -> None:
     """Train a converted model until it behaves like its source, and write the result as a model folder."""
-    with progress_bar() as progress:
+    with as_one_process(), progress_bar() as progress:
         from headwise.healing import heal as heal_model
 
         report = heal_model(model, output, options, progress=progress)
