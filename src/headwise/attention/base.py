@@ -63,6 +63,38 @@ class Call(NamedTuple):
     total: int
 
 
+class Cut(NamedTuple):
+    """How the tensors of a module are cut, when ranks share a layer's heads.
+
+    Attributes:
+        dim: of the weight; a bias is cut with dim 0 of its weight, and is whole otherwise.
+        heads: the number of heads along it.
+        sections: the number of equal parts of it that have so many heads each, such as 2 for keys beside values.
+    """
+
+    dim: int
+    heads: int
+    sections: int = 1
+
+
+class HeadSplit(NamedTuple):
+    """How ranks share a layer by heads (`headwise.parallel`).
+
+    Attributes:
+        cuts: of the modules and parameters that are cut, by name; all ranks hold the others.
+        sums: the module whose outputs ranks add up, so that all go on with the sum. Its bias is the first rank's.
+        shared_sums: modules whose outputs ranks add up, and use for their own heads alone.
+        after: modules behind ``sums``, which every rank computes whole.
+        norms: RMSNorms whose mean is over all ranks' heads.
+    """
+
+    cuts: dict[str, Cut]
+    sums: str = "o_proj"
+    shared_sums: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+
+
 class AttentionLayer(nn.Module):
     """Base class of the layers. A mechanism defines what it caches of a token, and how queries attend to that.
 
@@ -236,6 +268,10 @@ class AttentionLayer(nn.Module):
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """(heads, width) of each tensor that this layer caches."""
+        raise NotImplementedError
+
+    def head_split(self) -> HeadSplit:
+        """How ranks share this layer by heads."""
         raise NotImplementedError
 
     def new_cache(

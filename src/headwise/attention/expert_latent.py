@@ -23,6 +23,8 @@ from headwise.attention.base import (
     AttentionLayer,
     CacheLike,
     Call,
+    Cut,
+    HeadSplit,
     Rope,
     as_rotary,
     default_head_dim,
@@ -131,6 +133,19 @@ class ExpertLatentAttention(AttentionLayer):
         """Key latents and value latents, each ``[B, K, T, C]``, without rotation."""
         shape = (self.spec.latent_kv_heads, self.spec.kv_dim)
         return shape, shape
+
+    def head_split(self) -> HeadSplit:
+        """Ranks share heads, and latent heads as far as there are; gates depend on all heads' queries."""
+        H, K = self.spec.num_heads, self.spec.latent_kv_heads
+        cuts = {
+            "q_proj": Cut(0, H),
+            "kv_a_proj": Cut(0, K, sections=2),
+            "gate_proj": Cut(1, H),
+            "k_experts": Cut(0, H),
+            "v_experts": Cut(0, H),
+            "o_proj": Cut(1, H),
+        }
+        return HeadSplit(cuts, shared_sums=("gate_proj",))
 
     def _refuse(
         self,

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from headwise.attention.base import (
     AttentionLayer,
     Call,
+    Cut,
+    HeadSplit,
     Rope,
     as_rotary,
     default_head_dim,
@@ -110,6 +112,14 @@ class GroupedQueryAttention(AttentionLayer):
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """Keys ``[B, K, T, D]`` and values ``[B, K, T, V]``."""
         return (self.spec.num_kv_heads, self.spec.head_dim), (self.spec.num_kv_heads, self.spec.value_dim)
+
+    def head_split(self) -> HeadSplit:
+        """Ranks share query heads, and key–value heads as far as there are."""
+        H, K = self.spec.num_heads, self.spec.num_kv_heads
+        cuts = {"q_proj": Cut(0, H), "k_proj": Cut(0, K), "v_proj": Cut(0, K), "o_proj": Cut(1, H)}
+        if self.spec.qk_norm != "full":
+            return HeadSplit(cuts)
+        return HeadSplit(cuts | {"q_norm": Cut(0, H), "k_norm": Cut(0, K)}, norms=("q_norm", "k_norm"))
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         key = self._heads(self.k_proj(states), self.spec.num_kv_heads, self.k_norm)

@@ -12,7 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.base import AttentionLayer, Call, Rope, as_rotary, merge_heads, per_head, rotated, split_heads
+from headwise.attention.base import (
+    AttentionLayer,
+    Call,
+    Cut,
+    HeadSplit,
+    Rope,
+    as_rotary,
+    merge_heads,
+    per_head,
+    rotated,
+    split_heads,
+)
 from headwise.attention.norm import RMSNorm
 from headwise.cost.latent import best_impl
 from headwise.cost.stages import attended_pairs
@@ -159,6 +170,18 @@ class MultiHeadLatentAttention(AttentionLayer):
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """One tensor ``[B, 1, T, R + P]``: the latent, then the rotary key."""
         return ((1, self.spec.kv_lora_rank + self.spec.qk_rope_head_dim),)
+
+    def head_split(self) -> HeadSplit:
+        """Ranks share heads; all hold the latent, and what it is computed from."""
+        H = self.spec.num_heads
+        heads = "q_proj" if self.q_proj is not None else "q_b_proj"
+        cuts = {heads: Cut(0, H), "kv_b_proj": Cut(0, H), "o_proj": Cut(1, H)}
+        if self.spec.qk_norm is None:
+            return HeadSplit(cuts)
+        cuts["q_b_proj"] = Cut(0, H)
+        if self.spec.qk_norm != "full":
+            return HeadSplit(cuts)
+        return HeadSplit(cuts | {"q_norm": Cut(0, H)}, norms=("q_norm",))
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
         widths = (self.spec.kv_lora_rank, self.spec.qk_rope_head_dim)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from headwise.attention.base import (
     AttentionLayer,
     Call,
+    Cut,
+    HeadSplit,
     Rope,
     as_rotary,
     default_head_dim,
@@ -87,6 +89,12 @@ class LatentSpaceAttention(AttentionLayer):
         """Keys and values, each ``[B, H, T, R/H]``."""
         shape = (self.spec.num_heads, self.spec.latent_head_dim)
         return shape, shape
+
+    def head_split(self) -> HeadSplit:
+        """Ranks share heads up to the sum that projects all of them up; every rank computes the output projection."""
+        H = self.spec.num_heads
+        cuts = {"q_proj": Cut(0, H), "k_proj": Cut(0, H), "v_proj": Cut(0, H), "v_out_proj": Cut(1, H)}
+        return HeadSplit(cuts, sums="v_out_proj", after=("o_proj",))
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         key, value = (split_heads(project(states), self.spec.num_heads) for project in (self.k_proj, self.v_proj))
