@@ -15,7 +15,7 @@ import headwise
 from headwise.attention.base import AttentionLayer
 from headwise.cost import layer as layer_cost
 from headwise.errors import ArgumentError
-from headwise.parallel import cut_tensor, rank_spec, share_heads
+from headwise.parallel import ContextShare, cut_tensor, rank_spec, share_context, share_heads
 from headwise.specs import RopeSpec
 from tests.closeness import assert_close
 
@@ -81,6 +81,8 @@ def check(name: str, make: Callable[[], AttentionLayer]) -> None:
         assert_close(other[1], one[1], 1e-10)
     if causal:
         check_decoding(whole, layer, states)
+        if whole.spec.sliding_window is None and not (hasattr(whole, "gate_proj") and whole.rope is not None):
+            check_context(whole, states)
 
 
 def check_weights(whole: AttentionLayer, layer: AttentionLayer, ranks: int, rank: int) -> None:
@@ -118,9 +120,31 @@ def check_decoding(whole: AttentionLayer, layer: AttentionLayer, states: Tensor)
     assert held == layer_cost.cache_values(rank_spec(whole.spec, dist.get_world_size()))
 
 
-def refuses(make: Callable[[], Any], field: str) -> None:
+@torch.no_grad()
+def check_context(whole: AttentionLayer, states: Tensor) -> None:
+    """Ranks that share the tokens of a context; blocks of 2, so that some ranks have none of the first ones."""
+    layer, padding = share_context(copy.deepcopy(whole)), torch.ones(2, 9, dtype=torch.bool)
+    padding[1, :2] = False
+    for mask in (None, padding):
+        cache = whole.new_cache(2, 16, dtype=torch.float64)
+        shared = ContextShare(whole.new_cache(2, 16, dtype=torch.float64), block=2)
+        for start, end in ((0, 1), (1, 4), (4, 5), (5, 6), (6, 9)):
+            seen = None if mask is None else mask[:, :end]
+            one = whole(states[:, start:end], is_causal=True, cache=cache, attention_mask=seen)
+            other = layer(states[:, start:end], is_causal=True, cache=shared, attention_mask=seen)
+            is_real = torch.ones(2, end - start, dtype=torch.bool) if mask is None else mask[:, start:end]
+            assert_close(other[is_real], one[is_real], 1e-9)
+        assert shared.length == cache.length == 9
+        counts = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, shared.held.length)
+        assert sum(counts) == 9
+        assert max(counts) - min(counts) <= 2
+    assert_close(layer(states, is_causal=True), whole(states, is_causal=True), 1e-9)  # without a shared context
+
+
+def refuses(make: Callable[[], Any], field: str, share: Callable[[Any], Any] = share_heads) -> None:
     with pytest.raises(ArgumentError) as caught:
-        share_heads(make())
+        share(make())
     assert caught.value.field == field
 
 
@@ -135,6 +159,8 @@ def main() -> None:
     refuses(lambda: headwise.GroupedQueryAttention(30, 12, 3, head_dim=6), "ranks")
     refuses(lambda: headwise.LatentSpaceAttention(30, 5, latent_dim=10), "ranks")
     refuses(lambda: headwise.MultiHeadAttention(32, 4, head_dim=8, output_projection=False), "output_projection")
+    refuses(LAYERS["window"], "sliding_window", share_context)
+    refuses(LAYERS["experts, one latent"], "rope", share_context)
     if dist.get_rank() == 0:
         print("every mechanism agrees")
     dist.destroy_process_group()

@@ -1,5 +1,14 @@
 """Attention on several ranks: heads shared by tensor parallelism, and one long context shared by tokens."""
 
 from headwise.parallel.heads import cut_tensor, rank_spec, share_heads
+from headwise.parallel.sequence import ContextShare, attend_part, join_parts, share_context
 
-__all__ = ["cut_tensor", "rank_spec", "share_heads"]
+__all__ = [
+    "ContextShare",
+    "attend_part",
+    "cut_tensor",
+    "join_parts",
+    "rank_spec",
+    "share_context",
+    "share_heads",
+]
