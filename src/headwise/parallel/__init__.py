@@ -1,6 +1,7 @@
 """Attention on several ranks: heads shared by tensor parallelism, and one long context shared by tokens."""
 
 from headwise.parallel.heads import cut_tensor, rank_spec, share_heads
+from headwise.parallel.models import share_model
 from headwise.parallel.sequence import ContextShare, attend_part, join_parts, share_context
 
 __all__ = [
@@ -11,4 +12,5 @@ __all__ = [
     "rank_spec",
     "share_context",
     "share_heads",
+    "share_model",
 ]
