@@ -37,6 +37,8 @@ ROOMS = (
     "headwise.bench",
     "headwise.frontiers",
     "headwise.conversion",
+    "headwise.healing",
+    "headwise.parallel",
 )
 
 SPAN = re.compile(r"``(?P<code>.+?)``(?: is (?:``(?P<literal>.+?)``|(?P<number>-?[\d,]*\d(?:\.\d+)?|True|False)))?")

@@ -26,9 +26,7 @@ def share_model(model: Any, group: Group = None) -> Any:
     headwise's attention is shared by `share_heads`. Feed-forward networks, and attention of transformers' own
     classes, follow the ``tp_plan`` that transformers has for the family. Embeddings, norms and the head stay whole on
     every rank. The model is then called, trained and generated with as before, with the same tokens on all ranks. For
-    example, in each of the processes of ``torchrun``::
-
-        model = share_model(headwise.load("./half"))
+    example ``share_model(headwise.load("./half"))``, in each of the processes that ``torchrun`` starts.
 
     Args:
         model: of `headwise.load`, the same on all ranks.

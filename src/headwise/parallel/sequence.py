@@ -55,7 +55,10 @@ def attend_part(
 
 
 def join_parts(mixed: Tensor, total: Tensor, group: Group = None) -> Tensor:
-    """The attention over all ranks' tokens, ``[B, H, S, V]``, from what `attend_part` returned on each."""
+    """The attention over all ranks' tokens, ``[B, H, S, V]``, from what `attend_part` returned on each.
+
+    For example ``join_parts(*attend_part(query, key, value, visible, None))``.
+    """
     largest = all_reduced(total, group, dist.ReduceOp.MAX)
     weight = torch.exp(total - largest.clamp_min(torch.finfo(total.dtype).min))
     joined = all_reduced(torch.cat((mixed * weight, weight), dim=-1), group)
@@ -112,11 +115,8 @@ def share_context(layer: Layer, group: Group = None) -> Layer:
 
     The layer is then called with a `ContextShare` as its cache, with the same tokens on all ranks, and returns the
     same output on all. Weights stay whole, or are those of a rank of `share_heads` over another group. It is meant
-    for generation: nothing is differentiated. For example, in each of the processes of ``torchrun``::
-
-        layer = share_context(GroupedQueryAttention(512, 8, 2))
-        cache = ContextShare(layer.new_cache(batch_size=1, max_length=1 << 16))
-        layer(states, is_causal=True, cache=cache)
+    for generation: nothing is differentiated. For example ``share_context(layer)``, and then
+    ``layer(states, is_causal=True, cache=ContextShare(layer.new_cache(1, 65_536)))``.
 
     Args:
         layer: the layer.
