@@ -46,8 +46,8 @@ def share_heads(layer: Layer, group: Group = None) -> Layer:
 
     Afterwards the layer is called as before, and returns what it would have returned. Its cache holds the rank's
     heads. Derivatives of weights that several ranks hold are summed over them, so that they stay equal; masks with
-    heads and returned weights are those of all heads. For example ``share_heads(GroupedQueryAttention(512, 8, 2))``, in
-    each of the processes that ``torchrun`` starts.
+    heads and returned weights are those of all heads. For example ``share_heads(GroupedQueryAttention(512, 8, 2))``,
+    in each of the processes that ``torchrun`` starts.
 
     Args:
         layer: the whole layer, with the same weights on all ranks.
