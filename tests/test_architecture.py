@@ -38,6 +38,7 @@ ROOMS = (
     ("conversion",),
     ("healing",),
     ("frontiers",),
+    ("migration",),
     ("engines",),
     ("cli", "__main__"),
 )

@@ -38,6 +38,7 @@ ROOMS = (
     "headwise.frontiers",
     "headwise.conversion",
     "headwise.healing",
+    "headwise.migration",
     "headwise.parallel",
 )
 

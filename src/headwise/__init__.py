@@ -41,6 +41,8 @@ _PUBLIC = {
     "LatentSpec": "headwise.specs",
     "LayerCounts": "headwise.counting",
     "MissingExtraError": "headwise.errors",
+    "MigrateOptions": "headwise.options",
+    "Migration": "headwise.migration",
     "ModelSpec": "headwise.specs",
     "MultiHeadAttention": "headwise.attention",
     "MultiHeadLatentAttention": "headwise.attention",
@@ -73,6 +75,7 @@ _PUBLIC = {
     "heal": "headwise.healing",
     "inspect": "headwise.cost",
     "load": "headwise.hf",
+    "migrate": "headwise.migration",
     "optimize": "headwise.hf",
 }
 
@@ -114,12 +117,15 @@ if TYPE_CHECKING:
     from headwise.hf import Generation, generate, load, optimize
     from headwise.kernels import attend, attend_with_weights, choose_backend
     from headwise.measurement import doctor
+    from headwise.migration import Migration, migrate
     from headwise.options import (
         CalibrateOptions,
         ChoiceOptions,
         ConvertOptions,
         EvaluateOptions,
         FrontierOptions,
+        HealOptions,
+        MigrateOptions,
         PlantedOptions,
         RetrievalOptions,
     )
@@ -162,6 +168,8 @@ __all__ = [
     "LatentSpaceSpec",
     "LatentSpec",
     "LayerCounts",
+    "MigrateOptions",
+    "Migration",
     "MissingExtraError",
     "ModelSpec",
     "MultiHeadAttention",
@@ -195,6 +203,7 @@ __all__ = [
     "heal",
     "inspect",
     "load",
+    "migrate",
     "optimize",
 ]
 

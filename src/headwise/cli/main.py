@@ -110,6 +110,7 @@ def _register_commands() -> None:
         frontier,
         generate,
         heal,
+        migrate,
         profile,
     )
     from headwise.cli.commands.from_configs import (  # noqa: F401

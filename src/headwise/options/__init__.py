@@ -23,6 +23,7 @@ from headwise.options.evaluate import (
 from headwise.options.frontier import FrontierOptions
 from headwise.options.heal import HealOptions
 from headwise.options.keywords import takes_options
+from headwise.options.migrate import MigrateOptions
 
 __all__ = [
     "BITS",
@@ -40,6 +41,7 @@ __all__ = [
     "FrontierOptions",
     "HealOptions",
     "ItemOptions",
+    "MigrateOptions",
     "Options",
     "PlantedOptions",
     "RetrievalOptions",

@@ -1,0 +1,62 @@
+"""``headwise migrate``: the smallest cache whose loss is allowed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
+from headwise.cli.options import takes_options
+from headwise.options.migrate import MigrateOptions
+
+if TYPE_CHECKING:
+    from headwise.migration import Migration
+
+
+@app.command(
+    epilog="Example: headwise migrate smollm2-135m ./small --max-quality-loss 0.05 --calibrate a.txt --evaluate b.txt"
+)
+@takes_options(MigrateOptions)
+def migrate(
+    source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    options: MigrateOptions,
+    as_json: Json = False,
+) -> None:
+    """Find the smallest cache whose loss is allowed: verify, convert, train, verify."""
+    with progress_bar() as progress:
+        from headwise.migration import migrate as migrate_source
+
+        report = migrate_source(source, output, options, progress=progress)
+    if as_json:
+        emit(report.to_dict())
+    else:
+        _show(report)
+    if report.chosen is None:
+        raise typer.Exit(1)
+
+
+def _show(report: Migration) -> None:
+    table = numbers_table("size", "B/token", "of the cache", "loss", "KL", "allowed")
+    for step in report.steps:
+        table.add_row(
+            f"{step.target}{', trained' if step.healed else ''}",
+            f"{step.cache_bytes_per_token:,.0f}",
+            f"{step.cache_bytes_per_token / report.cache_bytes_per_token:.1%}",
+            f"{step.loss:+.2%}",
+            f"{step.kl:.4f}",
+            "yes" if step.is_allowed else "no",
+        )
+    out.print(table)
+    if report.chosen is not None:
+        chosen = report.chosen
+        size = f"{chosen.cache_bytes_per_token:,.0f} B a token at a loss of {chosen.loss:.2%}"
+        out.print(f"[bold]{chosen.target}[/bold] is in {escape(report.output)}: {size}")
+        return
+    nearest = min((step for step in report.steps[1:]), key=lambda step: step.loss)
+    allowed = f"{report.max_quality_loss:.2%}"
+    out.print(
+        f"no size that was tried loses at most {allowed}; {nearest.target} came nearest with {nearest.loss:.2%}"
+    )

@@ -1,0 +1,115 @@
+"""Migration: it ends with the smallest size whose loss is allowed, and keeps what every size lost."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headwise
+from headwise.errors import HeadwiseError
+from tests.conversion.test_resumed import StoppedError, stop_at
+from tests.real_models import save_tiny
+
+module = importlib.import_module("headwise.migration.migrate")
+
+STUDY = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+EXAM = "a lazy dog was jumped over by some fox which then ran back into its den, happy. " * 12
+SIZES = ("mla:0.8", "mla:0.5", "mla:0.25")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "study.txt").write_text(STUDY)
+    (folder / "exam.txt").write_text(EXAM)
+    # A model that has learnt the text: a random one's perplexity may fall by chance.
+    random, taught = save_tiny(folder / "random"), folder / "model"
+    options = {"objective": "cross-entropy", "learning_rate": 3e-3, "dtype": "float32", "recall": False}
+    headwise.heal(
+        random, taught, teacher=random, text=folder / "study.txt", steps=150, window=64, evaluate=False, **options
+    )
+    return taught
+
+
+@pytest.fixture
+def keywords(source: Path) -> dict[str, Any]:
+    folder = source.parent
+    texts = {"calibrate": folder / "study.txt", "evaluate": folder / "exam.txt"}
+    return {**texts, "targets": SIZES, "calibration_tokens": 512}
+
+
+def test_the_last_size_within_the_loss_is_chosen(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    tried = headwise.migrate(source, tmp_path / "all", max_quality_loss=1e9, **keywords).steps
+    # A random model's perplexity also falls by chance, so sizes are ordered by what they lose.
+    ordered = sorted(tried[1:], key=lambda step: step.loss)
+    allowed = (ordered[1].loss + ordered[2].loss) / 2
+    sizes = [step.target for step in ordered]
+    report = headwise.migrate(source, tmp_path / "out", max_quality_loss=allowed, **{**keywords, "targets": sizes})
+    assert report.chosen is not None
+    assert report.chosen.target == sizes[1]
+    assert [step.target for step in report.steps] == ["mla:1", *sizes]
+    assert [step.is_allowed for step in report.steps] == [True, True, True, False]
+    document = json.loads((tmp_path / "out" / module.FILE).read_text())
+    assert document["chosen"]["target"] == sizes[1]
+    again = headwise.evaluate(tmp_path / "out", against=source, text=keywords["evaluate"], windows=2)
+    assert again.perplexity_ratio == pytest.approx(1 + report.chosen.loss, rel=1e-6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "out"]
+
+
+def test_where_no_size_is_allowed_nothing_is_written(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    report = headwise.migrate(source, tmp_path / "out", max_quality_loss=1e-9, **{**keywords, "targets": ["mqa"]})
+    assert report.chosen is None
+    assert len(report.steps) == 2  # the exact one, and the one that lost too much
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_size_that_loses_too_much_is_trained(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    keywords = {**keywords, "targets": ["mqa"], "max_quality_loss": 1e-9}
+    plain = headwise.migrate(source, tmp_path / "out", **keywords)
+    report = headwise.migrate(source, tmp_path / "out", **keywords, heal_tokens=2048)
+    assert [step.healed for step in report.steps] == [False, False, True]
+    assert report.steps[1] == plain.steps[1]
+    assert report.steps[2].kl != report.steps[1].kl
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_killed_run_goes_on(
+    call: int, source: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = headwise.migrate(source, tmp_path / "whole", max_quality_loss=1e9, **keywords)
+    with monkeypatch.context() as patch:
+        stop_at(patch, module, "convert", call, after=True)
+        with pytest.raises(StoppedError):
+            headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **keywords)
+    made = []
+    original = module.convert
+    monkeypatch.setattr(module, "convert", lambda *args, **kwargs: (made.append(args), original(*args, **kwargs))[1])
+    resumed = headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **keywords)
+    assert resumed.steps == whole.steps
+    assert len(made) == 4 - call + 1
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"max_quality_loss": 0.0}, "max_quality_loss"),
+        ({"targets": ["int8"]}, "target"),
+        ({"targets": ["mla:2"]}, "target"),
+        ({"evaluate": "nothing.txt"}, "evaluate"),
+        ({"heal_tokens": 1}, "heal_tokens"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(
+    changes: dict[str, Any], field: str, source: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(HeadwiseError) as caught:
+        headwise.migrate(source, tmp_path / "out", **{"max_quality_loss": 0.1, **keywords, **changes})
+    assert caught.value.field == field
+    assert not any(tmp_path.iterdir())
