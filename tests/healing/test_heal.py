@@ -210,6 +210,16 @@ def test_saving_memory_changes_nothing(
     assert other.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
+def test_a_teacher_on_disk_teaches_the_same(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    plain = headwise.heal(converted, tmp_path / "plain", **keywords)
+    stored = headwise.heal(converted, tmp_path / "stored", **keywords, teacher_top=97)  # all of the vocabulary
+    assert stored.losses == pytest.approx(plain.losses, rel=0.02)  # probabilities are kept in float16
+    few = headwise.heal(converted, tmp_path / "few", **{**keywords, "steps": 40}, teacher_top=8)
+    assert few.held_out[-1][1] < few.held_out[0][1] < plain.held_out[0][1]
+    with pytest.raises(HeadwiseError, match=r"temperature = 2.0: must be 1.0 with teacher_top"):
+        headwise.heal(converted, tmp_path / "hot", **keywords, teacher_top=8, temperature=2.0)
+
+
 def test_hidden_states_are_learnt_too(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
     report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40}, hidden=1.0)
     plain = headwise.heal(converted, tmp_path / "plain", **{**keywords, "steps": 40})

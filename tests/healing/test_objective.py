@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.healing import cross_entropy, divergence, hidden_error
+from headwise.healing import cross_entropy, divergence, divergence_from_top, hidden_error
 
 
 def formula(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -68,3 +68,25 @@ def test_the_error_of_hidden_states_is_a_part_of_the_teachers_variance() -> None
     assert float(hidden_error(means, teacher)) == pytest.approx(1, rel=0.01)
     halves = tuple(layer / 2 for layer in teacher)
     assert float(hidden_error(halves, teacher)) == pytest.approx(0.25, rel=0.01)
+
+
+@given(st.integers(1, 300), st.integers(3, 30), st.integers(0, 99))
+def test_from_the_likeliest_tokens_all_others_count_as_one(positions: int, vocabulary: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits, teacher = torch.randn(2, positions, vocabulary, generator=generator, dtype=torch.float64) * 2
+    log_probs, tokens = teacher.log_softmax(-1).topk(2)
+    one, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    (mine := divergence_from_top(one, tokens, log_probs)).backward()
+    own, known = other.softmax(-1).gather(-1, tokens), log_probs.exp()
+    rest, own_rest = 1 - known.sum(-1), 1 - own.sum(-1)
+    expected = ((known * (log_probs - own.log())).sum(-1) + rest * (rest / own_rest).log()).mean()
+    expected.backward()
+    torch.testing.assert_close(mine, expected.detach(), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
+    assert float(mine.detach()) <= float(divergence(logits, teacher)) + 1e-9
+
+
+def test_all_tokens_are_the_whole_divergence() -> None:
+    logits, teacher = torch.randn(2, 20, 9, dtype=torch.float64)
+    log_probs, tokens = teacher.log_softmax(-1).topk(9)
+    torch.testing.assert_close(divergence_from_top(logits, tokens, log_probs), divergence(logits, teacher))

@@ -11,6 +11,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, model_identity, run_identity
+from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
 from headwise.conversion.solvers.device import QUICK, own_device
 from headwise.disk import refuse_input_within
@@ -18,17 +19,18 @@ from headwise.documents import MEASURED, finite
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
-from headwise.healing.loop import BETAS, Loop
+from headwise.healing.loop import BETAS, Loop, run_model
 from headwise.healing.report import Healing
 from headwise.healing.sharded import shard, whole
 from headwise.healing.state import Progressed, TrainingState
+from headwise.healing.teacher import StoredTeacher
 from headwise.healing.trained import select, trained_tensors
 from headwise.healing.windows import HealingWindows, open_windows
 from headwise.hf import as_dtype, load, open_decoder
 from headwise.measurement import peak_rss_bytes
 from headwise.options import takes_options
 from headwise.options.heal import HealOptions
-from headwise.processes import first_enters, process_count, process_index
+from headwise.processes import barrier, first_enters, process_count, process_index
 from headwise.progress import Progress, silent
 from headwise.quantization.files import FILE as CODES
 from headwise.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
@@ -192,6 +194,24 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype)
     done = loop.run(TrainingState(folder, parameters, optimizer), optimizer, progress)
     return model, done, sum(parameter.numel() for parameter in parameters.values())
+
+
+def _teacher(prepared: _Prepared, folder: Path, progress: Progress) -> Any | StoredTeacher:
+    """The teacher, or what is kept of it on disk."""
+    model = load(prepared.teacher.path, dtype=prepared.dtype, device=str(prepared.device))
+    if prepared.options.teacher_top is None:
+        return model
+    stored, windows = StoredTeacher(folder / "teacher", prepared.options.teacher_top), prepared.windows
+    if process_index() == 0:
+
+        @torch.no_grad()
+        def logits(window: CalibrationWindows) -> torch.Tensor:
+            result: torch.Tensor = run_model(model, window, prepared.dtype).logits[0]
+            return result
+
+        stored.store(logits, windows.read_in_order(), windows.steps * windows.batch + len(windows.held_out), progress)
+    barrier()
+    return stored
 
 
 def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:

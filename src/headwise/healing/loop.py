@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows
 from headwise.errors import CheckpointError
-from headwise.healing.objective import cross_entropy, divergence, hidden_error
+from headwise.healing.objective import cross_entropy, divergence, divergence_from_top, hidden_error
 from headwise.healing.sharded import settle, whole
 from headwise.healing.state import Progressed, TrainingState
+from headwise.healing.teacher import StoredTeacher
 from headwise.healing.windows import HealingWindows, share
 from headwise.options.heal import HealOptions
 from headwise.processes import all_sum, process_count, process_index
@@ -37,7 +38,8 @@ class Loop:
 
     Attributes:
         model: the transformers model that is trained, its weights float32.
-        teacher: the transformers model that it learns from, or None for cross-entropy alone.
+        teacher: the transformers model that it learns from, its likeliest tokens on disk, or None for cross-entropy
+            alone.
         parameters: that are trained, by name.
         windows: of text.
         options: of the run.
@@ -45,7 +47,7 @@ class Loop:
     """
 
     model: Any
-    teacher: Any | None
+    teacher: Any | StoredTeacher | None
     parameters: Mapping[str, nn.Parameter]
     windows: HealingWindows
     options: HealOptions
@@ -115,6 +117,9 @@ class Loop:
         own = self._forward(self.model, window)
         if self.teacher is None:
             return cross_entropy(own.logits[0, :-1], window.ids[0, 1:].to(own.logits.device))
+        if isinstance(self.teacher, StoredTeacher):
+            tokens, log_probs = self.teacher.top(window)
+            return divergence_from_top(own.logits[0], tokens.to(own.logits.device), log_probs.to(own.logits.device))
         with torch.no_grad():
             other = self._forward(self.teacher, window)
         if self.options.objective == "distill":
@@ -126,15 +131,7 @@ class Loop:
         return loss
 
     def _forward(self, model: Any, window: CalibrationWindows) -> Any:
-        device = model.device
-        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return model(
-                window.ids.to(device),
-                position_ids=window.positions.to(device),
-                attention_mask=torch.ones_like(window.ids, device=device),  # without it, gaps begin another text
-                use_cache=False,
-                output_hidden_states=bool(self.options.hidden),
-            )
+        return run_model(model, window, self.dtype, output_hidden_states=self.options.hidden > 0)
 
     @torch.no_grad()
     def measure(self) -> float:
@@ -162,3 +159,23 @@ class Loop:
         assert saved is not None  # the first save is before the first step
         saved.rate, saved.rollbacks = done.rate / 2, done.rollbacks + 1
         return saved
+
+
+def run_model(model: Any, window: CalibrationWindows, dtype: torch.dtype, **more: Any) -> Any:
+    """Run a transformers model on one window ``[1, W]``; what it returns.
+
+    Args:
+        model: the model.
+        window: token ids and positions.
+        dtype: of matrix products.
+        more: keywords of the model's call.
+    """
+    device = model.device
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        return model(
+            window.ids.to(device),
+            position_ids=window.positions.to(device),
+            attention_mask=torch.ones_like(window.ids, device=device),  # without it, gaps begin another text
+            use_cache=False,
+            **more,
+        )

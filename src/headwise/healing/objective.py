@@ -30,6 +30,20 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Ten
     return _Divergence.apply(logits, teacher, temperature)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def divergence_from_top(logits: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
+    """The mean divergence from a teacher of which only the likeliest tokens are known, in nats.
+
+    All other tokens count as one, so that it is a lower bound of `divergence` at temperature 1. For example
+    ``divergence_from_top(model(ids).logits[0], *stored.top(window))``.
+
+    Args:
+        logits: ``[N, V]``, of the model.
+        tokens: int64 ``[N, k]``, the teacher's likeliest tokens.
+        log_probs: ``[N, k]``, the teacher's logarithms of their probabilities.
+    """
+    return _FromTop.apply(logits, tokens, log_probs)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean cost of the text's own tokens, in nats.
 
@@ -76,6 +90,38 @@ class _Divergence(torch.autograd.Function):
             gradient[piece] = own.exp_().sub_(weights).mul_(temperature / count)
         ctx.save_for_backward(gradient)
         return (total * temperature**2 / count).to(wide)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None
+
+
+class _FromTop(torch.autograd.Function):
+    """See `_Divergence`. For a token that the teacher's list lacks, the gradient is its share of the others'."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
+        count = len(logits)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        tiny = torch.finfo(wide).tiny
+        gradient = torch.empty_like(logits)
+        total = torch.zeros((), dtype=torch.float64, device=logits.device)
+        for start in range(0, count, _ROWS):
+            piece = slice(start, start + _ROWS)
+            own = F.log_softmax(logits[piece].to(wide), -1)
+            listed, known = tokens[piece], log_probs[piece].to(wide)
+            mine, weights = own.gather(-1, listed), known.exp()
+            rest = (1 - weights.sum(-1, keepdim=True)).clamp_min(0)
+            own_rest = (1 - mine.exp().sum(-1, keepdim=True)).clamp_min(tiny)
+            total += (weights * (known - mine)).sum().double()
+            total += torch.special.xlogy(rest, rest.clamp_min(tiny) / own_rest).sum().double()
+            probabilities = own.exp_()
+            of_rest = probabilities * (1 - rest / own_rest)
+            gradient[piece] = of_rest.scatter(-1, listed, probabilities.gather(-1, listed) - weights) / count
+        ctx.save_for_backward(gradient)
+        return (total / count).to(wide)
 
     @staticmethod
     @once_differentiable

@@ -5,6 +5,7 @@ Shapes: N windows, W tokens in each.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
@@ -63,6 +64,13 @@ class HealingWindows:
         rounds = places // len(self.train)
         rows = [self._order(int(one))[int(at)] for one, at in zip(rounds, places % len(self.train), strict=True)]
         return self.train[torch.stack(rows)]
+
+    def read_in_order(self) -> Iterator[CalibrationWindows]:
+        """Every window that the run reads, ``[1, W]`` each: those of its steps, and the held-out ones."""
+        for index in range(self.steps):
+            batch = self.step(index)
+            yield from (batch[row : row + 1] for row in range(len(batch)))
+        yield from (plain_windows(row[None]) for row in self.held_out)
 
     def _order(self, index: int) -> Tensor:
         """The order of one pass over all windows."""

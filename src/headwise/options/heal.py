@@ -39,10 +39,28 @@ class ObjectiveOptions(Options):
         default=0.0,
         rule=at_least(0),
     )
+    teacher_top: int | None = option(
+        "distill: run the teacher first, and keep only so many of its likeliest tokens for each token, on disk, so "
+        "that it need not stay in memory; 64 take 400 bytes a token",
+        default=None,
+        rule=at_least(1),
+    )
     recall: bool = option(
         "let one window in three repeat passages of itself from far behind, so that far facts are found again",
         default=True,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher_top is None:
+            return
+        for name, value, needed in (
+            ("objective", self.objective, "distill"),
+            ("temperature", self.temperature, 1.0),
+            ("hidden", self.hidden, 0.0),
+        ):
+            if value != needed:
+                raise ArgumentError(name, value, f"must be {needed} with teacher_top")
 
 
 class StepOptions(Options):
