@@ -14,7 +14,15 @@ import pytest
 import headwise
 from headwise.checkpoints import run_identity
 from headwise.frontiers import results
-from headwise.options import CalibrateOptions, ConvertOptions, FrontierOptions, Options, declarations
+from headwise.options import (
+    CalibrateOptions,
+    ConvertOptions,
+    FrontierOptions,
+    HealOptions,
+    MigrateOptions,
+    Options,
+    declarations,
+)
 from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
@@ -70,14 +78,60 @@ FRONTIER: dict[str, tuple[dict[str, Any], Any]] = {
     "device": (ONE, "cpu"),
 }
 
+HEALED = {"teacher": "source", "text": "study.txt", "steps": 3, "window": 32, "evaluate": False}
+HEAL: dict[str, tuple[dict[str, Any], Any]] = {
+    "teacher": (HEALED, "other"),
+    "text": (HEALED, "other.txt"),
+    "train": (HEALED, "attention"),
+    "lora_rank": ({**HEALED, "train": "lora"}, 2),
+    "dtype": ({**HEALED, "dtype": "float32"}, "bfloat16"),
+    "device": (HEALED, "cpu"),
+    "checkpointing": (HEALED, True),
+    "seed": (HEALED, 1),
+    "evaluate": (HEALED, "exam.txt"),
+    "evaluation_windows": (HEALED, 3),
+    "overwrite": (HEALED, True),
+    "objective": (HEALED, "cross-entropy"),
+    "temperature": (HEALED, 2.0),
+    "hidden": (HEALED, 0.5),
+    "teacher_top": (HEALED, 8),
+    "recall": (HEALED, False),
+    "tokens": ({**HEALED, "steps": None, "tokens": 96}, 128),
+    "steps": (HEALED, 4),
+    "alpha": ({**HEALED, "steps": None, "alpha": 0.1, "pretraining_tokens": 1000}, 0.2),
+    "pretraining_tokens": ({**HEALED, "steps": None, "alpha": 0.1, "pretraining_tokens": 1000}, 2000),
+    "window": (HEALED, 48),
+    "batch": (HEALED, 2),
+    "learning_rate": (HEALED, 1e-3),
+    "warmup": (HEALED, 0.5),
+    "patience": (HEALED, 1),
+    "measurements": (HEALED, 2),
+}
+
+MIGRATED = {**STUDY, "max_quality_loss": 0.1, "evaluate": "exam.txt", "targets": ["mla:0.5"]}
+MIGRATE: dict[str, tuple[dict[str, Any], Any]] = {
+    "calibrate": (MIGRATED, "other.txt"),
+    "calibration_tokens": (MIGRATED, 500),
+    "calibration_window": (MIGRATED, 64),
+    "device": (MIGRATED, "cpu"),
+    "max_quality_loss": (MIGRATED, 0.2),
+    "targets": (MIGRATED, ["mqa"]),
+    "evaluate": (MIGRATED, "third.txt"),
+    "evaluation_windows": (MIGRATED, 3),
+    "heal_tokens": (MIGRATED, 64),
+    "overwrite": (MIGRATED, True),
+}
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], ModuleType, type[Options]]] = {
     "convert": (headwise.convert, sys.modules["headwise.conversion.convert"], ConvertOptions),
     "calibrate": (headwise.calibrate, sys.modules["headwise.conversion.calibrate"], CalibrateOptions),
     "frontier": (headwise.frontier, results, FrontierOptions),
+    "heal": (headwise.heal, sys.modules["headwise.healing.heal"], HealOptions),
+    "migrate": (headwise.migrate, sys.modules["headwise.migration.migrate"], MigrateOptions),
 }
 """Each function that continues a killed run, the module that makes its identity, and its options."""
 
-CASES = [("convert", CONVERT), ("calibrate", CALIBRATE), ("frontier", FRONTIER)]
+CASES = [("convert", CONVERT), ("calibrate", CALIBRATE), ("frontier", FRONTIER), ("heal", HEAL), ("migrate", MIGRATE)]
 
 
 class IdentityError(Exception):
@@ -89,6 +143,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source, texts and two sets of statistics; not to be changed."""
     folder = tmp_path_factory.mktemp("identity")
     save_tiny(folder / "source")
+    save_tiny(folder / "other", seed=1)
     for name, text in (("study", TEXT), ("other", TEXT[1:]), ("exam", TEXT[::-1]), ("third", TEXT[:1:-1])):
         (folder / f"{name}.txt").write_text(text)
     for name, tokens in (("statistics", 512), ("statistics-2", 400)):
@@ -146,21 +201,24 @@ def test_what_does_not_decide_a_result() -> None:
         "convert": {"evaluate", "evaluation_windows", "overwrite", "dry_run", "device"},
         "calibrate": {"overwrite", "device"},
         "frontier": {"targets", "methods", "keep", "plot", "device"},
+        "heal": {"evaluate", "evaluation_windows", "overwrite", "device"},
+        "migrate": {"max_quality_loss", "targets", "overwrite", "device"},
     }
 
 
 def test_the_name_of_a_text_decides_nothing(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = shutil.copy(place / "study.txt", tmp_path / "copy.txt")
-    for name, command in (("convert", {**MLA, **STUDY}), ("calibrate", STUDY), ("frontier", ONE)):
-        one, other = (
-            identity_of(monkeypatch, place, name, {**command, "calibrate": text}) for text in ("study.txt", copy)
-        )
+    commands = {"convert": {**MLA, **STUDY}, "calibrate": STUDY, "frontier": ONE, "heal": HEALED, "migrate": MIGRATED}
+    for name, command in commands.items():
+        field = "text" if name == "heal" else "calibrate"
+        one, other = (identity_of(monkeypatch, place, name, {**command, field: text}) for text in ("study.txt", copy))
         assert one == other, name
 
 
 def test_an_option_that_is_new_is_in_the_identity(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Identities begin with what the options declare, so that no list has to be kept beside them."""
-    for name, command in (("convert", MLA), ("calibrate", STUDY), ("frontier", ONE)):
+    commands = {"convert": MLA, "calibrate": STUDY, "frontier": ONE, "heal": HEALED, "migrate": MIGRATED}
+    for name, command in commands.items():
         before = identity_of(monkeypatch, place, name, command)
         with monkeypatch.context() as patch:
             kind, own = FUNCTIONS[name][2], FUNCTIONS[name][2].identity

@@ -142,7 +142,9 @@ class HealOptions(StepOptions, ObjectiveOptions):
         "processor multiplies it",
         default=None,
     )
-    device: str | None = option("device to train on, such as cuda; the CPU when left out", default=None)
+    device: str | None = option(
+        "device to train on, such as cuda; the CPU when left out", default=None, identity=False
+    )
     checkpointing: bool = option(
         "compute each layer a second time in the backward pass, in place of keeping what it needs", default=False
     )

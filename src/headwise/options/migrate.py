@@ -18,13 +18,16 @@ class MigrateOptions(RequiredTextOptions):
     """
 
     max_quality_loss: float = option(
-        "the largest loss: by which fraction the perplexity of the evaluation text may rise, such as 0.05", rule=_LOSS
+        "the largest loss: by which fraction the perplexity of the evaluation text may rise, such as 0.05",
+        rule=_LOSS,
+        identity=False,
     )
     targets: Sequence[str] = option(
         "a size to try, from the largest to the smallest, as headwise frontier spells it: mla:F, mla@F, same@F, "
         "gqa:K or mqa; mla:0.75, 0.5, 0.375, 0.25, 0.1875 and 0.125 when left out",
         default=(),
         flag="--target",
+        identity=False,
     )
     evaluate: str | Path | Sequence[str | Path] = option(
         "a text to measure the loss on, or several, which nothing is calibrated or trained on",
