@@ -103,12 +103,15 @@ def test_a_killed_run_goes_on(
         ({"targets": ["int8"]}, "target"),
         ({"targets": ["mla:2"]}, "target"),
         ({"evaluate": "nothing.txt"}, "evaluate"),
+        ({"evaluate": "study.txt"}, "evaluate"),
         ({"heal_tokens": 1}, "heal_tokens"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(
     changes: dict[str, Any], field: str, source: Path, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
+    if changes.get("evaluate") == "study.txt":
+        changes = {"evaluate": keywords["calibrate"]}
     with pytest.raises(HeadwiseError) as caught:
         headwise.migrate(source, tmp_path / "out", **{"max_quality_loss": 0.1, **keywords, **changes})
     assert caught.value.field == field

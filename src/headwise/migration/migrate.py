@@ -152,8 +152,11 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> str:
     named = named_texts(options.evaluate)
     refuse_texts_within(out, texts.sources, name="calibrate")
     refuse_texts_within(out, named, name="evaluate")
+    calibrated_on = {*map(text_identity, texts.sources)}
     for text in named:
         read_source(text, characters=1, name="evaluate")
+        if text_identity(text, name="evaluate") in calibrated_on:
+            raise ArgumentError("evaluate", str(text), "is calibrated on; name another text")
     checkpoint = open_checkpoint(source)
     refuse_input_within(out, checkpoint.path, "the source")
     refuse_unexamined(checkpoint.spec)
