@@ -19,6 +19,7 @@ from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import Speed, allocated_bytes, decode_times
 from headwise.hf import has_codes
 from headwise.options import EvaluateOptions, takes_options
+from headwise.processes import all_sum, barrier, my_windows, process_index
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
 from headwise.texts.identity import refuse_twice
@@ -156,7 +157,7 @@ def evaluate(model: str | Path | Pair, options: EvaluateOptions, *, progress: Pr
         (file, token_windows(pair.tokenizer, content, window=window, windows=options.windows, name=f"text {file}"))
         for file, content in zip(files, contents, strict=True)
     ]
-    return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress)
+    return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress, shared=True)
 
 
 @torch.inference_mode()
@@ -167,6 +168,7 @@ def evaluate_windows(
     context: int | None = None,
     cache: str | None = None,
     progress: Progress = silent,
+    shared: bool = False,
 ) -> Evaluation:
     """Evaluate a model on windows of tokens, beside its reference; see `evaluate`.
 
@@ -178,6 +180,7 @@ def evaluate_windows(
         context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
         cache: the format that the model's cache is stored in; the model's own numbers when None.
         progress: told of each window.
+        shared: each of several processes scores its share of the windows; all of them have to call this.
     """
     if context is None:
         context = CONTEXT if pair.positions is None else min(CONTEXT, pair.positions - 1)
@@ -185,8 +188,8 @@ def evaluate_windows(
     prompt = prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
     with pair.caching(cache):
         check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
-        scores = _scores(pair, texts, progress)
-        speed = decode_times(pair.models, prompt.to(pair.device), progress=progress)
+        scores = _scores(pair, texts, progress, shared=shared)
+        speed = _speed(pair, prompt, progress, shared=shared)
     if cache is not None or has_codes(pair.models["model"]):
         allocated = allocated_bytes(pair.models["model"], texts[0][1][0], cache)
         speed["model"] = replace(speed["model"], bytes_per_token=allocated)
@@ -198,19 +201,38 @@ def evaluate_windows(
     return _evaluation(scores, speed["model"], about | pair.about() | {"cache": cache}, reference)
 
 
-def _scores(pair: Pair, texts: Sequence[tuple[str, Tensor]], progress: Progress) -> _Scores:
-    scores = []
-    done, total = 0, sum(len(batch) for _, batch in texts)
-    for name, batch in texts:
-        rows = []
-        for ids in batch:
-            progress("perplexity", done, total)
-            rows.append(score_window(pair.models, ids))
-            _check_finite(rows[-1], pair)
-            done += 1
-        scores.append((name, {key: torch.stack([row[key] for row in rows]) for key in rows[0]}))
-    progress("perplexity", total, total)
-    return scores
+def _scores(pair: Pair, texts: Sequence[tuple[str, Tensor]], progress: Progress, *, shared: bool) -> _Scores:
+    """The scores of every window, of which each process computes its share where they are shared."""
+    windows = [(name, ids) for name, batch in texts for ids in batch]
+    mine = my_windows(len(windows)) if shared else range(len(windows))
+    rows: dict[int, dict[str, Tensor]] = {}
+    for done, number in enumerate(mine):
+        progress("perplexity", done, len(mine))
+        rows[number] = score_window(pair.models, windows[number][1])
+        _check_finite(rows[number], pair)
+    progress("perplexity", len(mine), len(mine))
+    keys = ("nll",) if "against" not in pair.sources else ("nll", "reference_nll", "kl", "agree")
+    together = {}
+    for key in keys:
+        part = torch.zeros(len(windows), texts[0][1].shape[1] - 1, dtype=torch.float64)
+        for number, row in rows.items():
+            part[number] = row[key]
+        together[key] = all_sum(part) if shared else part
+    counts = [len(batch) for _, batch in texts]
+    parts = {key: value.split(counts) for key, value in together.items()}  # type: ignore[no-untyped-call]
+    return [(name, {key: value[number] for key, value in parts.items()}) for number, (name, _) in enumerate(texts)]
+
+
+def _speed(pair: Pair, prompt: Tensor, progress: Progress, *, shared: bool) -> dict[str, Speed]:
+    """Each model's cache and decoding time; of several processes the first measures, while the others wait."""
+    if not shared:
+        return decode_times(pair.models, prompt.to(pair.device), progress=progress)
+    barrier()
+    measured = torch.zeros(len(pair.models), 2, dtype=torch.float64)
+    if process_index() == 0:
+        speed = decode_times(pair.models, prompt.to(pair.device), progress=progress)
+        measured = torch.tensor([(one.bytes_per_token, one.decode_ms) for one in speed.values()], dtype=torch.float64)
+    return {name: Speed(*row) for name, row in zip(pair.models, all_sum(measured).tolist(), strict=True)}
 
 
 def _evaluation(

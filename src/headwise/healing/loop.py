@@ -131,7 +131,7 @@ class Loop:
         return loss
 
     def _forward(self, model: Any, window: CalibrationWindows) -> Any:
-        return run_model(model, window, self.dtype, output_hidden_states=self.options.hidden > 0)
+        return run_model(model, window, self.dtype, with_states=self.options.hidden > 0)
 
     @torch.no_grad()
     def measure(self) -> float:
@@ -161,14 +161,14 @@ class Loop:
         return saved
 
 
-def run_model(model: Any, window: CalibrationWindows, dtype: torch.dtype, **more: Any) -> Any:
+def run_model(model: Any, window: CalibrationWindows, dtype: torch.dtype, *, with_states: bool = False) -> Any:
     """Run a transformers model on one window ``[1, W]``; what it returns.
 
     Args:
         model: the model.
         window: token ids and positions.
         dtype: of matrix products.
-        more: keywords of the model's call.
+        with_states: return every layer's output too.
     """
     device = model.device
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
@@ -177,5 +177,5 @@ def run_model(model: Any, window: CalibrationWindows, dtype: torch.dtype, **more
             position_ids=window.positions.to(device),
             attention_mask=torch.ones_like(window.ids, device=device),  # without it, gaps begin another text
             use_cache=False,
-            **more,
+            output_hidden_states=with_states,
         )

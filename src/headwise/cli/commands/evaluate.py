@@ -12,6 +12,7 @@ from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
 from headwise.cli.scores import SHOW
+from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError, naming
 from headwise.options import (
     ChoiceOptions,
@@ -61,8 +62,13 @@ def evaluate(
 ) -> None:
     """Evaluate a model on text (perplexity, divergence, agreement, cache bytes, time a token) and on tasks."""
     refuse_no_page(html)
-    with progress_bar() as progress:
+    with as_one_process(), progress_bar() as progress:
+        from headwise.processes import process_index
+
         results = _results(model, options, progress)
+        is_first = process_index() == 0
+    if not is_first:
+        return
     documents = {task: result.to_dict() for task, result in results.items()}
     document = {"model": model, "against": options.against, **documents.pop("text", {}), **documents}
     if html is not None:

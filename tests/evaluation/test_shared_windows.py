@@ -1,0 +1,35 @@
+"""Two processes that share the windows of a text measure what one measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import headwise
+from tests.cli.test_torchrun import TEXT, TWO, run
+from tests.real_models import save_tiny
+
+
+def test_two_processes_measure_what_one_measures(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source")
+    headwise.convert(source, tmp_path / "half", to="mla", kv_budget=0.5, evaluate=False)
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(TEXT if name == "one" else TEXT[::-1])
+    texts = ("--text", tmp_path / "one.txt", "--text", tmp_path / "two.txt", "--windows", 3, "--window", 64)
+    documents = []
+    for launch in ((), TWO):
+        page = tmp_path / f"page{len(launch)}.html"
+        done = run(
+            *("-m", "headwise", "evaluate", tmp_path / "half", "--against", source, *texts, "--json", "--html", page),
+            launch=launch,
+        )
+        assert done.returncode == 0, done.stderr
+        documents.append(json.loads(done.stdout))  # printed once
+        assert page.exists()
+    one, two = documents
+    for field in ("perplexity", "perplexity_ratio", "kl", "top1_agreement", "cache_bytes_per_token", "windows"):
+        assert two[field] == pytest.approx(one[field], rel=1e-9), field
+    assert [score["kl"] for score in two["texts"]] == pytest.approx([score["kl"] for score in one["texts"]], rel=1e-9)
+    assert two["decode_ms"] > 0
