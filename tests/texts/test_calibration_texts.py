@@ -128,7 +128,9 @@ def test_texts_are_told_apart_by_all_that_decides_their_windows(text: Path, tmp_
     assert not others[-1]
 
 
-@pytest.mark.parametrize(("shape", "steps"), [((7, 1024), 49), ((7, 128), 49), ((7, 2048), 98), ((3, 1536), 32)])
+@pytest.mark.parametrize(
+    ("shape", "steps"), [((7, 1024), 70), ((7, 128), 49), ((7, 512), 35), ((7, 2048), 140), ((3, 1536), 45)]
+)
 def test_long_windows_are_descended_on_as_often_as_as_much_text_in_short_ones(
     shape: tuple[int, int], steps: int
 ) -> None:

@@ -49,7 +49,7 @@ class CalibrationOptions(Options):
         "how many tokens to calibrate on; 16384 when left out", default=None, rule=at_least(2)
     )
     calibration_window: int | None = option(
-        "tokens in each window of them; 1024, or as many as the model or a text has, when left out",
+        "tokens in each window of them; 512, or as many as the model or a text has, when left out",
         default=None,
         rule=at_least(2),
     )

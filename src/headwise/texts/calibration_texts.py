@@ -21,9 +21,9 @@ from headwise.texts.windows import usual_window, wrapping_ids
 TOKENS = 16_384
 """The default number of calibration tokens."""
 
-WINDOW = 1024
-"""The default number of tokens in a window. Shorter windows have more first tokens, which attention uses as sinks, so
-that a conversion has to preserve them; longer ones have more dependencies over a distance."""
+WINDOW = 512
+"""The default number of tokens in a window. Longer windows have more dependencies over a distance, which windows that
+repeat passages of themselves have too; of shorter ones, as many tokens treat more subjects."""
 
 WINDOWS = 3
 """The kind of windows that conversions make of a text, which a killed run goes on with: 3, some repeat passages, and

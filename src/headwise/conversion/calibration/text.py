@@ -51,15 +51,17 @@ from headwise.specs import GroupedSpec
 from headwise.texts import CalibrationTexts, first_ids, open_windows
 from headwise.threads import side_by_side
 
-PASSES = 7
-"""The number of steps that a layer's descent takes on every training window, or on every `STRETCH` tokens of longer
-windows."""
+STEPS = 5
+"""The number of steps that a layer's descent takes on every `STRETCH` tokens of the training windows."""
 
-CODE_WINDOWS = 16
+SHORT_STEPS = 7
+"""The number of steps on every window that is shorter."""
+
+CODE_WINDOWS = 32
 """The most windows that the code of a layer's cache is designed on."""
 
-STRETCH = 1024
-"""The number of tokens of a long window that count as one window for the descent."""
+STRETCH = 512
+"""The number of tokens from which a window counts by its tokens."""
 
 
 @dataclass(frozen=True)
@@ -438,7 +440,9 @@ def _first_id(checkpoint: Checkpoint) -> int | None:
 
 def descent_steps(windows: CalibrationWindows) -> int:
     """The number of steps of each layer's descent on the windows that are trained on."""
-    return round(PASSES * windows.train * max(windows.width / STRETCH, 1))
+    if windows.width < STRETCH:
+        return SHORT_STEPS * windows.train
+    return round(STEPS * windows.train * windows.width / STRETCH)
 
 
 def output_cost(sensitivity: Tensor | None, hidden_size: int) -> Cost:
