@@ -7,7 +7,7 @@
 and in some channels of the keys a bias far larger than what the input adds to it. ``llama`` has eight query heads for
 each key–value head, and ``qwen3`` is ``llama`` with norms of queries and keys. ``gemma3`` has four query heads for
 each key–value head, wide heads, such norms and windows; ``gpt2`` a key–value head for every query head, biases
-everywhere and no RoPE.
+everywhere and no RoPE; ``mha`` is a llama with a key–value head for every query head.
 """
 
 from __future__ import annotations
@@ -82,6 +82,12 @@ def llama() -> PreTrainedModel:
     """A llama of 16 query heads and 2 key–value heads."""
     sizes = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 32}
     return LlamaForCausalLM(LlamaConfig(**COMMON, **ROPE, **sizes, num_attention_heads=16, num_key_value_heads=2))
+
+
+def mha() -> PreTrainedModel:
+    """A llama of 8 query heads and as many key–value heads."""
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 32}
+    return LlamaForCausalLM(LlamaConfig(**COMMON, **ROPE, **sizes, num_attention_heads=8, num_key_value_heads=8))
 
 
 def qwen3() -> PreTrainedModel:
@@ -160,7 +166,7 @@ def _glassllm(folder: Path, cache: Path) -> Path:
 
 MODELS: dict[str, Callable[[Path, Path], Path]] = {
     "glassllm": _glassllm,
-    **{build.__name__: partial(train, build) for build in (qwen2, llama, qwen3, gemma3, gpt2)},
+    **{build.__name__: partial(train, build) for build in (qwen2, llama, mha, qwen3, gemma3, gpt2)},
 }
 """By name; each takes the folder to write and the cache of `benchmarks.data`."""
 

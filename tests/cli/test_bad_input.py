@@ -357,7 +357,7 @@ def test_a_matrix_that_cannot_be_decomposed(
             ("--to", "mqa", "--method", "mean", "--calibrate", "text.txt"),
             "calibrate = 'text.txt': goes with mla and aligned heads, not with mean",
         ),
-        (("--to", "mqa", "--method", "x"), "method = 'x': must be one of aligned, first_head, mean"),
+        (("--to", "mqa", "--method", "x"), "method = 'x': must be one of aligned, first_head, mean, random"),
         (("--to", "mha", "--method", "mean"), "method = 'mean': merges key–value heads, and none are merged here"),
         (
             (*MLA, "--without", "x"),

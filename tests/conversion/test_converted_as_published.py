@@ -107,7 +107,7 @@ def test_weights_alone_do_for_mha2mla(place: Path, tmp_path: Path) -> None:
         ({"method": "transmla:0"}, "freqfold = 0: must divide"),
         (
             {"method": "transmla:x"},
-            "method = 'transmla:x': must be one of aligned, first_head, mean; or for mla headwise, mha2mla",
+            "method = 'transmla:x': must be one of aligned, first_head, mean, random; or for mla headwise, mha2mla",
         ),
         ({"method": "mha2mla", "to": "mqa", "kv_budget": None}, "method = 'mha2mla': goes with mla"),
         ({"method": "mha2mla", "without": ["refit"]}, "without = 'refit': is a stage of headwise's own"),

@@ -87,7 +87,7 @@ def test_no_two_ways_share_a_file_name(tmp_path: Path) -> None:
     assert (
         len({candidate.slug for candidate in candidates})
         == len(candidates)
-        == 2 * (len(STAGES) + 2 + 5) - 1 + len(STAGES) - 2 + 2 + 2
+        == 2 * (len(STAGES) + 2 + 5) - 1 + len(STAGES) - 2 + 2 + 3
     )
     assert not notes
     assert candidates[0] == Candidate("mla:0.5")

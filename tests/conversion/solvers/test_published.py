@@ -17,6 +17,7 @@ from headwise.attention.latent import constructor_arguments
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.methods.first_head import first_head
 from headwise.conversion.methods.mha2mla import mha2mla
+from headwise.conversion.methods.random_heads import random_heads
 from headwise.conversion.methods.transmla import rotate_rope, transmla
 from headwise.conversion.solvers.orthogonal_channels import principal, share_out
 from headwise.hf import HostedLatentAttention
@@ -383,3 +384,19 @@ def test_the_first_head_of_each_group_stays() -> None:
     assert torch.equal(after["v_proj.bias"], before["v_proj.bias"][[0, 1, 2, 9, 10, 11]])
     for untouched in ("q_proj.weight", "q_proj.bias", "o_proj.weight"):
         assert after[untouched] is before[untouched]
+
+
+def test_random_heads_are_as_large_as_the_sources_and_always_the_same() -> None:
+    spec = GroupedSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=32)
+    torch.manual_seed(0)
+    names = ("q_proj", "k_proj", "v_proj")
+    before = {f"{name}.weight": torch.randn(256, 64) * scale for name, scale in zip(names, (1, 3, 0.1), strict=True)}
+    one, again = (random_heads(before, spec, as_grouped(spec, 2)) for _ in range(2))
+    for name in names[1:]:
+        drawn, source = one[f"{name}.weight"], before[f"{name}.weight"]
+        assert drawn.shape == (64, 64)
+        assert torch.equal(drawn, again[f"{name}.weight"])
+        assert float(drawn.std() / source.std()) == pytest.approx(1, abs=0.05)
+        parts = source.view(4, 64, 64)
+        assert all(abs(float(torch.corrcoef(torch.stack((drawn.ravel(), p.ravel())))[0, 1])) < 0.1 for p in parts)
+    assert one["q_proj.weight"] is before["q_proj.weight"]

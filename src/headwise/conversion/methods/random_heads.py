@@ -1,0 +1,57 @@
+"""Reduce key–value heads to new random ones, which have to be trained.
+
+The GQA paper's last choice (Ainslie et al. 2023, figure 4): what training wins back without the source's heads.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headwise.conversion.methods.base import Evidence, MergingMethod
+from headwise.conversion.methods.first_head import first_head
+from headwise.conversion.methods.repeat import head_tensors
+from headwise.specs import GroupedSpec
+
+
+class RandomHeads(MergingMethod):
+    """See `random_heads`."""
+
+    name = "random"
+    label = "random heads"
+    uses_text = False
+    is_cheap = True
+
+    def solve_heads(
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec, evidence: Evidence
+    ) -> dict[str, Tensor]:
+        """See `random_heads`."""
+        return random_heads(state, source, target)
+
+
+def random_heads(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:
+    """Draw fewer key–value heads at random, each tensor with the mean square of the source's.
+
+    For example ``random_heads(state, source, as_grouped(source, 1))``. Equal states give equal heads.
+
+    Args:
+        state: the layer's tensors by its own names.
+        source: the layer's spec.
+        target: the layer's spec with fewer key–value heads, a divisor of the source's.
+
+    Returns:
+        The converted layer's tensors, in the dtype of ``state``.
+    """
+    out = first_head(state, source, target)
+    for name in head_tensors(state, source):
+        whole = state[name].double()
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {float(whole.sum())!r}".encode()))
+        drawn = torch.randn(out[name].shape, generator=generator, dtype=torch.float64, device="cpu")
+        out[name] = (drawn.to(whole.device) * whole.square().mean().sqrt()).to(state[name].dtype)
+    return out
+
+
+METHOD = RandomHeads()
