@@ -6,7 +6,8 @@
 
 A row is ``TARGET of TOKENS``, a target as ``headwise frontier`` spells it and the tokens that are trained on, and
 then what differs from the default: ``by METHOD`` (a baseline's conversion), ``KEY=VALUE`` (an option of
-``headwise.heal``). ``wikitext`` trains on WikiText-2 train alone, ``mixture`` on equal parts of it, Moby Dick and XSum.
+``headwise.heal``). ``wikitext`` trains on WikiText-2 train alone, ``mixture`` on equal parts of it, of Moby Dick and
+of XSum.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.uptraining          # kept in benchmarks/results/uptraining.json
 
-A llama of eight key–value heads is trained here on WikiText-2 train, converted to fewer heads by mean pooling, by first
-heads, by random heads and by headwise's own method, and trained on by cross-entropy for 5 % of its tokens (Ainslie et
-al., 2023, section 3.1 and figure 4). A row is ``TARGET METHOD``.
+A llama of eight key–value heads is trained here on WikiText-2 train, converted to fewer heads by mean pooling, by
+first heads, by random heads and by headwise's own method, and trained on by cross-entropy for 5 % of its tokens
+(Ainslie et al., 2023, section 3.1 and figure 4). A row is ``TARGET METHOD``.
 """
 
 from __future__ import annotations
