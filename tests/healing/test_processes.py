@@ -12,7 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 import headwise
+from headwise.healing.loop import Loop
 from tests.closeness import assert_close
+from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.healing.test_heal import TEXT
 from tests.real_models import save_tiny
 
@@ -44,6 +46,26 @@ def test_two_processes_learn_what_one_learns(train: str, tmp_path: Path) -> None
     assert two["trained_parameters"] == one["trained_parameters"]
     for name, tensor in alone.items():
         assert_close(together[name], tensor, 1e-4)
+
+
+def test_a_killed_run_goes_on_with_more_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tiny(tmp_path / "source")
+    (tmp_path / "text.txt").write_text(TEXT)
+    keywords = {"teacher": source, "text": tmp_path / "text.txt", "steps": 8, "window": 16, "batch": 4}
+    keywords |= {"learning_rate": 1e-3, "dtype": "float32", "evaluate": False, "measurements": 2}
+    headwise.convert(source, tmp_path / "half", to="mla", kv_budget=0.5, evaluate=False)
+    whole = headwise.heal(tmp_path / "half", tmp_path / "whole", **keywords)
+    with monkeypatch.context() as patch:
+        stop_at(patch, Loop, "_step", 6, after=True)
+        with pytest.raises(StoppedError):
+            headwise.heal(tmp_path / "half", tmp_path / "out", **keywords)
+    options = ("--teacher", source, "--text", tmp_path / "text.txt", "--steps", 8, "--window", 16, "--batch", 4)
+    more = ("--learning-rate", 1e-3, "--dtype", "float32", "--no-evaluate", "--measurements", 2)
+    done = run(2, "heal", tmp_path / "half", tmp_path / "out", *options, *more)
+    assert done.returncode == 0, done.stderr
+    losses = json.loads((tmp_path / "out" / "healing.json").read_text())["losses"]
+    assert losses[:4] == list(whole.losses[:4])  # these were done before, by one process
+    assert losses == pytest.approx(whole.losses, rel=1e-4)
 
 
 def test_windows_that_processes_cannot_share_are_refused(tmp_path: Path) -> None:

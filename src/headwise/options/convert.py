@@ -81,7 +81,26 @@ class ConversionOptions(Options):
     dtype: str | None = option("dtype of converted models; the source's when left out", default=None)
 
 
-class ConvertOptions(CalibrationOptions, ConversionOptions):
+class ProofOptions(Options):
+    """The evaluation that ends the work on a model."""
+
+    evaluate: bool | str | Path | Sequence[str | Path] = option(
+        "a text to evaluate the result on beside its source; when left out, text beyond the calibration's, or "
+        "Python's language reference",
+        default=True,
+        metavar="TEXT",
+        rule=not_empty("must be at least one file"),
+        identity=False,
+    )
+    evaluation_windows: int = option(
+        "how many windows of each text to evaluate on, of 2048 tokens or the model's positions",
+        default=EVALUATION_WINDOWS,
+        rule=at_least(1),
+        identity=False,
+    )
+
+
+class ConvertOptions(CalibrationOptions, ConversionOptions, ProofOptions):
     """The target, evidence, method and output of `headwise.convert`.
 
     For example ``ConvertOptions(to="mla", kv_budget=0.5, calibrate="text.txt")``.
@@ -153,20 +172,6 @@ class ConvertOptions(CalibrationOptions, ConversionOptions):
         "format deepseek: fill the latent and the rotary key up with zeros to these widths, R+P such as 512+64, and "
         "heads to what a kernel has; the cache is then as large as these",
         default=None,
-    )
-    evaluate: bool | str | Path | Sequence[str | Path] = option(
-        "a text to evaluate the result on beside its source; when left out, text beyond the calibration's, or "
-        "Python's language reference",
-        default=True,
-        metavar="TEXT",
-        rule=not_empty("must be at least one file"),
-        identity=False,
-    )
-    evaluation_windows: int = option(
-        "how many windows of each text to evaluate on, of 2048 tokens or the model's positions",
-        default=EVALUATION_WINDOWS,
-        rule=at_least(1),
-        identity=False,
     )
     overwrite: bool = option("replace a model folder at the output", default=False, identity=False)
     dry_run: bool = option("only estimate time and memory, and write nothing", default=False, identity=False)

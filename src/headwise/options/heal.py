@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from headwise.errors import ArgumentError
-from headwise.options.convert import EVALUATION_WINDOWS
+from headwise.options.convert import ProofOptions
 from headwise.options.declare import Options, Rule, at_least, not_empty, option
 
 TOKENS = 1_000_000
@@ -116,7 +116,7 @@ class StepOptions(Options):
             raise ArgumentError(one, getattr(self, one), f"goes with {other}")
 
 
-class HealOptions(StepOptions, ObjectiveOptions):
+class HealOptions(StepOptions, ObjectiveOptions, ProofOptions):
     """How `headwise.heal` trains a converted model.
 
     For example ``HealOptions(teacher="smollm2-135m", text="text.txt", tokens=200_000)``.
@@ -149,18 +149,4 @@ class HealOptions(StepOptions, ObjectiveOptions):
         "compute each layer a second time in the backward pass, in place of keeping what it needs", default=False
     )
     seed: int = option("seed of the order of the windows", default=0)
-    evaluate: bool | str | Path | Sequence[str | Path] = option(
-        "a text to evaluate on before and after; when left out, text beyond what is trained on, or Python's language "
-        "reference",
-        default=True,
-        metavar="TEXT",
-        rule=not_empty("must be at least one file"),
-        identity=False,
-    )
-    evaluation_windows: int = option(
-        "how many windows of each text to evaluate on, of 2048 tokens or the model's positions",
-        default=EVALUATION_WINDOWS,
-        rule=at_least(1),
-        identity=False,
-    )
     overwrite: bool = option("replace a model folder at the output", default=False, identity=False)
