@@ -21,6 +21,7 @@ from headwise.evaluation.plain_cache import bfloat16_bytes
 from headwise.frontiers.candidate import Candidate
 from headwise.hf import has_codes
 from headwise.options import FrontierOptions
+from headwise.processes import barrier, process_index
 from headwise.progress import Progress, untimed
 from headwise.texts import NO_TEXTS, CalibrationTexts, open_windows
 
@@ -65,6 +66,7 @@ def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
         ``cache``, bytes a token of the candidate's cache and of the source's, where numbers that are not in codes are
         bfloat16; ``held_out_loss`` for variants of a method.
     """
+    barrier()  # all processes read what is saved before any of them saves more
     run = _identity(candidate, setting)
     file = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
     result = _read(file)
@@ -76,7 +78,7 @@ def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
         conversion = _convert(candidate, model, run, setting)
     if result is None:
         result = _saved(_document(candidate, model, conversion, setting), file)
-    if not setting.options.keep:
+    if not setting.options.keep and process_index() == 0:
         shutil.rmtree(model, ignore_errors=True)
         _stamp(model).unlink(missing_ok=True)
     return result
@@ -93,7 +95,8 @@ def _document(
         device=setting.options.device,
         progress=setting.progress,
     )
-    evaluation = evaluate_windows(pair, setting.exam, cache=candidate.cache, progress=setting.progress).to_dict()
+    scored = evaluate_windows(pair, setting.exam, cache=candidate.cache, progress=setting.progress, shared=True)
+    evaluation = scored.to_dict()
     tokens = evaluation["window"]
     is_coded = has_codes(pair.models["model"])  # and as large in every dtype
     taken = None if is_coded else bfloat16_bytes(pair.checkpoints["model"], tokens, candidate.cache)
@@ -114,6 +117,7 @@ def _document(
 def _saved(document: dict[str, Any], file: Path) -> dict[str, Any]:
     """A result as it is read again from the file that it is written to."""
     write_file(file, json.dumps(document, indent=2))
+    barrier()
     result = _read(file)
     assert result is not None
     return result
@@ -128,7 +132,8 @@ def _held_out_loss(pair: Pair, setting: Setting) -> float:
 
 def _convert(candidate: Candidate, model: Path, run: str, setting: Setting) -> dict[str, Any]:
     """Convert, and save the run's identity beside the model, so that a later run can tell whose model it is."""
-    _stamp(model).unlink(missing_ok=True)
+    if process_index() == 0:
+        _stamp(model).unlink(missing_ok=True)
     texts = _texts(candidate, setting)
     report = convert(
         setting.source,
@@ -203,7 +208,9 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def write_file(file: Path, content: str) -> None:
-    """Write a file of the frontier's output, whole or not at all."""
+    """Write a file of the frontier's output, whole or not at all; of several processes, only the first does."""
+    if process_index() > 0:
+        return
     with clearly("output", file):
         file.parent.mkdir(exist_ok=True)
         write_whole(file, content.encode(errors="backslashreplace"))

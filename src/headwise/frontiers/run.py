@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from headwise.frontiers.points import Frontier, collect
 from headwise.frontiers.results import RESULTS, Setting, result_of, write_file
 from headwise.hf import as_device, as_dtype
 from headwise.options import FrontierOptions, takes_options
+from headwise.processes import barrier, process_index
 from headwise.progress import Progress, silent
 from headwise.report import refuse_no_plotly
 from headwise.texts import check_texts, named_texts, read_source, refuse_texts_within
@@ -73,7 +74,7 @@ def frontier(
     candidates, notes = list_candidates(checkpoint, options.targets, methods=options.methods, dtype=dtype)
     exam = choose_exam(checkpoint, named, calibrate=texts, window=options.window, windows=options.windows)
     notes += overlap_notes(checkpoint, exam, texts)
-    with _work_folder(folder) as work:
+    with _shared_work_folder(folder) as work:
         setting = Setting(
             checkpoint=checkpoint,
             source=str(source),
@@ -141,6 +142,15 @@ def _refuse_output(folder: Path) -> None:
             raise ArgumentError("output", str(folder), "holds something else; give a new folder, or a frontier's own")
     except OSError as error:
         raise ArgumentError("output", str(folder), f"cannot be used: {error.strerror}") from None
+
+
+@contextmanager
+def _shared_work_folder(folder: Path) -> Iterator[Path]:
+    """The working folder, which the first of several processes locks, and all use."""
+    with _work_folder(folder) if process_index() == 0 else nullcontext(folder / _WORK) as work:
+        barrier()
+        yield work
+        barrier()  # others may still use its files
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from rich.markup import escape
 from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
+from headwise.cli.torchrun import as_one_process
 from headwise.options import FrontierOptions
 
 if TYPE_CHECKING:
@@ -29,12 +30,16 @@ def frontier(
 ) -> None:
     """Quantise the cache, convert, or both, at several sizes: quality against cache, as a table, JSON and a plot."""
     refuse_no_page(html)
-    with progress_bar() as progress:
+    with as_one_process(), progress_bar() as progress:
         from headwise.frontiers import frontier as measure
         from headwise.frontiers.page import how, tables, title
         from headwise.frontiers.points import advice
+        from headwise.processes import process_index
 
         result = measure(source, output, options, progress=progress)
+        is_first = process_index() == 0
+    if not is_first:
+        return
     if html is not None:
         _write_page(html, source, result, is_silent=as_json)
     if as_json:
