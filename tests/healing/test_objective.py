@@ -75,8 +75,9 @@ def test_from_the_likeliest_tokens_all_others_count_as_one(positions: int, vocab
     generator = torch.Generator().manual_seed(seed)
     logits, teacher = torch.randn(2, positions, vocabulary, generator=generator, dtype=torch.float64) * 2
     log_probs, tokens = teacher.log_softmax(-1).topk(2)
+    log_rest = (1 - log_probs.exp().sum(-1, keepdim=True)).log()
     one, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    (mine := divergence_from_top(one, tokens, log_probs)).backward()
+    (mine := divergence_from_top(one, tokens, log_probs, log_rest)).backward()
     own, known = other.softmax(-1).gather(-1, tokens), log_probs.exp()
     rest, own_rest = 1 - known.sum(-1), 1 - own.sum(-1)
     expected = ((known * (log_probs - own.log())).sum(-1) + rest * (rest / own_rest).log()).mean()
@@ -89,4 +90,19 @@ def test_from_the_likeliest_tokens_all_others_count_as_one(positions: int, vocab
 def test_all_tokens_are_the_whole_divergence() -> None:
     logits, teacher = torch.randn(2, 20, 9, dtype=torch.float64)
     log_probs, tokens = teacher.log_softmax(-1).topk(9)
-    torch.testing.assert_close(divergence_from_top(logits, tokens, log_probs), divergence(logits, teacher))
+    nothing = torch.full((20, 1), -torch.inf, dtype=torch.float64)
+    torch.testing.assert_close(divergence_from_top(logits, tokens, log_probs, nothing), divergence(logits, teacher))
+
+
+def test_a_model_that_is_sure_gets_a_finite_gradient() -> None:
+    """In float32 one less the probability of what it is sure of is nothing but rounding."""
+    logits = torch.full((3, 50), -40.0)
+    logits[:, 7] = 40.0
+    logits.requires_grad_()
+    teacher = torch.randn(3, 50)
+    log_probs, tokens = teacher.log_softmax(-1).topk(4)
+    log_rest = teacher.log_softmax(-1).scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
+    (loss := divergence_from_top(logits, tokens, log_probs, log_rest)).backward()
+    assert loss.isfinite()
+    assert logits.grad is not None
+    assert float(logits.grad.abs().max()) <= 1

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.checkpoints import open_checkpoint
+import headwise
+from headwise.checkpoints import Checkpoint, open_checkpoint
 from headwise.errors import ArgumentError
-from headwise.healing.windows import HELD, open_windows, step_count
+from headwise.healing import windows as module
+from headwise.healing.windows import HELD, HealingWindows, step_count
 from headwise.options import HealOptions
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 60
@@ -18,6 +20,10 @@ TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. 
 
 def options(text: Path, **others: object) -> HealOptions:
     return HealOptions(**{"teacher": "source", "text": text, "window": 16, "tokens": 640, **others})  # type: ignore[arg-type]
+
+
+def open_windows(checkpoint: Checkpoint, chosen: HealOptions) -> HealingWindows:
+    return module.open_windows(checkpoint, chosen, checkpoint.spec)
 
 
 @pytest.fixture
@@ -44,6 +50,17 @@ def test_a_step_is_a_function_of_its_number_and_the_seed(text: Path, tiny_llama_
     one, same, other = (open_windows(checkpoint, options(text, seed=seed)) for seed in (0, 0, 1))
     assert torch.equal(one.step(7).ids, same.step(7).ids)
     assert any(not torch.equal(one.step(index).ids, other.step(index).ids) for index in range(5))
+
+
+def test_far_passages_are_as_far_as_the_teachers_rope_reaches(text: Path, tiny_llama_folder: Path) -> None:
+    source = open_checkpoint(tiny_llama_folder)
+    headwise.convert(source.path, text.parent / "half", to="mla", kv_budget=0.5, evaluate=False)
+    keywords = {"to": "mla", "kv_bytes": 0.3, "calibrate": text, "evaluate": False}
+    headwise.convert(source.path, text.parent / "coded", **keywords)
+    for name, has_gaps in (("half", True), ("coded", False)):  # codes of keys are rotated by slots
+        windows = module.open_windows(open_checkpoint(text.parent / name), options(text, window=64), source.spec)
+        assert bool(windows.train.repeats.any())
+        assert bool((windows.train.positions.diff(dim=1) > 1).any()) is has_gaps
 
 
 def test_held_out_windows_are_not_trained_on(text: Path, tiny_llama_folder: Path) -> None:

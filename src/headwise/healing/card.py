@@ -84,7 +84,10 @@ def _making(folder: Path, report: Healing) -> Iterator[str]:
         yield f"- in the last quarter of the steps it fell by {report.slope:.4f} nats"
     if (folder / "README.md").is_file():
         yield f"- its conversion: {as_code(CONVERSION)}"
-    yield from (f"- {one_line(note)}" for note in report.notes)
+    if report.rollbacks:
+        yield f"- the loss was not finite {report.rollbacks} times; the learning rate was halved each time"
+    if report.best_step < report.steps:
+        yield f"- the weights are those after step {report.best_step:,}, whose held-out loss was lowest"
 
 
 def _limits() -> Iterator[str]:

@@ -24,7 +24,7 @@ from headwise.healing.report import Healing
 from headwise.healing.sharded import shard, whole
 from headwise.healing.state import Progressed, TrainingState
 from headwise.healing.teacher import StoredTeacher
-from headwise.healing.trained import select, trained_tensors
+from headwise.healing.trained import refuse_unwritten, select, trained_numbers, trained_tensors
 from headwise.healing.windows import HealingWindows, open_windows
 from headwise.hf import as_dtype, load, open_decoder
 from headwise.measurement import peak_rss_bytes
@@ -70,8 +70,8 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         checkpoint.tensors,
         run=prepared.run,
         overwrite=options.overwrite,
-        # Two saves of float32 parameters and two moments each.
-        work_bytes=2 * 3 * 4 * sum(info.numel for info in checkpoint.tensors.values()),
+        # Float32 parameters and two moments each, in two saves and one that is being written; the best parameters.
+        work_bytes=(3 * 3 + 2) * 4 * trained_numbers(checkpoint, prepared.teacher, options),
     )
     with first_enters(writer):
         before = _evaluate(checkpoint.path, prepared, progress)
@@ -143,7 +143,11 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     texts = named_texts(options.text)
     refuse_texts_within(output, texts, name="text")
     refuse_texts_within(output, named_texts(options.evaluate), name="evaluate")
-    windows = open_windows(checkpoint, options)
+    if options.hidden > 0:
+        _refuse_other_shape(checkpoint, teacher)
+    if options.teacher_top is not None and sizes[0] is not None and options.teacher_top > sizes[0]:
+        raise ArgumentError("teacher_top", options.teacher_top, f"must be at most {sizes[0]}, the vocabulary")
+    windows = open_windows(checkpoint, options, teacher.spec)
     exam: Exam = []
     if options.evaluate is not False:
         trained_on = CalibrationTexts(tuple(texts), tokens=windows.read_tokens, window=windows.width)
@@ -165,6 +169,19 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     )
 
 
+def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
+    """Refuse a teacher whose layers' outputs are not those of the model's layers."""
+    for field in ("hidden_size", "num_layers"):
+        own, other = (
+            len(one.spec.layers) if field == "num_layers" else one.spec.layers[0].hidden_size
+            for one in (checkpoint, teacher)
+        )
+        if own != other:
+            raise ArgumentError(
+                "hidden", field, f"is {other} in the teacher and {own} in the model; leave hidden out"
+            )
+
+
 def _evaluate(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluation | str | None:
     """A folder beside the teacher; a note where that cannot be done, and None in all processes but the first."""
     if not prepared.exam or process_index() > 0:
@@ -177,10 +194,9 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     options = prepared.options
     model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
     needs_teacher = options.objective == "distill" or options.hidden > 0
-    teacher = (
-        load(prepared.teacher.path, dtype=prepared.dtype, device=str(prepared.device)) if needs_teacher else None
-    )
+    teacher = _teacher(prepared, folder, progress) if needs_teacher else None
     select(model, options.train, prepared.teacher, rank=options.lora_rank)
+    refuse_unwritten(model, prepared.checkpoint)
     shard(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if options.checkpointing:
@@ -220,10 +236,12 @@ def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
     if is_first:
         writer.add_companions(checkpoint)
         writer.write_json("config.json", checkpoint.config)
-        for name, new in ((CODES, CODES), ("README.md", CONVERSION)):
+        card = CONVERSION if (checkpoint.path / CONVERSION).is_file() else "README.md"  # of a model healed before
+        for name, new in ((CODES, CODES), (card, CONVERSION)):
             if (checkpoint.path / name).is_file():
                 writer.write_bytes(new, (checkpoint.path / name).read_bytes())
-        (writer.folder / MEASURED).unlink(missing_ok=True)  # of the conversion, and not of this model
+        for name in (MEASURED, "migration.json"):
+            (writer.folder / name).unlink(missing_ok=True)  # of the conversion, and not of this model
     trained = trained_tensors(model, checkpoint)
     for name in checkpoint.tensors:
         tensor = whole(trained[name]()) if name in trained else None
@@ -236,8 +254,7 @@ def _report(
     prepared: _Prepared, done: Progressed, count: int, before: Evaluation | str | None, after: Evaluation | str | None
 ) -> Healing:
     options, windows = prepared.options, prepared.windows
-    notes = [f"the loss was not finite {done.rollbacks} times; the learning rate was halved each time"]
-    notes = (notes if done.rollbacks else []) + [one for one in (before, after) if isinstance(one, str)]
+    notes = [one for one in (before, after) if isinstance(one, str)]
     return Healing(
         model=prepared.model,
         output=str(prepared.output),
@@ -253,6 +270,7 @@ def _report(
         batch=windows.batch,
         losses=tuple(done.losses),
         held_out=tuple(done.held_out),
+        best_step=done.best[0],
         stopped=done.stopped,
         rollbacks=done.rollbacks,
         seconds=done.seconds,

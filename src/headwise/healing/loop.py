@@ -67,9 +67,9 @@ class Loop:
         done = state.load()
         if done is None:
             done = Progressed()
-            done.held_out.append((0, self.measure()))
+            done.measured(self.measure())
             state.save(done)
-        every = max(self.windows.steps // self.options.measurements, 1)
+        every = -(-self.windows.steps // self.options.measurements)
         while done.step < self.windows.steps and not done.stopped:
             progress(HEALING, done.step, self.windows.steps)
             start = time.perf_counter()
@@ -81,10 +81,15 @@ class Loop:
             done.losses.append(loss)
             done.seconds += time.perf_counter() - start
             if done.step % every == 0 or done.step == self.windows.steps:
-                done.held_out.append((done.step, self.measure()))
+                held_out = self.measure()
+                if not math.isfinite(held_out):  # nothing may be saved that later steps cannot leave
+                    done = self._roll_back(state, done)
+                    continue
+                done.measured(held_out)
                 done.stopped = self._is_flat(done)
                 state.save(done)
         progress(HEALING, self.windows.steps, self.windows.steps)
+        state.load_best(done)
         return done
 
     def _step(self, optimizer: torch.optim.Optimizer, done: Progressed) -> float:
@@ -118,8 +123,8 @@ class Loop:
         if self.teacher is None:
             return cross_entropy(own.logits[0, :-1], window.ids[0, 1:].to(own.logits.device))
         if isinstance(self.teacher, StoredTeacher):
-            tokens, log_probs = self.teacher.top(window)
-            return divergence_from_top(own.logits[0], tokens.to(own.logits.device), log_probs.to(own.logits.device))
+            known = (tensor.to(own.logits.device) for tensor in self.teacher.top(window))
+            return divergence_from_top(own.logits[0], *known)
         with torch.no_grad():
             other = self._forward(self.teacher, window)
         if self.options.objective == "distill":
@@ -138,7 +143,8 @@ class Loop:
         """The mean loss on held-out windows: the divergence from the teacher, or the cost of the text without one."""
         costs = [float(self._loss(plain_windows(row[None]))) for row in self.windows.held_out]
         settle(self.model)
-        return sum(costs) / len(costs)
+        # The mean over processes, which decide alike by it, however their sums are rounded.
+        return float(all_sum(torch.tensor(sum(costs) / len(costs), dtype=torch.float64))) / process_count()
 
     def _is_flat(self, done: Progressed) -> bool:
         """Whether the last measurements have not found a lower loss."""

@@ -30,7 +30,7 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Ten
     return _Divergence.apply(logits, teacher, temperature)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def divergence_from_top(logits: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
+def divergence_from_top(logits: Tensor, tokens: Tensor, log_probs: Tensor, log_rest: Tensor) -> Tensor:
     """The mean divergence from a teacher of which only the likeliest tokens are known, in nats.
 
     All other tokens count as one, so that it is a lower bound of `divergence` at temperature 1. For example
@@ -40,8 +40,9 @@ def divergence_from_top(logits: Tensor, tokens: Tensor, log_probs: Tensor) -> Te
         logits: ``[N, V]``, of the model.
         tokens: int64 ``[N, k]``, the teacher's likeliest tokens.
         log_probs: ``[N, k]``, the teacher's logarithms of their probabilities.
+        log_rest: ``[N, 1]``, that of all others together; −infinity where there are none.
     """
-    return _FromTop.apply(logits, tokens, log_probs)  # type: ignore[no-any-return, no-untyped-call]
+    return _FromTop.apply(logits, tokens, log_probs, log_rest)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -102,29 +103,29 @@ class _FromTop(torch.autograd.Function):
     """See `_Divergence`. For a token that the teacher's list lacks, the gradient is its share of the others'."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, log_probs: Tensor, log_rest: Tensor) -> Tensor:
         count = len(logits)
         wide = torch.promote_types(logits.dtype, torch.float32)
-        tiny = torch.finfo(wide).tiny
         gradient = torch.empty_like(logits)
         total = torch.zeros((), dtype=torch.float64, device=logits.device)
         for start in range(0, count, _ROWS):
             piece = slice(start, start + _ROWS)
+            listed, rest = tokens[piece], log_rest[piece].to(wide)
+            known = torch.log_softmax(torch.cat((log_probs[piece].to(wide), rest), -1), -1)  # kept ones are rounded
+            weights = known.exp()
             own = F.log_softmax(logits[piece].to(wide), -1)
-            listed, known = tokens[piece], log_probs[piece].to(wide)
-            mine, weights = own.gather(-1, listed), known.exp()
-            rest = (1 - weights.sum(-1, keepdim=True)).clamp_min(0)
-            own_rest = (1 - mine.exp().sum(-1, keepdim=True)).clamp_min(tiny)
-            total += (weights * (known - mine)).sum().double()
-            total += torch.special.xlogy(rest, rest.clamp_min(tiny) / own_rest).sum().double()
-            probabilities = own.exp_()
-            of_rest = probabilities * (1 - rest / own_rest)
-            gradient[piece] = of_rest.scatter(-1, listed, probabilities.gather(-1, listed) - weights) / count
+            # Summed over the others: one less the listed ones would be rounding where these are nearly all.
+            own_rest = torch.logsumexp(own.scatter(-1, listed, -torch.inf), -1, keepdim=True)
+            mine = torch.cat((own.gather(-1, listed), own_rest), -1)
+            total += torch.where(weights > 0, weights * (known - mine), 0).sum().double()
+            of_rest = own.exp() - weights[:, -1:] * (own - own_rest).exp()
+            of_listed = own.gather(-1, listed).exp() - weights[:, :-1]
+            gradient[piece] = of_rest.scatter(-1, listed, of_listed) / count
         ctx.save_for_backward(gradient)
         return (total / count).to(wide)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None
+        return gradient * grad.to(gradient.dtype), None, None, None

@@ -26,8 +26,9 @@ class Healing:
         tokens: the number of tokens that were trained on, passages that a text was read again for included.
         window: tokens in each window.
         batch: windows in each step.
-        losses: the loss of each step, in nats a token.
+        losses: the loss of each step, by the objective: in nats a token, without ``hidden`` and a temperature.
         held_out: step and loss of each measurement on held-out windows; the first is before any step.
+        best_step: the step whose weights the result has, the one of the lowest held-out loss.
         stopped: whether it ended early, as the held-out loss fell no more.
         rollbacks: how often a loss that was not finite made it return to what was saved.
         seconds: the seconds of training, without measurements.
@@ -51,6 +52,7 @@ class Healing:
     batch: int
     losses: tuple[float, ...]
     held_out: tuple[tuple[int, float], ...]
+    best_step: int
     stopped: bool
     rollbacks: int
     seconds: float

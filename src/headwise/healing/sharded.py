@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwise.processes import process_count
+
+_WAIT = timedelta(days=2)
+"""How long a process waits for another, as the processes' own group does."""
 
 
 def shard(model: Any) -> None:
@@ -56,5 +60,6 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
 def _mesh(device: torch.device) -> DeviceMesh:
     if device.type == "cpu":
         return init_device_mesh("cpu", (process_count(),))
-    # The processes' own group is of CPUs.
-    return DeviceMesh.from_group(dist.new_group(backend="nccl"), device.type)
+    torch.cuda.set_device(device)  # FSDP moves its share to the current device
+    # The processes' own group is of CPUs. Others wait while the first writes gigabytes.
+    return DeviceMesh.from_group(dist.new_group(backend="nccl", timeout=_WAIT), device.type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.storage.layers import LOST, LayerFiles
+from headwise.errors import CheckpointError
 from headwise.healing.sharded import like, whole
 from headwise.processes import barrier, process_index
+
+_BEST = 2
+"""The number of the file with the best parameters."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -28,6 +33,7 @@ class Progressed:
         seconds: spent on training, in all runs together.
         losses: of every finished step, by the objective.
         held_out: ``(step, loss)`` of every measurement on held-out windows.
+        best: step and loss of the lowest measurement.
         stopped: whether the run ended early, as the held-out loss fell no more.
     """
 
@@ -37,13 +43,21 @@ class Progressed:
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    best: tuple[int, float] = (0, math.inf)
     stopped: bool = False
+
+    def measured(self, loss: float) -> None:
+        """Take notice of a measurement after the last step."""
+        self.held_out.append((self.step, loss))
+        if loss < self.best[1]:
+            self.best = (self.step, loss)
 
 
 class TrainingState:
     """Parameters, AdamW's moments and what has been done, saved and loaded together.
 
-    Two files are written in turn, each whole or not at all, so that one is always there to go on from.
+    Two files are written in turn, each whole or not at all, so that one is always there to go on from. A third has
+    the parameters of the lowest held-out loss.
 
     Args:
         folder: of the files.
@@ -63,16 +77,37 @@ class TrainingState:
         Raises:
             StorageError: the disk is full, or the file cannot be written.
         """
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            tensors[f"parameter {name}"] = whole(parameter.detach())
-            for moment in _MOMENTS:
-                if moment in (own := self._optimizer.state.get(parameter, {})):
-                    tensors[f"{moment} {name}"] = whole(own[moment])
+            own = self._optimizer.state.get(parameter, {})
+            for kind in ("parameter", *(moment for moment in _MOMENTS if moment in own)):
+                # One at a time, and kept by the first process alone: together they may not fit a device.
+                tensor = whole(parameter.detach() if kind == "parameter" else own[kind])
+                if process_index() == 0:
+                    tensors[f"{kind} {name}"] = tensor.cpu()
         if process_index() == 0:
+            about = asdict(progressed)
+            if progressed.best[0] == progressed.step:  # before the save that says so
+                parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
+                self._files.save(_BEST, parameters, about)
             newest = self._newest()
-            self._files.save(0 if newest is None or newest[0] else 1, tensors, asdict(progressed))
+            self._files.save(0 if newest is None or newest[0] else 1, tensors, about)
         barrier()
+
+    @torch.no_grad()
+    def load_best(self, progressed: Progressed) -> None:
+        """Set the parameters to those of the lowest held-out loss.
+
+        Raises:
+            CheckpointError: they are lost.
+        """
+        if progressed.best[0] == progressed.step:
+            return
+        saved = self._files.load(_BEST)
+        if saved is None or saved[1]["step"] != progressed.best[0]:
+            raise CheckpointError("step", progressed.best[0], LOST)
+        for name, parameter in self._parameters.items():
+            parameter.copy_(like(saved[0][f"parameter {name}"], parameter))
 
     def load(self) -> Progressed | None:
         """Return to the newest save; None if there is none, and nothing is changed."""
@@ -81,6 +116,7 @@ class TrainingState:
                 tensors, about = loaded
                 self._set(tensors, about["step"])
                 about["held_out"] = [tuple(pair) for pair in about["held_out"]]
+                about["best"] = tuple(about["best"])
                 return Progressed(**about)
         return None
 

@@ -57,17 +57,21 @@ class StoredTeacher:
                 continue
             logits: Tensor = teacher(window)
             found = [_top(piece, self._count) for piece in torch.split(logits, _ROWS)]
-            tokens, log_probs = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
-            content = save({"tokens": tokens.to(torch.int32), "log_probs": log_probs.to(torch.float16)})
+            tokens, log_probs, rest = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+            kept = {"tokens": tokens.to(torch.int32), "log_probs": log_probs.to(torch.float16), "log_rest": rest}
+            content = save(kept)
             with clearly("teacher", self._folder):
                 write_whole(file, content)
         progress(STORING, total, total)
 
-    def top(self, window: CalibrationWindows) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens, int64 ``[W, k]``, and the logarithms of their probabilities, float32 ``[W, k]``."""
+    def top(self, window: CalibrationWindows) -> tuple[Tensor, Tensor, Tensor]:
+        """The likeliest tokens, int64 ``[W, k]``, and logarithms of probabilities, float32.
+
+        These are ``[W, k]`` of the tokens, and ``[W, 1]`` of all others together.
+        """
         stored = self._read(self._file(window))
         assert stored is not None
-        return stored["tokens"].long(), stored["log_probs"].float()
+        return stored["tokens"].long(), stored["log_probs"].float(), stored["log_rest"]
 
     def _file(self, window: CalibrationWindows) -> Path:
         content = window.ids.cpu().numpy().tobytes() + window.positions.cpu().numpy().tobytes()
@@ -81,7 +85,8 @@ class StoredTeacher:
         return tensors if tensors.get("tokens", torch.empty(0, 0)).shape[-1] == self._count else None
 
 
-def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` likeliest tokens, and the logarithms of their probabilities, of logits ``[N, V]``."""
-    values, tokens = logits.float().log_softmax(-1).topk(count, dim=-1)
-    return tokens, values
+def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``count`` likeliest tokens of logits ``[N, V]``, and logarithms of probabilities as `top` returns them."""
+    log_probs = logits.float().log_softmax(-1)
+    values, tokens = log_probs.topk(count, dim=-1)
+    return tokens, values, torch.logsumexp(log_probs.scatter(-1, tokens, -torch.inf), -1, keepdim=True)

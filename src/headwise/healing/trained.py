@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers.pytorch_utils import Conv1D
 
 from headwise.checkpoints import Checkpoint
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, CheckpointError
 from headwise.healing.sharded import whole
 from headwise.hf.layerwise import stored_names
+from headwise.options import HealOptions
 
 _ATTENTION = re.compile(r"(^|\.)(self_attn|self_attention|attention|attn)\.")
 """The path of an attention module, as transformers' families call it."""
@@ -88,9 +90,39 @@ def _add_low_rank(model: Any, rank: int) -> None:
     head, generator = model.get_output_embeddings(), torch.random.get_rng_state()
     torch.manual_seed(0)  # so that a run that goes on begins with the same matrices
     for module in list(model.modules()):
-        if isinstance(module, nn.Linear) and module is not head:
+        if isinstance(module, nn.Linear | Conv1D) and module is not head:
             parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
     torch.random.set_rng_state(generator)
+
+
+def refuse_unwritten(model: Any, checkpoint: Checkpoint) -> None:
+    """Refuse a model of which a trained parameter has no tensor of its own in the folder, as fused experts have not.
+
+    Args:
+        model: a transformers model, with what is trained chosen.
+        checkpoint: of its folder.
+
+    Raises:
+        CheckpointError: there is such a parameter.
+    """
+    names = set(stored_names(model, checkpoint))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".parametrizations." not in name and name not in names:
+            rule = "is trained, and the folder has no tensor of its own for it; train attention or new alone"
+            raise CheckpointError("parameter", name, rule)
+
+
+def trained_numbers(checkpoint: Checkpoint, teacher: Checkpoint, options: HealOptions) -> int:
+    """About how many numbers are trained: for an estimate of disk, before the model is loaded."""
+    total = 0
+    for name, info in checkpoint.tensors.items():
+        if options.train == "lora":
+            total += options.lora_rank * sum(info.shape) if len(info.shape) == 2 else 0
+        elif options.train == "attention":
+            total += info.numel if _ATTENTION.search(name) else 0
+        elif options.train == "all" or name not in teacher.tensors or teacher.tensors[name].shape != info.shape:
+            total += info.numel
+    return total
 
 
 def trained_tensors(model: Any, checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
@@ -102,9 +134,9 @@ def trained_tensors(model: Any, checkpoint: Checkpoint) -> dict[str, Callable[[]
     """
     changed: dict[str, Callable[[], Tensor]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
+        if isinstance(module, nn.Linear | Conv1D) and parametrize.is_parametrized(module):
             changed[f"{path}.weight"] = partial(_merged, module)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one may be stored twice
         if parameter.requires_grad and ".parametrizations." not in name:
             changed[name] = parameter.detach
     return {stored: changed[own] for own, stored in stored_names(model, checkpoint).items() if own in changed}

@@ -6,7 +6,7 @@ Shapes: N windows, W tokens in each.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -16,6 +16,8 @@ from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows, recall_windows
 from headwise.errors import ArgumentError
 from headwise.options.heal import TOKENS, HealOptions
+from headwise.quantization.files import FILE as CODES
+from headwise.specs import ModelSpec
 from headwise.texts import named_texts, refuse_twice
 from headwise.texts.calibration_texts import refuse_unknown_tokens
 from headwise.texts.calibration_windows import calibration_windows, hold_out
@@ -78,12 +80,13 @@ class HealingWindows:
         return torch.randperm(len(self.train), generator=generator)
 
 
-def open_windows(checkpoint: Checkpoint, options: HealOptions) -> HealingWindows:
+def open_windows(checkpoint: Checkpoint, options: HealOptions, source: ModelSpec) -> HealingWindows:
     """Cut the windows of a run from its texts.
 
     Args:
         checkpoint: the converted model.
         options: of the run.
+        source: the teacher, whose RoPE says how far behind passages can be.
 
     Raises:
         ArgumentError: a text cannot be read, is named twice or too short, or has tokens outside the vocabulary; or
@@ -103,7 +106,9 @@ def open_windows(checkpoint: Checkpoint, options: HealOptions) -> HealingWindows
     train, held_out = hold_out(ids, max(len(ids) // HELD, 2), sources=len(sources))
     refuse_unknown_tokens(checkpoint, ids)
     width = ids.shape[1]
-    windows = recall_windows(train, 0, checkpoint.spec) if options.recall else plain_windows(train)
+    windows = recall_windows(train, 0, source) if options.recall else plain_windows(train)
+    if (checkpoint.path / CODES).is_file():  # keys in codes are rotated by their slots, which know no gaps
+        windows = replace(windows, positions=plain_windows(train).positions)
     return HealingWindows(windows, held_out[:HELD], options.batch, step_count(options, width), options.seed, read)
 
 
