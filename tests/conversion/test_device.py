@@ -90,23 +90,21 @@ def test_a_stock_folder_that_was_killed_is_finished_on_the_device(
 
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
+    asked: list[str] = []
 
-    def recorded(name: str | None) -> torch.device:
-        asked.append(name)
-        return torch.device(name or "cpu")
+    def empty(*_: Any, device: torch.device) -> None:
+        asked.append(str(device))
 
-    devices = "headwise.conversion.solvers.device"
-    monkeypatch.setattr(f"{devices}.as_device", recorded)
-    monkeypatch.setattr(f"{devices}.process_count", lambda: 6)
+    monkeypatch.setattr(sys.modules["headwise.hf.load"], "process_count", lambda: 6)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.empty", empty)  # how a device is tried
     for rank in range(3):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         own_device("cuda")
     own_device("cuda:1")
     own_device(None)
-    assert asked == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", None]
+    assert asked == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cpu"]
     with pytest.raises(ArgumentError, match="device = 'mps': must be cpu or cuda"):
         own_device("mps")
 

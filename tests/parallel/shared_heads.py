@@ -148,6 +148,31 @@ def refuses(make: Callable[[], Any], field: str, share: Callable[[Any], Any] = s
     assert caught.value.field == field
 
 
+@torch.no_grad()
+def groups() -> None:
+    """Half of the ranks share heads, and the halves share a context: fewer key–value heads than ranks of a half."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if ranks < 4:
+        return
+    half = ranks // 2
+    pairs = [dist.new_group([*range(start, start + half)]) for start in (0, half)]
+    across = [dist.new_group([at, at + half]) for at in range(half)]
+    torch.manual_seed(0)
+    whole = headwise.GroupedQueryAttention(32, 4, 1, head_dim=8, rope=ROPE).double()
+    layer = share_context(share_heads(copy.deepcopy(whole), pairs[rank // half]))
+    states = torch.randn(1, 9, 32, dtype=torch.float64)
+    cache = whole.new_cache(1, 16, dtype=torch.float64)
+    shared = ContextShare(layer.new_cache(1, 16, dtype=torch.float64), across[rank % half], block=2)
+    for start, end in ((0, 5), (5, 6), (6, 9)):
+        one = whole(states[:, start:end], is_causal=True, cache=cache)
+        assert_close(layer(states[:, start:end], is_causal=True, cache=shared), one, 1e-9)
+    full = ContextShare(layer.new_cache(1, 2, dtype=torch.float64), across[rank % half], block=2)
+    with pytest.raises(ArgumentError, match="must be at most 2, the max_length of each rank's cache"):
+        layer(states[:, :5], is_causal=True, cache=full)  # on all ranks, though one alone has too many
+    full.reset()
+    assert full.length == 0
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     for name, make in LAYERS.items():
@@ -159,6 +184,7 @@ def main() -> None:
     refuses(lambda: headwise.GroupedQueryAttention(30, 12, 3, head_dim=6), "ranks")
     refuses(lambda: headwise.LatentSpaceAttention(30, 5, latent_dim=10), "ranks")
     refuses(lambda: headwise.MultiHeadAttention(32, 4, head_dim=8, output_projection=False), "output_projection")
+    groups()
     refuses(LAYERS["window"], "sliding_window", share_context)
     refuses(LAYERS["experts, one latent"], "rope", share_context)
     if dist.get_rank() == 0:

@@ -271,8 +271,12 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
     def head_split(self) -> HeadSplit:
-        """How ranks share this layer by heads."""
-        raise NotImplementedError
+        """How ranks share this layer by heads.
+
+        Raises:
+            ArgumentError: the mechanism does not say.
+        """
+        raise ArgumentError("mechanism", self.spec.mechanism, "is not shared by heads: its layer has no head_split")
 
     def new_cache(
         self,

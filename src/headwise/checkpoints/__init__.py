@@ -9,7 +9,7 @@ from headwise.checkpoints.layout import Layout
 from headwise.checkpoints.open import model_path, open_checkpoint
 from headwise.checkpoints.tokenizer import decode, load_tokenizer, max_length, tokenize
 from headwise.checkpoints.unsafe import refuse_kernel, refuse_kernels, refuse_other_weights, refuse_unsafe
-from headwise.checkpoints.writer import FolderWriter, check_output
+from headwise.checkpoints.writer import FolderWriter, check_output, move_into_place
 
 __all__ = [
     "DTYPES",
@@ -32,6 +32,7 @@ __all__ = [
     "max_length",
     "model_identity",
     "model_path",
+    "move_into_place",
     "open_checkpoint",
     "refuse_kernel",
     "refuse_kernels",

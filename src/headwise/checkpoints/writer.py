@@ -308,26 +308,7 @@ class FolderWriter:
             self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def _move_into_place(self) -> None:
-        for path in (*self.folder.rglob("*"), self.folder):
-            sync(path)
-        # Again: somebody may have put something there meanwhile.
-        check_output(self.output, overwrite=self._overwrite, mark=self._mark)
-        replaced = self.output.with_name(f".{self.output.name}.headwise-replaced")
-        if self.output.exists() and not any(self.output.iterdir()):
-            self.output.rmdir()
-        if not self.output.exists():
-            os.replace(self.folder, self.output)
-        else:
-            shutil.rmtree(replaced, ignore_errors=True)
-            try:
-                os.replace(self.output, replaced)
-                os.replace(self.folder, self.output)
-            finally:
-                if not self.output.exists():  # interrupted between the two
-                    os.replace(replaced, self.output)
-        sync(self.output.parent)
-        if self._overwrite:  # otherwise it may be the only copy, left by a run killed between its two moves
-            shutil.rmtree(replaced, ignore_errors=True)
+        move_into_place(self.folder, self.output, overwrite=self._overwrite, mark=self._mark)
 
     def _refusal(self, rule: str) -> StorageError:
         return StorageError("output", str(self.output), rule + (self._kept if self._is_kept() else ""))
@@ -361,6 +342,41 @@ class FolderWriter:
         for parent in self._new_parents:  # innermost first; one that holds something stays
             with suppress(OSError):
                 parent.rmdir()
+
+
+def move_into_place(folder: Path, output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
+    """Move a finished folder to its destination beside it, whole or not at all.
+
+    For example ``move_into_place(Path("./.half.work/model"), Path("./half"), overwrite=False)``.
+
+    Args:
+        folder: the folder, on the destination's file system.
+        output: the destination.
+        overwrite: see `check_output`, which is asked again: somebody may have put something there meanwhile.
+        mark: likewise.
+
+    Raises:
+        ArgumentError: the destination is taken.
+    """
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+    check_output(output, overwrite=overwrite, mark=mark)
+    replaced = output.with_name(f".{output.name}.headwise-replaced")
+    if output.exists() and not any(output.iterdir()):
+        output.rmdir()
+    if not output.exists():
+        os.replace(folder, output)
+    else:
+        shutil.rmtree(replaced, ignore_errors=True)
+        try:
+            os.replace(output, replaced)
+            os.replace(folder, output)
+        finally:
+            if not output.exists():  # interrupted between the two
+                os.replace(replaced, output)
+    sync(output.parent)
+    if overwrite:  # otherwise it may be the only copy, left by a run killed between its two moves
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:

@@ -126,7 +126,9 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "decod
 @takes_options(EvaluateOptions)
 @typed
 @torch.inference_mode()
-def evaluate(model: str | Path | Pair, options: EvaluateOptions, *, progress: Progress = silent) -> Evaluation:
+def evaluate(
+    model: str | Path | Pair, options: EvaluateOptions, *, progress: Progress = silent, shared: bool = False
+) -> Evaluation:
     """Evaluate a model on text, beside its reference when there is one.
 
     For example ``evaluate("./mla", against="smollm2-135m", text="text.txt").perplexity_ratio``.
@@ -139,6 +141,8 @@ def evaluate(model: str | Path | Pair, options: EvaluateOptions, *, progress: Pr
         model: a model folder, ``.gguf`` or other source with weights; or an open pair.
         options: the keywords below as one object, in place of them.
         progress: told of each window.
+        shared: each of several processes scores its share of the windows, and all get the result; all of them have
+            to call this, with whole models.
 
     Raises:
         ArgumentError: a text is missing or shorter than a window, or a number is out of range.
@@ -157,7 +161,7 @@ def evaluate(model: str | Path | Pair, options: EvaluateOptions, *, progress: Pr
         (file, token_windows(pair.tokenizer, content, window=window, windows=options.windows, name=f"text {file}"))
         for file, content in zip(files, contents, strict=True)
     ]
-    return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress, shared=True)
+    return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress, shared=shared)
 
 
 @torch.inference_mode()

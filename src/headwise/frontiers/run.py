@@ -19,7 +19,7 @@ from headwise.frontiers.points import Frontier, collect
 from headwise.frontiers.results import RESULTS, Setting, result_of, write_file
 from headwise.hf import as_device, as_dtype
 from headwise.options import FrontierOptions, takes_options
-from headwise.processes import barrier, process_index
+from headwise.processes import barrier, process_count, process_index
 from headwise.progress import Progress, silent
 from headwise.report import refuse_no_plotly
 from headwise.texts import check_texts, named_texts, read_source, refuse_texts_within
@@ -120,6 +120,8 @@ def _results(
         except StorageError:  # the other candidates need the disk too
             raise
         except HeadwiseError as error:
+            if process_count() > 1:  # the others may be waiting for this one, within the candidate
+                raise
             # A new error, because the traceback of the caught one holds models in memory.
             failures.append(type(error)(error.field, error.value, error.rule))
             notes.append(f"not measured: {candidate.target}, {candidate.way} ({error.field} {error.rule})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.codes import set_codes
 from headwise.hf.config import model_class, refused, stock_config
 from headwise.hf.missing_weights import check_complete, check_values
+from headwise.processes import process_count, process_index
 from headwise.quantization.files import read_codes
 from headwise.type_checks import typed
 
@@ -97,6 +99,8 @@ def as_device(device: str | None) -> torch.device:
 
     For example ``as_device(None)`` is ``torch.device("cpu")``.
 
+    Of several processes each has a GPU of its own by the name ``cuda``, as far as there are.
+
     Args:
         device: the name, such as ``cuda:0``; the CPU when None.
 
@@ -104,6 +108,10 @@ def as_device(device: str | None) -> torch.device:
         ArgumentError: torch has no such device on this machine.
     """
     rule = "must be a device that torch has here, such as cpu or cuda"
+    if device == "cuda" and process_count() > 1 and torch.cuda.is_available():
+        # The rank on this machine, as torchrun gives it. No process touches another's GPU.
+        rank = int(os.environ.get("LOCAL_RANK", process_index()))
+        device = f"cuda:{rank % torch.cuda.device_count()}"
     try:
         named = torch.device("cpu" if device is None else device)
         torch.empty(0, device=named)

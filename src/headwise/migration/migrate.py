@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.checkpoints import check_output, open_checkpoint, run_identity
+from headwise.checkpoints import check_output, move_into_place, open_checkpoint, run_identity
 from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import refuse_unexamined
+from headwise.conversion.planning.plan import make_plan
 from headwise.cost.target import target_options
-from headwise.disk import lock_folder, refuse_input_within, remove_locked, unlock, write_whole
+from headwise.disk import clearly, lock_folder, refuse_input_within, remove_locked, unlock, write_whole
 from headwise.documents import as_document, finite
-from headwise.errors import ArgumentError, CheckpointError
+from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
 from headwise.evaluation import Evaluation
 from headwise.frontiers.candidate import Candidate, read_target
 from headwise.healing import heal
@@ -32,8 +33,8 @@ LADDER = ("mla:0.75", "mla:0.5", "mla:0.375", "mla:0.25", "mla:0.1875", "mla:0.1
 FILE = "migration.json"
 """The file of a migrated folder that holds its `Migration`."""
 
-EXACT = 1e-3
-"""The loss up to which a conversion without a smaller cache counts as exact: rounding in the model's dtype."""
+EXACT, EXACT_IN_HALF = 1e-3, 1e-2
+"""The loss up to which a conversion without a smaller cache counts as exact, in float32 and in half precision."""
 
 MIGRATING = "migrating"
 """The name of the stage, for progress."""
@@ -83,8 +84,8 @@ class Migration:
 
     @property
     def nearest(self) -> Step:
-        """The step that lost least."""
-        return min(self.steps, key=lambda step: step.loss)
+        """The step with a smaller cache that lost least."""
+        return min(self.steps[1:], key=lambda step: step.loss)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
@@ -120,34 +121,48 @@ def migrate(
     out = Path(output)
     run = _check(source, out, options)
     work = out.with_name(f".{out.name}.headwise-migration")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = lock_folder(work)
-    except BlockingIOError as error:
-        raise ArgumentError("output", str(out), str(error.strerror)) from None
-    try:
+    with _working_in(work, out):
         report, folder = _Run(str(source), out, work, run, options, progress).steps()
         if folder is not None:
-            (folder / FILE).write_text(json.dumps(finite(report.to_dict()), indent=1) + "\n", encoding="utf-8")
-            if out.exists():
-                shutil.rmtree(out)
-            os.replace(folder, out)
-    except BaseException:
-        if any(work.glob("*.json")):  # something is measured, which the next run need not do again
-            unlock(lock)
-        else:
+            write_whole(folder / FILE, (json.dumps(finite(report.to_dict()), indent=1) + "\n").encode())
+            move_into_place(folder, out, overwrite=options.overwrite)
+    return report
+
+
+@contextmanager
+def _working_in(work: Path, out: Path) -> Iterator[None]:
+    """Lock the working folder; after an error it stays if something in it need not be done again.
+
+    Raises:
+        ArgumentError: another process has locked it.
+        StorageError: it cannot be used, or the disk is full.
+    """
+    with clearly("output", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = lock_folder(work)
+        except BlockingIOError as error:
+            raise ArgumentError("output", str(out), str(error.strerror)) from None
+    try:
+        with clearly("output", out):
+            yield
+    except BaseException as error:
+        if not any(work.glob("*.json")):
             remove_locked(work, lock)
+            raise
+        unlock(lock)
+        kept = f"what was measured is kept in {work}, and the same command continues from there"
+        if isinstance(error, HeadwiseError):
+            raise type(error)(error.field, error.value, f"{error.rule}; {kept}") from error
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(kept)
         raise
     remove_locked(work, lock)
-    return report
 
 
 def _check(source: str | Path, out: Path, options: MigrateOptions) -> str:
     """Refuse bad input before any work; a digest of all that decides the results."""
     check_output(out, overwrite=options.overwrite)
-    for target in options.targets:
-        if Candidate(read_target(target)).cache is not None:
-            raise ArgumentError("target", target, "must be a conversion, whose result is a model folder")
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     named = named_texts(options.evaluate)
     refuse_texts_within(out, texts.sources, name="calibrate")
@@ -160,8 +175,17 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> str:
     checkpoint = open_checkpoint(source)
     refuse_input_within(out, checkpoint.path, "the source")
     refuse_unexamined(checkpoint.spec)
+    for target in _targets(options):
+        if Candidate(target).cache is not None:
+            raise ArgumentError("target", target, "must be a conversion, whose result is a model folder")
+        make_plan(checkpoint, Candidate(target).parsed(), calibration="text")  # refuses sizes that cannot be
     evaluate = [text_identity(text, name="evaluate") for text in named]
     return run_identity(checkpoint, **options.identity() | texts.identity() | {"evaluate": evaluate})
+
+
+def _targets(options: MigrateOptions) -> tuple[str, ...]:
+    """The sizes to try, each once."""
+    return tuple(dict.fromkeys(map(read_target, options.targets))) or LADDER
 
 
 @dataclass(frozen=True)
@@ -186,13 +210,16 @@ class _Run:
 
     def steps(self) -> tuple[Migration, Path | None]:
         """Try the sizes; the report, and the folder of the chosen one."""
-        targets: Sequence[str] = tuple(map(read_target, self.options.targets)) or LADDER
-        allowed = self.options.max_quality_loss
+        targets = _targets(self.options)
         exact, reference = self._converted("mla:1")
-        if exact.loss > EXACT:
-            rule = f"must be at most {EXACT:g} where the cache is not smaller; the evaluation text or dtype is unfit"
+        exactly = EXACT if open_checkpoint(self.source).dtype.itemsize >= 4 else EXACT_IN_HALF
+        if abs(exact.loss) > exactly:
+            rule = (
+                f"must be within {exactly:g} where the cache is not smaller: the evaluation measures something else"
+            )
             raise CheckpointError("loss", f"{exact.loss:.4g}", rule)
-        tried, chosen, folder = [exact], None, None
+        tried = [exact]
+        chosen: Step | None = None
         for number, target in enumerate(targets):
             self.progress(MIGRATING, number, len(targets))
             step, _ = self._converted(target)
@@ -202,19 +229,28 @@ class _Run:
                 tried.append(step)
             if not step.is_allowed:
                 break
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have
-            chosen, folder = step, self._folder(step)
+            for earlier in tried[:-1]:
+                if (earlier.target, earlier.healed) != (step.target, step.healed):
+                    shutil.rmtree(self._folder(earlier), ignore_errors=True)  # an earlier run may have
+            chosen = step
         self.progress(MIGRATING, len(targets), len(targets))
         report = Migration(
             source=self.source,
             output=str(self.out),
-            max_quality_loss=allowed,
+            max_quality_loss=self.options.max_quality_loss,
             cache_bytes_per_token=reference,
             steps=tuple(tried),
             chosen=chosen,
         )
-        return report, folder
+        return report, None if chosen is None else self._made(chosen)
+
+    def _made(self, step: Step) -> Path:
+        """The folder of a step, made again where an earlier run has removed it for a smaller one."""
+        folder = self._folder(step)
+        if not (folder / "config.json").is_file():
+            folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
+            (self._healed if step.healed else self._converted)(step.target)
+        return folder
 
     def _folder(self, step: Step) -> Path:
         return self.work / (Candidate(step.target).slug + ("-healed" if step.healed else ""))
@@ -251,6 +287,9 @@ class _Run:
 
         def make() -> Evaluation:
             options = self.options
+            if not (converted / "config.json").is_file():
+                converted.with_name(f"{converted.name}.json").unlink(missing_ok=True)
+                self._converted(target)
             report = heal(
                 converted,
                 folder,

@@ -145,14 +145,17 @@ class _Holders:
     """The group of the ranks that hold the same head as this one, by the number of heads."""
 
     def __init__(self, group: Group) -> None:
-        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._groups: dict[int, Group] = {}
+        self._group = group
+        self._groups: dict[int, Group] = {1: group}  # one head is held by all
 
     def of(self, heads: int) -> Group:
         if heads not in self._groups:
-            copies = len(self._ranks) // heads
-            parts = [self._ranks[start : start + copies] for start in range(0, len(self._ranks), copies)]
-            self._groups[heads] = dist.new_subgroups_by_enumeration(parts)[0]  # type: ignore[no-untyped-call]
+            ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+            copies = len(ranks) // heads
+            first = dist.get_rank(self._group) // copies * copies
+            # By its members alone: ranks of other groups need not call this at the same time.
+            mine = ranks[first : first + copies]
+            self._groups[heads] = dist.new_group(mine, use_local_synchronization=True)
         return self._groups[heads]
 
 

@@ -79,7 +79,7 @@ class ContextShare:
     def __init__(self, held: AttentionCache, group: Group = None, *, block: int = 64) -> None:
         if block < 1:
             raise ArgumentError("block", block, "must be at least 1")
-        self.held, self._block = held, block
+        self.held, self.group, self._block = held, group, block
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._length = 0
         self._positions = torch.empty(0, dtype=torch.int64)
@@ -96,31 +96,46 @@ class ContextShare:
 
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Append new tokens ``[B, heads, S, width]``, of which each rank keeps its own; what this rank holds."""
-        places = torch.arange(self._length, self._length + new[0].shape[2])
+        length = self._length + new[0].shape[2]
+        # The first rank has most. All ranks refuse alike: one that goes on would wait for the others.
+        rounds, rest = divmod(length, self._block * self._ranks)
+        if (most := rounds * self._block + min(rest, self._block)) > self.held.max_length:
+            rule = f"must be at most {self.held.max_length}, the max_length of each rank's cache"
+            raise ArgumentError("tokens of a rank", most, rule)
+        places = torch.arange(self._length, length)
         mine = (places // self._block) % self._ranks == self._rank
-        self._length += len(places)
+        self._length = length
         self._positions = torch.cat((self._positions, places[mine]))
         if not bool(mine.any()):
             return self.views()
         rows = mine.nonzero()[:, 0].to(new[0].device)
         return self.held.update(*(tensor.index_select(2, rows) for tensor in new))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's cache."""
+        return self.held.nbytes
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.held.reset()
+        self._length, self._positions = 0, self._positions[:0]
+
     def views(self) -> tuple[Tensor, ...]:
         """What this rank holds, ``[B, heads, T, width]`` for each cached tensor."""
         return tuple(self.held.views())
 
 
-def share_context(layer: Layer, group: Group = None) -> Layer:
+def share_context(layer: Layer) -> Layer:
     """Let a layer attend to contexts whose tokens ranks share, in place; every rank has to call it.
 
-    The layer is then called with a `ContextShare` as its cache, with the same tokens on all ranks, and returns the
-    same output on all. Weights stay whole, or are those of a rank of `share_heads` over another group. It is meant
-    for generation: nothing is differentiated. For example ``share_context(layer)``, and then
+    The layer is then called with a `ContextShare` as its cache, with the same tokens on all its ranks, and returns
+    the same output on all. Weights stay whole, or are those of a rank of `share_heads` over another group. It is
+    meant for generation: nothing is differentiated. For example ``share_context(layer)``, and then
     ``layer(states, is_causal=True, cache=ContextShare(layer.new_cache(1, 65_536)))``.
 
     Args:
         layer: the layer.
-        group: the ranks; all processes when None.
 
     Raises:
         ArgumentError: the layer's scores are sums over experts, or it has a sliding window, which is short anyway.
@@ -130,7 +145,7 @@ def share_context(layer: Layer, group: Group = None) -> Layer:
         raise ArgumentError("rope", spec.rope, "must be None: these scores are sums over experts of rotated keys")
     if spec.sliding_window is not None:
         raise ArgumentError("sliding_window", spec.sliding_window, "must be None: a window is held by one rank")
-    share = _Share(layer, group)
+    share = _Share(layer)
     layer._remember = share.remember  # type: ignore[method-assign]
     layer._kernel = share.kernel  # type: ignore[method-assign]
     if hasattr(layer, "impl"):
@@ -141,8 +156,8 @@ def share_context(layer: Layer, group: Group = None) -> Layer:
 class _Share:
     """What a layer does in `share_context`, beside what it did before."""
 
-    def __init__(self, layer: AttentionLayer, group: Group) -> None:
-        self._remembered, self._attended, self._group = layer._remember, layer._kernel, group
+    def __init__(self, layer: AttentionLayer) -> None:
+        self._remembered, self._attended = layer._remember, layer._kernel
         self._cache: ContextShare | None = None
 
     def remember(
@@ -172,4 +187,4 @@ class _Share:
             B, H = query.shape[:2]
             visible = visible & as_bool_mask(call.attention_mask, (B, H, S, call.total))[..., places]
         mixed, total = attend_part(query, key, value, visible, scale)
-        return join_parts(mixed, total, self._group).to(query.dtype), None
+        return join_parts(mixed, total, cache.group).to(query.dtype), None

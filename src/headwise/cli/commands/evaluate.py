@@ -97,7 +97,7 @@ def _results(model: str, options: TaskOptions, progress: Progress) -> dict[str, 
         )
         if options.text:
             texts = EvaluateOptions.of(options, **in_pair)
-            results["text"] = evaluation.evaluate(pair, texts, progress=progress)
+            results["text"] = evaluation.evaluate(pair, texts, progress=progress, shared=True)
         if options.choices:
             items = ChoiceOptions.of(options, file=options.choices, **in_pair)
             results["choices"] = evaluation.evaluate_choices(pair, items, progress=progress)

@@ -55,7 +55,7 @@ def _show(report: Migration) -> None:
         size = f"{chosen.cache_bytes_per_token:,.0f} B a token at a loss of {chosen.loss:.2%}"
         out.print(f"[bold]{chosen.target}[/bold] is in {escape(report.output)}: {size}")
         return
-    nearest = min((step for step in report.steps[1:]), key=lambda step: step.loss)
+    nearest = report.nearest
     allowed = f"{report.max_quality_loss:.2%}"
     out.print(
         f"no size that was tried loses at most {allowed}; {nearest.target} came nearest with {nearest.loss:.2%}"

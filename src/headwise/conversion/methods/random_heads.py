@@ -48,7 +48,8 @@ def random_heads(state: Mapping[str, Tensor], source: GroupedSpec, target: Group
     out = first_head(state, source, target)
     for name in head_tensors(state, source):
         whole = state[name].double()
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {float(whole.sum())!r}".encode()))
+        seed = zlib.crc32(whole.cpu().contiguous().numpy().tobytes(), zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(out[name].shape, generator=generator, dtype=torch.float64, device="cpu")
         out[name] = (drawn.to(whole.device) * whole.square().mean().sqrt()).to(state[name].dtype)
     return out

@@ -7,7 +7,6 @@ ones, is moved there first; what is written is moved back.
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.hf import as_device
-from headwise.processes import process_count, process_index
 
 CPU = torch.device("cpu")
 
@@ -26,7 +24,7 @@ computes the numbers that an uninterrupted one would have."""
 
 
 def own_device(name: str | None) -> torch.device:
-    """The device of a name; of several processes each has a GPU of its own by the name ``cuda``, as far as there are.
+    """The device of a name, to solve layers on; see `as_device`.
 
     Args:
         name: such as ``cuda``; the CPU when None.
@@ -34,10 +32,6 @@ def own_device(name: str | None) -> torch.device:
     Raises:
         ArgumentError: torch has no such device on this machine, or it is neither a CPU nor a CUDA GPU.
     """
-    if name == "cuda" and process_count() > 1 and torch.cuda.is_available():
-        # The rank on this machine, as torchrun gives it. No process touches another's GPU.
-        rank = int(os.environ.get("LOCAL_RANK", process_index()))
-        name = f"cuda:{rank % torch.cuda.device_count()}"
     device = as_device(name)
     if device.type not in ("cpu", "cuda"):  # others have no float64
         raise ArgumentError("device", name, "must be cpu or cuda: layers are solved in float64")

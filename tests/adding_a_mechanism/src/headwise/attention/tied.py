@@ -5,7 +5,7 @@ from __future__ import annotations
 from headwise.specs.tied import TiedSpec
 from torch import Tensor, nn
 
-from headwise.attention.base import AttentionLayer, Call, merge_heads, split_heads
+from headwise.attention.base import AttentionLayer, Call, Cut, HeadSplit, merge_heads, split_heads
 
 
 class TiedAttention(AttentionLayer):
@@ -22,6 +22,11 @@ class TiedAttention(AttentionLayer):
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """One tensor for both."""
         return ((self.spec.num_heads, self.spec.head_dim),)
+
+    def head_split(self) -> HeadSplit:
+        """Ranks share heads."""
+        heads = self.spec.num_heads
+        return HeadSplit({"q_proj": Cut(0, heads), "kv_proj": Cut(0, heads), "o_proj": Cut(1, heads)})
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         return (split_heads(self.kv_proj(states), self.spec.num_heads),)
