@@ -299,7 +299,7 @@ def test_methods(place: Path, tmp_path: Path) -> None:
         points = [point for point in frontier.points if point.target == target]
         assert len({point.cache_bytes_per_token for point in points}) == 1
         ratios = {point.way: point.perplexity_ratio for point in points if not point.way.startswith("transmla")}
-        assert len(ratios) == len(stages[target]) + 2 + (1 if target == "mla:0.5" else 2)
+        assert len(ratios) == len(stages[target]) + 2 + (1 if target == "mla:0.5" else 3)
         assert ratios.pop("headwise without sequence") == ratios["headwise"]  # of layers there is one
         assert ratios.pop("headwise without recall") == ratios["headwise"]  # of two windows none repeats passages
         assert len({*ratios.values()}) == len(ratios), ratios  # they are different conversions

@@ -106,6 +106,8 @@ def test_the_options_of_public_functions_are_public() -> None:
         headwise.evaluate_planted: headwise.PlantedOptions,
         headwise.evaluate_retrieval: headwise.RetrievalOptions,
         headwise.frontier: headwise.FrontierOptions,
+        headwise.heal: headwise.HealOptions,
+        headwise.migrate: headwise.MigrateOptions,
     }
     for function, kind in functions.items():
         assert inspect.signature(function).parameters["options"].annotation == f"{kind.__name__} | None"
@@ -125,6 +127,8 @@ def test_the_options_of_public_functions_are_public() -> None:
         (headwise.convert, ("source", "out")),
         (headwise.calibrate, ("source", "out")),
         (headwise.frontier, ("source", "out")),
+        (headwise.heal, ("model", "out")),
+        (headwise.migrate, ("source", "out")),
         (headwise.evaluate, ("source",)),
         (headwise.evaluate_choices, ("source",)),
         (headwise.evaluate_planted, ("source",)),
@@ -141,7 +145,7 @@ def test_a_wrong_keyword_is_refused_in_the_name_of_the_function(function: Any, a
 def test_evaluate_shows_its_keywords_and_takes_its_options() -> None:
     parameters = inspect.signature(headwise.evaluate).parameters
     assert list(parameters)[:3] == ["model", "options", "text"]
-    keywords = {"text", "against", "cache", "window", "windows", "context", "dtype", "device", "progress"}
+    keywords = {"text", "against", "cache", "window", "windows", "context", "dtype", "device", "progress", "shared"}
     assert keywords == {name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
     assert parameters["windows"].default == 6
     for name in keywords:
