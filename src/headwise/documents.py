@@ -10,6 +10,9 @@ from typing import Any
 MEASURED = "measured.json"
 """The file of a converted folder with what its conversion measured of it."""
 
+MIGRATION = "migration.json"
+"""The file of a model folder that holds the sizes that `headwise.migrate` tried."""
+
 
 def as_document(result: Any) -> dict[str, Any]:
     """The fields of a dataclass as JSON-able values, by name; nested results are converted by their ``to_dict``.

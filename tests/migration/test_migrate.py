@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import headwise
+from headwise.documents import MIGRATION
 from headwise.errors import HeadwiseError
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
@@ -54,7 +55,7 @@ def test_the_last_size_within_the_loss_is_chosen(source: Path, keywords: dict[st
     assert report.chosen.target == sizes[1]
     assert [step.target for step in report.steps] == ["mla:1", *sizes]
     assert [step.is_allowed for step in report.steps] == [True, True, True, False]
-    document = json.loads((tmp_path / "out" / module.FILE).read_text())
+    document = json.loads((tmp_path / "out" / MIGRATION).read_text())
     assert document["chosen"]["target"] == sizes[1]
     again = headwise.evaluate(tmp_path / "out", against=source, text=keywords["evaluate"], windows=2)
     assert again.perplexity_ratio == pytest.approx(1 + report.chosen.loss, rel=1e-6)

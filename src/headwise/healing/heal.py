@@ -15,7 +15,7 @@ from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
 from headwise.conversion.solvers.device import QUICK, own_device
 from headwise.disk import refuse_input_within
-from headwise.documents import MEASURED, finite
+from headwise.documents import MEASURED, MIGRATION, finite
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
@@ -171,11 +171,9 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
 
 def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
     """Refuse a teacher whose layers' outputs are not those of the model's layers."""
-    for field in ("hidden_size", "num_layers"):
-        own, other = (
-            len(one.spec.layers) if field == "num_layers" else one.spec.layers[0].hidden_size
-            for one in (checkpoint, teacher)
-        )
+    one, two = checkpoint.spec, teacher.spec
+    sizes = (one.layers[0].hidden_size, two.layers[0].hidden_size), (one.num_layers, two.num_layers)
+    for field, (own, other) in zip(("hidden_size", "num_layers"), sizes, strict=True):
         if own != other:
             raise ArgumentError(
                 "hidden", field, f"is {other} in the teacher and {own} in the model; leave hidden out"
@@ -240,7 +238,7 @@ def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
         for name, new in ((CODES, CODES), (card, CONVERSION)):
             if (checkpoint.path / name).is_file():
                 writer.write_bytes(new, (checkpoint.path / name).read_bytes())
-        for name in (MEASURED, "migration.json"):
+        for name in (MEASURED, MIGRATION):
             (writer.folder / name).unlink(missing_ok=True)  # of the conversion, and not of this model
     trained = trained_tensors(model, checkpoint)
     for name in checkpoint.tensors:
@@ -270,7 +268,7 @@ def _report(
         batch=windows.batch,
         losses=tuple(done.losses),
         held_out=tuple(done.held_out),
-        best_step=done.best[0],
+        best_step=done.best_step,
         stopped=done.stopped,
         rollbacks=done.rollbacks,
         seconds=done.seconds,

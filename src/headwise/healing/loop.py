@@ -17,9 +17,9 @@ from headwise.healing.objective import cross_entropy, divergence, divergence_fro
 from headwise.healing.sharded import settle, whole
 from headwise.healing.state import Progressed, TrainingState
 from headwise.healing.teacher import StoredTeacher
-from headwise.healing.windows import HealingWindows, share
+from headwise.healing.windows import HealingWindows
 from headwise.options.heal import HealOptions
-from headwise.processes import all_sum, process_count, process_index
+from headwise.processes import all_sum, my_windows, process_count
 from headwise.progress import Progress
 
 HEALING = "healing"
@@ -67,7 +67,7 @@ class Loop:
         done = state.load()
         if done is None:
             done = Progressed()
-            done.measured(self.measure())
+            done.held_out.append((0, self.measure()))
             state.save(done)
         every = -(-self.windows.steps // self.options.measurements)
         while done.step < self.windows.steps and not done.stopped:
@@ -85,7 +85,7 @@ class Loop:
                 if not math.isfinite(held_out):  # nothing may be saved that later steps cannot leave
                     done = self._roll_back(state, done)
                     continue
-                done.measured(held_out)
+                done.held_out.append((done.step, held_out))
                 done.stopped = self._is_flat(done)
                 state.save(done)
         progress(HEALING, self.windows.steps, self.windows.steps)
@@ -97,10 +97,11 @@ class Loop:
         for group in optimizer.param_groups:
             group["lr"] = self.options.learning_rate * done.rate * self._schedule(done.step)
         optimizer.zero_grad(set_to_none=True)
-        batch = share(self.windows.step(done.step), process_index(), process_count())
+        batch = self.windows.step(done.step)
+        mine = my_windows(len(batch))
         total = 0.0
-        for row in range(len(batch)):
-            loss = self._loss(batch[row : row + 1]) / len(batch)
+        for row in mine:
+            loss = self._loss(batch[row : row + 1]) / len(mine)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         norm = whole(torch.nn.utils.clip_grad_norm_([*self.parameters.values()], CLIP))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +32,6 @@ class Progressed:
         seconds: spent on training, in all runs together.
         losses: of every finished step, by the objective.
         held_out: ``(step, loss)`` of every measurement on held-out windows.
-        best: step and loss of the lowest measurement.
         stopped: whether the run ended early, as the held-out loss fell no more.
     """
 
@@ -43,14 +41,12 @@ class Progressed:
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
-    best: tuple[int, float] = (0, math.inf)
     stopped: bool = False
 
-    def measured(self, loss: float) -> None:
-        """Take notice of a measurement after the last step."""
-        self.held_out.append((self.step, loss))
-        if loss < self.best[1]:
-            self.best = (self.step, loss)
+    @property
+    def best_step(self) -> int:
+        """The step of the lowest measurement, the first of equal ones."""
+        return min(self.held_out, key=lambda measured: measured[1])[0]
 
 
 class TrainingState:
@@ -87,7 +83,7 @@ class TrainingState:
                     tensors[f"{kind} {name}"] = tensor.cpu()
         if process_index() == 0:
             about = asdict(progressed)
-            if progressed.best[0] == progressed.step:  # before the save that says so
+            if progressed.best_step == progressed.step:  # before the save that says so
                 parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
                 self._files.save(_BEST, parameters, about)
             newest = self._newest()
@@ -101,11 +97,11 @@ class TrainingState:
         Raises:
             CheckpointError: they are lost.
         """
-        if progressed.best[0] == progressed.step:
+        if progressed.best_step == progressed.step:
             return
         saved = self._files.load(_BEST)
-        if saved is None or saved[1]["step"] != progressed.best[0]:
-            raise CheckpointError("step", progressed.best[0], LOST)
+        if saved is None or saved[1]["step"] != progressed.best_step:
+            raise CheckpointError("step", progressed.best_step, LOST)
         for name, parameter in self._parameters.items():
             parameter.copy_(like(saved[0][f"parameter {name}"], parameter))
 
@@ -116,7 +112,6 @@ class TrainingState:
                 tensors, about = loaded
                 self._set(tensors, about["step"])
                 about["held_out"] = [tuple(pair) for pair in about["held_out"]]
-                about["best"] = tuple(about["best"])
                 return Progressed(**about)
         return None
 

@@ -45,7 +45,7 @@ class LowRank(nn.Module):
         return weight + self.up @ self.down
 
 
-def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> dict[str, nn.Parameter]:
+def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> None:
     """Choose the parameters to train, and freeze all others.
 
     For example ``select(model, "attention", open_checkpoint("./source"))``.
@@ -56,22 +56,15 @@ def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> 
         teacher: what ``new`` tensors are told from.
         rank: of ``lora``.
 
-    Returns:
-        The parameters by their names in the model, in the model's order.
-
     Raises:
         ArgumentError: nothing is left to train.
     """
     if trained == "lora":
         _add_low_rank(model, rank)
-    chosen = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_chosen(name, parameter, trained, teacher))
-        if parameter.requires_grad:
-            chosen[name] = parameter
-    if not chosen:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ArgumentError("train", trained, "leaves nothing to train: the teacher has every tensor in its shape")
-    return chosen
 
 
 def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkpoint) -> bool:
@@ -87,12 +80,12 @@ def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkp
 
 def _add_low_rank(model: Any, rank: int) -> None:
     """Give the weight of every linear layer but the head a change of low rank."""
-    head, generator = model.get_output_embeddings(), torch.random.get_rng_state()
-    torch.manual_seed(0)  # so that a run that goes on begins with the same matrices
-    for module in list(model.modules()):
-        if isinstance(module, nn.Linear | Conv1D) and module is not head:
-            parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
-    torch.random.set_rng_state(generator)
+    head = model.get_output_embeddings()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # so that a run that goes on begins with the same matrices
+        for module in list(model.modules()):
+            if isinstance(module, nn.Linear | Conv1D) and module is not head:
+                parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
 
 
 def refuse_unwritten(model: Any, checkpoint: Checkpoint) -> None:

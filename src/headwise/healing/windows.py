@@ -120,9 +120,3 @@ def step_count(options: HealOptions, width: int) -> int:
     if options.alpha is not None and options.pretraining_tokens is not None:
         tokens = ceil(options.alpha * options.pretraining_tokens)
     return max(ceil(tokens / (width * options.batch)), 1)
-
-
-def share(windows: CalibrationWindows, index: int, count: int) -> CalibrationWindows:
-    """One process's share of a step's windows, which divide evenly."""
-    each = len(windows) // count
-    return windows[index * each : (index + 1) * each]

@@ -16,7 +16,7 @@ from headwise.conversion.closing_evaluation import refuse_unexamined
 from headwise.conversion.planning.plan import make_plan
 from headwise.cost.target import target_options
 from headwise.disk import clearly, lock_folder, refuse_input_within, remove_locked, unlock, write_whole
-from headwise.documents import as_document, finite
+from headwise.documents import MIGRATION, as_document, finite
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
 from headwise.evaluation import Evaluation
 from headwise.frontiers.candidate import Candidate, read_target
@@ -29,9 +29,6 @@ from headwise.type_checks import typed
 
 LADDER = ("mla:0.75", "mla:0.5", "mla:0.375", "mla:0.25", "mla:0.1875", "mla:0.125")
 """The sizes that are tried where a user names none."""
-
-FILE = "migration.json"
-"""The file of a migrated folder that holds its `Migration`."""
 
 EXACT, EXACT_IN_HALF = 1e-3, 1e-2
 """The loss up to which a conversion without a smaller cache counts as exact, in float32 and in half precision."""
@@ -124,7 +121,7 @@ def migrate(
     with _working_in(work, out):
         report, folder = _Run(str(source), out, work, run, options, progress).steps()
         if folder is not None:
-            write_whole(folder / FILE, (json.dumps(finite(report.to_dict()), indent=1) + "\n").encode())
+            write_whole(folder / MIGRATION, (json.dumps(finite(report.to_dict()), indent=1) + "\n").encode())
             move_into_place(folder, out, overwrite=options.overwrite)
     return report
 
@@ -231,7 +228,9 @@ class _Run:
                 break
             for earlier in tried[:-1]:
                 if (earlier.target, earlier.healed) != (step.target, step.healed):
-                    shutil.rmtree(self._folder(earlier), ignore_errors=True)  # an earlier run may have
+                    shutil.rmtree(
+                        self._folder(earlier.target, healed=earlier.healed), ignore_errors=True
+                    )  # an earlier run may have
             chosen = step
         self.progress(MIGRATING, len(targets), len(targets))
         report = Migration(
@@ -242,22 +241,22 @@ class _Run:
             steps=tuple(tried),
             chosen=chosen,
         )
-        return report, None if chosen is None else self._made(chosen)
+        return report, None if chosen is None else self._made(chosen.target, healed=chosen.healed)
 
-    def _made(self, step: Step) -> Path:
+    def _made(self, target: str, *, healed: bool) -> Path:
         """The folder of a step, made again where an earlier run has removed it for a smaller one."""
-        folder = self._folder(step)
+        folder = self._folder(target, healed=healed)
         if not (folder / "config.json").is_file():
             folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
-            (self._healed if step.healed else self._converted)(step.target)
+            (self._healed if healed else self._converted)(target)
         return folder
 
-    def _folder(self, step: Step) -> Path:
-        return self.work / (Candidate(step.target).slug + ("-healed" if step.healed else ""))
+    def _folder(self, target: str, *, healed: bool) -> Path:
+        return self.work / (Candidate(target).slug + ("-healed" if healed else ""))
 
     def _converted(self, target: str) -> tuple[Step, float]:
         """Convert to a size, or take what an earlier run measured of it; the source's cache bytes too."""
-        folder = self.work / Candidate(target).slug
+        folder = self._folder(target, healed=False)
 
         def make() -> Evaluation:
             options = self.options
@@ -282,16 +281,12 @@ class _Run:
 
     def _healed(self, target: str) -> tuple[Step, float]:
         """Train a converted size; likewise."""
-        converted = self.work / Candidate(target).slug
-        folder = self.work / f"{converted.name}-healed"
+        folder = self._folder(target, healed=True)
 
         def make() -> Evaluation:
             options = self.options
-            if not (converted / "config.json").is_file():
-                converted.with_name(f"{converted.name}.json").unlink(missing_ok=True)
-                self._converted(target)
             report = heal(
-                converted,
+                self._made(target, healed=False),
                 folder,
                 teacher=self.source,
                 text=options.calibrate,

@@ -35,6 +35,7 @@ def rank_spec(spec: AttentionSpec, ranks: int) -> AttentionSpec:
         ArgumentError: the heads cannot be shared by so many ranks.
     """
     if isinstance(spec, LatentSpaceSpec) and ranks > 1:
+        # `shard` has none: a rank projects up to all heads, so that no such spec has its parameters, but its cache.
         if spec.num_heads % ranks:
             raise ArgumentError("ranks", ranks, f"must divide num_heads = {spec.num_heads}")
         return replace(spec, num_heads=spec.num_heads // ranks, latent_dim=spec.latent_dim // ranks)
