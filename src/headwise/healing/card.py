@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData, metadata_load
 
-from headwise.conversion.output.card import as_code, last_name, layout_of, loading, one_line
+from headwise.conversion.output.card import as_code, card_text, last_name, layout_of, loading
 from headwise.evaluation import Evaluation
 from headwise.healing.report import Healing
 from headwise.hf import auto_class
@@ -35,11 +35,7 @@ def healed_card(folder: Path, config: Mapping[str, Any], report: Healing) -> str
         "How to load it": loading(layout_of(config), auto_class(dict(config)), model_type),
         "What it is not": ["\n".join(_limits())],
     }
-    text = [f"---\n{_metadata(folder)}\n---\n\n# {one_line(last_name(report.output))}"]
-    for title, blocks in parts.items():
-        text += [f"## {title}"] if title else []
-        text += blocks
-    return "\n\n".join(text) + "\n"
+    return card_text(_metadata(folder), last_name(report.output), parts)
 
 
 def _metadata(folder: Path) -> str:

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, model_identity, run_identity
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
-from headwise.conversion.solvers.device import QUICK, own_device
+from headwise.conversion.solvers.device import is_quick, own_device
 from headwise.disk import refuse_input_within
 from headwise.documents import MEASURED, MIGRATION, finite
 from headwise.errors import ArgumentError
@@ -154,8 +154,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         exam = choose_exam(
             teacher, named_texts(options.evaluate), calibrate=trained_on, windows=options.evaluation_windows
         )
-    quick = device.type == "cuda" or QUICK
-    dtype = as_dtype(options.dtype or ("bfloat16" if quick else "float32"))
+    dtype = as_dtype(options.dtype or ("bfloat16" if is_quick(device) else "float32"))
     return _Prepared(
         model=str(model),
         output=output,

@@ -41,7 +41,7 @@ class ObjectiveOptions(Options):
     )
     teacher_top: int | None = option(
         "distill: run the teacher first, and keep only so many of its likeliest tokens for each token, on disk, so "
-        "that it need not stay in memory; 64 take 400 bytes a token",
+        "that it need not stay in memory; 64 take 388 bytes a token",
         default=None,
         rule=at_least(1),
     )

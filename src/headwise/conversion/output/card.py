@@ -91,7 +91,18 @@ def model_card(facts: CardFacts) -> str:
         "How to load it": loading(facts.layout, facts.auto_class, facts.after.model_type),
         "What it is not": list(_limits(facts)),
     }
-    text = [f"---\n{_metadata(facts)}---\n\n# {one_line(facts.name)}"]
+    return card_text(_metadata(facts), facts.name, parts)
+
+
+def card_text(metadata: str, name: str, parts: Mapping[str, Sequence[str]]) -> str:
+    """A card of its parts.
+
+    Args:
+        metadata: YAML, for the hub.
+        name: the model's name.
+        parts: the blocks of each part, by its title; the first has none.
+    """
+    text = [f"---\n{metadata}\n---\n\n# {one_line(name)}"]
     for title, blocks in parts.items():
         text += [f"## {title}"] if title else []
         text += blocks
@@ -187,7 +198,7 @@ def _metadata(facts: CardFacts) -> str:
     license_fields = {key: value for key, value in facts.license.items() if key in _LICENSE}
     library = "gguf" if facts.layout == "gguf" else "transformers"
     data = ModelCardData(library_name=library, base_model=facts.base_model, tags=tags, **license_fields)
-    return f"{data.to_yaml()}\n"
+    return str(data.to_yaml())
 
 
 def _introduction(facts: CardFacts) -> str:

@@ -71,7 +71,12 @@ def clock() -> float:
     return time.perf_counter()
 
 
+def is_quick(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 matrices."""
+    return QUICK or device.type == "cuda"
+
+
 def quick_products() -> torch.autocast:
     """A context in which float32 matrix products are computed in bfloat16: on a GPU, and on a CPU where `QUICK`."""
-    kind = torch.get_default_device().type
-    return torch.autocast("cuda" if kind == "cuda" else "cpu", torch.bfloat16, enabled=QUICK or kind == "cuda")
+    device = torch.get_default_device()
+    return torch.autocast("cuda" if device.type == "cuda" else "cpu", torch.bfloat16, enabled=is_quick(device))
