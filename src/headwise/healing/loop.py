@@ -99,11 +99,13 @@ class Loop:
         optimizer.zero_grad(set_to_none=True)
         batch = self.windows.step(done.step)
         mine = my_windows(len(batch))
-        total = 0.0
-        for row in mine:
-            loss = self._loss(batch[row : row + 1]) / len(mine)
+        losses = []
+        for start in range(mine.start, mine.stop, self._together(len(mine))):
+            part = slice(start, min(start + self._together(len(mine)), mine.stop))
+            loss = self._loss(batch[part]) * ((part.stop - part.start) / len(mine))
             loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+            losses.append(loss.detach())
+        total = sum(float(loss) for loss in losses)
         norm = whole(torch.nn.utils.clip_grad_norm_([*self.parameters.values()], CLIP))
         total = float(all_sum(torch.tensor(total, dtype=torch.float64))) / process_count()
         if not math.isfinite(total + float(norm)):
@@ -118,26 +120,33 @@ class Loop:
             return (step + 1) / (warm + 1)
         return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(self.windows.steps - warm, 1)))
 
-    def _loss(self, window: CalibrationWindows) -> Tensor:
-        """The objective on one window ``[1, W]``."""
-        own = self._forward(self.model, window)
-        if self.teacher is None:
-            return cross_entropy(own.logits[0, :-1], window.ids[0, 1:].to(own.logits.device))
+    def _together(self, count: int) -> int:
+        """How many of this process's windows are computed at once."""
+        if self.options.micro_batch is not None:
+            return self.options.micro_batch
+        return 1 if self.model.device.type == "cpu" else count
+
+    def _loss(self, windows: CalibrationWindows) -> Tensor:
+        """The objective on some windows ``[B, W]``."""
+        own = self._forward(self.model, windows)
+        logits, device = own.logits, own.logits.device
         if isinstance(self.teacher, StoredTeacher):
-            known = (tensor.to(own.logits.device) for tensor in self.teacher.top(window))
-            return divergence_from_top(own.logits[0], *known)
-        with torch.no_grad():
-            other = self._forward(self.teacher, window)
-        if self.options.objective == "distill":
-            loss = divergence(own.logits[0], other.logits[0], self.options.temperature)
+            known = (tensor.to(device) for tensor in self.teacher.top(windows))
+            return divergence_from_top(logits.flatten(0, 1), *known)
+        other = None
+        if self.teacher is not None:
+            with torch.no_grad():
+                other = self._forward(self.teacher, windows)
+        if self.options.objective == "distill" and other is not None:
+            loss = divergence(logits.flatten(0, 1), other.logits.flatten(0, 1), self.options.temperature)
         else:
-            loss = cross_entropy(own.logits[0, :-1], window.ids[0, 1:].to(own.logits.device))
-        if self.options.hidden:
+            loss = cross_entropy(logits[:, :-1].flatten(0, 1), windows.ids[:, 1:].flatten().to(device))
+        if self.options.hidden and other is not None:
             loss = loss + self.options.hidden * hidden_error(own.hidden_states[1:], other.hidden_states[1:])
         return loss
 
-    def _forward(self, model: Any, window: CalibrationWindows) -> Any:
-        return run_model(model, window, self.dtype, with_states=self.options.hidden > 0)
+    def _forward(self, model: Any, windows: CalibrationWindows) -> Any:
+        return run_model(model, windows, self.dtype, with_states=self.options.hidden > 0)
 
     @torch.no_grad()
     def measure(self) -> float:
@@ -169,7 +178,7 @@ class Loop:
 
 
 def run_model(model: Any, window: CalibrationWindows, dtype: torch.dtype, *, with_states: bool = False) -> Any:
-    """Run a transformers model on one window ``[1, W]``; what it returns.
+    """Run a transformers model on some windows ``[B, W]``; what it returns.
 
     Args:
         model: the model.

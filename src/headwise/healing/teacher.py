@@ -64,14 +64,17 @@ class StoredTeacher:
                 write_whole(file, content)
         progress(STORING, total, total)
 
-    def top(self, window: CalibrationWindows) -> tuple[Tensor, Tensor, Tensor]:
-        """The likeliest tokens, int64 ``[W, k]``, and logarithms of probabilities, float32.
+    def top(self, windows: CalibrationWindows) -> tuple[Tensor, Tensor, Tensor]:
+        """The likeliest tokens of B windows one after another, and logarithms of probabilities, float32.
 
-        These are ``[W, k]`` of the tokens, and ``[W, 1]`` of all others together.
+        These are int64 ``[B·W, k]``; ``[B·W, k]`` of the tokens; and ``[B·W, 1]`` of all others together.
         """
-        stored = self._read(self._file(window))
-        assert stored is not None
-        return stored["tokens"].long(), stored["log_probs"].float(), stored["log_rest"]
+        stored = [self._read(self._file(windows[row : row + 1])) for row in range(len(windows))]
+        tokens, log_probs, rest = (
+            torch.cat([one[name] for one in stored if one is not None])
+            for name in ("tokens", "log_probs", "log_rest")
+        )
+        return tokens.long(), log_probs.float(), rest
 
     def _file(self, window: CalibrationWindows) -> Path:
         content = window.ids.cpu().numpy().tobytes() + window.positions.cpu().numpy().tobytes()

@@ -86,6 +86,13 @@ class StepOptions(Options):
         rule=at_least(2),
     )
     batch: int = option("windows in each step, over all processes", default=1, rule=at_least(1))
+    micro_batch: int | None = option(
+        "windows that a process computes at once; more take more memory. One on a CPU, and all of its share of a step "
+        "on a GPU, when left out",
+        default=None,
+        rule=at_least(1),
+        identity=False,
+    )
     learning_rate: float = option("AdamW's learning rate after warm-up", default=2e-4, rule=_POSITIVE)
     warmup: float = option(
         "the part of the steps in which the learning rate rises; it then falls to 0 by a cosine",
