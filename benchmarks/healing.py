@@ -6,8 +6,8 @@
 
 A row is ``TARGET of TOKENS``: a target as ``headwise frontier`` spells it (``own`` is the source) and the tokens that
 are trained on, 0 for the conversion itself. Then comes what differs from the default: ``by METHOD`` (a baseline's
-conversion), ``KEY=VALUE`` (an option of ``headwise.heal``). With ``--text wikitext`` WikiText-2 train alone is trained
-on, with ``mixture`` equal parts of it, of Moby Dick and of XSum.
+conversion), ``KEY=VALUE`` (an option of ``headwise.heal``). ``--text wikitext`` trains on WikiText-2 train alone,
+``mixture`` on equal parts of it, of Moby Dick and of XSum.
 """
 
 from __future__ import annotations
