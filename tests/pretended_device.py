@@ -135,3 +135,21 @@ def pretended_device() -> Iterator[torch.device]:
     """A block in which the device exists."""
     with _Factories():
         yield DEVICE
+
+
+def placed(model: Any) -> Any:
+    """A transformers model with its parameters, buffers and codes moved to the device, which it returns.
+
+    ``model.to`` would ask torch to give the tensors there is another kind of storage.
+    """
+    moved: dict[int, torch.nn.Parameter] = {}  # tied parameters stay tied
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                own = moved.setdefault(id(parameter), torch.nn.Parameter(_Placed(parameter.detach())))
+                module._parameters[name] = own
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else _Placed(buffer)
+        if getattr(module, "code", None) is not None:
+            module.set_code(module.code.to(DEVICE), module.slots)
+    return model

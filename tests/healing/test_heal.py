@@ -64,6 +64,18 @@ def test_the_model_gets_nearer_to_its_teacher(converted: Path, keywords: dict[st
     assert report.best_step == min(report.held_out, key=lambda pair: pair[1])[0]
 
 
+@pytest.mark.parametrize("more", [{}, {"teacher_top": 8}, {"objective": "cross-entropy"}])
+def test_windows_that_are_computed_at_once_change_nothing(
+    more: dict[str, Any], converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {**keywords, **more, "batch": 5, "steps": 4}
+    losses = [
+        headwise.heal(converted, tmp_path / f"{count}", **options, micro_batch=count).losses for count in (1, 2, 9)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
 def test_what_was_measured_is_what_the_folder_holds(
     converted: Path, keywords: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -1,0 +1,59 @@
+"""Claims about attention on several ranks: C25."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from headwise.audit.check import Check, exact
+from headwise.audit.claim import Claim
+from headwise.audit.layers import named
+
+SIZES = {"hidden_size": 64, "num_heads": 8, "ranks": 2}
+
+
+def sums(mechanism: str, part: str, hidden_size: int, num_heads: int, ranks: int) -> int:
+    """The sums over ranks in one forward pass of a layer whose heads are shared out.
+
+    Args:
+        mechanism: such as ``GQA-4``.
+        part: ``inside``, up to the output projection; or ``behind``, from there on.
+        hidden_size: E.
+        num_heads: query heads.
+        ranks: processes, which talk by gloo.
+    """
+    return counted(mechanism, hidden_size, num_heads, ranks)[part == "behind"]
+
+
+@cache
+def counted(mechanism: str, hidden_size: int, num_heads: int, ranks: int) -> tuple[int, int]:
+    """The sums inside attention and behind it."""
+    import torch.multiprocessing as mp
+
+    from headwise.audit.sharing import free_port, share_and_count
+
+    queue = mp.get_context("spawn").SimpleQueue()
+    spec = named(mechanism, hidden_size, num_heads)
+    mp.spawn(share_and_count, (ranks, free_port(), spec, queue), nprocs=ranks)
+    inside, behind = queue.get()
+    return inside, behind
+
+
+CLAIMS = (
+    Claim(
+        id="C25",
+        guide="G3",
+        says="heads split over ranks need no communication inside attention",
+        how="sums over two processes, counted in a forward pass of layers whose heads are shared out",
+        checks=tuple(
+            Check(
+                states=f"sums of {mechanism}",
+                when=when,
+                printed=exact(0),
+                measure=sums,
+                inputs={"mechanism": mechanism, "part": part, **SIZES},
+            )
+            for mechanism in ("MHA", "GQA-4")
+            for part, when in (("inside", "inside attention"), ("behind", "with the output projection"))
+        ),
+    ),
+)
