@@ -197,7 +197,7 @@ class Result:
         }
 
 
-def _text(value: Printed) -> str:
+def _text(value: Printed | Found) -> str:
     if isinstance(value, Number | Range):
         return value.text
     if isinstance(value, bool):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from headwise.errors import ArgumentError
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpaceSpec, LatentSpec
+from headwise.specs.grouped import grouped_bias
+from headwise.specs.latent import latent_bias
 
 
 def grouped(hidden_size: int, num_heads: int, num_kv_heads: int, *, bias: bool = False) -> GroupedSpec:
@@ -13,7 +15,11 @@ def grouped(hidden_size: int, num_heads: int, num_kv_heads: int, *, bias: bool =
     """
     head_dim = hidden_size // num_heads
     return GroupedSpec(
-        hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, bias=bias
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        bias=grouped_bias(bias),
     )
 
 
@@ -37,7 +43,7 @@ def latent(hidden_size: int, num_heads: int, rank: int, up: int, rope: int, *, b
         qk_rope_head_dim=rope,
         v_head_dim=up // num_heads,
         latent_norm=False,
-        bias=bias,
+        bias=latent_bias(bias, rank),
     )
 
 

@@ -63,7 +63,7 @@ class MechanismRow:
         cache_bytes: of all sequences.
         peak_bytes: the most that tensors made in one pass hold at once, weights left out.
         independent: beside MHA, both as initialised on their own.
-        converted: beside MHA, of whose weights it was made without a text; None where headwise has no such conversion.
+        converted: beside MHA, made of its weights without a text; None where headwise has no such conversion.
     """
 
     mechanism: str

@@ -99,6 +99,7 @@ def _complain(message: str) -> None:
 def _register_commands() -> None:
     """Import the files of all commands, each of which registers its own."""
     from headwise.cli.commands import (  # noqa: F401
+        audit,
         bench,
         calibrate,
         convert,

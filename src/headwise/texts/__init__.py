@@ -12,6 +12,7 @@ from headwise.texts.calibration_windows import calibration_windows, hold_out, wi
 from headwise.texts.files import language_reference, read_jsonl, read_text, reference_topics
 from headwise.texts.identity import refuse_twice, text_identity
 from headwise.texts.overlap import overlap_note, passages_apart, shared_fraction, shared_tokens
+from headwise.texts.reference import write_reference_texts
 from headwise.texts.sources import named_texts, read_source, refuse_texts_within
 from headwise.texts.windows import (
     cut_windows,
@@ -53,4 +54,5 @@ __all__ = [
     "usual_window",
     "windows_beyond",
     "wrapping_ids",
+    "write_reference_texts",
 ]

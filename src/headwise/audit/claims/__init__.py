@@ -1,4 +1,4 @@
-"""The guides' claims, by topic. A file here that assigns ``CLAIMS`` is read; a new claim is an entry of one of them."""
+"""The guides' claims, by topic. A file that assigns ``CLAIMS`` is read; a new claim is an entry of one of them."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ CLAIMS = (
     Claim(
         id="C5",
         guide="G2",
-        says="a token's cache is 512×4×2 B in MHA (256 tokens 1.3 MB, 2048 10.4 MB) and 64×4×2 B in MQA (33 KB, 256 KB), "
-        "97.5 or 87.5 % less; 2n × d_model bytes",
+        says="a token's cache is 512×4×2 B in MHA (256 tokens 1.3 MB, 2048 10.4 MB) and 64×4×2 B in MQA (33 KB, "
+        "256 KB), 97.5 or 87.5 % less; 2n × d_model bytes",
         how="bytes of one layer's cache at E = 512, h = 8, float32",
         checks=(
             _size("MHA", 1, "4096", 1, " B"),
@@ -173,7 +173,8 @@ CLAIMS = (
     Claim(
         id="C11",
         guide="G2",
-        says="memory at batch 4 from 128 to 2048 tokens: MHA 0.13 to 2.09 M, MQA 0.02 to 0.26 M, others half of MHA's",
+        says="memory at batch 4 from 128 to 2048 tokens: MHA 0.13 to 2.09 M, MQA 0.02 to 0.26 M, others half of "
+        "MHA's",
         how="numbers in the cache at E = 512, h = 8",
         checks=tuple(
             Check(

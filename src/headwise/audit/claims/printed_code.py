@@ -87,8 +87,9 @@ CLAIMS = (
     Claim(
         id="C26",
         guide="G2 – G5",
-        says="the printed code: GQA with heads of width E/k for keys and values; MLA over sqrt(E/h) + sqrt(r) where the "
-        "text says sqrt(U/h + r); RoPE with sine and cosine swapped; GQA-4 as four heads or groups of four; unknown names",
+        says="the printed code: GQA with heads of width E/k for keys and values; MLA over sqrt(E/h) + sqrt(r) "
+        "where the text says sqrt(U/h + r); RoPE with sine and cosine swapped; GQA-4 as four heads or groups "
+        "of four; unknown names",
         how="the same computations, on random vectors",
         checks=(
             *(

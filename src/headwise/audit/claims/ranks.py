@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from headwise.audit.check import Check, exact
+from headwise.audit.check import Check, UntestableError, exact
 from headwise.audit.claim import Claim
 from headwise.audit.layers import named
 
@@ -27,13 +27,21 @@ def sums(mechanism: str, part: str, hidden_size: int, num_heads: int, ranks: int
 @cache
 def counted(mechanism: str, hidden_size: int, num_heads: int, ranks: int) -> tuple[int, int]:
     """The sums inside attention and behind it."""
-    import torch.multiprocessing as mp
+    from torch import multiprocessing
 
     from headwise.audit.sharing import free_port, share_and_count
 
-    queue = mp.get_context("spawn").SimpleQueue()
-    spec = named(mechanism, hidden_size, num_heads)
-    mp.spawn(share_and_count, (ranks, free_port(), spec, queue), nprocs=ranks)
+    context = multiprocessing.get_context("spawn")
+    queue, port, spec = context.SimpleQueue(), free_port(), named(mechanism, hidden_size, num_heads)
+    processes = [
+        context.Process(target=share_and_count, args=(rank, ranks, port, spec, queue)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise UntestableError(f"{ranks} processes could not talk to each other on this machine")
     inside, behind = queue.get()
     return inside, behind
 

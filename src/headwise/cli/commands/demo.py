@@ -37,13 +37,16 @@ def demo(
     start = time.perf_counter()
     console = err if as_json else out
     import headwise
+    from headwise.checkpoints import load_tokenizer
+    from headwise.specs.sources import bundled_gguf
+    from headwise.texts import write_reference_texts
 
     _check_weights()
     if windows < 1:
         raise ArgumentError("windows", windows, "must be at least 1")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        texts = write_texts(output)
+        texts = write_reference_texts(output, load_tokenizer(bundled_gguf()))
     except OSError as error:
         raise ArgumentError("output", str(output), f"cannot be written: {error.strerror}") from None
     original = output / "original"
@@ -156,30 +159,6 @@ def _show(document: dict[str, Any], file: Path) -> None:
     for name, continuation in continuations:
         out.print(f"  {name:<13} {continuation['text']!r}", markup=False)
     out.print(f"{document['seconds']:.0f} s; all measurements are in {file}")
-
-
-def write_texts(folder: Path) -> tuple[Path, Path]:
-    """Write a text to calibrate on and one to evaluate on, from Python's language reference.
-
-    Every second topic is for calibration. Topics quote each other, so of the others only those that share no passage
-    with the calibration text are for evaluation.
-
-    Args:
-        folder: for ``study.txt`` and ``exam.txt``.
-
-    Returns:
-        The paths of the two files.
-    """
-    from headwise.checkpoints import load_tokenizer
-    from headwise.specs.sources import bundled_gguf
-    from headwise.texts import language_reference, passages_apart, reference_topics
-
-    study, exam = folder / "study.txt", folder / "exam.txt"
-    text = language_reference(slice(0, None, 2))
-    others = passages_apart(load_tokenizer(bundled_gguf()), reference_topics(slice(1, None, 2)), text)
-    study.write_text(text, encoding="utf-8")
-    exam.write_text("\n\n".join(others), encoding="utf-8")
-    return study, exam
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The demo's two texts."""
+"""The two texts of Python's language reference."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from pathlib import Path
 import torch
 
 from headwise.checkpoints import load_tokenizer
-from headwise.cli.commands.demo import write_texts
 from headwise.specs.sources import bundled_gguf
-from headwise.texts import language_reference, shared_fraction, token_ids
+from headwise.texts import language_reference, shared_fraction, token_ids, write_reference_texts
 
 
-def test_the_demos_texts_share_no_passage_and_are_always_the_same(tmp_path: Path) -> None:
-    study, exam = write_texts(tmp_path)
-    assert (study.name, exam.name) == ("study.txt", "exam.txt")
+def test_the_two_texts_share_no_passage_and_are_always_the_same(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(bundled_gguf())
+    study, exam = write_reference_texts(tmp_path, tokenizer)
+    assert (study.name, exam.name) == ("study.txt", "exam.txt")
     study_ids, exam_ids = (
         torch.tensor(token_ids(tokenizer, path.read_text(encoding="utf-8"))) for path in (study, exam)
     )
@@ -25,5 +24,5 @@ def test_the_demos_texts_share_no_passage_and_are_always_the_same(tmp_path: Path
     assert torch.equal(study_ids, halves[0])
     assert shared_fraction([halves[1]], [study_ids]) > 0.2  # of topics as they are a good part is shared
     before = study.read_bytes(), exam.read_bytes()
-    write_texts(tmp_path)
+    write_reference_texts(tmp_path, tokenizer)
     assert (study.read_bytes(), exam.read_bytes()) == before
