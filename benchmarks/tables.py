@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.shared import shared_mark
 
-from benchmarks import joined
+from benchmarks import healing_tables, joined
 from headwise.conversion.methods import all_methods
 from headwise.frontiers.verdict import verdict_lines
 from headwise.texts.overlap import SHARED
@@ -436,6 +436,18 @@ def serving(document: Document) -> str:
     return table(["engine", "texts × tokens", "model", "prompt", "decode", "fit in 1 GiB"], body, left=3)
 
 
+def healing(document: Document) -> str:
+    """The table of healed conversions, beside what they were."""
+    head, *rows = healing_tables.healing(document)
+    return table([*head[:2], *map(_text_name, head[2:-1]), head[-1]], rows, left=2)
+
+
+def healing_tuning(document: Document) -> str:
+    """The table of learning rates and what is trained."""
+    head, *rows = healing_tables.tuning(document)
+    return table(head, rows, left=2)
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
     "retrieval": ("retrieval.json", retrieval),
@@ -465,6 +477,9 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "coded-avx2": ("coded-avx2.json", coded),
     "coded-models": ("coded.json", coded_models),
     "generate": ("generate.json", generate),
+    "healing": ("healing.json", healing),
+    "healing-cuda": ("healing-cuda.json", healing),
+    "healing-tuning": ("healing-tuning-cuda.json", healing_tuning),
 }
 """The results file of each table and the function that makes it, by the table's name."""
 

@@ -93,7 +93,11 @@ class StepOptions(Options):
         rule=at_least(1),
         identity=False,
     )
-    learning_rate: float = option("AdamW's learning rate after warm-up", default=2e-4, rule=_POSITIVE)
+    learning_rate: float = option(
+        "AdamW's learning rate after warm-up; steps of more windows take more, such as 3e-4 with a batch of 16",
+        default=1e-4,
+        rule=_POSITIVE,
+    )
     warmup: float = option(
         "the part of the steps in which the learning rate rises; it then falls to 0 by a cosine",
         default=0.05,

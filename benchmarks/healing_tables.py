@@ -1,0 +1,59 @@
+"""Tables of healing, for `benchmarks.tables`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Document = dict[str, Any]
+
+
+def healing(document: Document) -> list[list[str]]:
+    """Head and rows: what was trained, each text's ratio and divergence, and the slope at the end."""
+    texts = [score["text"] for score in next(iter(document["rows"].values()))["evaluation"]["texts"]]
+    rows = [["model", "trained on", *texts, "slope"]]
+    for name, row in document["rows"].items():
+        if name.startswith("own"):
+            continue
+        scores = [f"×{_ratio(score['perplexity_ratio'])} ({score['kl']:.3f})" for score in row["evaluation"]["texts"]]
+        rows.append([*_named(name, row), *scores, _slope(row)])
+    return rows
+
+
+def tuning(document: Document) -> list[list[str]]:
+    """Head and rows: what was trained with what, and the held-out loss before and at its lowest."""
+    rows = [["model", "trained on", "held-out loss", "lowest"]]
+    for name, row in document["rows"].items():
+        losses = [loss for _, loss in row["healing"]["held_out"]]
+        rows.append([*_named(name, row), f"{losses[0]:.3f}", f"{min(losses):.3f}"])
+    return rows
+
+
+def _named(name: str, row: Document) -> list[str]:
+    """The model and what it was trained on, of a row's name such as ``mla:0.5 of 200000 by mean batch=4``."""
+    target, _, rest = name.partition(" of ")
+    words = rest.split()[1:]
+    method = f" by {words[words.index('by') + 1]}" if "by" in words else ""
+    shown = {"learning_rate": "rate", "objective": "", "train": ""}
+    settings = []
+    for word in words:
+        key, has_value, value = word.partition("=")
+        if has_value and key not in ("measurements", "patience"):
+            settings.append(f"{shown.get(key, key)} {value}".strip())
+    tokens = f"{row['healing']['tokens']:,} tokens" if "healing" in row else "not trained"
+    return [f"`{target}`{method}", ", ".join([tokens, *settings])]
+
+
+def _slope(row: Document) -> str:
+    """How the loss changes over 100,000 tokens in the last quarter of the steps, by least squares."""
+    if "healing" not in row:
+        return ""
+    losses, healing = row["healing"]["losses"], row["healing"]
+    last = losses[-max(len(losses) // 4, 2) :]
+    middle, mean = (len(last) - 1) / 2, sum(last) / len(last)
+    spread = sum((at - middle) ** 2 for at in range(len(last)))
+    rise = sum((at - middle) * (loss - mean) for at, loss in enumerate(last)) / spread
+    return f"{rise * len(losses) / healing['tokens'] * 100_000:+.4f}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.0f}"
