@@ -39,6 +39,7 @@ ROOMS = (
     ("healing",),
     ("frontiers",),
     ("migration",),
+    ("audit",),
     ("engines",),
     ("cli", "__main__"),
 )

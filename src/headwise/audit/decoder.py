@@ -108,13 +108,27 @@ class Decoder(nn.Module):
         """Where its weights are."""
         return self.embedding.weight.device
 
-    def forward(self, input_ids: Tensor, *, position_ids: Tensor, **_: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = False,
+        output_hidden_states: bool = False,
+    ) -> Any:
         """Logits ``[B, S, V]``, as the attribute ``logits``.
 
         Args:
             input_ids: ``[B, S]``.
             position_ids: ``[B, S]``.
+            attention_mask: all ones: sequences have no padding.
+            use_cache: must be false.
+            output_hidden_states: must be false.
         """
+        del attention_mask
+        assert not use_cache
+        assert not output_hidden_states
         states = self.embedding(input_ids)
         for index, attention in enumerate(self.attention):
             normed = self.norms[2 * index](states)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from headwise.attention import build
 from headwise.parallel import share_heads
@@ -32,16 +33,16 @@ def share_and_count(rank: int, ranks: int, port: int, spec: AttentionSpec, queue
         layer = share_heads(build(spec).eval())
         counts, reduce, is_behind = [0, 0], dist.all_reduce, False
 
-        def counting(*args: Any, **kwargs: Any) -> Any:
+        def counting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
             counts[is_behind] += 1
-            return reduce(*args, **kwargs)
+            return reduce(tensor, op, group)
 
         def begins(*_: Any) -> None:
             nonlocal is_behind
             is_behind = True
 
         layer.get_submodule("o_proj").register_forward_pre_hook(begins)
-        dist.all_reduce = counting
+        dist.all_reduce = counting  # type: ignore[assignment]
         with torch.inference_mode():
             layer(torch.randn(2, 5, layer.spec.hidden_size), is_causal=True)
         dist.all_reduce = reduce

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headwise.advice import Advice, Option
+    from headwise.audit import MechanismBench
     from headwise.cost import Comparison
     from headwise.prediction import Prediction, Timed
 
@@ -115,3 +116,31 @@ def _bars(axes: Any, names: Sequence[str], values: Sequence[float], colours: Seq
     axes.tick_params(labelsize=7)
     axes.set_xlabel(title, fontsize=9)
     axes.grid(visible=True, axis="x", alpha=0.3)
+
+
+def mechanisms_figure(report: MechanismBench) -> Any:
+    """Each mechanism's time, cache and similarity against the length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    times, memory, errors = figure.subplots(1, 3)
+    for name in dict.fromkeys(row.mechanism for row in report.rows):
+        rows = [row for row in report.rows if row.mechanism == name]
+        lengths = [row.length for row in rows]
+        times.plot(lengths, [row.ms for row in rows], marker="o", markersize=3, label=name)
+        memory.plot(lengths, [row.cache_bytes / 1024 for row in rows], marker="o", markersize=3, label=name)
+        near = [(row.length, row.converted.relative_error) for row in rows if row.converted is not None]
+        if near:
+            errors.plot(*zip(*near, strict=True), marker="o", markersize=3, label=name)
+    for axes, label in ((times, "ms a pass"), (memory, "cache, KiB"), (errors, "error of the converted layer")):
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(label)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize=7)
+    for axes in (times, memory):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+    figure.suptitle(
+        f"E = {report.hidden_size}, {report.num_heads} heads, {report.dtype}, {report.device}", fontsize=10
+    )
+    return figure

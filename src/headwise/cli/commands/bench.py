@@ -12,10 +12,12 @@ from rich.markup import escape
 
 from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
 from headwise.cli.pages import Html, refuse_no_page, write_page
+from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from headwise.audit import MechanismBench
     from headwise.bench import Bench, Case
 
 OURS = "headwise"
@@ -157,6 +159,65 @@ def generate(
             progress=progress,
         )
     _show(report, html, as_json=as_json)
+
+
+@commands.command(epilog="Example: headwise bench mechanisms --length 256 --length 1024 --plot mechanisms.svg")
+def mechanisms(
+    hidden_size: Annotated[int, typer.Option(help="Width of the states.")] = 512,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    length: Lengths = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Device to run on, such as cuda.")] = "cpu",
+    passes: Annotated[int, typer.Option(help="Timed passes of each, after 30 that warm up.")] = 100,
+    threads: Threads = None,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Time MHA, MQA, GQA, MLA and latent-space attention against the length, and compare their outputs."""
+    refuse_no_plot(plot)
+    with progress_bar() as progress:
+        _prepare(threads, None)
+        from headwise.audit.mechanisms import LENGTHS, bench_mechanisms
+
+        report = bench_mechanisms(
+            hidden_size=hidden_size,
+            num_heads=heads,
+            lengths=length or LENGTHS,
+            batch=batch,
+            dtype=dtype,
+            device=device,
+            passes=passes,
+            progress=progress,
+        )
+    if as_json:
+        emit(report.to_dict())
+    else:
+        _print_mechanisms(report)
+    if plot is not None:
+        from headwise.cli.figures import mechanisms_figure
+
+        write_plot(plot, lambda: mechanisms_figure(report), is_silent=as_json)
+
+
+def _print_mechanisms(report: MechanismBench) -> None:
+    table = numbers_table("tokens", "", "ms", "speed-up", "cache KiB", "peak MiB", "apart", "converted")
+    for row in report.rows:
+        errors = (f"{one.relative_error:.3f}" if one is not None else "–" for one in (row.independent, row.converted))
+        table.add_row(
+            f"{row.length:,}",
+            row.mechanism,
+            f"{row.ms:.3g}",
+            f"{row.speedup:.2f}",
+            f"{row.cache_bytes / 1024:,.0f}",
+            f"{row.peak_bytes / 1024**2:.1f}",
+            *errors,
+        )
+    table.columns[1].justify = "left"
+    out.print(table)
+    out.print(f"ms: medians of {report.passes} passes in turn, {report.dtype}; peak: tensors made in a pass")
+    out.print("apart, converted: the output's relative error beside MHA's, of a layer with weights of its")
+    out.print("own, and of one made of MHA's weights (which are random, so that no method finds much in them)")
 
 
 def _prepare(threads: int | None, html: Path | None) -> None:
