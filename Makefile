@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 ENGINES := build/engine-environments
 
-.PHONY: demo test lint engines clean
+.PHONY: demo test lint docs engines clean
 
 demo: $(READY)
 	$(BIN)/headwise demo
@@ -18,6 +18,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
+
+# The site, in build/site.
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
 
 # Every kind of output in the engines themselves (docs/engines.md): long, and not a part of `make test`.
 engines: $(READY) $(ENGINES)/.ready

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.shared import shared_mark
 
-from benchmarks import healing_tables, joined
+from benchmarks import audit_tables, healing_tables, joined
 from headwise.conversion.methods import all_methods
 from headwise.frontiers.verdict import verdict_lines
 from headwise.texts.overlap import SHARED
@@ -448,6 +448,24 @@ def healing_tuning(document: Document) -> str:
     return table(head, rows, left=2)
 
 
+def audit_verdicts(document: Document) -> str:
+    """The table of the guides' claims."""
+    head, *rows = audit_tables.verdicts(document)
+    return table(head, rows, left=3)
+
+
+def audit_statements(document: Document) -> str:
+    """The table of every statement of the guides' claims."""
+    head, *rows = audit_tables.statements(document)
+    return table(head, rows, left=5)
+
+
+def trained(document: Document) -> str:
+    """The table of decoders that were trained from scratch."""
+    head, *rows = audit_tables.trained(document)
+    return table(head, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
     "retrieval": ("retrieval.json", retrieval),
@@ -477,6 +495,9 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "coded-avx2": ("coded-avx2.json", coded),
     "coded-models": ("coded.json", coded_models),
     "generate": ("generate.json", generate),
+    "audit": ("audit.json", audit_verdicts),
+    "audit-statements": ("audit.json", audit_statements),
+    "trained": ("trained.json", trained),
     "healing": ("healing.json", healing),
     "healing-cuda": ("healing-cuda.json", healing),
     "healing-tuning": ("healing-tuning-cuda.json", healing_tuning),

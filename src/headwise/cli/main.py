@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from headwise.cli.app import StoppedError, app
 
-    _register_commands()
+    register_commands()
     arguments = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, to clean up half-written files
@@ -96,7 +96,7 @@ def _complain(message: str) -> None:
     sys.exit(2)
 
 
-def _register_commands() -> None:
+def register_commands() -> None:
     """Import the files of all commands, each of which registers its own."""
     from headwise.cli.commands import (  # noqa: F401
         audit,
