@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -92,6 +93,22 @@ def test_what_is_found_depends_on_what_goes_in(check: Check) -> None:
         assert all(one == pytest.approx(1) for one in others)
         return
     assert any(one != found for one in others) or _is_identity(check)
+
+
+@pytest.mark.parametrize("claim", all_claims(), ids=lambda claim: claim.id)
+def test_every_statement_can_hold_and_can_fail(claim: Claim) -> None:
+    """Those that take long to find out too."""
+    for check in claim.checks:
+        printed = check.printed
+        if isinstance(printed, Number):
+            right, wrong = printed.value, printed.value + 3 * printed.room + 1
+        elif isinstance(printed, Range):
+            right = printed.low if printed.low > -math.inf else printed.high
+            wrong = printed.high + 1 if printed.high < math.inf else printed.low - 1
+        else:
+            right, wrong = printed, _other(printed)
+        assert check.allows(right)
+        assert not check.allows(wrong)
 
 
 def _is_identity(check: Check) -> bool:

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import headwise
+from headwise.conversion import export_gguf
 from headwise.errors import CheckpointError, HeadwiseError
 from headwise.healing import loop
 from headwise.healing.card import CONVERSION
 from headwise.healing.state import TrainingState
 from headwise.healing.teacher import StoredTeacher
+from tests.byte_level import save_byte_level
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
 
@@ -276,6 +279,26 @@ def test_hidden_states_are_learnt_too(converted: Path, keywords: dict[str, Any],
     plain = headwise.heal(converted, tmp_path / "plain", **{**keywords, "steps": 40})
     assert report.losses[0] > plain.losses[0]  # there is a second term
     assert report.held_out[-1][1] < report.held_out[0][1]
+
+
+def test_a_healed_stock_folder_stays_stock_and_is_exported(keywords: dict[str, Any], tmp_path: Path) -> None:
+    """Transformers alone loads it, and a GGUF file of it computes the same."""
+    source = save_tiny(tmp_path / "source", vocab_size=320)
+    save_byte_level(source, 320)
+    stock = {"to": "mla", "kv_budget": 0.5, "format": "deepseek", "bias_free": True}
+    text = {"calibrate": keywords["text"], "calibration_tokens": 256, "calibration_window": 32}
+    headwise.convert(source, tmp_path / "stock", **stock, **text, evaluate=False)
+    headwise.heal(tmp_path / "stock", tmp_path / "healed", **{**keywords, "teacher": source})
+    config = json.loads((tmp_path / "healed" / "config.json").read_text())
+    assert config["model_type"] == "deepseek_v3"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
+    export_gguf(tmp_path / "healed", tmp_path / "healed.gguf", outtype="f32")
+    ids = torch.arange(2, 30)[None]
+    with torch.no_grad():
+        logits, exported = (one(ids).logits for one in (model, headwise.load(tmp_path / "healed.gguf")))
+        before = headwise.load(tmp_path / "stock")(ids).logits
+    torch.testing.assert_close(exported.double(), logits.double(), rtol=1e-4, atol=1e-4)
+    assert (logits - before).abs().max() > 1e-3
 
 
 def test_a_cache_in_codes_is_healed_with_its_codes(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
