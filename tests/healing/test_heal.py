@@ -288,7 +288,7 @@ def test_a_healed_stock_folder_stays_stock_and_is_exported(keywords: dict[str, A
     stock = {"to": "mla", "kv_budget": 0.5, "format": "deepseek", "bias_free": True}
     text = {"calibrate": keywords["text"], "calibration_tokens": 256, "calibration_window": 32}
     headwise.convert(source, tmp_path / "stock", **stock, **text, evaluate=False)
-    headwise.heal(tmp_path / "stock", tmp_path / "healed", **{**keywords, "teacher": source})
+    headwise.heal(tmp_path / "stock", tmp_path / "healed", **{**keywords, "teacher": source, "learning_rate": 3e-4})
     config = json.loads((tmp_path / "healed" / "config.json").read_text())
     assert config["model_type"] == "deepseek_v3"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "healed", dtype=torch.float32)
@@ -298,7 +298,7 @@ def test_a_healed_stock_folder_stays_stock_and_is_exported(keywords: dict[str, A
         logits, exported = (one(ids).logits for one in (model, headwise.load(tmp_path / "healed.gguf")))
         before = headwise.load(tmp_path / "stock")(ids).logits
     torch.testing.assert_close(exported, logits, rtol=1e-5, atol=1e-5)
-    assert (logits - before).abs().max() > 1e-3
+    assert (logits - before).abs().max() > 1e-2
 
 
 def test_a_cache_in_codes_is_healed_with_its_codes(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
