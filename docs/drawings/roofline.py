@@ -115,13 +115,24 @@ def _roofline() -> str:
     ends = [0.5, ridge(hardware), 2000]
     axes.plot(rounded(ends), rounded(roof(hardware, end) / 1e12 for end in ends), color=INK, linewidth=1.5)
     for places, colour, marker, label in (
-        (attention_places(), BLUE, "o", "attention to the cache, FLOPs a byte"),
-        (weight_places(), ORANGE, "D", "weights"),
+        (weight_places(), ORANGE, "D", "weights, by batch"),
+        (attention_places(), BLUE, "o", "attention to the cache"),
     ):
         intensities = rounded(place.intensity for place in places)
         heights = rounded(place.attainable / 1e12 for place in places)
-        axes.plot(intensities, heights, marker, color=colour, label=label, linestyle="none", markersize=7)
         above = marker == "o"
+        size, face = (7, colour) if above else (10, "none")
+        axes.plot(
+            intensities,
+            heights,
+            marker,
+            color=colour,
+            label=label,
+            linestyle="none",
+            markersize=size,
+            markerfacecolor=face,
+            markeredgewidth=1.8,
+        )
         for place, x, y in zip(places, intensities, heights, strict=True):
             axes.annotate(
                 place.label,
@@ -134,11 +145,11 @@ def _roofline() -> str:
     log_ticks(axes, "x", [1, 10, 100, 1000])
     log_ticks(axes, "y", [1, 10, 100, 1000])
     axes.set_xlim(0.12, 2500)
-    axes.set_ylim(1, 4000)
+    axes.set_ylim(1, 6000)
     axes.set_xlabel("FLOPs for each byte read")
     axes.set_ylabel("TFLOP/s at most")
-    axes.set_title(f"{hardware.label}: {ridge(hardware):.0f} FLOPs a byte at the corner", loc="left")
-    axes.legend(loc="lower right", handletextpad=0.2)
+    axes.text(ends[1], 1.25 * roof(hardware, ends[1]) / 1e12, f"{ridge(hardware):.0f}", ha="left", va="bottom")
+    axes.legend(loc="upper left", handletextpad=0.2)
     return as_svg(made)
 
 

@@ -61,9 +61,9 @@ def draw() -> dict[str, str]:
             upper.plot(WIDTHS, rounded(point.entropy for point in points), "o-", color=colour, label=label)
             lower.plot(WIDTHS, rounded(point.gradient for point in points), "o-", color=colour, label=label)
         upper.axhline(float(np.log(KEYS)), color=INK, linestyle=":", linewidth=1)
-        upper.text(1024, float(np.log(KEYS)) - 0.08, f"uniform, ln {KEYS}", ha="right", va="top")
+        upper.text(1024, float(np.log(KEYS)) + 0.08, f"uniform: ln {KEYS}", ha="right", va="bottom")
         upper.set_ylabel("entropy, nats")
-        upper.set_ylim(0, None)
+        upper.set_ylim(0, 5)
         lower.set_ylabel("norm of the gradient")
         log_ticks(lower, "y", [1e-4, 1e-3, 1e-2, 1e-1, 1])
         for axes in (upper, lower):

@@ -168,7 +168,9 @@ def test_tables_go_into_their_places_and_nowhere_else() -> None:
     assert fill(filled, {"one": "| new |"}) == filled
 
 
-@pytest.mark.parametrize("document", ["README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))])
+@pytest.mark.parametrize(
+    "document", ["README.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md")))]
+)
 def test_documents_show_what_the_results_give(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     assert fill(text, render_all(ROOT / RESULTS)) == text
