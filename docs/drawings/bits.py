@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
 from docs.drawings.plots import BLUE, GREEN, ORANGE, as_svg, figure, log_ticks, rounded, styled
+
 from headwise.quantization.trellis import NOISE
 
 DIMS = 128
 BUDGETS = (1, 2, 4)
 """Bits, on average for each of `DIMS`."""
-SPECTRA = (("steep", 2.0), ("flat", 0.5))
-"""Names of the exponents a, where the variance of dim i is i^(−a)."""
-KEPT = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+SPECTRA = (("1/i²", 2.0), ("1/√i", 0.5))
+"""Variances of dim i, with their exponents a in i^(−a): a steep spectrum and a flat one."""
+KEPT = tuple(range(4, DIMS + 1, 2))
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def draw() -> dict[str, str]:
                 best = rounded(water_filling(spectrum, budget).errors)
                 axes.axhline(float(f"{sum(best):.6g}"), color=colour, linestyle=":", linewidth=1.2)
             log_ticks(axes, "x", (4, 8, 16, 32, 64, 128), base=2)
-            log_ticks(axes, "y", [0.001, 0.01, 0.1, 1])
-            axes.set_title(f"{name}: variances i^(−{exponent:g})", loc="left")
+            log_ticks(axes, "y", [1e-4, 0.001, 0.01, 0.1, 1])
+            axes.set_title(f"variance of dim i: {name}", loc="left")
             axes.set_ylabel("error, relative")
-        panels[0].legend(loc="lower left")
+        panels[1].legend(loc="lower left")
         panels[1].set_xlabel(f"dims kept, of {DIMS}")
         return {"bits.svg": as_svg(made)}

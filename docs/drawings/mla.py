@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from docs.drawings.plots import BLUE, INK, ORANGE, as_svg, figure, log_ticks, number, rounded, styled
+
 from headwise import LatentSpec
 from headwise.cost import forward_flops
 from headwise.prediction import most_absorbed
@@ -38,7 +39,7 @@ def draw() -> dict[str, str]:
         for impl, colour, style in (("expanded", ORANGE, "D-"), ("absorbed", BLUE, "o-")):
             axes.plot(NEW, rounded(flops(impl, new) / 1e9 for new in NEW), style, color=colour, label=impl)
         axes.axvline(crossing(), color=INK, linestyle=":", linewidth=1)
-        axes.text(1.15 * crossing(), 700, number(crossing()), va="top")
+        axes.text(1.1 * crossing(), 1.2, f"{number(crossing())} tokens", va="bottom")
         log_ticks(axes, "x", NEW[::2], base=2)
         log_ticks(axes, "y", [1, 10, 100, 1000])
         axes.set_ylim(1, 2000)

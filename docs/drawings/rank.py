@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from docs.drawings.plots import BLUE, GREEN, ORANGE, as_svg, figure, log_ticks, rounded, styled
 from torch import Tensor
 
-from docs.drawings.plots import BLUE, GREEN, ORANGE, as_svg, figure, log_ticks, rounded, styled
 from headwise.conversion.solvers.joint_latent import Part, joint_latent
 from headwise.conversion.solvers.metrics import cost_without
 
 INPUTS, KEYS, VALUES = 128, 64, 64
 """The width of the layer's inputs, and the rows of its keys and of its values."""
-RANKS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 120)
+RANKS = (4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 120)
 DECAY = 1.0
 """Inputs, and costs of errors, have variances i^(−DECAY) in a random basis."""
 
@@ -56,9 +56,7 @@ def _spectrum(size: int, random: np.random.Generator) -> Tensor:
 
 def cost(exact: tuple[Part, Part], down: Tensor, ups: list[Tensor]) -> float:
     """The share of the cost that is left: ``tr(M (W − U A) S (W − U A)ᵀ)`` over that without a latent."""
-    wrong = sum(
-        cost_without(part._replace(rows=part.rows - up @ down)) for part, up in zip(exact, ups, strict=True)
-    )
+    wrong = sum(cost_without(part._replace(rows=part.rows - up @ down)) for part, up in zip(exact, ups, strict=True))
     return wrong / sum(cost_without(part) for part in exact)
 
 
@@ -81,12 +79,12 @@ def draw() -> dict[str, str]:
     with styled():
         made, (axes,) = figure(3.3)
         for name, colour, style, label in (
-            ("weights", ORANGE, "D-", "weights alone"),
-            ("inputs", GREEN, "s-", "and the inputs"),
-            ("both", BLUE, "o-", "and the cost of errors"),
+            ("weights", ORANGE, "D-", "weights"),
+            ("inputs", GREEN, "s-", "weights and inputs"),
+            ("both", BLUE, "o-", "weights, inputs and costs"),
         ):
             axes.plot(RANKS, rounded(getattr(point, name) for point in points), style, color=colour, label=label)
-        log_ticks(axes, "y", [0.001, 0.01, 0.1, 1])
+        log_ticks(axes, "y", [1e-4, 0.001, 0.01, 0.1, 1])
         axes.set_xticks(range(0, 129, 32))
         axes.set_xlabel(f"rank of the latent, of {KEYS + VALUES}")
         axes.set_ylabel("cost of the error, relative")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from docs.drawings.plots import BLUE, INK, ORANGE, as_svg, figure, log_ticks, number, rounded, styled
+
 from headwise.cost import decode_intensity
 from headwise.prediction import Device, Operator, Pass, device, operators
 from headwise.specs import layer_spec, read_spec
@@ -145,11 +146,11 @@ def _roofline() -> str:
     log_ticks(axes, "x", [1, 10, 100, 1000])
     log_ticks(axes, "y", [1, 10, 100, 1000])
     axes.set_xlim(0.12, 2500)
-    axes.set_ylim(1, 6000)
+    axes.set_ylim(1, 3000)
     axes.set_xlabel("FLOPs for each byte read")
     axes.set_ylabel("TFLOP/s at most")
     axes.text(ends[1], 1.25 * roof(hardware, ends[1]) / 1e12, f"{ridge(hardware):.0f}", ha="left", va="bottom")
-    axes.legend(loc="upper left", handletextpad=0.2)
+    axes.legend(loc="lower right", handletextpad=0.2)
     return as_svg(made)
 
 
@@ -168,5 +169,3 @@ def _batch() -> str:
     axes.set_ylabel("GB read for each token")
     axes.legend(loc="lower left")
     return as_svg(made)
-
-

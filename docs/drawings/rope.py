@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-
 from docs.drawings.plots import BLUE, GREEN, ORANGE, as_svg, figure, rounded, styled
+
 from headwise import RopeSpec, RotaryEmbedding
 from headwise.conversion.solvers.rope_channels import mean_rotation
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from docs.drawings.plots import BLUE, INK, ORANGE, as_svg, figure, log_ticks, rounded, styled
 from torch import Tensor
 
-from docs.drawings.plots import BLUE, INK, ORANGE, as_svg, figure, log_ticks, rounded, styled
 from headwise import attend_with_weights
 
 WIDTHS = tuple(2**power for power in range(11))
@@ -34,9 +34,7 @@ class Softmax:
 def measure(width: int, *, scaled: bool) -> Softmax:
     """The weights at one width, divided by its root or not."""
     random = np.random.default_rng(width)
-    query, key = (
-        torch.from_numpy(random.standard_normal((BATCH, 1, tokens, width))) for tokens in (QUERIES, KEYS)
-    )
+    query, key = (torch.from_numpy(random.standard_normal((BATCH, 1, tokens, width))) for tokens in (QUERIES, KEYS))
     _, weights = attend_with_weights(query, key, key, scale=None if scaled else 1.0)
     return Softmax(width, float(entropy(weights).mean()), float(gradient_norm(weights).median()))
 

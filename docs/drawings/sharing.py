@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from docs.drawings.plots import BLUE, GREEN, ORANGE, as_svg, figure, rounded, styled
 from torch import Tensor
 
-from docs.drawings.plots import BLUE, GREEN, ORANGE, as_svg, figure, rounded, styled
 from headwise import GroupedSpec, RopeSpec
 from headwise.attention import AttentionLayer, build
 from headwise.conversion.methods.mean import mean_heads
@@ -40,7 +40,7 @@ class Merge:
 
 
 def source(own: float, *, one_basis: bool, seed: int = 0) -> dict[str, Tensor]:
-    """The tensors of a layer whose heads, in groups of neighbours, are one head in several bases, and a share of their own.
+    """The tensors of a layer whose heads, in groups of neighbours, are one in several bases, and partly their own.
 
     Keys of a head are multiplied by a complex number for each rotated pair, which commutes with the rotation; values
     by an orthogonal matrix. The same numbers undo both in queries and in the output projection.
