@@ -36,6 +36,12 @@ from headwise.quantization.files import FILE as CODES
 from headwise.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
 from headwise.type_checks import typed
 
+NOTHING_GAINED = (
+    "no step lowered the held-out loss, so the result is the model it was given: train on more tokens, or at a lower "
+    "learning rate"
+)
+"""Said of a run that changed nothing."""
+
 FILE = "healing.json"
 """The file of a healed folder that holds its `Healing`."""
 
@@ -252,6 +258,8 @@ def _report(
 ) -> Healing:
     options, windows = prepared.options, prepared.windows
     notes = [one for one in (before, after) if isinstance(one, str)]
+    if done.best_step == 0:
+        notes.append(NOTHING_GAINED)
     return Healing(
         model=prepared.model,
         output=str(prepared.output),

@@ -43,8 +43,11 @@ def _show(report: Healing) -> None:
     out.print(f"{report.tokens:,} tokens in {report.steps:,} steps, {report.seconds:,.0f} s{speed}")
     out.print(f"trained        {report.trained}: {count_text(report.trained_parameters)} parameters")
     first, last = report.held_out[0][1], report.held_out[-1][1]
-    fell = "" if report.slope is None else f"; by {report.slope:.4f} in the last quarter"
-    out.print(f"held-out loss  {first:.4f} → {last:.4f} nats{fell}")
+    lowest, end = min(loss for _, loss in report.held_out), ""
+    if last > lowest:
+        end = f"; {last:.4f} at the end"
+    kept = f"after step {report.best_step:,}, whose weights are kept"
+    out.print(f"held-out loss  {first:.4f} → {lowest:.4f} nats {kept}{end}", soft_wrap=True)
     if report.stopped:
         out.print("stopped early: the held-out loss fell no more")
     for note in report.notes:
