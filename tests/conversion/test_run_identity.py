@@ -102,6 +102,7 @@ HEAL: dict[str, tuple[dict[str, Any], Any]] = {
     "pretraining_tokens": ({**HEALED, "steps": None, "alpha": 0.1, "pretraining_tokens": 1000}, 2000),
     "window": (HEALED, 48),
     "batch": (HEALED, 2),
+    "micro_batch": (HEALED, 2),
     "learning_rate": (HEALED, 1e-3),
     "warmup": (HEALED, 0.5),
     "patience": (HEALED, 1),
@@ -201,7 +202,7 @@ def test_what_does_not_decide_a_result() -> None:
         "convert": {"evaluate", "evaluation_windows", "overwrite", "dry_run", "device"},
         "calibrate": {"overwrite", "device"},
         "frontier": {"targets", "methods", "keep", "plot", "device"},
-        "heal": {"evaluate", "evaluation_windows", "overwrite", "device"},
+        "heal": {"evaluate", "evaluation_windows", "overwrite", "device", "micro_batch"},
         "migrate": {"max_quality_loss", "targets", "overwrite", "device"},
     }
 
