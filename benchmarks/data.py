@@ -23,7 +23,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 from zipfile import ZipFile
 
 CACHE = Path(".cache")
@@ -129,7 +128,9 @@ def python_reference(cache: Path = CACHE) -> Path:
     """Python's language reference, as it is installed with the Python that runs this."""
     path = cache / "python-reference.txt"
     if not path.exists():
-        _write(path, "\n\n".join(topics[name] for name in sorted(topics)).encode() + b"\n")
+        from headwise.texts import language_reference
+
+        _write(path, language_reference().encode() + b"\n")
     return path
 
 

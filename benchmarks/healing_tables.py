@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 Document = dict[str, Any]
@@ -49,9 +50,7 @@ def _slope(row: Document) -> str:
         return ""
     losses, healing = row["healing"]["losses"], row["healing"]
     last = losses[-max(len(losses) // 4, 2) :]
-    middle, mean = (len(last) - 1) / 2, sum(last) / len(last)
-    spread = sum((at - middle) ** 2 for at in range(len(last)))
-    rise = sum((at - middle) * (loss - mean) for at, loss in enumerate(last)) / spread
+    rise = statistics.linear_regression(range(len(last)), last).slope
     return f"{rise * len(losses) / healing['tokens'] * 100_000:+.4f}"
 
 

@@ -190,6 +190,7 @@ class Result:
             "inputs": {name: _plain(value) for name, value in self.check.inputs.items()},
             "printed": self.printed,
             "found": self.found,
+            "shown": self.shown,
             "unit": self.check.unit,
             "holds": self.holds,
             "reason": self.reason,

@@ -62,6 +62,11 @@ class Trained:
     losses: tuple[float, ...]
     seconds: float
 
+    @property
+    def loss(self) -> float:
+        """The mean over seeds."""
+        return statistics.fmean(self.losses)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FromScratch:
@@ -162,12 +167,13 @@ def train(
         if name in rows:
             continue
         spec = specs[name]
-        losses, seconds = [], 0.0
+        losses, seconds, count = [], 0.0, 0
         for seed in range(seeds):
-            loss, took = train_one(spec_decoder(name, sizes, seed).to(place), windows, tokens=tokens, seed=seed)
+            decoder = spec_decoder(name, sizes, seed).to(place)
+            count = sum(parameter.numel() for parameter in decoder.parameters())
+            loss, took = train_one(decoder, windows, tokens=tokens, seed=seed)
             losses.append(loss)
             seconds += took
-        count = sum(parameter.numel() for parameter in spec_decoder(name, sizes, 0).parameters())
         rows[name] = Trained(
             mechanism=name,
             parameters=count,
@@ -250,7 +256,11 @@ def trained() -> FromScratch:
     path = effort().trained
     if path is None:
         raise UntestableError("needs decoders trained from scratch: headwise audit --train")
-    document = json.loads(path.read_text(encoding="utf-8"))
+    return from_document(json.loads(path.read_text(encoding="utf-8")))
+
+
+def from_document(document: Mapping[str, Any]) -> FromScratch:
+    """The decoders of a file that `train` wrote. For example ``from_document(json.loads(text)).row("MQA").loss``."""
     rows = tuple(_row(row) for row in document["rows"].values())
     return FromScratch(tokens=document["settings"]["tokens"], text=document["settings"]["text"], rows=rows)
 

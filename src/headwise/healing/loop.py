@@ -99,9 +99,9 @@ class Loop:
         optimizer.zero_grad(set_to_none=True)
         batch = self.windows.step(done.step)
         mine = my_windows(len(batch))
-        losses = []
-        for start in range(mine.start, mine.stop, self._together(len(mine))):
-            part = slice(start, min(start + self._together(len(mine)), mine.stop))
+        together, losses = self._together(len(mine)), []
+        for start in range(mine.start, mine.stop, together):
+            part = slice(start, min(start + together, mine.stop))
             loss = self._loss(batch[part]) * ((part.stop - part.start) / len(mine))
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())

@@ -5,8 +5,7 @@ from __future__ import annotations
 from headwise.audit.check import Check, UntestableError, about
 from headwise.audit.claim import Claim
 from headwise.audit.claims.caches import saved
-
-_SAMPLES = 200_000
+from headwise.audit.claims.softmax import score_variance
 
 
 def runs(hidden_size: int, num_heads: int, num_kv_heads: int) -> bool:
@@ -25,13 +24,8 @@ def runs(hidden_size: int, num_heads: int, num_kv_heads: int) -> bool:
 
 def scaled_variance(up: int, heads: int, rope: int, hidden_size: int, *, as_printed: bool) -> float:
     """The variance of MLA's scores of random vectors, divided by the code's scale or by the text's."""
-    import torch
-
     width = up // heads + rope
-    scale = (hidden_size / heads) ** 0.5 + rope**0.5 if as_printed else width**0.5
-    generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(_SAMPLES, width, generator=generator) for _ in range(2))
-    return float(((query * key).sum(-1) / scale).var())
+    return score_variance(width, (hidden_size / heads) ** 0.5 + rope**0.5 if as_printed else width**0.5)
 
 
 def rotated_scores_differ(dim: int, distance: int, *, with_checkpoint: bool) -> float:

@@ -10,12 +10,16 @@ _SAMPLES = 200_000
 
 def variance(width: int, *, is_scaled: bool) -> float:
     """The variance of q·k of random vectors whose numbers have variance 1, over sqrt(d) where it is scaled."""
+    return score_variance(width, width**0.5 if is_scaled else 1)
+
+
+def score_variance(width: int, scale: float) -> float:
+    """The variance of q·k over a scale, of random vectors whose numbers have variance 1."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(_SAMPLES, width, generator=generator) for _ in range(2))
-    products = (query * key).sum(-1)
-    return float((products / width**0.5 if is_scaled else products).var())
+    return float(((query * key).sum(-1) / scale).var())
 
 
 CLAIMS = (

@@ -86,9 +86,8 @@ def _print(report: Audit) -> None:
 def _print_losses(scratch: FromScratch) -> None:
     table = numbers_table("trained from scratch", "cache", "nats a byte", "less MHA's", "± (95 %)")
     for row in scratch.rows:
-        mean = sum(row.losses) / len(row.losses)
         difference, half = scratch.beside_mha(row.mechanism)
-        cells = (f"{row.cache_values}", f"{mean:.4f}", f"{difference:+.4f}", f"{half:.4f}")
+        cells = (f"{row.cache_values}", f"{row.loss:.4f}", f"{difference:+.4f}", f"{half:.4f}")
         table.add_row(escape(row.mechanism), *cells)
     out.print(table)
     out.print(f"{scratch.tokens:,} bytes of {escape(scratch.text)} each; cache: numbers a layer and token")
