@@ -20,6 +20,18 @@ def healing(document: Document) -> list[list[str]]:
     return rows
 
 
+def tasks(document: Document) -> list[list[str]]:
+    """Head and rows: the questions answered of PIQA, and the facts found at each depth of a long context."""
+    known = [(name, row) for name, row in document["rows"].items() if "choices" in row and "planted" in row]
+    depths = [depth["depth"] for depth in known[0][1]["planted"]["depths"]]
+    rows = [["model", "trained on", "PIQA", *(f"at {depth:g}" for depth in depths)]]
+    for name, row in known:
+        trials = row["planted"]["trials"]
+        found = [f"{depth['found'] * trials:.0f} of {trials}" for depth in row["planted"]["depths"]]
+        rows.append([*_named(name, row), f"{row['choices']['accuracy']['rate']:.1%}", *found])
+    return rows
+
+
 def tuning(document: Document) -> list[list[str]]:
     """Head and rows: what was trained with what, and the held-out loss before and at its lowest."""
     rows = [["model", "trained on", "held-out loss", "lowest"]]

@@ -442,6 +442,12 @@ def healing(document: Document) -> str:
     return table([*head[:2], *map(_text_name, head[2:-1]), head[-1]], rows, left=2)
 
 
+def healing_tasks(document: Document) -> str:
+    """The table of PIQA and of planted facts after healing."""
+    head, *rows = healing_tables.tasks(document)
+    return table(head, rows, left=2)
+
+
 def healing_tuning(document: Document) -> str:
     """The table of learning rates and what is trained."""
     head, *rows = healing_tables.tuning(document)
@@ -498,9 +504,13 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "audit": ("audit.json", audit_verdicts),
     "audit-statements": ("audit.json", audit_statements),
     "trained": ("trained.json", trained),
+    "trained-cuda": ("trained-cuda.json", trained),
     "healing": ("healing.json", healing),
     "healing-cuda": ("healing-cuda.json", healing),
+    "healing-65536-cuda": ("healing-65536-cuda.json", healing),
+    "healing-tasks": ("healing-65536-cuda.json", healing_tasks),
     "healing-tuning": ("healing-tuning-cuda.json", healing_tuning),
+    "healing-65536-tuning": ("healing-65536-tuning-cuda.json", healing_tuning),
 }
 """The results file of each table and the function that makes it, by the table's name."""
 

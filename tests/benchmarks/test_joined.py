@@ -145,8 +145,8 @@ def test_one_page_of_all_with_its_verdict(results: Path, tmp_path: Path, capsys:
     frontier.main(["--results", str(results), "--source", source, "--output", str(tmp_path / "out")])
     said = capsys.readouterr().out
     sentence = (
-        "of a bfloat16 cache: down to 53% quantise, then down to 25% use a published method,"
-        " then down to 12.5% convert and quantise"
+        "of a bfloat16 cache: down to 53% quantise (×1.001), then down to 25% use a published method"
+        " (×1.015), then down to 12.5% convert and quantise (×1.2)"
     )
     assert said.splitlines()[0] == sentence
     document = json.loads((tmp_path / "out/frontier.json").read_text())

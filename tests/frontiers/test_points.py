@@ -185,11 +185,17 @@ def test_the_table_has_formats_without_a_conversion() -> None:
 def test_the_documents_have_the_verdict() -> None:
     candidates = [(Candidate("kivi4"), plain((300.0, 1.25))), (Candidate("mla@0.15"), result((150.0, 4.0)))]
     both = found(candidates)
-    line = "of a bfloat16 cache: down to 30% quantise, then down to 15% convert and quantise"
+    line = "of a bfloat16 cache: down to 30% quantise (×1.25), then down to 15% convert and quantise (×4)"
     assert f"- {line}\n" in markdown(both)
     document = both.to_dict()
     assert document["advice"][0] == line
-    assert document["verdict"][1] == {"most": 0.3, "least": 0.15, "kinds": ["both"], "best": ["mla@0.15"]}
+    assert document["verdict"][1] == {
+        "most": 0.3,
+        "least": 0.15,
+        "kinds": ["both"],
+        "best": ["mla@0.15"],
+        "ratio": 4.0,
+    }
     assert [point["kind"] for point in document["points"]] == ["quantised", "both"]
 
 
@@ -236,8 +242,8 @@ def test_a_published_method_is_a_point_beside_the_others_though_its_kl_is_unknow
         one["evaluation"]["tokens"] = 1_000_000
     joined = found(rows)
     assert advice(joined)[0] == (
-        "of a bfloat16 cache: down to 53% quantise, then down to 50% use a published method, "
-        "then down to 25% convert and quantise"
+        "of a bfloat16 cache: down to 53% quantise (×1.001), then down to 50% use a published method "
+        "(×1.05), then down to 25% convert and quantise (×1.6)"
     )
     (row,) = (cells for cells in tables(joined)[0] if cells[0] == "Palu@0.5")
     assert row[1:5] == ("3 bits", "published", "500", "50.0%")

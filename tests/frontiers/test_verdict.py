@@ -31,11 +31,11 @@ LADDER = [
 
 def test_the_ranges_of_a_ladder() -> None:
     assert size_ranges(LADDER, TOKENS) == (
-        SizeRange(most=1.0, least=0.28, kinds=("quantised",), best=("int8", "kivi4")),
-        SizeRange(most=0.28, least=0.15, kinds=("both",), best=("mla@0.25", "mla@0.15")),
+        SizeRange(most=1.0, least=0.28, kinds=("quantised",), best=("int8", "kivi4"), ratio=1.03),
+        SizeRange(most=0.28, least=0.15, kinds=("both",), best=("mla@0.25", "mla@0.15"), ratio=1.3),
     )
     assert verdict_lines(size_ranges(LADDER, TOKENS)) == [
-        "of a bfloat16 cache: down to 28% quantise, then down to 15% convert and quantise",
+        "of a bfloat16 cache: down to 28% quantise (×1.03), then down to 15% convert and quantise (×1.3)",
         "100% to 28%, quantise: int8, kivi4",
         "28% to 15%, convert and quantise: mla@0.25, mla@0.15",
     ]
@@ -48,12 +48,12 @@ def test_what_differs_by_chance_alone_is_as_good_and_the_least_work_is_named() -
     assert tie.best == ("kivi4", "mla@0.28")
     assert rest.kinds == ("both",)
     assert verdict_lines((tie, rest))[:2] == [
-        "of a bfloat16 cache: down to 28% quantise, then down to 15% convert and quantise",
+        "of a bfloat16 cache: down to 28% quantise (×1.03), then down to 15% convert and quantise (×1.3)",
         "100% to 28%, quantise, or convert and quantise (no difference beyond chance): kivi4, mla@0.28",
     ]
     more_text = size_ranges(near, 100 * TOKENS)  # on which the same difference is none of chance
     assert [one.kinds for one in more_text] == [("both",)]
-    assert verdict_lines(more_text)[0] == "of a bfloat16 cache: down to 15% convert and quantise"
+    assert verdict_lines(more_text)[0] == "of a bfloat16 cache: down to 15% convert and quantise (×1.3)"
 
 
 def test_a_hundredth_of_the_bytes_is_no_difference_in_size() -> None:
@@ -65,12 +65,12 @@ def test_a_hundredth_of_the_bytes_is_no_difference_in_size() -> None:
 
 def test_the_sentence_joins_ranges_that_ask_for_the_same() -> None:
     ranges = (
-        SizeRange(most=1.0, least=0.5, kinds=("quantised",), best=("int8",)),
-        SizeRange(most=0.5, least=0.28, kinds=("quantised", "both"), best=("kivi4", "mla@0.28")),
-        SizeRange(most=0.28, least=0.0625, kinds=("both",), best=("mla@0.0625",)),
+        SizeRange(most=1.0, least=0.5, kinds=("quantised",), best=("int8",), ratio=1.0),
+        SizeRange(most=0.5, least=0.28, kinds=("quantised", "both"), best=("kivi4", "mla@0.28"), ratio=1.031),
+        SizeRange(most=0.28, least=0.0625, kinds=("both",), best=("mla@0.0625",), ratio=1.3152),
     )
     assert verdict_lines(ranges)[0] == (
-        "of a bfloat16 cache: down to 28% quantise, then down to 6.25% convert and quantise"
+        "of a bfloat16 cache: down to 28% quantise (×1.031), then down to 6.25% convert and quantise (×1.315)"
     )
 
 
@@ -105,3 +105,4 @@ def test_the_ranges_cover_all_sizes_and_name_the_best_of_each(points: list[Measu
         for size in {point.fraction for point in points if one.least <= point.fraction < one.most}:
             best = min((point for point in points if point.fraction <= size), key=lambda point: point.ratio)
             assert best.kind in one.kinds
+        assert one.ratio == min(point.ratio for point in points if point.fraction <= one.least)

@@ -49,12 +49,14 @@ class SizeRange:
             (`headwise.evaluation.plain_cache.margin`); what takes the least work is first.
         best: the targets that are best at some size of the range, from the largest, and those of other kinds that
             are as good.
+        ratio: the perplexity, over the source's, of the best point at the lower end: the most that the range costs.
     """
 
     most: float
     least: float
     kinds: tuple[Kind, ...]
     best: tuple[str, ...]
+    ratio: float
 
 
 def size_ranges(points: Sequence[Measured], tokens: int) -> tuple[SizeRange, ...]:
@@ -82,7 +84,7 @@ def size_ranges(points: Sequence[Measured], tokens: int) -> tuple[SizeRange, ...
         most = least
         if found and found[-1].kinds == one.kinds:
             best = tuple(dict.fromkeys((*found[-1].best, *one.best)))
-            found[-1] = replace(found[-1], least=least, best=best)
+            found[-1] = replace(found[-1], least=least, best=best, ratio=one.ratio)
         else:
             found.append(one)
     return tuple(found)
@@ -98,7 +100,7 @@ def _at(least: float, most: float, points: Iterable[Measured], tokens: int) -> S
         for kind, point in own.items()
         if point is not None and math.log(point.ratio / best.ratio) <= margin(point.kl, best.kl, tokens)
     }
-    return SizeRange(most=most, least=least, kinds=tuple(as_good), best=tuple(as_good.values()))
+    return SizeRange(most=most, least=least, kinds=tuple(as_good), best=tuple(as_good.values()), ratio=best.ratio)
 
 
 def _loss(point: Measured) -> tuple[float, float]:
@@ -109,18 +111,19 @@ def _loss(point: Measured) -> tuple[float, float]:
 def verdict_lines(verdict: Sequence[SizeRange]) -> list[str]:
     """The ranges in words: what to do in one sentence, and a line for each range with its best points.
 
-    For example ``"of a bfloat16 cache: down to 28.1% quantise, then down to 15% convert and quantise"``. Where kinds
-    differ by no more than chance, the sentence names the one that takes the least work, and the line all of them.
+    For example ``"of a bfloat16 cache: down to 28.1% quantise (×1.007), then down to 15% convert and quantise
+    (×1.052)"``, each with the perplexity over the source's that the smallest size costs. Where kinds differ by no
+    more than chance, the sentence names the one that takes the least work, and the line all of them.
 
     Args:
         verdict: of `size_ranges`.
     """
     if not verdict:
         return []
-    steps = [
-        f"down to {_percent(list(run)[-1].least)} {_VERBS[kind]}"
-        for kind, run in groupby(verdict, key=lambda one: one.kinds[0])
-    ]
+    steps = []
+    for kind, run in groupby(verdict, key=lambda one: one.kinds[0]):
+        smallest = list(run)[-1]
+        steps.append(f"down to {_percent(smallest.least)} {_VERBS[kind]} (×{smallest.ratio:.4g})")
     return [f"of a bfloat16 cache: {', then '.join(steps)}", *map(_line, verdict)]
 
 

@@ -12,6 +12,7 @@ from headwise.conversion.output.card import as_code, card_text, last_name, layou
 from headwise.evaluation import Evaluation
 from headwise.healing.report import Healing
 from headwise.hf import auto_class
+from headwise.quantization.files import FILE as CODES
 
 CONVERSION = "CONVERSION.md"
 """The name that the converted folder's own card has beside the healed one's."""
@@ -32,7 +33,9 @@ def healed_card(folder: Path, config: Mapping[str, Any], report: Healing) -> str
         "": [f"{_named(report.model)}, trained by headwise until it behaves like {_named(report.teacher)}."],
         "Measured": list(_measured(report)),
         "How it was made": ["\n".join(_making(folder, report))],
-        "How to load it": loading(layout_of(config), auto_class(dict(config)), model_type),
+        "How to load it": loading(
+            layout_of(config), auto_class(dict(config)), model_type, coded=(folder / CODES).is_file()
+        ),
         "What it is not": ["\n".join(_limits())],
     }
     return card_text(_metadata(folder), last_name(report.output), parts)

@@ -157,10 +157,15 @@ class Loop:
         return float(all_sum(torch.tensor(sum(costs) / len(costs), dtype=torch.float64))) / process_count()
 
     def _is_flat(self, done: Progressed) -> bool:
-        """Whether the last measurements have not found a lower loss."""
+        """Whether the last measurements have not found a lower loss.
+
+        Those of the first half of the steps do not count: the rate is high there, and a loss that it raises falls
+        again with it.
+        """
         patience = self.options.patience
+        later = [step for step, _ in done.held_out if 2 * step > self.windows.steps]
         losses = [loss for _, loss in done.held_out]
-        return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
+        return 0 < patience <= len(later) and min(losses[-patience:]) >= min(losses[:-patience])
 
     def _roll_back(self, state: TrainingState, done: Progressed) -> Progressed:
         """Return to the newest save, with half the learning rate.

@@ -104,7 +104,8 @@ class StepOptions(Options):
         rule=_PART,
     )
     patience: int = option(
-        "stop when so many measurements in a row have not found a lower loss on held-out windows; 0 never stops",
+        "stop when so many measurements in a row, in the second half of the steps, have not found a lower loss on "
+        "held-out windows; 0 never stops",
         default=4,
         rule=at_least(0),
     )

@@ -216,7 +216,13 @@ def test_how_to_load_it_is_python(layout: Any) -> None:
     compile(code, "card", "exec")
     assert ("import headwise.hf" in code) == (layout == "headwise")
     assert "AutoModel.from_pretrained" in code
-    assert ("Not for tools that do not know headwise" in card) == (layout == "headwise")
+    assert ("`headwise engines folder`" in card) == (layout == "headwise")
+
+
+def test_a_cache_in_codes_is_loaded_by_headwise() -> None:
+    told = section(model_card(replace(FACTS, layout="headwise", code_bytes=64)), "How to load it")
+    assert "model = headwise.load(folder)" in told
+    assert "from_pretrained" not in told
 
 
 def test_nothing_of_the_makers_machine_is_in_it() -> None:

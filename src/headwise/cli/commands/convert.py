@@ -59,7 +59,10 @@ def _show(report: Conversion) -> None:
         peak += f", of the GPU {bytes_text(report.peak_device_bytes)}"
     out.print(f"{'about ' if report.dry_run else ''}{report.seconds:.1f} s{peak}")
     if report.model_type.startswith(HOSTED_PREFIX) and not report.dry_run:
-        out.print("run it with headwise.load, or in transformers after import headwise.hf")
+        # Loaded by transformers, a cache of codes would be stored whole; a note says so.
+        out.print(
+            f"run it with headwise.load{'' if report.coded else ', or in transformers after import headwise.hf'}"
+        )
     elif report.format.startswith("gguf"):
         out.print(f"llama.cpp loads it: llama-server -m {report.output}/model.gguf", markup=False)
     elif report.format.startswith("deepseek"):

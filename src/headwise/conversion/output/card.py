@@ -88,7 +88,9 @@ def model_card(facts: CardFacts) -> str:
         "Attention": _attention(facts),
         "Measured": list(_measured(facts.evaluation, facts.plain)),
         "How it was made": list(_making(facts)),
-        "How to load it": loading(facts.layout, facts.auto_class, facts.after.model_type),
+        "How to load it": loading(
+            facts.layout, facts.auto_class, facts.after.model_type, coded=facts.code_bytes is not None
+        ),
         "What it is not": list(_limits(facts)),
     }
     return card_text(_metadata(facts), facts.name, parts)
@@ -307,21 +309,28 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     return "deepseek" if model_type == "deepseek_v3" else "stock"
 
 
-def loading(layout: Layout, auto_class: str, model_type: str) -> list[str]:
+def loading(layout: Layout, auto_class: str, model_type: str, *, coded: bool) -> list[str]:
     """The part of a card that says how the folder is loaded.
 
     Args:
         layout: the owner of the classes that load it.
         auto_class: the class of transformers that loads it.
         model_type: of its config.
+        coded: whether the cache is stored in codes.
     """
+    if coded:
+        words = "`headwise.load` stores the cache in codes; transformers' own loading would store it whole."
+        return [words, "```python\nimport headwise\n\nmodel = headwise.load(folder)\n```"]
     if layout == "gguf":
         words = "llama.cpp, and programs that are built on it, load `model.gguf`; so does `headwise.load(folder)`."
         return [words, "```sh\nllama-server -m model.gguf\n```"]
     load = f"model = {auto_class}.from_pretrained(folder)"
     code = f"from transformers import {auto_class}\n\n{load}"
     if layout == "headwise":
-        words = "With headwise installed, transformers loads it like any model; so does `headwise.load(folder)`."
+        words = (
+            "With headwise installed, transformers loads it like any model; so does `headwise.load(folder)`. "
+            "`headwise engines folder` says which other programs serve it."
+        )
         code = f"import headwise.hf  # registers the model's class with transformers\n{code}"
     elif layout == "deepseek":
         words = (
@@ -343,8 +352,6 @@ def _limits(facts: CardFacts) -> Iterator[str]:
         else "- Not tested: measure it with `headwise evaluate` before you use it.",
         "- Not a compression of the weights: the cache is smaller, not the model.",
     ]
-    if facts.layout == "headwise":
-        lines.append("- Not for tools that do not know headwise, such as vLLM or llama.cpp.")
     yield "\n".join(lines)
 
 

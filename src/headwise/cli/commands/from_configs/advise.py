@@ -269,10 +269,10 @@ def _verdict(result: Advice, *, is_design: bool) -> str:
     if best.target == AS_IT_IS:
         return f"build it as it is, {best.label}" if is_design else "change nothing"
     if is_design and best.convert_to and not best.is_first_size:
-        return f"by cost alone, build it with {best.label}; what that loses was not measured"
+        return f"measure before you choose: by cost alone, build it with {best.label}; what that loses is not known"
     does = f"headwise convert {best.convert_to}" if best.convert_to else f"store the cache as {best.target}"
     if best.loss is None:
-        return f"by cost alone, {does}; what it loses was not measured"
+        return f"measure before you choose: by cost alone, {does}; what that loses is not known"
     return f"{does}; measured, perplexity {'rises' if best.loss >= 0 else 'falls'} by {abs(best.loss):.1%}"
 
 
