@@ -373,11 +373,11 @@ def test_modules_and_models_fit_a_terminal(cli: Callable[..., Result], tmp_path:
         (("decode", "--length", "0"), "length = 0: must be at least 1"),
         (("decode", "--batch", "-2"), "batch = -2: must be at least 1"),
         (("decode", "--dtype", "int8"), "dtype = 'int8': must be float64, float32"),
-        (("decode", "--length", "9", "--cache-mib", "1"), "cache_mib = 1: must not be given together with lengths"),
+        (("decode", "--length", "9", "--cache-mib", "1"), "--cache-mib = 1: must not be given together with lengths"),
         (("decode", "--shape", "8/1/64", "--length", "2000000000"), "must fit in memory: "),
         (("prefill", "--shape", "8/1/64", "--length", "2000000000"), "must fit in memory: 8,583.1 GiB"),
         (("prefill", "--shape", "8/64+8"), "prompts are read expanded"),
-        (("module", "--heads", "3"), "hidden_size = 2048: must be a multiple of twice num_heads"),
+        (("module", "--heads", "3"), "--hidden-size = 2048: must be a multiple of twice num_heads"),
         (("generate", "nowhere"), "nowhere"),
     ],
 )

@@ -323,63 +323,69 @@ def test_a_matrix_that_cannot_be_decomposed(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (("--to", "mlaa"), "to = 'mlaa': must be mha, gqa:K, mqa, mla or same"),
-        (("--to", "gqa"), "to = 'gqa': must be"),
-        (("--to", ""), "to = '': must be"),
+        (("--to", "mlaa"), "--to = 'mlaa': must be mha, gqa:K, mqa, mla or same"),
+        (("--to", "gqa"), "--to = 'gqa': must be"),
+        (("--to", ""), "--to = '': must be"),
         (("--to", "gqa:0"), "num_kv_heads = 0: must divide the 4 query heads"),
         (("--to", "gqa:3"), "num_kv_heads = 3: must divide the 4 query heads"),
         (("--to", "gqa:7"), "num_kv_heads = 7: must divide"),
-        (("--to", "gqa:-1"), "to = 'gqa:-1': must be"),
-        (("--to", "gqa:x"), "to = 'gqa:x': must be"),
-        (("--to", "gqa:" + "9" * 5000), "to = 'gqa:999"),
-        (("--to", "gqa:٢"), "to = 'gqa:٢': must be"),
-        (("--to", "mla"), "kv_budget = None: mla needs kv_budget, kv_bytes, or kv_lora_rank and qk_rope_head_dim"),
-        (("--to", "mla", "--kv-budget", "0"), "kv_budget = 0.0: must be a fraction above 0 and at most 1"),
-        (("--to", "mla", "--kv-budget", "2"), "kv_budget = 2.0: must be"),
-        (("--to", "mla", "--kv-budget", "-1"), "kv_budget = -1.0: must be"),
-        (("--to", "mla", "--kv-budget", "nan"), "kv_budget = nan: must be"),
-        (("--to", "mla", "--kv-budget", "inf"), "kv_budget = inf: must be"),
+        (("--to", "gqa:-1"), "--to = 'gqa:-1': must be"),
+        (("--to", "gqa:x"), "--to = 'gqa:x': must be"),
+        (("--to", "gqa:" + "9" * 5000), "--to = 'gqa:999"),
+        (("--to", "gqa:٢"), "--to = 'gqa:٢': must be"),
+        (
+            ("--to", "mla"),
+            "--kv-budget = None: mla needs --kv-budget, --kv-bytes, or --kv-lora-rank and --qk-rope-head-dim",
+        ),
+        (("--to", "mla", "--kv-budget", "0"), "--kv-budget = 0.0: must be a fraction above 0 and at most 1"),
+        (("--to", "mla", "--kv-budget", "2"), "--kv-budget = 2.0: must be"),
+        (("--to", "mla", "--kv-budget", "-1"), "--kv-budget = -1.0: must be"),
+        (("--to", "mla", "--kv-budget", "nan"), "--kv-budget = nan: must be"),
+        (("--to", "mla", "--kv-budget", "inf"), "--kv-budget = inf: must be"),
         (("--to", "mla", "--kv-budget", "abc"), "--kv-budget = 'abc': "),
-        (("--to", "mla", "--kv-budget", "0.01"), "kv_budget = 0.01: leaves 0 of the 32 values a layer caches"),
-        (("--to", "mqa", "--kv-budget", "0.5"), "kv_budget = 0.5: goes with mla"),
-        (("--to", "mqa", "--kv-lora-rank", "5"), "kv_lora_rank = 5: goes with mla"),
-        (("--to", "gqa:2", "--qk-rope-head-dim", "4"), "qk_rope_head_dim = 4: goes with mla"),
-        (("--to", "mla", "--kv-lora-rank", "8"), "kv_lora_rank = 8: and qk_rope_head_dim are given together"),
-        (("--to", "mla", "--qk-rope-head-dim", "8"), "kv_lora_rank = None: and qk_rope_head_dim are given together"),
-        ((*MLA, "--kv-lora-rank", "8", "--qk-rope-head-dim", "4"), "kv_budget = 0.5: cannot be used with"),
-        (("--to", "mla", "--kv-lora-rank", "8", "--qk-rope-head-dim", "3"), "qk_rope_head_dim = 3: must be even"),
-        (("--to", "mla", "--kv-lora-rank", "8", "--qk-rope-head-dim", "0"), "qk_rope_head_dim = 0: must be even"),
-        (("--to", "mla", "--kv-lora-rank", "8", "--qk-rope-head-dim", "18"), "qk_rope_head_dim = 18: must be even"),
-        (("--to", "mla", "--kv-lora-rank", "0", "--qk-rope-head-dim", "4"), "kv_lora_rank = 0: must be at least 1"),
-        (("--to", "mla", "--kv-lora-rank", "29", "--qk-rope-head-dim", "4"), "kv_lora_rank = 29: must be"),
+        (("--to", "mla", "--kv-budget", "0.01"), "--kv-budget = 0.01: leaves 0 of the 32 values a layer caches"),
+        (("--to", "mqa", "--kv-budget", "0.5"), "--kv-budget = 0.5: goes with mla"),
+        (("--to", "mqa", "--kv-lora-rank", "5"), "--kv-lora-rank = 5: goes with mla"),
+        (("--to", "gqa:2", "--qk-rope-head-dim", "4"), "--qk-rope-head-dim = 4: goes with mla"),
+        (("--to", "mla", "--kv-lora-rank", "8"), "--kv-lora-rank = 8: and --qk-rope-head-dim are given together"),
+        (
+            ("--to", "mla", "--qk-rope-head-dim", "8"),
+            "--kv-lora-rank = None: and --qk-rope-head-dim are given",
+        ),
+        ((*MLA, "--kv-lora-rank", "8", "--qk-rope-head-dim", "4"), "--kv-budget = 0.5: cannot be used with"),
+        (("--to", "mla", "--kv-lora-rank", "8", "--qk-rope-head-dim", "3"), "--qk-rope-head-dim = 3: must be even"),
+        (("--to", "mla", "--kv-lora-rank", "8", "--qk-rope-head-dim", "0"), "--qk-rope-head-dim = 0: must be even"),
+        (("--to", "mla", "--kv-lora-rank", "8", "--qk-rope-head-dim", "18"), "--qk-rope-head-dim = 18: must be even"),
+        (("--to", "mla", "--kv-lora-rank", "0", "--qk-rope-head-dim", "4"), "--kv-lora-rank = 0: must be at least 1"),
+        (("--to", "mla", "--kv-lora-rank", "29", "--qk-rope-head-dim", "4"), "--kv-lora-rank = 29: must be"),
         (("--to", "mla", "--kv-lora-rank", "x", "--qk-rope-head-dim", "4"), "--kv-lora-rank = 'x': "),
         (
             ("--to", "mqa", "--method", "mean", "--calibrate", "text.txt"),
-            "calibrate = 'text.txt': goes with mla and aligned heads, not with mean",
+            "--calibrate = 'text.txt': goes with mla and aligned heads, not with mean",
         ),
-        (("--to", "mqa", "--method", "x"), "method = 'x': must be one of aligned, first_head, mean, random"),
-        (("--to", "mha", "--method", "mean"), "method = 'mean': merges key–value heads, and none are merged here"),
+        (("--to", "mqa", "--method", "x"), "--method = 'x': must be one of aligned, first_head, mean, random"),
+        (("--to", "mha", "--method", "mean"), "--method = 'mean': merges key–value heads, and none are merged here"),
         (
             (*MLA, "--without", "x"),
-            "without = 'x': must be one of recall, starts, sensitivity, spread, channels, sequence, refine, refit",
+            "--without = 'x': must be one of recall, starts, sensitivity, spread, channels, sequence, refine, refit",
         ),
-        ((*MLA, "--calibration-tokens", "1"), "calibration_tokens = 1: must be at least 2"),
-        ((*MLA, "--calibration-window", "99"), "calibration_window = 99: goes with calibrate"),
-        ((*MLA, "--calibration-tokens", "99"), "calibration_tokens = 99: goes with calibrate"),
+        ((*MLA, "--calibration-tokens", "1"), "--calibration-tokens = 1: must be at least 2"),
+        ((*MLA, "--calibration-window", "99"), "--calibration-window = 99: goes with calibrate"),
+        ((*MLA, "--calibration-tokens", "99"), "--calibration-tokens = 99: goes with calibrate"),
         ((*MLA, "--calibration-tokens", "x"), "--calibration-tokens = 'x': "),
-        ((*MLA, "--dtype", "nonsense"), "dtype = 'nonsense': must be float64"),
-        ((*MLA, "--format", "onnx"), "format = 'onnx': must be headwise or deepseek"),
+        ((*MLA, "--dtype", "nonsense"), "--dtype = 'nonsense': must be float64"),
+        ((*MLA, "--format", "onnx"), "--format = 'onnx': must be headwise or deepseek"),
         (
             ("--to", "mqa", "--format", "deepseek"),
-            "format = 'deepseek': goes with mla; mqa results are stock already",
+            "--format = 'deepseek': goes with mla; mqa results are stock already",
         ),
-        ((*MLA, "--evaluate", "nowhere"), "evaluate = 'nowhere': could not be read: No such file"),
+        ((*MLA, "--evaluate", "nowhere"), "--evaluate = 'nowhere': could not be read: No such file"),
         (
             (*MLA, "--evaluate", "text.txt", "--no-evaluate"),
-            "evaluate = 'text.txt': cannot be used with --no-evaluate",
+            "--evaluate = 'text.txt': cannot be used with --no-evaluate",
         ),
-        ((*MLA, "--evaluation-windows", "0"), "evaluation_windows = 0: must be at least 1"),
-        ((*MLA, "--dtype", "int8"), "dtype = 'int8': must be float64"),
+        ((*MLA, "--evaluation-windows", "0"), "--evaluation-windows = 0: must be at least 1"),
+        ((*MLA, "--dtype", "int8"), "--dtype = 'int8': must be float64"),
         ((), "Missing option '--to'"),
     ],
     ids=str,
@@ -392,10 +398,10 @@ def test_targets_and_sizes(refused: Refused, tiny_llama: Path, options: tuple[st
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (None, "calibrate = 'study.txt': could not be read: No such file"),
+        (None, "--calibrate = 'study.txt': could not be read: No such file"),
         (b"", "calibrate study.txt = '0 tokens': must be at least one window of 2 tokens"),
         (b"a", "calibrate study.txt = '1 tokens': must be at least one window of 2 tokens"),
-        (b"\xff\xfe\x00", "calibrate = 'study.txt': must be UTF-8 text"),
+        (b"\xff\xfe\x00", "--calibrate = 'study.txt': must be UTF-8 text"),
     ],
 )
 def test_calibration_texts(refused: Refused, here: Path, tiny_llama: Path, content: bytes | None, line: str) -> None:
@@ -447,7 +453,7 @@ def test_a_text_counts_once_and_has_a_name(
 
 def test_statistics_have_a_name(refused: Refused, tiny_llama: Path) -> None:
     line = refused("convert", "tiny", "out", *MLA, "--statistics", "")
-    assert "statistics = '': is empty; it must name a folder" in line
+    assert "--statistics = '': is empty; it must name a folder" in line
 
 
 def test_a_model_of_one_position_reads_no_text(refused: Refused, tiny_llama: Path, edit_config: Edit) -> None:
@@ -498,7 +504,7 @@ def test_statistics_take_the_place_of_statistics(
     (here / "text.txt").write_text("some other text to study the model on. " * 20)
     assert cli(*study, "--overwrite").status == 0
     assert (here / "st" / "statistics.json").read_text() != before
-    assert "calibration_window = 129: must be at most 128" in refused(
+    assert "--calibration-window = 129: must be at most 128" in refused(
         *study, "--calibration-window", "129", "--overwrite"
     )
     rule = "has no statistics.json, so --overwrite will not replace it"
@@ -623,10 +629,10 @@ def test_sources_without_weights(refused: Refused, tiny_llama: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (None, "text = 'exam.txt': could not be read: No such file"),
+        (None, "--text = 'exam.txt': could not be read: No such file"),
         (b"", "text exam.txt = '0 tokens': must be at least one window of 16 tokens"),
         (b"abc", "text exam.txt = '3 tokens': must be at least one window of 16 tokens"),
-        (b"\xff\xfe\x00", "text = 'exam.txt': must be UTF-8 text"),
+        (b"\xff\xfe\x00", "--text = 'exam.txt': must be UTF-8 text"),
     ],
 )
 def test_texts(refused: Refused, here: Path, tiny_llama: Path, content: bytes | None, line: str) -> None:
@@ -638,16 +644,16 @@ def test_texts(refused: Refused, here: Path, tiny_llama: Path, content: bytes | 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (("--window", "0"), "window = 0: must be at least 2 and"),
-        (("--window", "1"), "window = 1: must be at least 2 and"),
-        (("--window", "-5"), "window = -5: must be at least 2 and"),
-        (("--window", "10000"), "window = 10000: must be at least 2 and at most 128, by the models' positions"),
+        (("--window", "0"), "--window = 0: must be at least 2 and"),
+        (("--window", "1"), "--window = 1: must be at least 2 and"),
+        (("--window", "-5"), "--window = -5: must be at least 2 and"),
+        (("--window", "10000"), "--window = 10000: must be at least 2 and at most 128, by the models' positions"),
         (("--window", "x"), "--window = 'x': "),
-        (("--windows", "0"), "windows = 0: must be at least 1"),
-        (("--context", "0"), "context = 0: must be at least 1 and"),
-        (("--context", "129"), "context = 129: must be at least 1 and at most 127, by the models' positions"),
+        (("--windows", "0"), "--windows = 0: must be at least 1"),
+        (("--context", "0"), "--context = 0: must be at least 1 and"),
+        (("--context", "129"), "--context = 129: must be at least 1 and at most 127, by the models' positions"),
         (("--context", str(10**30)), "must be at least 1 and at most 127"),
-        (("--dtype", "nonsense"), "dtype = 'nonsense': must be float64"),
+        (("--dtype", "nonsense"), "--dtype = 'nonsense': must be float64"),
     ],
     ids=str,
 )
@@ -659,19 +665,19 @@ def test_numbers_of_evaluate(refused: Refused, tiny_llama: Path, options: tuple[
     ("arguments", "line"),
     [
         (("generate", "tiny"), "Missing option '--prompt'"),
-        (("generate", "tiny", "--prompt", ""), "prompt = '': must hold at least one token"),
-        (("generate", "tiny", "--prompt", "\udcff"), "prompt = '\\udcff': must be UTF-8 text"),
-        (("generate", "tiny", "--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens = 0: must be at least 1"),
+        (("generate", "tiny", "--prompt", ""), "--prompt = '': must hold at least one token"),
+        (("generate", "tiny", "--prompt", "\udcff"), "--prompt = '\\udcff': must be UTF-8 text"),
+        (("generate", "tiny", "--prompt", "a", "--max-new-tokens", "0"), "--max-new-tokens = 0: must be at least 1"),
         (
             ("generate", "tiny", "--prompt", "abc", "--max-new-tokens", "126"),
-            "max_new_tokens = 126: and the prompt's 3 tokens must be at most 128 together, the model's positions",
+            "--max-new-tokens = 126: and the prompt's 3 tokens must be at most 128 together, the model's positions",
         ),
-        (("generate", "tiny", "--prompt", "a", "--dtype", "x"), "dtype = 'x': must be float64"),
-        (("compare", "tiny", "--context", "0"), "context = 0: must be a whole number of at least 1"),
-        (("compare", "tiny", "--batch", "-1"), "batch = -1: must be a whole number of at least 1"),
+        (("generate", "tiny", "--prompt", "a", "--dtype", "x"), "--dtype = 'x': must be float64"),
+        (("compare", "tiny", "--context", "0"), "--context = 0: must be a whole number of at least 1"),
+        (("compare", "tiny", "--batch", "-1"), "--batch = -1: must be a whole number of at least 1"),
         (("compare", "tiny", "--batch", str(10**400)), "must be at most"),
-        (("compare", "tiny", "--dtype", "x"), "dtype = 'x': must be one of"),
-        (("inspect", "tiny", "--dtype", "x"), "dtype = 'x': must be one of"),
+        (("compare", "tiny", "--dtype", "x"), "--dtype = 'x': must be one of"),
+        (("inspect", "tiny", "--dtype", "x"), "--dtype = 'x': must be one of"),
         (("inspect",), "source = None: is required"),
         (("inspect", "tiny", "another"), "unexpected extra argument"),
         (("nonsense",), "No such command 'nonsense'"),
@@ -749,7 +755,7 @@ def test_a_reference_of_another_vocabulary(
     shutil.copytree(tiny_llama_folder, here / "other")
     edit_config(vocab_size=60)
     edit_weights(lambda tensors: {k: t[:60] if t.shape[0] == 64 else t for k, t in tensors.items()})
-    assert "against = 64: has another vocabulary than the model's 60" in refused(
+    assert "--against = 64: has another vocabulary than the model's 60" in refused(
         *READERS["evaluate"], "--against", "other"
     )
 
@@ -941,7 +947,7 @@ def test_damaged_gguf(refused: Refused, here: Path, tiny_llama_folder: Path) -> 
     ("options", "line"),
     [
         (("--output", "taken"), "output = 'taken': cannot be written"),
-        (("--windows", "0"), "windows = 0: must be at least 1"),
+        (("--windows", "0"), "--windows = 0: must be at least 1"),
     ],
 )
 def test_demo_is_refused_before_it_begins(refused: Refused, here: Path, options: tuple[str, ...], line: str) -> None:
@@ -952,14 +958,17 @@ def test_demo_is_refused_before_it_begins(refused: Refused, here: Path, options:
 @pytest.mark.parametrize("device", ["foo", "meta", "cuda:99", ""])
 def test_a_device_that_is_not_there_is_named(refused: Refused, tiny_llama: Path, device: str) -> None:
     line = refused(*READERS["generate"], "--device", device)
-    assert f"device = {device!r}: must be a device that torch has here" in line
+    assert f"--device = {device!r}: must be a device that torch has here" in line
 
 
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        (("--html", "/dev/null"), "html = '/dev/null': must be a file, or not exist"),
-        (("--html", "no/such/page.html"), "html = 'no/such/page.html': cannot be written: No such file or directory"),
+        (("--html", "/dev/null"), "--html = '/dev/null': must be a file, or not exist"),
+        (
+            ("--html", "no/such/page.html"),
+            "--html = 'no/such/page.html': cannot be written: No such file or directory",
+        ),
         (("--length", "99999999999999999999"), "length = 99999999999999999999: must be at least 1, and at most"),
         (("--shape", "4000000000000000000/1/8"), "shape = 4000000000000000000: must be at least 1, and at most"),
         (("--threads", "100000"), "threads"),

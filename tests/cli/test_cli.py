@@ -223,7 +223,7 @@ def test_the_console_script_and_a_real_exit(here: Path, tiny_llama: Path) -> Non
     assert (result.returncode, result.stdout) == (2, "")
     assert (
         result.stderr
-        == "headwise: to = 'nonsense': must be mha, gqa:K, mqa, mla or same, K the number of key–value heads\n"
+        == "headwise: --to = 'nonsense': must be mha, gqa:K, mqa, mla or same, K the number of key–value heads\n"
     )
 
 

@@ -68,7 +68,7 @@ def test_a_page(cli: Callable[..., Result], model: Path, here: Path) -> None:
         (("frontier", "tiny", "--calibrate", "text.txt", "--no-plot"), "--output"),
         (
             (*FRONTIER, "--target", "mqa", "--calibration-window", "129"),
-            "calibration_window = 129: must be at most 128",
+            "--calibration-window = 129: must be at most 128",
         ),
         ((*FRONTIER, "--target", "mla"), "target = 'mla': must be mla:F (a fraction of the source's cache)"),
         ((*FRONTIER, "--target", "gqa:3"), "num_kv_heads = 3: must divide"),

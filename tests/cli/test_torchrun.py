@@ -102,7 +102,7 @@ def test_what_it_would_take(source: Path, tmp_path: Path) -> None:
 def test_bad_input_is_one_line(source: Path, tmp_path: Path) -> None:
     done = run("-m", "headwise", "convert", source, tmp_path / "out", "--to", "mqa", "--calibrate", "nowhere.txt")
     assert messages(done.stderr) == [
-        "headwise: calibrate = 'nowhere.txt': could not be read: No such file or directory"
+        "headwise: --calibrate = 'nowhere.txt': could not be read: No such file or directory"
     ]
     assert "exitcode  : 2" in done.stderr
     assert done.stdout == ""

@@ -146,4 +146,4 @@ def test_heads_that_cannot_be_shared_out(
     two = {verdict.engine: verdict for verdict in engines(outputs["mqa"], tensor_parallel=2).verdicts}
     assert two["vLLM"].command is not None
     assert "--tensor-parallel-size 2" in two["vLLM"].command
-    assert "tensor_parallel = 0: must be at least 1" in refused("engines", outputs["mqa"], "--tensor-parallel", "0")
+    assert "--tensor-parallel = 0: must be at least 1" in refused("engines", outputs["mqa"], "--tensor-parallel", "0")

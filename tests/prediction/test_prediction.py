@@ -290,7 +290,7 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str]) -> No
         ("--batch", "0", "batch = 0: must be a whole number from 1"),
         ("--batch", "9" * 400, "must be a whole number from 1 to 1073741824"),
         ("--ranks", "3", "ranks = 3: must divide num_heads"),
-        ("--cache-bits", "0", "cache_bits = 0.0: must be above 0"),
+        ("--cache-bits", "0", "--cache-bits = 0.0: must be above 0"),
         ("--usable", "1.5", "usable = 1.5: must be above 0 and at most 1"),
         ("--dtype", "x", "dtype = 'x': must be one of"),
     ):

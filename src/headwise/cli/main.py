@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import threading
+from typing import Any
 
 from headwise.cli.printable import printable
-from headwise.errors import HeadwiseError
+from headwise.errors import ArgumentError, HeadwiseError
 
 _INTERRUPTED = 130
 
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         status = app(args=arguments, prog_name="headwise", standalone_mode=False)
         sys.stdout.flush()
     except HeadwiseError as error:
-        _complain(str(error))
+        _complain(str(_as_options(error, arguments)))
     except usage_error as error:
         _complain(_usage(error, arguments))
     except StoppedError as stopped:
@@ -77,6 +79,27 @@ def _let_waiting_threads_sleep() -> None:
     for as long as the one it waits for has none: beside four others a conversion's steps took four times as long.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _as_options(error: HeadwiseError, arguments: list[str]) -> HeadwiseError:
+    """An error about arguments of Python, with the names that the command's options have here."""
+    if not isinstance(error, ArgumentError):
+        return error  # it names keys of configs and tensors
+    import typer
+
+    from headwise.cli.app import app
+
+    command: Any = typer.main.get_command(app)
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word, command)
+    options = {
+        option.removeprefix("--").replace("-", "_"): option for param in command.params for option in param.opts
+    }
+    rule = error.rule
+    for name, option in options.items():
+        if "_" in name:  # others are words that a rule may use for something else
+            rule = re.sub(rf"\b{name}\b", option, rule)
+    return ArgumentError(options.get(error.field, error.field), error.value, rule)
 
 
 def _usage(error: Exception, arguments: list[str]) -> str:
