@@ -12,7 +12,7 @@ import pytest
 
 import headwise
 from headwise.conversion import export_gguf
-from headwise.engines import ENGINES, engines
+from headwise.engines import ENGINES, engines, rules
 from tests.conversion.output.test_gguf import TEXT, _give_tokenizer, save_plain
 
 SIZES: dict[str, Any] = {"to": "mla", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "evaluate": False}
@@ -107,9 +107,21 @@ def test_the_command(outputs: dict[str, Path], cli: Callable[..., Any], refused:
     assert said.status == 0
     assert "MLX-LM: no (run: 0.32.2" in said.out
     assert "convert the original model with --format deepseek" in said.out
+    assert "llama.cpp: no (run: " in said.out
+    assert "llama.cpp: after an export (run: " in cli("engines", outputs["mqa"]).out
     document = json.loads(cli("engines", outputs["own"], "--json").out)
     assert [verdict["engine"] for verdict in document["verdicts"]] == [engine.name for engine in ENGINES]
     assert "is no file, folder or catalog name" in refused("engines", "nowhere")
+
+
+def test_long_values_are_left_out_of_reasons(outputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def why() -> str:
+        (verdict,) = (verdict for verdict in engines(outputs["own"]).verdicts if verdict.engine == "llama.cpp")
+        return str(verdict.why)
+
+    assert "rope_channels of layer 1 = [" in why()
+    monkeypatch.setattr(rules, "_SHOWN", 4)
+    assert "rope_channels of layer 1: must be layer 0's" in why()
 
 
 def test_export_from_the_command_line(

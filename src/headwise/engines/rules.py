@@ -32,6 +32,9 @@ _MLX_ROPE = ("llama", "mistral", "qwen2", "qwen3")
 
 _MLX_OTHERS = ("gemma3_text", "gpt2", "phi3", "deepseek_v2", "deepseek_v3")
 
+_SHOWN = 40
+"""The most characters of a value that a reason shows; a list of a layer's channels is longer."""
+
 _LATENT_ON_CPU = (512, 64)
 """R and P of the one MLA that vLLM decodes on a CPU (its csrc/cpu/mla_decode.cpp: head_dim 576, v_head_dim 512)."""
 
@@ -101,7 +104,8 @@ def _llama_cpp(facts: ModelFacts) -> Refusal | None:
         GgufFile(config, tensors_of(config, facts.checkpoint.dtype), "f32")
     except HeadwiseError as error:
         is_latent = any(isinstance(layer, LatentSpec) for layer in facts.spec.layers)
-        return f"reads GGUF, and this has no place there: {error}", (
+        shown = str(error) if len(repr(error.value)) <= _SHOWN else f"{error.field}: {error.rule}"
+        return f"reads GGUF, and this has no place there: {shown}", (
             _convert(facts, "with --format gguf") if is_latent or facts.is_own else "nothing that headwise writes"
         )
     return "reads GGUF", export

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from headwise.cli.app import SOURCES, Json, app, emit, out
+
+if TYPE_CHECKING:
+    from headwise.engines import Verdict
 
 
 @app.command(epilog="Example: headwise engines ./half")
@@ -27,7 +30,14 @@ def engines(
     for verdict in report.verdicts:
         here = f", {verdict.installed} is installed" if verdict.installed else ""
         out.print()
-        out.print(f"{verdict.engine}: {'yes' if verdict.serves else 'no'} ({verdict.checked}{here})", markup=False)
+        out.print(f"{verdict.engine}: {_answer(verdict)} ({verdict.checked}{here})", markup=False)
         lines = (verdict.why, verdict.instead, verdict.command, verdict.caution)
         for line in filter(None, lines):
             out.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _answer(verdict: Verdict) -> str:
+    """Whether an engine serves the folder; an export takes seconds and changes nothing, a conversion does neither."""
+    if verdict.serves:
+        return "yes"
+    return "after an export" if (verdict.instead or "").startswith("headwise export ") else "no"
