@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from headwise.audit.training import from_document
@@ -13,9 +14,10 @@ def verdicts(document: Document) -> list[list[str]]:
     """Head and rows: each claim, where it is printed, and what was found."""
     rows = [["claim", "printed", "found"]]
     for name, claim in document["claims"].items():
-        rows.append(
-            [f"{name}, {claim['guide']}", _cell(claim["says"]), _cell(f"**{claim['verdict']}**. {claim['sentence']}")]
+        found = re.sub(
+            r"(^|\. )(holds(?: only for)?|wrong|not tested|cannot be tested here)\b", r"\1**\2**", claim["sentence"]
         )
+        rows.append([f"{name}, {claim['guide']}", _cell(claim["says"]), _cell(found)])
     return rows
 
 
