@@ -97,6 +97,7 @@ def followed(target: str, options: argparse.Namespace) -> dict[str, Any]:
         text=texts,
         window=options.context,
         windows=options.windows,
+        context=options.context,
         dtype=options.dtype,
         cache=target if is_format else None,
     ).to_dict()
