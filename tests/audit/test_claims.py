@@ -188,6 +188,12 @@ def test_a_verdict_follows_from_the_findings(found: tuple[Any, ...], verdict: st
     assert len(document["evidence"]) == len(found)
 
 
+def test_a_statement_that_is_not_so_has_no_number() -> None:
+    check = Check(states="it runs", printed=True, measure=lambda: False)
+    judged = Claim(id="C1", guide="G1", says="one", how="looking", checks=[check]).run()
+    assert judged.sentence == "wrong: it runs"
+
+
 def test_another_error_is_not_taken_for_a_finding() -> None:
     with pytest.raises(ZeroDivisionError):
         _claim(ZeroDivisionError("a defect")).run()

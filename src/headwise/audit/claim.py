@@ -63,7 +63,8 @@ class Judged:
     def sentence(self) -> str:
         """The verdict, with the conditions under which the claim holds and what is so in its place."""
         right = [result.check.when or result.check.states for result in self.results if result.holds]
-        wrong = [f"{result.name}: it is {result.shown}" for result in self.results if result.holds is False]
+        failed = [result for result in self.results if result.holds is False]
+        wrong = [one.name if one.shown == "no" else f"{one.name}: it is {one.shown}" for one in failed]
         untested = [f"{result.name}: {result.reason}" for result in self.results if result.holds is None]
         if self.verdict == "cannot be tested here":
             return f"cannot be tested here: {'; '.join(dict.fromkeys(untested))}"
