@@ -75,28 +75,18 @@ def retrieval(document: Document) -> str:
 
 
 def positions(document: Document) -> str:
-    """The table of losses by position in a long window, original and converted."""
-    rows = []
-    for name, row in document["rows"].items():
-        if name.startswith("text/"):
-            for score in row["texts"][0]["by_position"]:
-                more = score["nll"] - score["reference_nll"]
-                place = f"{score['start']}–{score['stop'] - 1}"
-                text = name.removeprefix("text/") + shared_mark(row.get("shared"))
-                rows.append([text, place, f"{score['reference_nll']:.3f}", f"{score['nll']:.3f}", f"{more:+.3f}"])
-    return table(["text", "positions", "original (nats)", "converted", "more"], rows, left=2)
-
-
-def planted(document: Document) -> str:
-    """The table of facts planted at several depths."""
-    rows = []
-    for name, row in document["rows"].items():
-        if name.startswith("planted/"):
-            score = row["depths"][0]
-            pairs = [(score[f"reference_{key}"], score[key]) for key in ("found", "first", "nll")]
-            depth = name.removeprefix("planted/") + shared_mark(row.get("shared"))
-            rows.append([depth, *(f"{was:.2f} → {now:.2f}" for was, now in pairs)])
-    return table(["depth", "found", "likeliest of ten", "nats of the code"], rows)
+    """The table of losses by position in a long context, of a model and of its conversions."""
+    by_place: dict[tuple[str, str], list[str]] = {}
+    names: list[str] = []
+    for row in document["rows"].values():
+        if row["name"] not in names:
+            names.append(row["name"])
+        for score in row["texts"][0]["by_position"]:
+            place = f"{score['start']:,}–{score['stop'] - 1:,}"
+            cells = by_place.setdefault((row["on"], place), [f"{score['reference_nll']:.3f}"])
+            cells.append(f"{score['nll'] - score['reference_nll']:+.3f}")
+    header = ["text", "positions", "original (nats)", *(f"`{name}`" for name in names)]
+    return table(header, [[*place, *cells] for place, cells in by_place.items()], left=2)
 
 
 def kivi(document: Document) -> str:
@@ -476,7 +466,6 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "conversion": ("conversion.json", conversion),
     "retrieval": ("retrieval.json", retrieval),
     "positions": ("long.json", positions),
-    "planted": ("long.json", planted),
     "kivi": ("kivi.json", kivi),
     "recall": ("recall.json", recall),
     "ways": ("ways.json", ways),

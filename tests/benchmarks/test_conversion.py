@@ -179,40 +179,37 @@ def test_a_conversion_that_was_made_is_not_made_again_when_its_evaluation_was_ki
         conversion.main(arguments(root, "c.json", *wanted, "--tokens", "256"))
 
 
-def test_what_is_lost_at_length_is_kept_text_by_text_and_depth_by_depth(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_lost_at_length_is_kept_text_by_text(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [
         *("--source", str(root / "source"), "--work", str(root / "half"), "--cache", str(root / "cache")),
-        *("--tokens", "256", "--calibration-window", "128"),
-        *("--context", "224", "--windows", "2", "--trials", "2", "--json", str(root / "long.json")),
+        *("--caches", "mla:0.5", "mla:0.25", "--tokens", "256"),
+        *("--context", "224", "--windows", "2", "--json", str(root / "long.json")),
     ]
-    with monkeypatch.context() as patch:
-        patch.setattr(long, "evaluate_planted", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            long.main(options)
-    assert list(json.loads((root / "long.json").read_text())["rows"]) == [
-        "conversion",
-        "text/wikitext",
-        "text/brown",
-        "text/austen",
-    ]
+    long.main(options)
+    monkeypatch.setattr(headwise, "convert", None)
     monkeypatch.setattr(long, "evaluate", None)
-    with monkeypatch.context() as patch:
-        patch.setattr(headwise, "convert", None)
-        long.main(options)
-    rows = json.loads((root / "long.json").read_text())["rows"]
-    assert [rows[f"planted/{depth}"]["depths"][0]["depth"] for depth in long.DEPTHS] == list(long.DEPTHS)
-    stops = [score["stop"] for score in rows["text/brown"]["texts"][0]["by_position"]]
-    assert stops[-1] == 224
-    assert {row["shared"] for name, row in rows.items() if name != "conversion"} == {1.0}
-    (half,) = (root / "half").iterdir()
-    whole = headwise.evaluation.evaluate_planted(
-        half,
-        text=root / "cache" / "wikitext-2.test.txt",
-        against=root / "source",
-        context=224,
-        depths=(0.0,),
-        trials=2,
+    long.main(options)  # all is kept
+    document = json.loads((root / "long.json").read_text())
+    assert list(document["rows"]) == [
+        f"{cache}/{text}" for cache in ("mla:0.5", "mla:0.25") for text in ("wikitext", "brown", "austen")
+    ]
+    scores = document["rows"]["mla:0.25/brown"]["texts"][0]["by_position"]
+    assert scores[-1]["stop"] == 224
+    lines = tables.positions(document).splitlines()
+    assert lines[0] == "| text | positions | original (nats) | `mla:0.5` | `mla:0.25` |"
+    assert len(lines) == 2 + 3 * len(scores)
+    (last,) = (line for line in lines if line.startswith(f"| brown | {scores[-1]['start']:,}–223 "))
+    assert last.endswith(f" | {scores[-1]['nll'] - scores[-1]['reference_nll']:+.3f} |")
+    half, quarter = (
+        headwise.evaluation.evaluate(
+            root / "half" / f"source-mla-values-{part}-256",
+            text=root / "cache" / "wikitext-2.test.txt",
+            against=root / "source",
+            window=224,
+            windows=2,
+        )
+        for part in ("0.5", "0.25")
     )
-    assert rows["planted/0.0"]["depths"][0]["nll"] == pytest.approx(whole.depths[0].nll, rel=1e-3)
+    for name, whole in (("mla:0.5", half), ("mla:0.25", quarter)):
+        row = document["rows"][f"{name}/wikitext"]
+        assert row["perplexity_ratio"] == pytest.approx(whole.perplexity_ratio, rel=1e-4)

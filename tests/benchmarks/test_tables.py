@@ -16,7 +16,6 @@ from benchmarks.tables import (
     kills,
     large,
     limits,
-    planted,
     positions,
     render_all,
     retrieval,
@@ -116,18 +115,12 @@ def test_points_lost() -> None:
 
 
 def test_length() -> None:
-    scores = [{"start": 1, "stop": 256, "nll": 3.5, "reference_nll": 3.4}]
-    depth = {"found": 0.5, "first": 1.0, "nll": 2.0}
-    rows = {
-        "text/brown": {"texts": [{"by_position": scores}]},
-        "planted/0.25": {"depths": [depth | {f"reference_{key}": 1.0 for key in depth}]},
-    }
-    assert positions({"rows": rows}).splitlines()[2:] == ["| brown | 1–255 | 3.400 | 3.500 | +0.100 |"]
-    assert planted({"rows": rows}).splitlines()[2:] == ["| 0.25 | 1.00 → 0.50 | 1.00 → 1.00 | 1.00 → 2.00 |"]
-    for kept in rows.values():
-        kept["shared"] = 0.5
-    assert "| brown, 50% shared |" in positions({"rows": rows})
-    assert "| 0.25, 50% shared |" in planted({"rows": rows})
+    def kept(name: str, nll: float) -> dict[str, Any]:
+        scores = [{"start": 1, "stop": 1256, "nll": nll, "reference_nll": 3.4}]
+        return {"name": name, "on": "brown", "texts": [{"by_position": scores}]}
+
+    rows = {"a": kept("mla:0.5", 3.5), "b": kept("mla:0.25", 3.3)}
+    assert positions({"rows": rows}).splitlines()[2:] == ["| brown | 1–1,255 | 3.400 | +0.100 | -0.100 |"]
 
 
 def test_ablation() -> None:

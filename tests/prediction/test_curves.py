@@ -42,7 +42,7 @@ def some_curves(seed: int = 0) -> Curves:
     by_bits = {bits: some_grid(chosen) for bits in (0.0, 8.5, 5.0)}
     few, many, product, prompt, latent_input, norm, embedding = (some_grid(chosen) for _ in range(7))
     return Curves(
-        call=chosen.uniform(1e-6, 1e-4),
+        call=Grid(x=few.x, y=few.y, seconds=some_grid(chosen).seconds),
         pace=(0.01, 0.02, 0.03),
         few=few,
         many=many,
@@ -107,7 +107,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("text", "what"),
     [
         ("curves = 3", "must be a table of dtypes"),
-        ("curves = {float32 = {}}", "must be as headwise profile writes them"),
+        ("curves = {float32 = {}}", "must be of form 2: run headwise profile again"),
+        ("curves = {float32 = {form = 1}}", "must be of form 2: run headwise profile again"),
+        ("curves = {float32 = {form = 2}}", "must be as headwise profile writes them"),
         ("curves = {float32 = 3}", "must be as headwise profile writes them"),
     ],
 )
@@ -130,19 +132,19 @@ def test_a_prediction_is_the_sum_of_what_was_measured(name: str, bits: float | N
     head, core = work["head"], work["attention"]
     read = sum(each.times * (each.weight_bytes + each.cache_bytes) for each in operators(model, step))
     assert read > max(curves.few.y)  # beyond what was measured, a byte takes as long as at the end
-    of_a_value = curves.few.at(3, curves.few.y[-1])
-    assert timed["head"].seconds == pytest.approx(curves.call + head.weights * of_a_value)
+    of_a_value, of_a_call = (grid.at(3, curves.few.y[-1]) for grid in (curves.few, curves.call))
+    assert timed["head"].seconds == pytest.approx(of_a_call + head.weights * of_a_value)
     near = {None: 0.0, 8.5: 8.5, 4.0: 5.0, 32.0: 0.0}[bits]
     grid = curves.core[near] if name == "llama-3-8b" else curves.latent_core[0.0]
     one = core.cache_bytes * grid.at(grid.x[-1], core.flops / core.cache_bytes)
     one += curves.coded.get(near, 0) if name == "llama-3-8b" else 0
     assert timed["attention"].seconds == pytest.approx(core.times * one)
     norms = timed["norm"].seconds / timed["norm"].times
-    assert norms == pytest.approx(curves.norm.at(3, model.hidden_size))
+    assert norms == pytest.approx(curves.norm.at(3 * model.hidden_size, model.hidden_size))
     if name == "deepseek-v2-lite":
         down = work["kv_a_proj_with_mqa"]
-        besides = curves.latent_input.at(3, model.hidden_size)
-        one = curves.call + down.weights * of_a_value + besides
+        besides = curves.latent_input.at(3 * model.hidden_size, model.hidden_size)
+        one = of_a_call + down.weights * of_a_value + besides
         assert timed["kv_a_proj_with_mqa"].seconds == pytest.approx(down.times * one)
         absorbed = work["absorb keys"]
         one = curves.product.at(3, absorbed.weights)

@@ -31,7 +31,7 @@ def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         "CACHES": (1 << 14, 1 << 16),
         "CODED_CACHES": (1 << 13, 1 << 15),
         "FEW": (1, 16),
-        "FEW_WEIGHTS": 1 << 12,
+        "FEW_WEIGHTS": (1 << 10, 1 << 12),
         "MANY_TOKENS": (64, 80),
         "WEIGHTS": (1 << 12, 1 << 14),
         "PRODUCT_TOKENS": (1, 4),
@@ -40,8 +40,9 @@ def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         "HEADS": 4,
         "KV_HEADS": (4, 1),
         "LATENT_HEADS": (4, 8),
-        "LAYER_TOKENS": (1, 64),
         "HIDDEN": (64, 128),
+        "STATES": (128, 8192),
+        "SHORT": 4,
         "LAYERS": (1, 2),
     }
     for name, value in names.items():

@@ -79,9 +79,9 @@ class Curves:
     """Measured times of one dtype.
 
     Attributes:
-        call: of a projection of fewer than `MANY` tokens, whatever its size: threads are woken for it.
-        few: of such a projection besides, for each value of its weight, over tokens and the bytes that a pass reads,
-            some of which a processor's own caches may hold.
+        call: of a projection of fewer than `MANY` tokens, whatever its size: threads are woken for it. Over tokens
+            and the bytes that a pass reads, some of which a processor's own caches may hold.
+        few: of such a projection besides, for each value of its weight, over the same.
         many: of a projection of more, over tokens and values of its weight.
         product: of products of heads with matrices, over tokens and values of all matrices.
         core: of attention of one new token a sequence, for each byte of cache, by bits of a cached value (0 for those
@@ -89,13 +89,13 @@ class Curves:
         latent_core: the same to latents.
         coded: what a layer whose cache is in fewer bits does besides, by its bits.
         prompt: of attention of many new tokens, over these and FLOPs.
-        latent_input: what a latent layer does besides, over tokens and the hidden size.
-        norm: a norm and half of what else a layer does, over tokens and the hidden size.
-        embedding: what a model does around its layers, over tokens and the hidden size.
+        latent_input: what a latent layer does besides, over values of a hidden state (tokens · E) and E.
+        norm: a norm and half of what else a layer does, over the same.
+        embedding: what a model does around its layers, over the same.
         pace: of the yardsticks of `headwise.profiling.Pace`, at the pace of all of these.
     """
 
-    call: float
+    call: Grid
     few: Grid
     many: Grid
     product: Grid
@@ -112,15 +112,16 @@ class Curves:
         """The time of one run of an operator; None where it was not measured."""
         if kind in ("linear", "latent input"):
             if sizes.rows < MANY:
-                time = self.call + sizes.weights * self.few.at(sizes.rows, _within(self.few.y, sizes.pass_bytes))
+                place = sizes.rows, _within(self.few.y, sizes.pass_bytes)
+                time = self.call.at(*place) + sizes.weights * self.few.at(*place)
             else:
                 time = self.many.at(sizes.rows, sizes.weights)
-            return time + (self.latent_input.at(sizes.tokens, sizes.hidden_size) if kind != "linear" else 0)
+            return time + (self.latent_input.at(*_state(sizes)) if kind != "linear" else 0)
         if kind == "product":
             return self.product.at(sizes.rows, sizes.weights)
         if kind in ("norm", "embedding"):
             grid = self.norm if kind == "norm" else self.embedding
-            return grid.at(sizes.tokens, sizes.hidden_size)
+            return grid.at(*_state(sizes))
         if kind not in ("core", "latent core"):
             return None
         if sizes.new > 1:
@@ -130,6 +131,11 @@ class Curves:
         grid, intensity = by_bits[bits], sizes.flops / sizes.cache_bytes
         read = sizes.cache_bytes * grid.at(_within(grid.x, sizes.pass_bytes), intensity)
         return read + self.coded.get(bits, 0.0)
+
+
+def _state(sizes: Sizes) -> tuple[int, int]:
+    """Values of a hidden state, by whose number torch works on them in one thread or several; and its width."""
+    return sizes.tokens * sizes.hidden_size, sizes.hidden_size
 
 
 def _within(axis: Sequence[float], size: float) -> float:
@@ -164,7 +170,10 @@ class Sizes:
     pass_bytes: float
 
 
-_GRIDS = ("few", "many", "product", "prompt", "latent_input", "norm", "embedding")
+FORM = 2
+"""Of curves in a file; raised whenever what their sizes mean is changed."""
+
+_GRIDS = ("call", "few", "many", "product", "prompt", "latent_input", "norm", "embedding")
 
 
 def curves_of(entry: Any) -> Curves:
@@ -176,8 +185,10 @@ def curves_of(entry: Any) -> Curves:
         SpecError: they are no curves.
     """
     try:
+        if entry.get("form") != FORM:
+            raise SpecError("curves", entry.get("form"), f"must be of form {FORM}: run headwise profile again")
         return Curves(
-            call=float(entry["call"]),
+            call=_grid(entry["call"]),
             pace=tuple(map(float, entry["pace"])),
             few=_grid(entry["few"]),
             many=_grid(entry["many"]),
@@ -214,7 +225,7 @@ def to_table(curves: Curves) -> dict[str, Any]:
     For example ``to_table(curves)["many"]["x"]``.
     """
     plain: dict[str, Any] = {name: _table(getattr(curves, name)) for name in _GRIDS}
-    plain |= {"call": curves.call, "pace": list(curves.pace)}
+    plain |= {"form": FORM, "pace": list(curves.pace)}
     plain["coded"] = {f"{bits:g}": time for bits, time in curves.coded.items()}
     for name in ("core", "latent_core"):
         plain[name] = {f"{bits:g}": _table(grid) for bits, grid in getattr(curves, name).items()}

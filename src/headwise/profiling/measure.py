@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,9 @@ from headwise.prediction import MANY, Curves, Device, Grid, Pass, operators
 from headwise.prediction import seconds as predicted
 from headwise.prediction.memory import weight_bytes
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
-from headwise.profiling.pace import PRODUCTS, READING, Pace, bound_by, in_turn, projections
+from headwise.profiling.pace import READING, Pace, bound_by, in_turn, projections
 from headwise.progress import Progress, silent
+from headwise.specs import ModelSpec
 
 READ = (6 << 20, 20 << 20, 48 << 20, READING["memory"])
 """Bytes that a pass reads: some that a processor's own caches hold, and some that come from memory."""
@@ -26,16 +29,18 @@ READ = (6 << 20, 20 << 20, 48 << 20, READING["memory"])
 CACHES = (6 << 20, 24 << 20, 128 << 20)
 """The same of passes that read a cache."""
 
-CODED_CACHES = (4 << 20, 16 << 20)
+CODED_CACHES = (8 << 20, 64 << 20)
 """The same of a cache in fewer bits, which takes long to fill, and whose reading the processor bounds."""
 
-FEW = (1, 2, 4, 8, 16, 64)
-"""Tokens of projections whose weights are read in turn; each has `FEW_WEIGHTS` values."""
+FEW = (1, 4, 8, 16, 64)
+"""Tokens of projections whose weights are read in turn."""
 
-FEW_WEIGHTS = 1 << 20
+FEW_WEIGHTS = (1 << 18, 1 << 22)
+"""Values of such weights, small and large: what both take tells a call from its values."""
 
-MANY_TOKENS = (64, PRODUCTS[0], 1024)
-WEIGHTS = (1 << 15, 1 << 17, 1 << 19, PRODUCTS[1])
+
+MANY_TOKENS = (64, 256, 1024)
+WEIGHTS = (1 << 15, 1 << 17, 1 << 19, 1 << 21)
 PRODUCT_TOKENS = (1, 2, 4, 8, 16)
 PRODUCT_WEIGHTS = (1 << 15, 1 << 17, 1 << 19)
 PROMPTS = (16, 64, 256, 1024, 2048)
@@ -43,15 +48,21 @@ PROMPTS = (16, 64, 256, 1024, 2048)
 HEADS = 16
 """Query heads of decoders whose attention is timed."""
 
-KV_HEADS = (16, 4, 2, 1)
+KV_HEADS = (16, 4, 1)
 LATENT = (192, 32)
 LATENT_HEADS = (4, 8, 16)
 BITS = {0.0: None, 8.5: "int8", 5.0: "int4:32"}
 """Bits of a cached value, its scale included, and the format that has them; 0 for the dtype's own."""
 
-LAYER_TOKENS = (1, 4, 16, 64, 384)
 HIDDEN = (128, 512, 1024)
+STATES = (1 << 10, 1 << 12, 1 << 14, 1 << 15, 36 << 10, 1 << 17, 384 << 10)
+"""Values of a hidden state, multiples of `HIDDEN`. Beyond 2^15 of them torch works on a tensor in several threads,
+which have to be woken."""
+
 LAYERS = (1, 4)
+SHORT = 32
+"""Tokens of a context that takes next to nothing."""
+
 PATIENCE = 0.05
 """Seconds that a call is repeated for."""
 
@@ -79,9 +90,8 @@ def measure_curves(dtype: torch.dtype, device: Device, *, progress: Progress = s
     """
     pace = Pace(dtype)
     besides: dict[float, float] = {}
-    call = _call(pace, dtype)
+    call, few = _projections(pace, dtype)
     stages: dict[str, Callable[[], Grid]] = {
-        "few": lambda: _grid(FEW, READ, partial(_few, pace, dtype, call)),
         "many": lambda: _grid(MANY_TOKENS, WEIGHTS, partial(_many, pace, dtype)),
         "product": lambda: _grid(PRODUCT_TOKENS, PRODUCT_WEIGHTS, partial(_product, pace, dtype)),
         "prompt": lambda: _prompts(pace, dtype),
@@ -94,7 +104,7 @@ def measure_curves(dtype: torch.dtype, device: Device, *, progress: Progress = s
         found[name] = measure()
     nothing = Grid(x=(1, 2), y=(1, 2), seconds=((_LEAST, _LEAST), (_LEAST, _LEAST)))
     parts = Curves(
-        few=found["few"],
+        few=few,
         many=found["many"],
         product=found["product"],
         prompt=found["prompt"],
@@ -117,25 +127,25 @@ def _grid(x: Sequence[int], y: Sequence[int], measure: Callable[[int, int], floa
     return Grid(x=tuple(x), y=tuple(y), seconds=tuple(tuple(measure(a, b) for b in y) for a in x))
 
 
-def _call(pace: Pace, dtype: torch.dtype) -> float:
-    """Seconds of a projection of one token besides its weights: from small and large ones of as many bytes."""
-    small, large = FEW_WEIGHTS // 8, FEW_WEIGHTS
-    one, other = (
-        pace.median(projections(dtype, 1, weights, 8 * large // weights), "caches", patience=4 * PATIENCE)
-        * weights
-        / 8
-        / large
-        for weights in (small, large)
-    )
-    return max(one - small * (other - one) / (large - small), _LEAST) * _CALLS
+def _projections(pace: Pace, dtype: torch.dtype) -> tuple[Grid, Grid]:
+    """Seconds of a projection whatever its size, and for each value of its weight: from small and large ones."""
+    calls: dict[tuple[int, int], float] = {}
+    values: dict[tuple[int, int], float] = {}
+    for tokens, read in product(FEW, READ):
+        most = read // dtype.itemsize
+        small, large = (min(weights, most // 2) for weights in FEW_WEIGHTS)
+        one, other = (_projection(pace, dtype, tokens, weights, read) for weights in (small, large))
+        # Noise may make a large one seem quicker than it can be, or a small one take no call.
+        value = max((other - one) / (large - small), other / large / 4)
+        values[tokens, read] = value
+        calls[tokens, read] = max(one - small * value, _LEAST) * _CALLS
+    return _grid(FEW, READ, lambda *place: calls[place]), _grid(FEW, READ, lambda *place: values[place])
 
 
-def _few(pace: Pace, dtype: torch.dtype, call: float, tokens: int, read: int) -> float:
-    """Seconds for each value of the weights of a projection, where ``read`` bytes of weights take turns."""
-    weights = min(FEW_WEIGHTS, read // dtype.itemsize)
+def _projection(pace: Pace, dtype: torch.dtype, tokens: int, weights: int, read: int) -> float:
+    """Seconds of one projection, where ``read`` bytes of weights take turns."""
     copies = max(read // (weights * dtype.itemsize), 1)
-    whole = pace.median(projections(dtype, tokens, weights, copies), bound_by(read), least=3) / copies
-    return max(whole - call, whole / 4) / weights
+    return pace.median(projections(dtype, tokens, weights, copies), bound_by(read), least=3) / copies
 
 
 def _many(pace: Pace, dtype: torch.dtype, tokens: int, weights: int) -> float:
@@ -175,7 +185,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _cores(pace: Pace, dtype: torch.dtype, bits: float, besides: dict[float, float]) -> Grid:
-    """Attention of one token to heads; ``besides`` is told what a layer takes without a context."""
+    """Attention of one token to heads; ``besides`` is told what a layer takes behind a short context."""
     sizes = {"hidden_size": 64 * HEADS, "num_heads": HEADS, "num_layers": 2, "intermediate_size": 64}
     decoders = [Decoder(**sizes, num_kv_heads=heads) for heads in KV_HEADS]  # type: ignore[arg-type]
     found, besides[bits] = _by_length(pace, decoders, dtype, bits)
@@ -192,10 +202,10 @@ def _latent_cores(pace: Pace, dtype: torch.dtype) -> Grid:
 
 
 def _by_length(pace: Pace, decoders: Sequence[Decoder], dtype: torch.dtype, bits: float) -> tuple[Grid, float]:
-    """Seconds for each byte of cache: what longer contexts take more, in decoders whose FLOPs a byte grow.
+    """Seconds for each byte of cache: what contexts take more than a short one, in decoders whose FLOPs a byte grow.
 
     Returns:
-        And the least seconds of a layer without a context.
+        And the seconds of a layer behind the short one.
     """
     without: list[float] = []
     caches = CODED_CACHES if bits else CACHES
@@ -205,18 +215,12 @@ def _by_length(pace: Pace, decoders: Sequence[Decoder], dtype: torch.dtype, bits
         model, spec = decoder.build(dtype), decoder.spec()
         token = sum(map(cache_values, spec.layers)) * (bits / 8 or dtype.itemsize)
         column = []
+        short = _context(pace, model, spec, SHORT, token, bits)
+        without.append(short / decoder.num_layers)
         for read in caches:
-            lengths = [max(int(read / token) // part, 2) for part in (4, 1)]
-            times = []
-            for tokens in lengths:
-                cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=BITS[bits])
-                times.append(
-                    pace.median(decode_step(model, cache, 1), bound_by(tokens * token), patience=4 * PATIENCE)
-                )
-            more = (times[1] - times[0]) / (lengths[1] - lengths[0])
-            column.append(more / token)
-            if read == caches[0]:
-                without.append((times[0] - max(more, 0) * lengths[0]) / decoder.num_layers)
+            tokens = max(int(read / token), 2 * SHORT)
+            more = _context(pace, model, spec, tokens, token, bits) - short
+            column.append(more / (tokens - SHORT) / token)
         # Noise may make a difference of times too small, or negative.
         least = max(statistics.median(column) / 2, _LEAST_FOR_A_BYTE)
         columns.append([max(time, least) for time in column])
@@ -225,6 +229,12 @@ def _by_length(pace: Pace, decoders: Sequence[Decoder], dtype: torch.dtype, bits
         intensities.append(core.flops / core.cache_bytes)
     seconds_of = tuple(zip(*columns, strict=True))
     return Grid(x=caches, y=tuple(intensities), seconds=seconds_of), statistics.median(without)
+
+
+def _context(pace: Pace, model: Any, spec: ModelSpec, tokens: int, token: float, bits: float) -> float:
+    """Seconds of a step behind so many tokens, of ``token`` bytes each."""
+    cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=BITS[bits])
+    return pace.median(decode_step(model, cache, 1), bound_by(tokens * token), patience=4 * PATIENCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +254,7 @@ def _around(pace: Pace, parts: Curves, dtype: torch.dtype, device: Device) -> Cu
     rest_of_latents, _ = _rest(pace, latent, parts, dtype, device)
 
     def grid(times: Mapping[tuple[int, int], float]) -> Grid:
-        return _grid(LAYER_TOKENS, HIDDEN, lambda tokens, hidden: max(times[tokens, hidden], _LEAST))
+        return _grid(STATES, HIDDEN, lambda values, hidden: max(times[values, hidden], _LEAST))
 
     return replace(
         parts,
@@ -257,26 +267,27 @@ def _around(pace: Pace, parts: Curves, dtype: torch.dtype, device: Device) -> Cu
 def _rest(
     pace: Pace, decoders: Sequence[Decoder], parts: Curves, dtype: torch.dtype, device: Device
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-    """Of each number of tokens and hidden size: what is left of a layer's time, and of the model's around them."""
+    """Of each size of a state and its width: what is left of a layer's time, and of the model's around them."""
     rest, around = {}, {}
     for decoder in decoders:
         few, many = (_runs(pace, replace(decoder, num_layers=layers), parts, dtype, device) for layers in LAYERS)
-        for tokens in LAYER_TOKENS:
-            layer = max(many[tokens].seconds - few[tokens].seconds, _LEAST) / (LAYERS[1] - LAYERS[0])
-            known = (many[tokens].layers - few[tokens].layers) / (LAYERS[1] - LAYERS[0])
+        for values in STATES:
+            layer = max(many[values].seconds - few[values].seconds, _LEAST) / (LAYERS[1] - LAYERS[0])
+            known = (many[values].layers - few[values].layers) / (LAYERS[1] - LAYERS[0])
             # Operators that were measured alone may seem to take more than the layer that they are in.
-            rest[tokens, decoder.hidden_size] = max(layer - known, _LEAST_SHARE * layer)
-            around[tokens, decoder.hidden_size] = few[tokens].seconds - LAYERS[0] * layer - few[tokens].head
+            rest[values, decoder.hidden_size] = max(layer - known, _LEAST_SHARE * layer)
+            around[values, decoder.hidden_size] = few[values].seconds - LAYERS[0] * layer - few[values].head
     return rest, around
 
 
 def _runs(pace: Pace, decoder: Decoder, parts: Curves, dtype: torch.dtype, device: Device) -> dict[int, _Run]:
-    """A decoder's passes by their numbers of tokens."""
+    """A decoder's passes by the sizes of their states."""
     model, spec = decoder.build(dtype), decoder.spec()
     name = str(dtype).removeprefix("torch.")
     known = replace(device, curves={name: parts})
     found = {}
-    for tokens in LAYER_TOKENS:
+    for values in STATES:
+        tokens = values // decoder.hidden_size
         if tokens >= MANY:
             call: Callable[[], object] = prompt_call(model, tokens)
             forward = Pass(new=tokens, total=tokens, dtype=name)
@@ -287,6 +298,6 @@ def _runs(pace: Pace, decoder: Decoder, parts: Curves, dtype: torch.dtype, devic
         times = {each.name: each.seconds for each in predicted(work, known, forward)}
         head = times.pop("head")
         bound = "products" if tokens >= MANY else bound_by(weight_bytes(spec, forward))
-        measured = pace.median(call, bound, patience=4 * PATIENCE)
-        found[tokens] = _Run(seconds=measured, layers=sum(times.values()), head=head)
+        measured = pace.median(call, bound, least=3, patience=2 * PATIENCE)
+        found[values] = _Run(seconds=measured, layers=sum(times.values()), head=head)
     return found

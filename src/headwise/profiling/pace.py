@@ -75,17 +75,17 @@ class Pace:
         """Median seconds of a call, and how many times as long as the reference its yardstick takes meanwhile.
 
         Args:
-            call: is made once to warm up, then ``least`` times or more, for ``patience`` seconds; the yardstick is
-                measured before, after and between.
+            call: is made ``least`` times or more, for ``patience`` seconds; the yardstick is measured before, after
+                and between, and behind it the call is made once more, to have the processor's caches back.
             by: the yardstick.
             least: the least number of calls.
             patience: in seconds.
         """
-        call()
         times: list[float] = []
         yardstick = [self._now(by)]
         start = time.perf_counter()
         while len(times) < least or (time.perf_counter() - start < patience and len(times) < 15 * least):
+            call()
             until = time.perf_counter() + patience / _ROUNDS
             while True:
                 times.append(seconds(call))

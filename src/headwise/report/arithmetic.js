@@ -156,13 +156,14 @@ const headwise = (() => {
     if (each.kind === "linear" || each.kind === "latent input") {
       const time =
         rows < MANY
-          ? curves.call + weights * interpolated(curves.few, rows, within(curves.few.y, passBytes))
+          ? interpolated(curves.call, rows, within(curves.few.y, passBytes)) +
+            weights * interpolated(curves.few, rows, within(curves.few.y, passBytes))
           : interpolated(curves.many, rows, weights);
-      return time + (each.kind === "linear" ? 0 : interpolated(curves.latent_input, tokens, each.hiddenSize));
+      return time + (each.kind === "linear" ? 0 : interpolated(curves.latent_input, tokens * each.hiddenSize, each.hiddenSize));
     }
     if (each.kind === "product") return interpolated(curves.product, rows, weights);
     if (each.kind === "norm" || each.kind === "embedding") {
-      return interpolated(curves[each.kind], tokens, each.hiddenSize);
+      return interpolated(curves[each.kind], tokens * each.hiddenSize, each.hiddenSize);
     }
     if (each.kind !== "core" && each.kind !== "latent core") return null;
     if (pass.fresh > 1) return interpolated(curves.prompt, pass.fresh, each.flops);
