@@ -41,6 +41,18 @@ def tuning(document: Document) -> list[list[str]]:
     return rows
 
 
+def healed(document: Document) -> list[list[str]]:
+    """Head and rows: half of the values before and after the longest training, by ratios alone."""
+    rows = [row for name, row in document["rows"].items() if name.startswith("mla:0.5 of ")]
+    rows.sort(key=lambda row: row.get("healing", {}).get("tokens", 0))
+    texts = [score["text"] for score in rows[0]["evaluation"]["texts"]]
+    shown = [["half of the values, without codes", *texts]]
+    for name, row in (("calibrated on 65,536 tokens", rows[0]), ("", rows[-1])):
+        ratios = [f"×{_ratio(score['perplexity_ratio'])}" for score in row["evaluation"]["texts"]]
+        shown.append([name or f"then trained on {row['healing']['tokens']:,}", *ratios])
+    return shown
+
+
 def _named(name: str, row: Document) -> list[str]:
     """The model and what it was trained on, of a row's name such as ``mla:0.5 of 200000 by mean batch=4``."""
     target, _, rest = name.partition(" of ")

@@ -438,6 +438,12 @@ def healing_tasks(document: Document) -> str:
     return table(head, rows, left=2)
 
 
+def healed(document: Document) -> str:
+    """The table of half of the values before and after training, for README."""
+    head, *rows = healing_tables.healed(document)
+    return table([head[0], *map(_text_name, head[1:])], rows)
+
+
 def healing_tuning(document: Document) -> str:
     """The table of learning rates and what is trained."""
     head, *rows = healing_tables.tuning(document)
@@ -497,6 +503,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "healing": ("healing.json", healing),
     "healing-cuda": ("healing-cuda.json", healing),
     "healing-65536-cuda": ("healing-65536-cuda.json", healing),
+    "healed": ("healing-65536-cuda.json", healed),
     "healing-tasks": ("healing-65536-cuda.json", healing_tasks),
     "healing-tuning": ("healing-tuning-cuda.json", healing_tuning),
     "healing-65536-tuning": ("healing-65536-tuning-cuda.json", healing_tuning),

@@ -58,9 +58,8 @@ def _show_choices(result: ChoiceEvaluation) -> None:
 
 def _show_planted(result: PlantedEvaluation) -> None:
     facts = "a fact" if result.keys == 1 else f"{result.keys} facts"
-    out.print(
-        f"{facts} planted in {result.context:,} tokens of {escape(result.text)}, {result.trials} trials at each depth"
-    )
+    trials = "one trial" if result.trials == 1 else f"{result.trials} trials"
+    out.print(f"{facts} planted in {result.context:,} tokens of {escape(result.text)}, {trials} at each depth")
     table = _table(f"probability among {result.codes} codes", result.against)
     for row in result.depths:
         _row(table, f"at depth {row.depth:.0%}", row, "probability", ".3f")
