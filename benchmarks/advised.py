@@ -4,22 +4,27 @@
 
 ``machine.toml`` is a profile of the machine that this runs on (``headwise profile``). SmolLM2's kept frontier is the
 measured quality. What comes first by each goal is converted, or its format is used, and evaluated on texts that no
-choice was made on; a decode step is timed beside the original's, at the context that was asked about.
+choice was made on. A decode step is timed beside the original's, at the context that was asked about and by the
+runtime that predictions are of (``headwise.optimize``).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data, joined
 from headwise.advice import AS_IT_IS, Question, advise_on, read_points
+from headwise.hf import HeadwiseCache
+from headwise.measurement.timing import spread_interleaved
 from headwise.prediction import Pass, device
+from headwise.profiling.decoder import decode_step
 from headwise.profiling.profile import NAME
 from headwise.specs import read_spec
 
@@ -57,50 +62,70 @@ def main(arguments: Sequence[str] | None = None) -> None:
         advice = advise_on(model, question, measured, source=SOURCE)
         assert advice.best is not None
         (now,) = (option for option in advice.options if option.target == AS_IT_IS)
-        found = followed(advice.best.target, options)
+        target = advice.best.target
+        model_path, cache = followed(target, options)
+        times = step_times({AS_IT_IS: (SOURCE, None), target: (model_path, cache)}, options)
         kept.add(
             goal,
             {
-                "target": advice.best.target,
+                "target": target,
                 "kept_loss": advice.best.loss,
                 "predicted_ms": 1e3 * advice.best.decode_seconds,
                 "predicted_ms_as_it_is": 1e3 * now.decode_seconds,
+                "measured_ms": times[target],
+                "measured_ms_as_it_is": times[AS_IT_IS],
                 "predicted_bytes": advice.best.cache_bytes_per_token,
-                "evaluate": found,
+                "evaluate": None if target == AS_IT_IS else evaluated(model_path, cache, options),
             },
         )
         predicted = f"{1e3 * advice.best.decode_seconds:.1f} ms predicted"
-        say(f"{goal}: {advice.best.target}, {predicted}, {found['decode_ms']:.1f} measured")
+        say(f"{goal}: {target}, {predicted}, {times[target]:.1f} measured; as it is {times[AS_IT_IS]:.1f}")
 
 
-def followed(target: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The evaluation of a target's cache, beside the original."""
-    folder: Path | str = SOURCE
+def followed(target: str, options: argparse.Namespace) -> tuple[Path | str, str | None]:
+    """The model that a target says to serve, converted if need be, and the format of its cache."""
     mechanism, _, fraction = target.partition("@")
-    if fraction:
-        folder = options.work / target.replace("@", "-")
-        if not (folder / "config.json").exists():
-            headwise.convert(
-                SOURCE,
-                folder,
-                to=mechanism,
-                kv_bytes=float(fraction),
-                calibrate=data.wikitext("train", options.cache),
-                calibration_tokens=options.tokens,
-                evaluate=False,
-            )
-    is_format = not fraction and target != AS_IT_IS
+    if not fraction:
+        return SOURCE, None if target == AS_IT_IS else target
+    folder: Path = options.work / target.replace("@", "-")
+    if not (folder / "config.json").exists():
+        headwise.convert(
+            SOURCE,
+            folder,
+            to=mechanism,
+            kv_bytes=float(fraction),
+            calibrate=data.wikitext("train", options.cache),
+            calibration_tokens=options.tokens,
+            evaluate=False,
+        )
+    return folder, None
+
+
+def evaluated(model: Path | str, cache: str | None, options: argparse.Namespace) -> dict[str, Any]:
+    """The evaluation of a model and its cache, beside the original."""
     texts = [data.wikitext("test", options.cache), data.brown(options.cache), data.austen(options.cache)]
     return headwise.evaluate(
-        folder,
+        model,
         against=SOURCE,
         text=texts,
         window=options.context,
         windows=options.windows,
-        context=options.context,
         dtype=options.dtype,
-        cache=target if is_format else None,
+        cache=cache,
     ).to_dict()
+
+
+def step_times(ways: Mapping[str, tuple[Path | str, str | None]], options: argparse.Namespace) -> dict[str, float]:
+    """Median milliseconds of a decode step behind the context of each model and format of its cache, in turn."""
+    steps = {}
+    for name, (path, quantize) in ways.items():
+        model = headwise.optimize(headwise.load(path, dtype=options.dtype))
+        cache = HeadwiseCache(model, max_length=options.context + 1, quantize=quantize)
+        ids = torch.arange(options.context)[None] % model.config.vocab_size
+        with torch.inference_mode():
+            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        steps[name] = decode_step(model, cache, 1)
+    return {name: 1e3 * each.median for name, each in spread_interleaved(steps, budget=20).items()}
 
 
 if __name__ == "__main__":

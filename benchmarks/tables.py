@@ -378,6 +378,31 @@ def verdict(results: Path) -> str:
     return "".join(f"> {line}" for line in verdict_lines(found.verdict)[:1])
 
 
+def advised(document: Document) -> str:
+    """The table of what was advised by each goal: expected and measured."""
+    rows = []
+    for goal, row in document["rows"].items():
+        found = row["evaluate"]
+        of_this = ["as it is" if found is None else f"`{row['target']}`"]
+        of_this += [
+            f"{row[f'{kind}_ms']:.1f}, {row[f'{kind}_ms_as_it_is']:.1f}" for kind in ("predicted", "measured")
+        ]
+        if found is None:
+            rows.append([goal, *of_this, f"{row['predicted_bytes']:,.0f}", "", "", ""])
+            continue
+        ratios = [f"×{score['perplexity_ratio']:.4f}" for score in found["texts"]]
+        measured = f"{row['predicted_bytes']:,.0f}, {found['cache_bytes_per_token']:,.0f}"
+        rows.append([goal, *of_this, measured, f"×{1 + row['kept_loss']:.4f}", ratios[0], ", ".join(ratios[1:])])
+    return table(
+        [
+            *("goal", "what to do", "ms a step, and as it is: predicted", "measured", "bytes a token"),
+            *("expected", "WikiText-2", "Brown, Austen"),
+        ],
+        rows,
+        left=2,
+    )
+
+
 def engines(document: Document) -> str:
     """The table of what engines do with each output: largest difference of log-probabilities, bytes of cache."""
     rows = document["rows"].values()
@@ -482,6 +507,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
     "samples": ("samples.json", samples),
+    "advised": ("advised.json", advised),
     "engines": ("engines.json", engines),
     "layouts": ("layouts.json", layouts),
     "serving": ("serving.json", serving),
