@@ -3,17 +3,20 @@
     python -m benchmarks.advised machine.toml      # kept in benchmarks/results/advised.json
 
 ``machine.toml`` is a profile of the machine that this runs on (``headwise profile``). SmolLM2's kept frontier is the
-measured quality. What comes first by each goal is converted, or its format is used, and evaluated on texts that no
-choice was made on. A decode step is timed beside the original's, at the context that was asked about and by the
-runtime that predictions are of (``headwise.optimize``).
+measured quality. What comes first by each goal is converted, or its format is used, and evaluated on the frontier's
+texts, in windows of the context's length. A decode step is timed beside the original's, after as many tokens, by the
+runtime that predictions are of: ``headwise.optimize``, with threads that sleep while they wait.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does; read when torch is imported
 
 import torch
 from benchmarks.kept import Kept, say
@@ -46,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, default=Path("build/advised"), help="where models are converted")
     options = parser.parse_args(arguments)
     names = ("context", "max_quality_loss", "tokens", "windows", "dtype")
-    kept = Kept(options.json, {name: getattr(options, name) for name in names})
+    machine = device(NAME, options.profile)
+    kept = Kept(options.json, {name: getattr(options, name) for name in names} | {"machine": machine.label})
     model = read_spec(SOURCE)
     frontier = joined.frontier(Path("benchmarks/results"), SOURCE, model.layers[0].label).to_dict()
     measured = read_points(frontier, model)
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if goal in kept.rows:
             continue
         question = Question(
-            hardware=device(NAME, options.profile),
+            hardware=machine,
             step=Pass(total=options.context, dtype=options.dtype),
             goal=goal,
             max_quality_loss=options.max_quality_loss,
@@ -116,7 +120,7 @@ def evaluated(model: Path | str, cache: str | None, options: argparse.Namespace)
 
 
 def step_times(ways: Mapping[str, tuple[Path | str, str | None]], options: argparse.Namespace) -> dict[str, float]:
-    """Median milliseconds of a decode step behind the context of each model and format of its cache, in turn."""
+    """Median milliseconds of a decode step after a context of each model and format of its cache, in turn."""
     steps = {}
     for name, (path, quantize) in ways.items():
         model = headwise.optimize(headwise.load(path, dtype=options.dtype))

@@ -42,15 +42,20 @@ def tuning(document: Document) -> list[list[str]]:
 
 
 def healed(document: Document) -> list[list[str]]:
-    """Head and rows: half of the values before and after the longest training, by ratios alone."""
+    """Head and rows: half of the values untrained and after the longest training, by ratios alone."""
     rows = [row for name, row in document["rows"].items() if name.startswith("mla:0.5 of ")]
-    rows.sort(key=lambda row: row.get("healing", {}).get("tokens", 0))
-    texts = [score["text"] for score in rows[0]["evaluation"]["texts"]]
-    shown = [["half of the values, without codes", *texts]]
-    for name, row in (("calibrated on 65,536 tokens", rows[0]), ("", rows[-1])):
-        ratios = [f"×{_ratio(score['perplexity_ratio'])}" for score in row["evaluation"]["texts"]]
-        shown.append([name or f"then trained on {row['healing']['tokens']:,}", *ratios])
-    return shown
+    untrained = next(row for row in rows if "healing" not in row)
+    longest = max((row for row in rows if "healing" in row), key=lambda row: row["healing"]["tokens"])
+    texts = [score["text"] for score in untrained["evaluation"]["texts"]]
+    return [
+        ["half of the values, without codes", *texts],
+        [f"calibrated on {document['settings']['calibration_tokens']:,} tokens", *_ratios(untrained)],
+        [f"then trained on {longest['healing']['tokens']:,} tokens", *_ratios(longest)],
+    ]
+
+
+def _ratios(row: Document) -> list[str]:
+    return [f"×{_ratio(score['perplexity_ratio'])}" for score in row["evaluation"]["texts"]]
 
 
 def _named(name: str, row: Document) -> list[str]:

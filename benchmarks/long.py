@@ -2,8 +2,7 @@
 
     python -m benchmarks.long      # kept in benchmarks/results/long.json
 
-A conversion is spelled as in ``benchmarks.recall``, which asks the same ones for facts. A row is one conversion and
-one text.
+A conversion is spelled as in ``benchmarks.recall``. A row is one conversion and one text.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from benchmarks.recall import converted
 from benchmarks import data
 from headwise.evaluation import evaluate, open_pair
 
-CACHES = ("mla:0.5 on 65536", "mla:0.333 on 65536")
+CONVERSIONS = ("mla:0.5 on 65536", "mla:0.333 on 65536")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="smollm2-135m")
-    parser.add_argument("--caches", nargs="+", default=CACHES, metavar="CONVERSION")
+    parser.add_argument("--conversions", nargs="+", default=CONVERSIONS, metavar="CONVERSION")
     parser.add_argument("--tokens", type=int, default=16_384, help="of WikiText-2 train to calibrate on")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--windows", type=int, default=3, help="of each text")
@@ -37,11 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept = Kept(options.json, {name: getattr(options, name) for name in names})
     texts = {"wikitext": data.wikitext("test", options.cache)}
     texts |= {"brown": data.brown(options.cache), "austen": data.austen(options.cache)}
-    for cache in options.caches:
-        missing = [name for name in texts if f"{cache}/{name}" not in kept.rows]
+    for conversion in options.conversions:
+        missing = [name for name in texts if f"{conversion}/{name}" not in kept.rows]
         if not missing:
             continue
-        pair = open_pair(converted(options, cache), against=options.source, dtype=options.dtype)
+        pair = open_pair(converted(options, conversion), against=options.source, dtype=options.dtype)
         for name in missing:
             found = evaluate(
                 pair,
@@ -50,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 windows=options.windows,
                 context=options.context - 1,
             )
-            kept.add(f"{cache}/{name}", {"name": cache, "on": name, **found.to_dict()})
-            say(f"{cache:20} {name:10} ×{found.perplexity_ratio:.4f}")
+            kept.add(f"{conversion}/{name}", {"name": conversion, "on": name, **found.to_dict()})
+            say(f"{conversion:20} {name:10} ×{found.perplexity_ratio:.4f}")
 
 
 if __name__ == "__main__":

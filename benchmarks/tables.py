@@ -385,7 +385,7 @@ def advised(document: Document) -> str:
         found = row["evaluate"]
         of_this = ["as it is" if found is None else f"`{row['target']}`"]
         of_this += [
-            f"{row[f'{kind}_ms']:.1f}, {row[f'{kind}_ms_as_it_is']:.1f}" for kind in ("predicted", "measured")
+            f"{row[f'{kind}_ms']:.1f} ({row[f'{kind}_ms_as_it_is']:.1f})" for kind in ("predicted", "measured")
         ]
         if found is None:
             rows.append([goal, *of_this, f"{row['predicted_bytes']:,.0f}", "", "", ""])
@@ -393,14 +393,14 @@ def advised(document: Document) -> str:
         ratios = [f"×{score['perplexity_ratio']:.4f}" for score in found["texts"]]
         measured = f"{row['predicted_bytes']:,.0f}, {found['cache_bytes_per_token']:,.0f}"
         rows.append([goal, *of_this, measured, f"×{1 + row['kept_loss']:.4f}", ratios[0], ", ".join(ratios[1:])])
-    return table(
-        [
-            *("goal", "what to do", "ms a step, and as it is: predicted", "measured", "bytes a token"),
-            *("expected", "WikiText-2", "Brown, Austen"),
-        ],
-        rows,
-        left=2,
-    )
+    head = [
+        "goal",
+        "what to do",
+        "ms a step (as it is), predicted",
+        "…, measured",
+        "bytes a token: predicted, measured",
+    ]
+    return table([*head, "expected", "WikiText-2", "Brown, Austen"], rows, left=2)
 
 
 def engines(document: Document) -> str:
@@ -499,6 +499,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "positions": ("long.json", positions),
     "kivi": ("kivi.json", kivi),
     "recall": ("recall.json", recall),
+    "recall-keys": ("recall-keys.json", recall),
     "ways": ("ways.json", ways),
     "other-models": ("other-models.json", other_models),
     "ablation": ("ablation.json", ablation),

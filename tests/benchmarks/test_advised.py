@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import headwise
 from benchmarks import advised, tables
 from headwise.advice import AS_IT_IS
+from headwise.prediction import device
 from tests.real_models import save_tiny
 
 
@@ -36,10 +38,47 @@ def test_what_is_advised_is_converted_once_timed_and_evaluated(
         {AS_IT_IS: (advised.SOURCE, None), "a": (advised.SOURCE, "int8"), "b": (folder, None)}, options
     )
     assert set(times) == {AS_IT_IS, "a", "b"}
-    assert all(0.01 < each < 10_000 for each in times.values())
-    found = advised.evaluated(folder, None, options)
-    assert len(found["texts"]) == 3
+    found, coded = advised.evaluated(folder, None, options), advised.evaluated(advised.SOURCE, "int8", options)
+    assert len(found["texts"]) == len(coded["texts"]) == 3
     assert found["cache_bytes_per_token"] < found["reference_cache_bytes_per_token"]
+    assert coded["cache"] == "int8"
+
+
+def test_what_comes_first_by_each_goal_is_kept(options: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Option(NamedTuple):
+        target: str
+        loss: float
+        decode_seconds: float
+        cache_bytes_per_token: float
+
+    class Advice(NamedTuple):
+        best: Option
+        options: tuple[Option, ...]
+
+    plain, coded = Option(AS_IT_IS, 0.0, 0.03, 512.0), Option("int8", 0.01, 0.04, 300.0)
+    asked: list[str] = []
+
+    def advise(model: object, question: Any, measured: object, *, source: str) -> Advice:
+        asked.append(question.goal)
+        return Advice(plain if question.goal == "latency" else coded, (plain, coded))
+
+    monkeypatch.setattr(advised, "advise_on", advise)
+    monkeypatch.setattr(advised.joined, "frontier", lambda *_: headwise)
+    monkeypatch.setattr(headwise, "to_dict", dict, raising=False)
+    monkeypatch.setattr(advised, "read_points", lambda *_: {})
+    monkeypatch.setattr(advised, "device", lambda *_: device("laptop"))
+    kept = options.work / "advised.json"
+    arguments = ["machine.toml", "--json", str(kept), "--cache", str(options.cache), "--work", str(options.work)]
+    arguments += ["--context", "60", "--windows", "2", "--dtype", "float32"]
+    advised.main(arguments)
+    rows = json.loads(kept.read_text())["rows"]
+    assert rows["latency"]["evaluate"] is None
+    assert rows["latency"]["predicted_ms"] == 30.0
+    assert rows["memory"]["evaluate"]["cache"] == "int8"
+    assert (rows["memory"]["predicted_ms"], rows["memory"]["predicted_ms_as_it_is"]) == (40.0, 30.0)
+    assert rows["memory"]["measured_ms"] > 0 < rows["memory"]["measured_ms_as_it_is"]
+    advised.main(arguments)  # all is kept
+    assert asked == ["latency", "memory"]
 
 
 def test_the_table_has_predicted_beside_measured() -> None:
@@ -56,6 +95,6 @@ def test_the_table_has_predicted_beside_measured() -> None:
     }
     rows = {"latency": {**row, "target": AS_IT_IS, "evaluate": None}, "memory": row}
     assert tables.advised({"rows": rows}).splitlines()[2:] == [
-        "| latency | as it is | 47.0, 33.0 | 45.0, 31.0 | 4,378 |  |  |  |",
-        "| memory | `mla@0.19` | 47.0, 33.0 | 45.0, 31.0 | 4,378, 4,356 | ×1.0180 | ×1.0100 | ×1.0200, ×1.0300 |",
+        "| latency | as it is | 47.0 (33.0) | 45.0 (31.0) | 4,378 |  |  |  |",
+        "| memory | `mla@0.19` | 47.0 (33.0) | 45.0 (31.0) | 4,378, 4,356 | ×1.0180 | ×1.0100 | ×1.0200, ×1.0300 |",
     ]

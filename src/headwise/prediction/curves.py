@@ -184,9 +184,9 @@ def curves_of(entry: Any) -> Curves:
     Raises:
         SpecError: they are no curves.
     """
+    if isinstance(entry, Mapping) and entry.get("form") != FORM:
+        raise SpecError("form", entry.get("form"), f"must be {FORM} in curves: run headwise profile again")
     try:
-        if entry.get("form") != FORM:
-            raise SpecError("curves", entry.get("form"), f"must be of form {FORM}: run headwise profile again")
         return Curves(
             call=_grid(entry["call"]),
             pace=tuple(map(float, entry["pace"])),

@@ -90,7 +90,6 @@ def measure_curves(dtype: torch.dtype, device: Device, *, progress: Progress = s
     """
     pace = Pace(dtype)
     besides: dict[float, float] = {}
-    call, few = _projections(pace, dtype)
     stages: dict[str, Callable[[], Grid]] = {
         "many": lambda: _grid(MANY_TOKENS, WEIGHTS, partial(_many, pace, dtype)),
         "product": lambda: _grid(PRODUCT_TOKENS, PRODUCT_WEIGHTS, partial(_product, pace, dtype)),
@@ -98,9 +97,11 @@ def measure_curves(dtype: torch.dtype, device: Device, *, progress: Progress = s
         **{f"core {bits:g}": partial(_cores, pace, dtype, bits, besides) for bits in BITS},
         "latent core": lambda: _latent_cores(pace, dtype),
     }
+    progress("profiling", 0, len(stages) + 2)
+    call, few = _few_tokens(pace, dtype)
     found: dict[str, Grid] = {}
     for index, (name, measure) in enumerate(stages.items()):
-        progress("profiling", index, len(stages) + 1)
+        progress("profiling", index + 1, len(stages) + 2)
         found[name] = measure()
     nothing = Grid(x=(1, 2), y=(1, 2), seconds=((_LEAST, _LEAST), (_LEAST, _LEAST)))
     parts = Curves(
@@ -117,9 +118,9 @@ def measure_curves(dtype: torch.dtype, device: Device, *, progress: Progress = s
         call=call,
         pace=pace.reference,
     )
-    progress("profiling", len(stages), len(stages) + 1)
+    progress("profiling", len(stages) + 1, len(stages) + 2)
     whole = _around(pace, parts, dtype, device)
-    progress("profiling", len(stages) + 1, len(stages) + 1)
+    progress("profiling", len(stages) + 2, len(stages) + 2)
     return whole
 
 
@@ -127,22 +128,25 @@ def _grid(x: Sequence[int], y: Sequence[int], measure: Callable[[int, int], floa
     return Grid(x=tuple(x), y=tuple(y), seconds=tuple(tuple(measure(a, b) for b in y) for a in x))
 
 
-def _projections(pace: Pace, dtype: torch.dtype) -> tuple[Grid, Grid]:
-    """Seconds of a projection whatever its size, and for each value of its weight: from small and large ones."""
+def _few_tokens(pace: Pace, dtype: torch.dtype) -> tuple[Grid, Grid]:
+    """Seconds of a projection of few tokens whatever its size, and for each value of its weight besides.
+
+    Both are told apart by what small and large weights take.
+    """
     calls: dict[tuple[int, int], float] = {}
     values: dict[tuple[int, int], float] = {}
     for tokens, read in product(FEW, READ):
         most = read // dtype.itemsize
         small, large = (min(weights, most // 2) for weights in FEW_WEIGHTS)
-        one, other = (_projection(pace, dtype, tokens, weights, read) for weights in (small, large))
+        short, long = (_projection_seconds(pace, dtype, tokens, weights, read) for weights in (small, large))
         # Noise may make a large one seem quicker than it can be, or a small one take no call.
-        value = max((other - one) / (large - small), other / large / 4)
+        value = max((long - short) / (large - small), long / large / 4)
         values[tokens, read] = value
-        calls[tokens, read] = max(one - small * value, _LEAST) * _CALLS
+        calls[tokens, read] = max(short - small * value, _LEAST) * _CALLS
     return _grid(FEW, READ, lambda *place: calls[place]), _grid(FEW, READ, lambda *place: values[place])
 
 
-def _projection(pace: Pace, dtype: torch.dtype, tokens: int, weights: int, read: int) -> float:
+def _projection_seconds(pace: Pace, dtype: torch.dtype, tokens: int, weights: int, read: int) -> float:
     """Seconds of one projection, where ``read`` bytes of weights take turns."""
     copies = max(read // (weights * dtype.itemsize), 1)
     return pace.median(projections(dtype, tokens, weights, copies), bound_by(read), least=3) / copies
@@ -185,7 +189,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _cores(pace: Pace, dtype: torch.dtype, bits: float, besides: dict[float, float]) -> Grid:
-    """Attention of one token to heads; ``besides`` is told what a layer takes behind a short context."""
+    """Attention of one token to heads; ``besides`` is told what a layer takes after a short context."""
     sizes = {"hidden_size": 64 * HEADS, "num_heads": HEADS, "num_layers": 2, "intermediate_size": 64}
     decoders = [Decoder(**sizes, num_kv_heads=heads) for heads in KV_HEADS]  # type: ignore[arg-type]
     found, besides[bits] = _by_length(pace, decoders, dtype, bits)
@@ -205,9 +209,9 @@ def _by_length(pace: Pace, decoders: Sequence[Decoder], dtype: torch.dtype, bits
     """Seconds for each byte of cache: what contexts take more than a short one, in decoders whose FLOPs a byte grow.
 
     Returns:
-        And the seconds of a layer behind the short one.
+        And the seconds of a layer after the short one.
     """
-    without: list[float] = []
+    after_short: list[float] = []
     caches = CODED_CACHES if bits else CACHES
     columns = []
     intensities = []
@@ -215,11 +219,11 @@ def _by_length(pace: Pace, decoders: Sequence[Decoder], dtype: torch.dtype, bits
         model, spec = decoder.build(dtype), decoder.spec()
         token = sum(map(cache_values, spec.layers)) * (bits / 8 or dtype.itemsize)
         column = []
-        short = _context(pace, model, spec, SHORT, token, bits)
-        without.append(short / decoder.num_layers)
+        short = _step_seconds(pace, model, spec, SHORT, token, bits)
+        after_short.append(short / decoder.num_layers)
         for read in caches:
             tokens = max(int(read / token), 2 * SHORT)
-            more = _context(pace, model, spec, tokens, token, bits) - short
+            more = _step_seconds(pace, model, spec, tokens, token, bits) - short
             column.append(more / (tokens - SHORT) / token)
         # Noise may make a difference of times too small, or negative.
         least = max(statistics.median(column) / 2, _LEAST_FOR_A_BYTE)
@@ -228,11 +232,11 @@ def _by_length(pace: Pace, decoders: Sequence[Decoder], dtype: torch.dtype, bits
         core = next(each for each in operators(spec, step) if each.kind in ("core", "latent core"))
         intensities.append(core.flops / core.cache_bytes)
     seconds_of = tuple(zip(*columns, strict=True))
-    return Grid(x=caches, y=tuple(intensities), seconds=seconds_of), statistics.median(without)
+    return Grid(x=caches, y=tuple(intensities), seconds=seconds_of), statistics.median(after_short)
 
 
-def _context(pace: Pace, model: Any, spec: ModelSpec, tokens: int, token: float, bits: float) -> float:
-    """Seconds of a step behind so many tokens, of ``token`` bytes each."""
+def _step_seconds(pace: Pace, model: Any, spec: ModelSpec, tokens: int, token: float, bits: float) -> float:
+    """Seconds of a decode step after so many tokens, of ``token`` bytes each."""
     cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=BITS[bits])
     return pace.median(decode_step(model, cache, 1), bound_by(tokens * token), patience=4 * PATIENCE)
 

@@ -76,7 +76,7 @@ class Pace:
 
         Args:
             call: is made ``least`` times or more, for ``patience`` seconds; the yardstick is measured before, after
-                and between, and behind it the call is made once more, to have the processor's caches back.
+                and between, and after it the call is made once more, to have the processor's caches back.
             by: the yardstick.
             least: the least number of calls.
             patience: in seconds.
