@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16_384, help="of WikiText-2 train to calibrate on")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--windows", type=int, default=3, help="of each text")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/long.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/recall"), help="where models are converted")
