@@ -182,7 +182,7 @@ def test_a_conversion_that_was_made_is_not_made_again_when_its_evaluation_was_ki
 def test_what_is_lost_at_length_is_kept_text_by_text(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [
         *("--source", str(root / "source"), "--work", str(root / "half"), "--cache", str(root / "cache")),
-        *("--conversions", "mla:0.5", "mla:0.25", "--tokens", "256"),
+        *("--conversions", "mla:0.5", "mla:0.25", "--tokens", "256", "--dtype", "float32"),
         *("--context", "224", "--windows", "2", "--json", str(root / "long.json")),
     ]
     long.main(options)
