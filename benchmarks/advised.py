@@ -1,6 +1,6 @@
 """Check advice: do what it recommends, and measure whether it is so good, so small and so fast.
 
-    python -m benchmarks.advised machine.toml      # kept in benchmarks/results/advised.json
+    OMP_WAIT_POLICY=PASSIVE python -m benchmarks.advised machine.toml      # kept in benchmarks/results/advised.json
 
 ``machine.toml`` is a profile of the machine that this runs on (``headwise profile``). SmolLM2's kept frontier is the
 measured quality. What comes first by each goal is converted, or its format is used, and evaluated on the frontier's
@@ -11,12 +11,9 @@ runtime that predictions are of: ``headwise.optimize``, with threads that sleep 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does; read when torch is imported
 
 import torch
 from benchmarks.kept import Kept, say
