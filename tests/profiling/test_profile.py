@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +13,56 @@ import torch
 
 from headwise.cost.model import cache_bytes
 from headwise.prediction import device
-from headwise.profiling import Check, Point, check, measure, memory, pace, profile, write_profile
+from headwise.profiling import Check, Point, check, grids, measure_curves, memory, pace, profile, write_profile
+from headwise.profiling.check import kinds
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.specs import read_config
 from tests.cli.conftest import cli, here, refused
+from tests.pretended_device import pretended_device
 
 __all__ = ["cli", "here", "refused"]
 
-check_module = importlib.import_module("headwise.profiling.check")  # its function has the same name
+FEW = replace(
+    grids.CPU,
+    few_reads=(1 << 14, 1 << 16),
+    few_tokens=(1, 16),
+    few_weights=(1 << 10, 1 << 12),
+    tokens=(64, 80),
+    weights=(1 << 12, 1 << 14),
+    product_tokens=(1, 4),
+    product_weights=(1 << 12, 1 << 14),
+    prompts=(16, 64),
+    heads=4,
+    kv_heads=(4, 1),
+    latent_heads=(4, 8),
+    caches=(1 << 14, 1 << 16),
+    coded_caches=(1 << 13, 1 << 15),
+    hidden=(64, 128),
+    states=(128, 8192),
+    layers=(1, 2),
+    short=4,
+    places=replace(grids.CPU.places, heads=(4,), layers=(2,), vocabularies=(64,), contexts=(100,), prompts=(50,)),
+)
+"""Grids of two sizes each."""
+
+LIKE_A_GPU = replace(
+    FEW,
+    dtypes=(torch.bfloat16,),
+    few_reads=(),
+    few_tokens=(),
+    tokens=(1, 16, 80),
+    turns=1 << 15,
+    prompt_heads=(2, 8),
+    between=1 << 16,
+    head_dim=32,
+)
+"""The same with what differs on a GPU: one curve of projections from one token on, and several numbers of heads."""
 
 
 @pytest.fixture
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grids of two sizes each."""
-    names = {
-        "READ": (1 << 14, 1 << 16),
-        "CACHES": (1 << 14, 1 << 16),
-        "CODED_CACHES": (1 << 13, 1 << 15),
-        "FEW": (1, 16),
-        "FEW_WEIGHTS": (1 << 10, 1 << 12),
-        "MANY_TOKENS": (64, 80),
-        "WEIGHTS": (1 << 12, 1 << 14),
-        "PRODUCT_TOKENS": (1, 4),
-        "PRODUCT_WEIGHTS": (1 << 12, 1 << 14),
-        "PROMPTS": (16, 64),
-        "HEADS": 4,
-        "KV_HEADS": (4, 1),
-        "LATENT_HEADS": (4, 8),
-        "HIDDEN": (64, 128),
-        "STATES": (128, 8192),
-        "SHORT": 4,
-        "LAYERS": (1, 2),
-    }
-    for name, value in names.items():
-        monkeypatch.setattr(measure, name, value)
-    places = {"HEADS": (4,), "LAYERS": (2,), "VOCABULARIES": (64,), "CONTEXTS": (100,), "PROMPTS": (50,)}
-    for name, value in places.items():
-        monkeypatch.setattr(check_module, name, value)
+    """Little time and small yardsticks."""
+    monkeypatch.setattr(grids, "CPU", FEW)
     monkeypatch.setattr(pace, "READING", {"caches": 1 << 16, "memory": 1 << 18})
     monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
     monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
@@ -88,6 +101,23 @@ def test_a_profile_predicts_and_is_checked(tmp_path: Path, cli: Any) -> None:
     assert "times: headwise profile" in shown
     shown = cli("advise", "smollm2-135m", "--hardware", "this-machine", "--hardware-file", file).out
     assert "times: headwise profile" in shown
+
+
+@pytest.mark.usefixtures("few_sizes")
+def test_a_gpu_has_curves_of_its_own_kind(tmp_path: Path) -> None:
+    limits = replace(device("laptop"), name="mine", kind="gpu")
+    with pretended_device() as place:
+        curves = measure_curves(torch.bfloat16, limits, grids=LIKE_A_GPU, place=place)
+        assert curves.call is None
+        assert curves.few is None
+        mine = replace(limits, curves={"bfloat16": curves})
+        found = check(mine, places=1, grids=LIKE_A_GPU, place=place)
+    file = tmp_path / "gpu.toml"
+    write_profile(mine, file)
+    assert device("mine", file).curves == mine.curves
+    assert {point.mechanism for point in found.points} == {"MHA", "GQA", "MQA", "MLA"}
+    assert all(point.measured > 0 < point.predicted for point in found.points)
+    assert {point.mechanism for point in found.memory} == {"MHA", "GQA", "MQA", "MLA"}
 
 
 def test_errors_and_ranks_by_hand() -> None:
@@ -157,7 +187,7 @@ def test_what_slows_the_yardstick_as_much_changes_nothing(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("inner", [1024, 2048])
 def test_predicted_memory_is_that_of_all_tensors(name: str, dtype: str, inner: int) -> None:
     sizes = {"hidden_size": 512, "num_layers": 2, "num_heads": 8, "vocab_size": 512, "intermediate_size": inner}
-    found = memory.memory_point(name, Decoder(**{**sizes, **check_module.MECHANISMS[name]}), dtype)
+    found = memory.memory_point(name, Decoder(**{**sizes, **kinds(grids.CPU.places)[name]}), dtype)
     assert abs(found.error) < 0.05
 
 

@@ -2,7 +2,7 @@
 
 from headwise.prediction.allocation import ENGINES, Allocation, allocation
 from headwise.prediction.crossover import fastest_absorbed, most_absorbed
-from headwise.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_of, to_table
+from headwise.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_of, pairs, to_table
 from headwise.prediction.hardware import Device, device, devices
 from headwise.prediction.memory import Memory, largest_batch, longest_context, peak_memory
 from headwise.prediction.operators import MOST, Operator, Pass, operators
@@ -41,6 +41,7 @@ __all__ = [
     "model_work",
     "most_absorbed",
     "operators",
+    "pairs",
     "peak_memory",
     "predict",
     "seconds",

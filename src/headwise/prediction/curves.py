@@ -80,23 +80,24 @@ class Curves:
 
     Attributes:
         call: of a projection of fewer than `MANY` tokens, whatever its size: threads are woken for it. Over tokens
-            and the bytes that a pass reads, some of which a processor's own caches may hold.
-        few: of such a projection besides, for each value of its weight, over the same.
-        many: of a projection of more, over tokens and values of its weight.
+            and the bytes that a pass reads, some of which a processor's own caches may hold. None on a GPU, whose
+            caches hold no model's weights from one pass to the next.
+        few: of such a projection besides, for each value of its weight, over the same; None on a GPU.
+        many: of a projection of more, or of any number on a GPU, over tokens and values of its weight.
         product: of products of heads with matrices, over tokens and values of all matrices.
         core: of attention of one new token a sequence, for each byte of cache, by bits of a cached value (0 for those
-            of the dtype), over the bytes that a pass reads and FLOPs a byte.
+            of the dtype), over the bytes that a pass reads (on a GPU, those that the run reads) and FLOPs a byte.
         latent_core: the same to latents.
         coded: what a layer whose cache is in fewer bits does besides, by its bits.
-        prompt: of attention of many new tokens, over these and FLOPs.
+        prompt: of attention of many new tokens, over these and FLOPs for each pair of them.
         latent_input: what a latent layer does besides, over values of a hidden state (tokens · E) and E.
         norm: a norm and half of what else a layer does, over the same.
         embedding: what a model does around its layers, over the same.
         pace: of the yardsticks of `headwise.profiling.Pace`, at the pace of all of these.
     """
 
-    call: Grid
-    few: Grid
+    call: Grid | None
+    few: Grid | None
     many: Grid
     product: Grid
     core: Mapping[float, Grid] = field(hash=False)
@@ -111,7 +112,7 @@ class Curves:
     def seconds(self, kind: Kind, sizes: Sizes) -> float | None:
         """The time of one run of an operator; None where it was not measured."""
         if kind in ("linear", "latent input"):
-            if sizes.rows < MANY:
+            if self.call is not None and self.few is not None and sizes.rows < MANY:
                 place = sizes.rows, _within(self.few.y, sizes.pass_bytes)
                 time = self.call.at(*place) + sizes.weights * self.few.at(*place)
             else:
@@ -125,12 +126,21 @@ class Curves:
         if kind not in ("core", "latent core"):
             return None
         if sizes.new > 1:
-            return self.prompt.at(sizes.new, sizes.flops)
+            return self.prompt.at(sizes.new, sizes.flops / pairs(sizes.new))
         by_bits = self.core if kind == "core" else self.latent_core
         bits = min(sorted(by_bits), key=lambda each: abs(each - sizes.bits))
         grid, intensity = by_bits[bits], sizes.flops / sizes.cache_bytes
-        read = sizes.cache_bytes * grid.at(_within(grid.x, sizes.pass_bytes), intensity)
+        together = sizes.cache_bytes if self.few is None else sizes.pass_bytes
+        read = sizes.cache_bytes * grid.at(_within(grid.x, together), intensity)
         return read + self.coded.get(bits, 0.0)
+
+
+def pairs(tokens: int) -> float:
+    """Pairs of a token and one that it attends to, where each attends to itself and those before.
+
+    For example ``pairs(3)`` is 6.0.
+    """
+    return tokens * (tokens + 1) / 2
 
 
 def _state(sizes: Sizes) -> tuple[int, int]:
@@ -170,7 +180,7 @@ class Sizes:
     pass_bytes: float
 
 
-FORM = 2
+FORM = 3
 """Of curves in a file; raised whenever what their sizes mean is changed."""
 
 _GRIDS = ("call", "few", "many", "product", "prompt", "latent_input", "norm", "embedding")
@@ -188,9 +198,9 @@ def curves_of(entry: Any) -> Curves:
         raise SpecError("form", entry.get("form"), f"must be {FORM} in curves: run headwise profile again")
     try:
         return Curves(
-            call=_grid(entry["call"]),
+            call=_grid(entry["call"]) if "call" in entry else None,
             pace=tuple(map(float, entry["pace"])),
-            few=_grid(entry["few"]),
+            few=_grid(entry["few"]) if "call" in entry else None,
             many=_grid(entry["many"]),
             product=_grid(entry["product"]),
             core=_by_bits(entry["core"]),
@@ -224,7 +234,8 @@ def to_table(curves: Curves) -> dict[str, Any]:
 
     For example ``to_table(curves)["many"]["x"]``.
     """
-    plain: dict[str, Any] = {name: _table(getattr(curves, name)) for name in _GRIDS}
+    grids = {name: getattr(curves, name) for name in _GRIDS}
+    plain: dict[str, Any] = {name: _table(grid) for name, grid in grids.items() if grid is not None}
     plain |= {"form": FORM, "pace": list(curves.pace)}
     plain["coded"] = {f"{bits:g}": time for bits, time in curves.coded.items()}
     for name in ("core", "latent_core"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -14,20 +14,18 @@ import torch
 from headwise.prediction import Device, Pass, operators, seconds
 from headwise.prediction.roofline import pass_bytes
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
-from headwise.profiling.measure import BITS
+from headwise.profiling.grids import BITS, CPU, Grids, Places
 from headwise.profiling.memory import MemoryPoint, memory_point
-from headwise.profiling.pace import Pace, bound_by
+from headwise.profiling.pace import HERE, Bound, Pace, bound_by
 from headwise.progress import Progress, silent
 
-MECHANISMS: dict[str, dict[str, Any]] = {
-    "MHA": {"num_kv_heads": None},
-    "GQA": {"num_kv_heads": 4},
-    "MQA": {"num_kv_heads": 1},
-    "MLA": {"latent": (160, 32)},
-}
-DTYPES = ("float32", "bfloat16")
-HEADS, LAYERS, VOCABULARIES = (8, 12, 16), (3, 4, 6, 8), (8192, 32_768)
-BATCHES, CONTEXTS, PROMPTS = (1, 1, 2, 4, 8), (300, 1000, 3000, 6000), (96, 200, 400, 900)
+KV_HEADS = {"MHA": None, "GQA": 4, "MQA": 1}
+"""Key–value heads of mechanisms that cache heads; all query heads when None."""
+
+
+def kinds(places: Places) -> dict[str, dict[str, Any]]:
+    """The arguments of `Decoder` that make its attention each mechanism's."""
+    return {**{name: {"num_kv_heads": heads} for name, heads in KV_HEADS.items()}, "MLA": {"latent": places.latent}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +129,15 @@ def _place_of(point: Point) -> Point:
     return replace(point, mechanism="", measured=0, predicted=0, pace=1)
 
 
-def check(device: Device, *, places: int = 12, seed: int = 0, progress: Progress = silent) -> Check:
+def check(
+    device: Device,
+    *,
+    places: int = 12,
+    seed: int = 0,
+    grids: Grids = CPU,
+    place: torch.device = HERE,
+    progress: Progress = silent,
+) -> Check:
     """Measure decoders of random sizes, and predict them with a device's curves.
 
     For example ``check(device("this-machine", Path("profile.toml"))).median_error``.
@@ -140,73 +146,72 @@ def check(device: Device, *, places: int = 12, seed: int = 0, progress: Progress
         device: with curves.
         places: sizes, contexts and batches; each is tried with every mechanism, decoding and reading a prompt.
         seed: of the choice.
+        grids: of the kind of device.
+        place: that decoders run on.
         progress: told of each model.
     """
     chosen = random.Random(seed)
-    known = {name: device.curves[name].pace for name in DTYPES if name in device.curves}
-    paces = {name: Pace(getattr(torch, name), reference) for name, reference in known.items()}
+    names = [str(dtype).removeprefix("torch.") for dtype in grids.dtypes]
+    known = {name: device.curves[name].pace for name in names if name in device.curves}
+    paces = {name: Pace(getattr(torch, name), reference, place) for name, reference in known.items()}
     points: list[Point] = []
     for index in range(places):
         progress("checking", index, places + 1)
-        points += _place(chosen, device, paces)
+        points += _place(chosen, device, paces, grids)
     progress("checking", places, places + 1)
     memory = []
-    for name, kind in MECHANISMS.items():
-        heads = chosen.choice(HEADS)
-        sizes = {"hidden_size": 64 * heads, "num_heads": heads, "vocab_size": chosen.choice(VOCABULARIES)}
-        decoder = Decoder(**{**sizes, "intermediate_size": chosen.choice([2, 3, 4]) * 64 * heads, **kind})
-        memory += [memory_point(name, decoder, dtype) for dtype in paces]
+    for name, kind in kinds(grids.places).items():
+        heads = chosen.choice(grids.places.heads)
+        sizes = _sizes(grids, heads) | {"vocab_size": chosen.choice(grids.places.vocabularies)}
+        inner = chosen.choice([2, 3, 4]) * grids.head_dim * heads
+        decoder = Decoder(**sizes, intermediate_size=inner, **kind)
+        memory += [memory_point(name, decoder, dtype, place) for dtype in paces]
     progress("checking", places + 1, places + 1)
     return Check(points=tuple(points), memory=tuple(memory))
 
 
-def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace]) -> list[Point]:
+def _sizes(grids: Grids, heads: int) -> dict[str, Any]:
+    """Sizes of a decoder with so many query heads."""
+    return {"hidden_size": grids.head_dim * heads, "num_heads": heads, "head_dim": grids.head_dim}
+
+
+def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], grids: Grids) -> list[Point]:
     """All mechanisms at one place."""
-    heads = chosen.choice(HEADS)
-    hidden, layers = 64 * heads, chosen.choice(LAYERS)
-    sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads}
-    sizes |= {"intermediate_size": chosen.choice([2, 3, 4]) * hidden, "vocab_size": chosen.choice(VOCABULARIES)}
+    choices = grids.places
+    heads = chosen.choice(choices.heads)
+    layers, hidden = chosen.choice(choices.layers), grids.head_dim * heads
+    sizes = _sizes(grids, heads) | {"num_layers": layers}
+    sizes |= {
+        "intermediate_size": chosen.choice([2, 3, 4]) * hidden,
+        "vocab_size": chosen.choice(choices.vocabularies),
+    }
     dtype = chosen.choice(list(paces))
-    batch, context, prompt = chosen.choice(BATCHES), chosen.choice(CONTEXTS), chosen.choice(PROMPTS)
+    pace = paces[dtype]
+    batch, context, prompt = map(chosen.choice, (choices.batches, choices.contexts, choices.prompts))
     label = f"{layers} × {hidden}, {sizes['intermediate_size']}, {sizes['vocab_size']}"
     points = []
     formats = [None, chosen.choice([each for each in BITS.values() if each is not None])]
-    for name, kind in MECHANISMS.items():
-        decoder = Decoder(**{**sizes, **kind})
-        model, spec = decoder.build(getattr(torch, dtype)), decoder.spec()
-        common = {"mechanism": name, "sizes": label, "dtype": dtype}
+
+    def point(decoder: Decoder, call: Callable[[], object], forward: Pass, bound: Bound, **more: Any) -> Point:
+        least = {"least": 3} if forward.new > 1 else {"patience": 0.2}
+        measured, now = pace.measure(call, bound, **least)
+        predicted = _predicted(decoder, forward, device)
+        return Point(sizes=label, dtype=dtype, measured=measured, pace=now, predicted=predicted, **more)
+
+    for name, kind in kinds(choices).items():
+        decoder = Decoder(**sizes, **kind)
+        model, spec = decoder.build(getattr(torch, dtype), pace.device), decoder.spec()
         for cache_format in formats if decoder.latent is None else [None]:
             bits = next(bits for bits, each in BITS.items() if each == cache_format) or None
             step = Pass(batch=batch, total=context + 1, dtype=dtype, cache_bits=bits)
             cache = filled_cache(model, spec, batch=batch, tokens=context, quantize=cache_format)
             bound = bound_by(pass_bytes(operators(spec, step)))
-            measured, pace = paces[dtype].measure(decode_step(model, cache, batch), bound, patience=0.2)
-            points.append(
-                Point(
-                    **common,
-                    cache=cache_format,
-                    batch=batch,
-                    context=context,
-                    is_prompt=False,
-                    measured=measured,
-                    pace=pace,
-                    predicted=_predicted(decoder, step, device),
-                )
-            )
+            about = {"mechanism": name, "cache": cache_format, "batch": batch, "context": context}
+            points.append(point(decoder, decode_step(model, cache, batch), step, bound, is_prompt=False, **about))
             del cache
-        measured, pace = paces[dtype].measure(prompt_call(model, prompt), "products", least=3)
-        points.append(
-            Point(
-                **common,
-                cache=None,
-                batch=1,
-                context=prompt,
-                is_prompt=True,
-                measured=measured,
-                pace=pace,
-                predicted=_predicted(decoder, Pass(new=prompt, total=prompt, dtype=dtype), device),
-            )
-        )
+        about = {"mechanism": name, "cache": None, "batch": 1, "context": prompt}
+        forward = Pass(new=prompt, total=prompt, dtype=dtype)
+        points.append(point(decoder, prompt_call(model, prompt), forward, "products", is_prompt=True, **about))
     return points
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headwise.cost.layer import cache_values
 from headwise.hf import HeadwiseCache, optimize
+from headwise.profiling.pace import HERE
 from headwise.specs import LatentSpec, ModelSpec, read_config
 
 _PIECE = 16_384
@@ -82,11 +83,11 @@ class Decoder:
         """The spec that its costs are computed of."""
         return read_config(self.config())
 
-    def build(self, dtype: torch.dtype) -> Any:
+    def build(self, dtype: torch.dtype, device: torch.device = HERE) -> Any:
         """The model, run by headwise's attention, cache and linear layers."""
         fields = {name: value for name, value in self.config().items() if name != "model_type"}
         config = AutoConfig.for_model(str(self.config()["model_type"]), **fields)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return optimize(model.eval())
@@ -105,12 +106,12 @@ def filled_cache(
         quantize: as for `headwise.hf.HeadwiseCache`.
     """
     cache = HeadwiseCache(model, max_length=tokens + 1, quantize=quantize)
-    noise = torch.Generator().manual_seed(0)
     for index, layer in enumerate(spec.layers):
         heads = 1 if isinstance(layer, LatentSpec) else int(getattr(layer, "num_kv_heads", 1))
         width = cache_values(layer) // heads // (1 if isinstance(layer, LatentSpec) else 2)
         # One piece of noise again and again: what it is does not matter, and making it would take long.
-        piece = torch.randn(batch, heads, min(tokens, _PIECE), width, generator=noise).to(model.dtype)
+        piece = torch.randn(min(tokens, _PIECE), width, device=model.device).to(model.dtype)
+        piece = piece.expand(batch, heads, -1, -1)
         for begin in range(0, tokens, _PIECE):
             keys = piece[:, :, : tokens - begin]
             cache.update(keys, keys[..., :0] if isinstance(layer, LatentSpec) else keys, index)
@@ -119,7 +120,7 @@ def filled_cache(
 
 def decode_step(model: Any, cache: HeadwiseCache, batch: int) -> Callable[[], object]:
     """A call that decodes one token of each sequence, and forgets it."""
-    ids = torch.ones(batch, 1, dtype=torch.long)
+    ids = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     cache.activate_past_recording()
 
     @torch.inference_mode()
@@ -132,7 +133,7 @@ def decode_step(model: Any, cache: HeadwiseCache, batch: int) -> Callable[[], ob
 
 def prompt_call(model: Any, tokens: int) -> Callable[[], Tensor]:
     """A call that reads one prompt into a new cache."""
-    ids = torch.ones(1, tokens, dtype=torch.long)
+    ids = torch.ones(1, tokens, dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
     def read() -> Tensor:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from headwise.prediction import Pass, peak_memory
 from headwise.prediction.memory import CHUNK
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
+from headwise.profiling.pace import HERE
 
 BATCH, CONTEXT = 4, 2048
 """Sequences, and tokens of each."""
@@ -40,12 +42,12 @@ class MemoryPoint:
         return self.predicted / self.measured - 1
 
 
-def memory_point(mechanism: str, decoder: Decoder, dtype: str) -> MemoryPoint:
-    """Measure the tensors of a decoder, and predict them.
+def memory_point(mechanism: str, decoder: Decoder, dtype: str, device: torch.device = HERE) -> MemoryPoint:
+    """Measure the tensors of a decoder on a device, and predict them.
 
     For example ``memory_point("MQA", Decoder(num_kv_heads=1), "float32").error``.
     """
-    model = decoder.build(getattr(torch, dtype))
+    model = decoder.build(getattr(torch, dtype), device)
     weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     cache = filled_cache(model, decoder.spec(), batch=BATCH, tokens=CONTEXT)
     held = cache.nbytes
@@ -54,7 +56,8 @@ def memory_point(mechanism: str, decoder: Decoder, dtype: str) -> MemoryPoint:
     prompt, step = prompt_call(model, tokens), decode_step(model, cache, BATCH)
     for call in (prompt, step):
         call()  # what is made once does not count
-    most = max(peak_bytes(step), peak_bytes(prompt) - held * tokens // (BATCH * CONTEXT))
+    peak = partial(gpu_peak_bytes, device) if device.type == "cuda" else peak_bytes
+    most = max(peak(step), peak(prompt) - held * tokens // (BATCH * CONTEXT))
     predicted = peak_memory(decoder.spec(), Pass(batch=BATCH, total=CONTEXT, dtype=dtype)).total
     return MemoryPoint(
         mechanism=mechanism, dtype=dtype, measured=sum(weights.values()) + held + most, predicted=predicted
@@ -71,6 +74,16 @@ def peak_bytes(call: Callable[[], object]) -> int:
         now += event.nbytes()
         most = max(most, now)
     return most
+
+
+def gpu_peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
+    """The most bytes of a GPU that a call makes and holds at once."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 @contextmanager

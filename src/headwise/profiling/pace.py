@@ -2,6 +2,9 @@
 
 The same call takes a tenth or a third longer at one minute than at another where other programs use the memory or the
 processor. What is measured is therefore divided by what a call of the same kind takes at that moment.
+
+On a GPU a call is recorded as a CUDA graph and replayed, as engines that serve models do it: otherwise the GPU would
+wait for Python, and all mechanisms take as long.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ import torch
 from torch import nn
 
 from headwise.hf.linear import take_over_linears
-from headwise.measurement.timing import seconds
+from headwise.measurement.timing import recorded, seconds
+
+HERE = torch.device("cpu")
+"""The device that is measured where none is named."""
 
 Bound = Literal["caches", "memory", "products"]
 """What a call is bounded by: reading what the processor's caches hold, or memory; or the processor's products."""
@@ -33,6 +39,12 @@ _BETWEEN = 56 << 20
 PRODUCTS = (256, 1 << 21)
 """Tokens, and weights of a projection: bounded by the processor."""
 
+_ENOUGH = 1e-3
+"""Seconds that a replay should take, so that starting it does not matter."""
+
+_MOST = 100
+"""Calls that are recorded together at most."""
+
 _ROUNDS = 3
 """The least number of turns of a call and its yardstick."""
 
@@ -45,18 +57,23 @@ class Pace:
     Args:
         dtype: of the yardsticks.
         reference: their seconds at the pace that times are given at; those of now when None.
+        device: that calls run on; see `repeated`.
     """
 
-    def __init__(self, dtype: torch.dtype, reference: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, reference: Sequence[float] | None = None, device: torch.device = HERE
+    ) -> None:
+        self.device = device
         copies = {name: max(read // (_WEIGHTS * dtype.itemsize), 1) for name, read in READING.items()}
-        self._calls: dict[Bound, Callable[[], object]] = {
-            "caches": projections(dtype, 1, _WEIGHTS, copies["caches"]),
-            "memory": projections(dtype, 1, _WEIGHTS, copies["memory"]),
-            "products": projections(dtype, *PRODUCTS, 2),
+        yardsticks: dict[Bound, Callable[[], object]] = {
+            "caches": projections(dtype, 1, _WEIGHTS, copies["caches"], device),
+            "memory": projections(dtype, 1, _WEIGHTS, copies["memory"], device),
+            "products": projections(dtype, *PRODUCTS, 2, device),
         }
-        for call in self._calls.values():
+        for call in yardsticks.values():
             call()
-        now = tuple(statistics.median(seconds(call) for _ in range(7)) for call in self._calls.values())
+        self._calls = {name: repeated(call, device) for name, call in yardsticks.items()}
+        now = tuple(statistics.median(_seconds(*call) for _ in range(7)) for call in self._calls.values())
         self._reference: dict[Bound, float] = dict(zip(self._calls, reference or now, strict=True))
 
     @property
@@ -81,14 +98,15 @@ class Pace:
             least: the least number of calls.
             patience: in seconds.
         """
+        run, count = repeated(call, self.device)
         times: list[float] = []
         yardstick = [self._now(by)]
         start = time.perf_counter()
         while len(times) < least or (time.perf_counter() - start < patience and len(times) < 15 * least):
-            call()
+            run()
             until = time.perf_counter() + patience / _ROUNDS
             while True:
-                times.append(seconds(call))
+                times.append(_seconds(run, count))
                 if time.perf_counter() >= until or len(times) >= 15 * least:
                     break
             yardstick.append(self._now(by))
@@ -96,8 +114,34 @@ class Pace:
 
     def _now(self, by: Bound) -> float:
         """Seconds of a yardstick, after a call that brings what it reads back into the processor's caches."""
-        self._calls[by]()
-        return seconds(self._calls[by])
+        call, count = self._calls[by]
+        call()
+        return _seconds(call, count)
+
+
+def repeated(call: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], int]:
+    """A call that makes another so often that the clock can measure it, and how often.
+
+    On a GPU it replays a CUDA graph. A call that cannot be recorded, as one that waits for the GPU, is made as it is.
+
+    For example ``repeated(lambda: a @ b, torch.device("cuda"))``.
+    """
+    if device.type != "cuda":
+        return call, 1
+    try:
+        once = recorded(call, 1)
+        once()
+        count = max(1, min(round(_ENOUGH / seconds(once)), _MOST))
+        return (recorded(call, count) if count > 1 else once), count
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return call, 1
+
+
+def _seconds(call: Callable[[], object], count: int) -> float:
+    """Seconds of one of the calls that a call makes."""
+    return seconds(call) / count
 
 
 def bound_by(read: float) -> Bound:
@@ -105,12 +149,15 @@ def bound_by(read: float) -> Bound:
     return "memory" if read >= _BETWEEN else "caches"
 
 
-def projections(dtype: torch.dtype, tokens: int, weights: int, copies: int) -> Callable[[], object]:
+def projections(
+    dtype: torch.dtype, tokens: int, weights: int, copies: int, device: torch.device = HERE
+) -> Callable[[], object]:
     """A call of ``copies`` projections one after another, each of as many values of weights."""
     width = 1 << ((weights.bit_length() - 1) // 2)
-    layers = nn.ModuleList(nn.Linear(width, weights // width, bias=False).to(dtype) for _ in range(copies))
+    sizes = width, weights // width
+    layers = nn.ModuleList(nn.Linear(*sizes, bias=False, device=device, dtype=dtype) for _ in range(copies))
     take_over_linears(layers)
-    states = torch.randn(1, tokens, width).to(dtype)
+    states = torch.randn(1, tokens, width, device=device).to(dtype)
     return in_turn([partial(layer, states) for layer in layers])
 
 

@@ -14,14 +14,19 @@ import torch
 
 from headwise.disk import clearly, write_among_others
 from headwise.measurement.machine import doctor, machine
+from headwise.measurement.machine_limits import Probes
+from headwise.measurement.timing import spread_interleaved
 from headwise.prediction import Device, to_table
+from headwise.profiling.grids import grids_of
 from headwise.profiling.measure import measure_curves
+from headwise.profiling.pace import HERE
 from headwise.progress import Progress, silent
 
 NAME = "this-machine"
 """The device's name in the file."""
 
-DTYPES = (torch.float32, torch.bfloat16)
+GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Whose products are timed on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,33 +44,64 @@ class Profile:
     threads: int
 
 
-def profile(*, progress: Progress = silent) -> Profile:
-    """Measure this machine's processor: its limits, and the times of operators over grids of sizes.
+def profile(device: torch.device = HERE, *, progress: Progress = silent) -> Profile:
+    """Measure this machine's processor, or its GPU: its limits, and the times of operators over grids of sizes.
 
     For example ``write_profile(profile().device, Path("machine.toml"))``.
 
     Args:
+        device: to measure; a call on a GPU is timed as a replayed CUDA graph.
         progress: told of each step.
     """
     start = time.perf_counter()
+    limits = _gpu(device) if device.type == "cuda" else _processor(progress)
+    grids = grids_of(device)
+    curves = {
+        str(dtype).removeprefix("torch."): measure_curves(dtype, limits, grids=grids, place=device, progress=progress)
+        for dtype in grids.dtypes
+    }
+    return Profile(
+        device=replace(limits, curves=curves), seconds=time.perf_counter() - start, threads=torch.get_num_threads()
+    )
+
+
+def _processor(progress: Progress) -> Device:
+    """The limits of this machine's processor."""
     health = doctor(progress=progress)
     facts = machine("cpu")
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    threads = torch.get_num_threads()
-    limits = Device(
+    return Device(
         name=NAME,
-        label=f"{facts['cpu']}, {threads} threads",
+        label=f"{facts['cpu']}, {torch.get_num_threads()} threads",
         kind="cpu",
-        memory_bytes=pages,
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         bytes_per_second=health.read_bytes_per_second,
         peaks=health.matmul_flops_per_second,
-        source=f"headwise profile, {platform.system()}, torch {torch.__version__}",
+        source=_source(),
     )
-    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-    curves = {
-        name: measure_curves(dtype, limits, progress=progress) for name, dtype in zip(names, DTYPES, strict=True)
-    }
-    return Profile(device=replace(limits, curves=curves), seconds=time.perf_counter() - start, threads=threads)
+
+
+def _gpu(device: torch.device) -> Device:
+    """The limits of a CUDA GPU."""
+    found = {}
+    for dtype in GPU_DTYPES:
+        probes = Probes(dtype, str(device))
+        timed = spread_interleaved(probes.calls(), budget=0.5)
+        found[dtype] = probes.limits(timed["read"].median, timed["product"].median)
+        del probes
+    properties = torch.cuda.get_device_properties(device)
+    return Device(
+        name=NAME,
+        label=str(properties.name),
+        kind="gpu",
+        memory_bytes=int(properties.total_memory),
+        bytes_per_second=max(limits.bytes_per_second for limits in found.values()),
+        peaks={str(dtype).removeprefix("torch."): limits.flops_per_second for dtype, limits in found.items()},
+        source=_source(),
+    )
+
+
+def _source() -> str:
+    return f"headwise profile, {platform.system()}, torch {torch.__version__}"
 
 
 def write_profile(device: Device, file: Path) -> None:

@@ -155,7 +155,7 @@ const headwise = (() => {
     const weights = Math.max(each.weights, 1);
     if (each.kind === "linear" || each.kind === "latent input") {
       const time =
-        rows < MANY
+        curves.few && rows < MANY
           ? interpolated(curves.call, rows, within(curves.few.y, passBytes)) +
             weights * interpolated(curves.few, rows, within(curves.few.y, passBytes))
           : interpolated(curves.many, rows, weights);
@@ -166,7 +166,8 @@ const headwise = (() => {
       return interpolated(curves[each.kind], tokens * each.hiddenSize, each.hiddenSize);
     }
     if (each.kind !== "core" && each.kind !== "latent core") return null;
-    if (pass.fresh > 1) return interpolated(curves.prompt, pass.fresh, each.flops);
+    const pairs = (pass.fresh * (pass.fresh + 1)) / 2;
+    if (pass.fresh > 1) return interpolated(curves.prompt, pass.fresh, each.flops / pairs);
     const byBits = each.kind === "core" ? curves.core : curves.latent_core;
     const distance = (bits) => Math.abs(Number(bits) - pass.bits);
     const bits = Object.keys(byBits)
@@ -174,7 +175,8 @@ const headwise = (() => {
       .reduce((one, other) => (distance(other) < distance(one) ? other : one));
     const cached = Math.max(each.cacheBytes, 1);
     const grid = byBits[bits];
-    return cached * interpolated(grid, within(grid.x, passBytes), each.flops / cached) + (curves.coded[bits] ?? 0);
+    const together = curves.few ? passBytes : cached;
+    return cached * interpolated(grid, within(grid.x, together), each.flops / cached) + (curves.coded[bits] ?? 0);
   }
 
   function peak(data, device, dtype) {

@@ -25,6 +25,9 @@ def profile(
     ] = False,
     places: Annotated[int, typer.Option(help="Sizes, contexts and batches that --check tries.")] = 12,
     seed: Annotated[int, typer.Option(help="Of what --check tries.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What to measure, such as cuda; the CPU by default.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads; torch's own number by default.", min=1)] = None,
     as_json: Json = False,
 ) -> None:
@@ -39,22 +42,31 @@ def profile(
     refuse_no_file("output", output)
     import torch
 
-    from headwise.prediction import device
+    from headwise.hf.load import as_device
+    from headwise.prediction import device as device_of
     from headwise.profiling import check as checked
     from headwise.profiling import profile as measured
     from headwise.profiling import write_profile
+    from headwise.profiling.grids import grids_of
     from headwise.profiling.profile import NAME
+
+    place = as_device(device)
 
     if threads is not None:
         torch.set_num_threads(threads)
     took = None
     with progress_bar() as progress:
         if not check or not output.exists():
-            found = measured(progress=progress)
+            found = measured(place, progress=progress)
             write_profile(found.device, output)
             took = found.seconds
-        machine = device(NAME, output)
-        result = checked(machine, places=places, seed=seed, progress=progress) if check else None
+        machine = device_of(NAME, output)
+        result = None
+        if check:
+            if not machine.curves or (machine.kind == "gpu") != (place.type == "cuda"):
+                raise ArgumentError("output", str(output), f"must be a profile of {place.type}, which --check is of")
+            known = grids_of(place)
+            result = checked(machine, places=places, seed=seed, grids=known, place=place, progress=progress)
     if as_json:
         emit({"output": str(output), "seconds": took, "label": machine.label, "check": result and result.to_dict()})
         return
