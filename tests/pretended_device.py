@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 DEVICE = torch.device("meta")
 """The name of the device: one that torch has guards and derivatives for, and no numbers."""
 
-_MOVES = ("aten::copy_", "aten::_to_copy")
+_MOVES = ("aten::copy_", "aten::_to_copy", "aten::to")
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 """Operations that may take indices from the CPU."""
 
@@ -106,10 +106,11 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if others:
             shapes = [tuple(tensor.shape) for tensor in others]
             raise RuntimeError(f"{name}: tensors of two devices; those of the CPU have shapes {shapes}")
-    asked = kwargs.get("device")
-    if asked is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    plain_args, plain_kwargs = tree_map(_inner, (args, kwargs))
+    # In inference mode `to` is called with the device as an argument without its name.
+    asked = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)), None)
+    plain_args, plain_kwargs = tree_map(
+        lambda leaf: torch.device("cpu") if isinstance(leaf, torch.device) else _inner(leaf), (args, kwargs)
+    )
     result = func(*plain_args, **plain_kwargs)
     if func._schema.is_mutable:
         return return_and_correct_aliasing(func, args, kwargs, result)

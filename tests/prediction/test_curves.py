@@ -62,6 +62,12 @@ def measured_device() -> Device:
     return replace(device("laptop"), name="mine", label='my "machine" \\', curves=curves)
 
 
+def measured_gpu() -> Device:
+    """A device whose caches hold nothing from one pass to the next."""
+    curves = {name: replace(found, call=None, few=None) for name, found in measured_device().curves.items()}
+    return replace(measured_device(), name="my-gpu", kind="gpu", curves=curves)
+
+
 @given(POWERS, POWERS, st.floats(0.01, 1e6), st.floats(0.01, 1e6))
 def test_powers_are_met_exactly_within_and_beyond_the_ends(a: float, b: float, x: float, y: float) -> None:
     xs, ys = (1.0, 3.0, 50.0), (2.0, 90.0)
@@ -92,10 +98,11 @@ def test_grids_that_are_none_are_refused(x: tuple[float, ...], seconds: tuple[tu
         Grid(x=x, y=(1, 2), seconds=seconds)
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    mine, file = measured_device(), tmp_path / "machine.toml"
+@pytest.mark.parametrize("mine", [measured_device(), measured_gpu()], ids=["processor", "gpu"])
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path, mine: Device) -> None:
+    file = tmp_path / "machine.toml"
     write_profile(mine, file)
-    (read,) = (each for name, each in devices(file).items() if name == "mine")
+    (read,) = (each for name, each in devices(file).items() if name == mine.name)
     assert read.curves == mine.curves
     assert read.label == mine.label
     assert read.peaks == pytest.approx(mine.peaks)
@@ -107,9 +114,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("text", "what"),
     [
         ("curves = 3", "must be a table of dtypes"),
-        ("curves = {float32 = {}}", "^form = None: must be 2 in curves: run headwise profile again"),
-        ("curves = {float32 = {form = 1}}", "^form = 1: must be 2 in curves: run headwise profile again"),
-        ("curves = {float32 = {form = 2}}", "must be as headwise profile writes them"),
+        ("curves = {float32 = {}}", "^form = None: must be 3 in curves: run headwise profile again"),
+        ("curves = {float32 = {form = 1}}", "^form = 1: must be 3 in curves: run headwise profile again"),
+        ("curves = {float32 = {form = 3}}", "must be as headwise profile writes them"),
         ("curves = {float32 = 3}", "must be as headwise profile writes them"),
     ],
 )
@@ -130,6 +137,8 @@ def test_a_prediction_is_the_sum_of_what_was_measured(name: str, bits: float | N
     timed = {each.name: each for each in seconds(operators(model, step), mine, step)}
     work = {each.name: replace(each, times=timed[each.name].times) for each in operators(model, step)}
     head, core = work["head"], work["attention"]
+    assert curves.few is not None
+    assert curves.call is not None
     read = sum(each.times * (each.weight_bytes + each.cache_bytes) for each in operators(model, step))
     assert read > max(curves.few.y)  # beyond what was measured, a byte takes as long as at the end
     of_a_value, of_a_call = (grid.at(3, curves.few.y[-1]) for grid in (curves.few, curves.call))
@@ -151,12 +160,31 @@ def test_a_prediction_is_the_sum_of_what_was_measured(name: str, bits: float | N
         assert timed["absorb keys"].seconds == pytest.approx(absorbed.times * one)
 
 
+def test_a_gpu_has_one_curve_of_projections_and_cores_by_what_they_read_themselves() -> None:
+    model, mine = read_spec("llama-3-8b"), measured_gpu()
+    curves = mine.curves["bfloat16"]
+    step = Pass(batch=3, total=500)
+    work = {each.name: each for each in operators(model, step)}
+    timed = {each.name: each.seconds / each.times for each in seconds(operators(model, step), mine, step)}
+    assert timed["head"] == pytest.approx(curves.many.at(3, work["head"].weights))
+    core, grid = work["attention"], curves.core[0.0]
+    assert grid.x[0] < core.cache_bytes
+    own = min(core.cache_bytes, grid.x[-1])
+    assert timed["attention"] == pytest.approx(core.cache_bytes * grid.at(own, core.flops / core.cache_bytes))
+    # Less than the whole pass reads: the grid's place is another one where it was measured as far.
+    wide = Grid(x=(1e3, 1e12), y=grid.y, seconds=(grid.seconds[0], grid.seconds[-1]))
+    mine = replace(mine, curves={"bfloat16": replace(curves, core={0.0: wide})})
+    timed = {each.name: each.seconds / each.times for each in seconds(operators(model, step), mine, step)}
+    expected = core.cache_bytes * wide.at(core.cache_bytes, core.flops / core.cache_bytes)
+    assert timed["attention"] == pytest.approx(expected)
+
+
 def test_prompts_have_a_curve_of_their_own_and_other_dtypes_the_roofline() -> None:
     model, mine = read_spec("llama-3-8b"), measured_device()
     prompt = Pass(new=300, total=300, dtype="bfloat16")
     (timed,) = (each for each in seconds(operators(model, prompt), mine, prompt) if each.name == "attention")
     (core,) = (each for each in operators(model, prompt) if each.name == "attention")
-    assert timed.seconds == pytest.approx(32 * mine.curves["bfloat16"].prompt.at(300, core.flops))
+    assert timed.seconds == pytest.approx(32 * mine.curves["bfloat16"].prompt.at(300, core.flops / (300 * 301 / 2)))
     (timed,) = (each for each in seconds(operators(model, prompt), mine, prompt) if each.name == "o_proj")
     assert timed.seconds == pytest.approx(32 * mine.curves["bfloat16"].many.at(300, 4096 * 4096))
     other = Pass(total=300, dtype="float16")

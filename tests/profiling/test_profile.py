@@ -18,7 +18,8 @@ from headwise.profiling.check import kinds
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.specs import read_config
 from tests.cli.conftest import cli, here, refused
-from tests.pretended_device import pretended_device
+from tests.prediction.test_curves import measured_gpu
+from tests.pretended_device import placed, pretended_device
 
 __all__ = ["cli", "here", "refused"]
 
@@ -104,8 +105,11 @@ def test_a_profile_predicts_and_is_checked(tmp_path: Path, cli: Any) -> None:
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_a_gpu_has_curves_of_its_own_kind(tmp_path: Path) -> None:
+def test_a_gpu_has_curves_of_its_own_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = replace(device("laptop"), name="mine", kind="gpu")
+    usual = Decoder.build
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # which the device is not made for
+    monkeypatch.setattr(Decoder, "build", lambda self, dtype, _: placed(usual(self, dtype)))
     with pretended_device() as place:
         curves = measure_curves(torch.bfloat16, limits, grids=LIKE_A_GPU, place=place)
         assert curves.call is None
@@ -194,8 +198,15 @@ def test_predicted_memory_is_that_of_all_tensors(name: str, dtype: str, inner: i
 def test_bad_input(refused: Any, here: Path) -> None:
     assert "places = 0: must be from 1 to 1000" in refused("profile", "--places", "0")
     assert "output = 'no/file.toml': cannot be written" in refused("profile", "--output", "no/file.toml")
+    assert "device = 'nowhere': must be a device that torch has here" in refused("profile", "--device", "nowhere")
     (here / "damaged.toml").write_text("[this-machine]\n")
     assert "label" in refused("profile", "--check", "--output", "damaged.toml")
+
+
+def test_a_check_needs_a_profile_of_its_own_kind_of_device(here: Path, refused: Any) -> None:
+    write_profile(replace(measured_gpu(), name="this-machine"), here / "gpu.toml")
+    said = refused("profile", "--check", "--output", "gpu.toml")
+    assert "output = 'gpu.toml': must be a profile of cpu, which --check is of" in said
 
 
 def test_checks_need_curves() -> None:

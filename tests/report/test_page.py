@@ -18,7 +18,7 @@ from headwise.prediction import Pass, device, devices, longest_context, operator
 from headwise.report import measured_steps, page, page_data, sections
 from headwise.report.sections import Section
 from headwise.specs import ModelSpec, read_spec
-from tests.prediction.test_curves import measured_device
+from tests.prediction.test_curves import measured_device, measured_gpu
 from tests.report.browser import Watched, browser_page, needs_browser
 
 MODELS = (
@@ -111,9 +111,10 @@ def test_the_pages_arithmetic_is_pythons() -> None:
 def test_prompts_operators_and_contexts_are_pythons() -> None:
     with browser_page() as watched:
         watched.page.add_script_tag(path=str(Path("src/headwise/report/arithmetic.js").resolve()))
-        for name in ("llama-3-8b", "deepseek-v3.2", "gpt-oss-120b", "qwen3-next-80b-a3b", "deepseek-v2-lite"):
-            # The last one on a machine that was profiled.
-            model, card = read_spec(name), measured_device() if name == "deepseek-v2-lite" else device("mi300x")
+        # The last ones on machines that were profiled.
+        measured = {"deepseek-v2-lite": measured_device(), "mixtral-8x7b": measured_gpu()}
+        for name in ("llama-3-8b", "deepseek-v3.2", "gpt-oss-120b", "qwen3-next-80b-a3b", *measured):
+            model, card = read_spec(name), measured.get(name, device("mi300x"))
             for context, bits in ((1, None), (2049, None), (70_000, 4.5)):
                 step = Pass(batch=3, total=context, cache_bits=bits)
                 data = page_data(model, Question(hardware=card, step=step), {})

@@ -192,26 +192,27 @@ def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], gri
     points = []
     formats = [None, chosen.choice([each for each in BITS.values() if each is not None])]
 
-    def point(decoder: Decoder, call: Callable[[], object], forward: Pass, bound: Bound, **more: Any) -> Point:
-        least = {"least": 3} if forward.new > 1 else {"patience": 0.2}
+    def times(decoder: Decoder, call: Callable[[], object], forward: Pass, bound: Bound) -> dict[str, Any]:
+        least: dict[str, Any] = {"least": 3} if forward.new > 1 else {"patience": 0.2}
         measured, now = pace.measure(call, bound, **least)
-        predicted = _predicted(decoder, forward, device)
-        return Point(sizes=label, dtype=dtype, measured=measured, pace=now, predicted=predicted, **more)
+        return {"measured": measured, "pace": now, "predicted": _predicted(decoder, forward, device)}
 
     for name, kind in kinds(choices).items():
         decoder = Decoder(**sizes, **kind)
         model, spec = decoder.build(getattr(torch, dtype), pace.device), decoder.spec()
+        common: dict[str, Any] = {"mechanism": name, "sizes": label, "dtype": dtype}
         for cache_format in formats if decoder.latent is None else [None]:
             bits = next(bits for bits, each in BITS.items() if each == cache_format) or None
             step = Pass(batch=batch, total=context + 1, dtype=dtype, cache_bits=bits)
             cache = filled_cache(model, spec, batch=batch, tokens=context, quantize=cache_format)
-            bound = bound_by(pass_bytes(operators(spec, step)))
-            about = {"mechanism": name, "cache": cache_format, "batch": batch, "context": context}
-            points.append(point(decoder, decode_step(model, cache, batch), step, bound, is_prompt=False, **about))
+            found = times(
+                decoder, decode_step(model, cache, batch), step, bound_by(pass_bytes(operators(spec, step)))
+            )
+            about: dict[str, Any] = {"cache": cache_format, "batch": batch, "context": context, "is_prompt": False}
+            points.append(Point(**common, **about, **found))
             del cache
-        about = {"mechanism": name, "cache": None, "batch": 1, "context": prompt}
-        forward = Pass(new=prompt, total=prompt, dtype=dtype)
-        points.append(point(decoder, prompt_call(model, prompt), forward, "products", is_prompt=True, **about))
+        found = times(decoder, prompt_call(model, prompt), Pass(new=prompt, total=prompt, dtype=dtype), "products")
+        points.append(Point(**common, cache=None, batch=1, context=prompt, is_prompt=True, **found))
     return points
 
 

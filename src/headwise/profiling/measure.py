@@ -50,7 +50,6 @@ class _Machine:
         self.pace = Pace(dtype, device=place)
 
 
-@torch.inference_mode()
 def measure_curves(
     dtype: torch.dtype,
     device: Device,

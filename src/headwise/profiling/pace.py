@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -70,10 +71,11 @@ class Pace:
             "memory": projections(dtype, 1, _WEIGHTS, copies["memory"], device),
             "products": projections(dtype, *PRODUCTS, 2, device),
         }
-        for call in yardsticks.values():
-            call()
-        self._calls = {name: repeated(call, device) for name, call in yardsticks.items()}
-        now = tuple(statistics.median(_seconds(*call) for _ in range(7)) for call in self._calls.values())
+        with chosen(device):
+            for call in yardsticks.values():
+                call()
+            self._calls = {name: repeated(call, device) for name, call in yardsticks.items()}
+            now = tuple(statistics.median(_seconds(*call) for _ in range(7)) for call in self._calls.values())
         self._reference: dict[Bound, float] = dict(zip(self._calls, reference or now, strict=True))
 
     @property
@@ -98,7 +100,12 @@ class Pace:
             least: the least number of calls.
             patience: in seconds.
         """
-        run, count = repeated(call, self.device)
+        with torch.inference_mode(), chosen(self.device):
+            return self._measure(*repeated(call, self.device), by, least, patience)
+
+    def _measure(
+        self, run: Callable[[], object], count: int, by: Bound, least: int, patience: float
+    ) -> tuple[float, float]:
         times: list[float] = []
         yardstick = [self._now(by)]
         start = time.perf_counter()
@@ -117,6 +124,11 @@ class Pace:
         call, count = self._calls[by]
         call()
         return _seconds(call, count)
+
+
+def chosen(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which a GPU is the one that torch waits for and records on; for a processor, any block."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def repeated(call: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], int]:

@@ -19,7 +19,7 @@ from headwise.measurement.timing import spread_interleaved
 from headwise.prediction import Device, to_table
 from headwise.profiling.grids import grids_of
 from headwise.profiling.measure import measure_curves
-from headwise.profiling.pace import HERE
+from headwise.profiling.pace import HERE, chosen
 from headwise.progress import Progress, silent
 
 NAME = "this-machine"
@@ -85,7 +85,8 @@ def _gpu(device: torch.device) -> Device:
     found = {}
     for dtype in GPU_DTYPES:
         probes = Probes(dtype, str(device))
-        timed = spread_interleaved(probes.calls(), budget=0.5)
+        with chosen(device):
+            timed = spread_interleaved(probes.calls(), budget=0.5)
         found[dtype] = probes.limits(timed["read"].median, timed["product"].median)
         del probes
     properties = torch.cuda.get_device_properties(device)

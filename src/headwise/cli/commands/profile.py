@@ -51,6 +51,8 @@ def profile(
     from headwise.profiling.profile import NAME
 
     place = as_device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise ArgumentError("device", device, "must be cpu or cuda")
 
     if threads is not None:
         torch.set_num_threads(threads)
