@@ -25,6 +25,13 @@ _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 """Operations that may take indices from the CPU."""
 
 
+_WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select")
+"""Operations whose result the processor waits for."""
+
+waited: list[str] = []
+"""Operations that waited for the device or moved numbers to or from it, none of which CUDA can record as a graph."""
+
+
 class _Placed(Tensor):
     """A tensor on the device, around the tensor of the CPU with its numbers."""
 
@@ -89,6 +96,8 @@ class _Factories(TorchFunctionMode):
             or any(isinstance(leaf, _Placed) for leaf in leaves)
         ):
             return func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor):
+            waited.append("torch.tensor")
         args, kwargs = tree_map(lambda leaf: "cpu" if _is_device(leaf) else leaf, (args, kwargs or {}))
         return _Placed(func(*args, **kwargs))
 
@@ -112,9 +121,13 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         lambda leaf: torch.device("cpu") if isinstance(leaf, torch.device) else _inner(leaf), (args, kwargs)
     )
     result = func(*plain_args, **plain_kwargs)
+    if name == "aten::copy_" and len(placed) == 1:
+        waited.append(name)
     if func._schema.is_mutable:
         return return_and_correct_aliasing(func, args, kwargs, result)
     is_placed = bool(placed) if asked is None else torch.device(asked).type == DEVICE.type
+    if name in _WAITS or (name in _MOVES and bool(placed) != is_placed):
+        waited.append(name)
     if not is_placed:
         return result
     # The shell does not know that what it holds is to be conjugated or negated when it is read.

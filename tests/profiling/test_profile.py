@@ -19,7 +19,7 @@ from headwise.profiling.decoder import Decoder, decode_step, filled_cache, promp
 from headwise.specs import read_config
 from tests.cli.conftest import cli, here, refused
 from tests.prediction.test_curves import measured_gpu
-from tests.pretended_device import placed, pretended_device
+from tests.pretended_device import placed, pretended_device, waited
 
 __all__ = ["cli", "here", "refused"]
 
@@ -122,6 +122,29 @@ def test_a_gpu_has_curves_of_its_own_kind(tmp_path: Path, monkeypatch: pytest.Mo
     assert {point.mechanism for point in found.points} == {"MHA", "GQA", "MQA", "MLA"}
     assert all(point.measured > 0 < point.predicted for point in found.points)
     assert {point.mechanism for point in found.memory} == {"MHA", "GQA", "MQA", "MLA"}
+
+
+@pytest.mark.parametrize("kind", kinds(grids.CPU.places).values(), ids=kinds(grids.CPU.places))
+def test_nothing_in_a_pass_waits_for_the_device(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a CUDA graph can record it."""
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # which the device is not made for
+    decoder = Decoder(hidden_size=128, num_layers=2, intermediate_size=64, vocab_size=64, **kind)
+    with pretended_device() as place:
+        model = placed(decoder.build(torch.bfloat16))
+        calls = [prompt_call(model, 80)]
+        for cache_format in grids.BITS.values() if decoder.latent is None else [None]:
+            cache = filled_cache(model, decoder.spec(), batch=3, tokens=40, quantize=cache_format)
+            calls.append(decode_step(model, cache, 3))
+        for call in calls:
+            call()  # what is made once may wait
+            waited.clear()
+            call()
+            assert not waited
+        ones = torch.ones(3, device=place)
+        for wait in (ones.sum().item, lambda: ones.to("cpu"), lambda: ones.copy_(torch.zeros(3)), ones.nonzero):
+            waited.clear()
+            wait()
+            assert waited
 
 
 def test_errors_and_ranks_by_hand() -> None:
