@@ -18,7 +18,7 @@ from benchmarks.budgets import BUDGETS
 from headwise.evaluation.plain_cache import SAME_BYTES
 from headwise.frontiers.candidate import Candidate, Kind
 from headwise.frontiers.points import Frontier, collect
-from headwise.texts.calibration_texts import WINDOW
+from headwise.texts.calibration_texts import NARROWEST
 
 PUBLISHED = {
     "kvquant": "KVQuant",
@@ -73,7 +73,7 @@ def conversions(results: Path) -> list[Row]:
             target = "mqa" if rank is None else f"mla:{rank}+{kept['qk_rope_head_dim']}"
             taken = {name: kept["evaluate"][name] / 2 for name in _BYTES}  # they were read off float32
             # Reports of that time do not name the window that the conversion was calibrated in, the default.
-            conversion = {"calibration_window": WINDOW, **kept["conversion"]}
+            conversion = {"calibration_window": NARROWEST, **kept["conversion"]}
             rows.append(_row({**kept, "conversion": conversion}, Candidate(target), _cache(taken)))
     return rows
 

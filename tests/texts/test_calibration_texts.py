@@ -17,7 +17,7 @@ from headwise.conversion.calibration.text import descent_steps
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.errors import ArgumentError
 from headwise.texts import token_ids, wrapping_ids
-from headwise.texts.calibration_texts import WINDOW, CalibrationTexts, check_texts, open_windows
+from headwise.texts.calibration_texts import NARROWEST, CalibrationTexts, check_texts, open_windows
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
@@ -122,10 +122,19 @@ def test_texts_are_told_apart_by_all_that_decides_their_windows(text: Path, tmp_
     copy = tmp_path / "copy.txt"
     copy.write_text(TEXT)
     texts = CalibrationTexts((text,), 512)
-    assert texts.identity() == CalibrationTexts((copy,), 512, WINDOW).identity()
+    assert texts.identity() == CalibrationTexts((copy,), 512, NARROWEST).identity()
     others = [CalibrationTexts((text,), 511), CalibrationTexts((text,), 512, 64), CalibrationTexts((), 512)]
     assert all(texts.identity() != other.identity() for other in others)
     assert not others[-1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window"),
+    [(2, 512), (16_384, 512), (20_479, 512), (20_480, 640), (65_535, 1920), (65_536, 2048), (1 << 20, 2048)],
+)
+def test_more_text_makes_wider_windows(tokens: int, window: int) -> None:
+    assert CalibrationTexts(("text",), tokens).widest == window
+    assert CalibrationTexts(("text",), tokens, 100).widest == 100
 
 
 @pytest.mark.parametrize(

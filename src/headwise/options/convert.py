@@ -49,7 +49,7 @@ class CalibrationOptions(Options):
         "how many tokens to calibrate on; 16384 when left out", default=None, rule=at_least(2)
     )
     calibration_window: int | None = option(
-        "tokens in each window of them; 512, or as many as the model or a text has, when left out",
+        "tokens in each window of them; 512, more from 20,480 tokens on, 2048 at most, when left out",
         default=None,
         rule=at_least(2),
     )

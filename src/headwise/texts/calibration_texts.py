@@ -21,9 +21,15 @@ from headwise.texts.windows import usual_window, wrapping_ids
 TOKENS = 16_384
 """The default number of calibration tokens."""
 
-WINDOW = 512
-"""The default number of tokens in a window. Longer windows have more dependencies over a distance, which windows that
-repeat passages of themselves have too; of shorter ones, as many tokens treat more subjects."""
+NARROWEST, WIDEST = 512, 2048
+"""The least and the most tokens in a window, where the user says nothing."""
+
+ENOUGH = 32
+"""Windows from which on more text makes them wider. Of shorter windows, as many tokens treat more subjects; longer
+ones have what a model looks up far back, without which contexts of thousands of tokens lose more and more."""
+
+STEP = 128
+"""Windows have a multiple of so many tokens."""
 
 WINDOWS = 3
 """The kind of windows that conversions make of a text, which a killed run goes on with: 3, some repeat passages, and
@@ -42,8 +48,9 @@ class CalibrationTexts:
     Attributes:
         sources: the texts; see `headwise.texts.read_source`.
         tokens: the number of tokens from all of them.
-        window: tokens in each window; `WINDOW` when None. It is at most the model's positions and the text's
-            length, and for an encoder at most the length of its sentences.
+        window: tokens in each window; when None, as many as make `ENOUGH` windows of all tokens, from `NARROWEST`
+            to `WIDEST`. It is at most the model's positions and the text's length, and for an encoder at most the
+            length of its sentences.
     """
 
     sources: tuple[str | Path, ...] = ()
@@ -56,7 +63,7 @@ class CalibrationTexts:
     @property
     def widest(self) -> int:
         """The most tokens that a window has."""
-        return self.window or WINDOW
+        return self.window or min(max(self.tokens // ENOUGH // STEP * STEP, NARROWEST), WIDEST)
 
     def identity(self) -> dict[str, Any]:
         """JSON-able values that tell these texts from others, whatever their files are called.
