@@ -99,7 +99,10 @@ void in_parts(const Work& work, int64_t B, int64_t K, int64_t tokens, int thread
     });
   });
   if (threads == 1) return;
-  in_threads(threads, [&](int thread) {
+  // A unit that threads share has up to as many partial results; a core combines some 4 values in a nanosecond.
+  const int64_t shared = std::min<int64_t>(B * K, threads);
+  const int finishing = useful_threads(double(shared) * rows * work.width() * 2 / 4e3, threads);
+  in_threads(finishing, [&](int thread) {
     Partial* partials = (Partial*)(scratch + thread * each + 3 * part);
     int64_t number = 0;
     each_unit([&](int64_t b, int64_t k, Range unit) {
@@ -110,7 +113,7 @@ void in_parts(const Work& work, int64_t B, int64_t K, int64_t tokens, int thread
           partials[count++] = partial_of(other, theirs.from > unit.from ? 1 : 2);
       }
       for (int row = 0; row < rows && count; row++)
-        if (number++ % threads == thread) work.finish(b, k, row, partials, count);
+        if (number++ % finishing == thread) work.finish(b, k, row, partials, count);
     });
   });
 }
