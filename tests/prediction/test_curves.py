@@ -42,9 +42,8 @@ def some_curves(seed: int = 0) -> Curves:
     by_bits = {bits: some_grid(chosen) for bits in (0.0, 8.5, 5.0)}
     few, many, product, prompt, latent_input, norm, embedding = (some_grid(chosen) for _ in range(7))
     return Curves(
-        call=Grid(x=few.x, y=few.y, seconds=some_grid(chosen).seconds),
         pace=(0.01, 0.02, 0.03),
-        few=few,
+        few={float(1 << 20): replace(few, seconds=some_grid(chosen).seconds), float(1 << 16): few},
         many=many,
         product=product,
         core=by_bits,
@@ -64,7 +63,7 @@ def measured_device() -> Device:
 
 def measured_gpu() -> Device:
     """A device whose caches hold nothing from one pass to the next."""
-    curves = {name: replace(found, call=None, few=None) for name, found in measured_device().curves.items()}
+    curves = {name: replace(found, few={}) for name, found in measured_device().curves.items()}
     return replace(measured_device(), name="my-gpu", kind="gpu", curves=curves)
 
 
@@ -137,12 +136,19 @@ def test_a_prediction_is_the_sum_of_what_was_measured(name: str, bits: float | N
     timed = {each.name: each for each in seconds(operators(model, step), mine, step)}
     work = {each.name: replace(each, times=timed[each.name].times) for each in operators(model, step)}
     head, core = work["head"], work["attention"]
-    assert curves.few is not None
-    assert curves.call is not None
+    (small, of_small), (large, of_large) = sorted(curves.few.items())
     read = sum(each.times * (each.weight_bytes + each.cache_bytes) for each in operators(model, step))
-    assert read > max(curves.few.y)  # beyond what was measured, a byte takes as long as at the end
-    of_a_value, of_a_call = (grid.at(3, curves.few.y[-1]) for grid in (curves.few, curves.call))
-    assert timed["head"].seconds == pytest.approx(of_a_call + head.weights * of_a_value)
+    assert read > max(of_small.y)  # beyond what was measured, a byte takes as long as at the end
+    place = 3, of_small.y[-1]
+
+    def few(weights: float) -> float:
+        """A power between two sizes, and beyond them one from 0 to 1."""
+        power = math.log(of_large.at(*place) / of_small.at(*place)) / math.log(large / small)
+        within = min(max(weights, small), large)
+        beyond = (weights / within) ** min(max(power, 0), 1)
+        return float(of_small.at(*place) * (within / small) ** power * beyond)
+
+    assert timed["head"].seconds == pytest.approx(few(head.weights))
     near = {None: 0.0, 8.5: 8.5, 4.0: 5.0, 32.0: 0.0}[bits]
     grid = curves.core[near] if name == "llama-3-8b" else curves.latent_core[0.0]
     one = core.cache_bytes * grid.at(grid.x[-1], core.flops / core.cache_bytes)
@@ -153,7 +159,7 @@ def test_a_prediction_is_the_sum_of_what_was_measured(name: str, bits: float | N
     if name == "deepseek-v2-lite":
         down = work["kv_a_proj_with_mqa"]
         besides = curves.latent_input.at(3 * model.hidden_size, model.hidden_size)
-        one = of_a_call + down.weights * of_a_value + besides
+        one = few(down.weights) + besides
         assert timed["kv_a_proj_with_mqa"].seconds == pytest.approx(down.times * one)
         absorbed = work["absorb keys"]
         one = curves.product.at(3, absorbed.weights)

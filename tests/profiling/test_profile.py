@@ -50,6 +50,7 @@ LIKE_A_GPU = replace(
     FEW,
     dtypes=(torch.bfloat16,),
     few_reads=(),
+    few_weights=(),
     few_tokens=(),
     tokens=(1, 16, 80),
     turns=1 << 15,
@@ -112,8 +113,7 @@ def test_a_gpu_has_curves_of_its_own_kind(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Decoder, "build", lambda self, dtype, _: placed(usual(self, dtype)))
     with pretended_device() as place:
         curves = measure_curves(torch.bfloat16, limits, grids=LIKE_A_GPU, place=place)
-        assert curves.call is None
-        assert curves.few is None
+        assert not curves.few
         mine = replace(limits, curves={"bfloat16": curves})
         found = check(mine, places=1, grids=LIKE_A_GPU, place=place)
     file = tmp_path / "gpu.toml"

@@ -79,10 +79,9 @@ class Curves:
     """Measured times of one dtype.
 
     Attributes:
-        call: of a projection of fewer than `MANY` tokens, whatever its size: threads are woken for it. Over tokens
-            and the bytes that a pass reads, some of which a processor's own caches may hold. None on a GPU, whose
-            caches hold no model's weights from one pass to the next.
-        few: of such a projection besides, for each value of its weight, over the same; None on a GPU.
+        few: of a projection of fewer than `MANY` tokens, by the values of its weight (small ones are read by one
+            thread), over tokens and the bytes that a pass reads, some of which a processor's own caches may hold.
+            Empty on a GPU, whose caches hold no model's weights from one pass to the next.
         many: of a projection of more, or of any number on a GPU, over tokens and values of its weight.
         product: of products of heads with matrices, over tokens and values of all matrices.
         core: of attention of one new token a sequence, for each byte of cache, by bits of a cached value (0 for those
@@ -96,8 +95,7 @@ class Curves:
         pace: of the yardsticks of `headwise.profiling.Pace`, at the pace of all of these.
     """
 
-    call: Grid | None
-    few: Grid | None
+    few: Mapping[float, Grid] = field(hash=False)
     many: Grid
     product: Grid
     core: Mapping[float, Grid] = field(hash=False)
@@ -112,11 +110,8 @@ class Curves:
     def seconds(self, kind: Kind, sizes: Sizes) -> float | None:
         """The time of one run of an operator; None where it was not measured."""
         if kind in ("linear", "latent input"):
-            if self.call is not None and self.few is not None and sizes.rows < MANY:
-                place = sizes.rows, _within(self.few.y, sizes.pass_bytes)
-                time = self.call.at(*place) + sizes.weights * self.few.at(*place)
-            else:
-                time = self.many.at(sizes.rows, sizes.weights)
+            is_few = self.few and sizes.rows < MANY
+            time = self._of_few(sizes) if is_few else self.many.at(sizes.rows, sizes.weights)
             return time + (self.latent_input.at(*_state(sizes)) if kind != "linear" else 0)
         if kind == "product":
             return self.product.at(sizes.rows, sizes.weights)
@@ -130,9 +125,16 @@ class Curves:
         by_bits = self.core if kind == "core" else self.latent_core
         bits = min(sorted(by_bits), key=lambda each: abs(each - sizes.bits))
         grid, intensity = by_bits[bits], sizes.flops / sizes.cache_bytes
-        together = sizes.cache_bytes if self.few is None else sizes.pass_bytes
+        together = sizes.pass_bytes if self.few else sizes.cache_bytes
         read = sizes.cache_bytes * grid.at(_within(grid.x, together), intensity)
         return read + self.coded.get(bits, 0.0)
+
+    def _of_few(self, sizes: Sizes) -> float:
+        """A projection of few tokens: by a grid over values of weights, made for the tokens and the bytes."""
+        weights = tuple(sorted(self.few))
+        grids = [self.few[each] for each in weights]
+        column = tuple(grid.at(sizes.rows, _within(grid.y, sizes.pass_bytes)) for grid in grids)
+        return Grid(x=(1, 2), y=weights, seconds=(column, column)).at(1, sizes.weights)
 
 
 def pairs(tokens: int) -> float:
@@ -183,7 +185,7 @@ class Sizes:
 FORM = 3
 """Of curves in a file; raised whenever what their sizes mean is changed."""
 
-_GRIDS = ("call", "few", "many", "product", "prompt", "latent_input", "norm", "embedding")
+_GRIDS = ("many", "product", "prompt", "latent_input", "norm", "embedding")
 
 
 def curves_of(entry: Any) -> Curves:
@@ -198,9 +200,8 @@ def curves_of(entry: Any) -> Curves:
         raise SpecError("form", entry.get("form"), f"must be {FORM} in curves: run headwise profile again")
     try:
         return Curves(
-            call=_grid(entry["call"]) if "call" in entry else None,
             pace=tuple(map(float, entry["pace"])),
-            few=_grid(entry["few"]) if "call" in entry else None,
+            few={float(weights): _grid(grid) for weights, grid in entry["few"].items()},
             many=_grid(entry["many"]),
             product=_grid(entry["product"]),
             core=_by_bits(entry["core"]),
@@ -234,12 +235,11 @@ def to_table(curves: Curves) -> dict[str, Any]:
 
     For example ``to_table(curves)["many"]["x"]``.
     """
-    grids = {name: getattr(curves, name) for name in _GRIDS}
-    plain: dict[str, Any] = {name: _table(grid) for name, grid in grids.items() if grid is not None}
+    plain: dict[str, Any] = {name: _table(getattr(curves, name)) for name in _GRIDS}
     plain |= {"form": FORM, "pace": list(curves.pace)}
     plain["coded"] = {f"{bits:g}": time for bits, time in curves.coded.items()}
-    for name in ("core", "latent_core"):
-        plain[name] = {f"{bits:g}": _table(grid) for bits, grid in getattr(curves, name).items()}
+    for name in ("few", "core", "latent_core"):
+        plain[name] = {f"{size:.12g}": _table(grid) for size, grid in getattr(curves, name).items()}
     return plain
 
 

@@ -42,7 +42,7 @@ class Grids:
         few_reads: bytes of weights that a pass reads, some of which the processor's caches hold; empty where no
             model's weights lie in them, as on a GPU, and ``tokens`` begin at 1 instead.
         few_tokens: of projections whose weights are read in turn.
-        few_weights: values of such weights, small and large: what both take tells a call from its values.
+        few_weights: values of such weights: small ones are read by one thread, large ones by several.
         tokens: of other projections.
         weights: values of their weights.
         turns: bytes of such weights that take turns, two projections at least.
@@ -70,7 +70,7 @@ class Grids:
     dtypes: tuple[torch.dtype, ...]
     few_reads: tuple[int, ...]
     few_tokens: tuple[int, ...]
-    few_weights: tuple[int, int]
+    few_weights: tuple[int, ...]
     tokens: tuple[int, ...]
     weights: tuple[int, ...]
     turns: int
@@ -98,7 +98,7 @@ CPU = Grids(
     dtypes=(torch.float32, torch.bfloat16),
     few_reads=(6 << 20, 20 << 20, 48 << 20, 160 << 20),
     few_tokens=(1, 4, 8, 16, 64),
-    few_weights=(1 << 18, 1 << 22),
+    few_weights=(1 << 18, 1 << 20, 1 << 22, 1 << 24),
     tokens=(64, 256, 1024),
     weights=(1 << 15, 1 << 17, 1 << 19, 1 << 21),
     turns=0,
@@ -134,7 +134,7 @@ GPU = Grids(
     dtypes=(torch.bfloat16,),
     few_reads=(),
     few_tokens=(),
-    few_weights=(0, 0),
+    few_weights=(),
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
     weights=(1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26),
     turns=192 << 20,

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -26,9 +25,6 @@ from headwise.specs import ModelSpec
 
 PATIENCE = 0.05
 """Seconds that a call is repeated for."""
-
-_CALLS = 4 / 7
-"""Calls for each projection of a layer: queries, keys and values are one call, and gate and values of a network."""
 
 _WIDEST = 512
 """The widest latent of the decoders of `_around`."""
@@ -79,7 +75,7 @@ def measure_curves(
         "latent core": lambda: _latent_cores(machine),
     }
     progress("profiling", 0, len(stages) + 2)
-    call, few = _few_tokens(machine) if grids.few_reads else (None, None)
+    few = {float(weights): _few_tokens(machine, weights) for weights in grids.few_weights}
     found: dict[str, Grid] = {}
     for index, (name, measure) in enumerate(stages.items()):
         progress("profiling", index + 1, len(stages) + 2)
@@ -96,7 +92,6 @@ def measure_curves(
         latent_input=nothing,
         norm=nothing,
         embedding=nothing,
-        call=call,
         pace=machine.pace.reference,
     )
     progress("profiling", len(stages) + 1, len(stages) + 2)
@@ -109,31 +104,15 @@ def _grid(x: Sequence[int], y: Sequence[int], measure: Callable[[int, int], floa
     return Grid(x=tuple(x), y=tuple(y), seconds=tuple(tuple(measure(a, b) for b in y) for a in x))
 
 
-def _few_tokens(machine: _Machine) -> tuple[Grid, Grid]:
-    """Seconds of a projection of few tokens whatever its size, and for each value of its weight besides.
+def _few_tokens(machine: _Machine, weights: int) -> Grid:
+    """Seconds of a projection of few tokens, over these and the bytes of weights that take turns."""
 
-    Both are told apart by what small and large weights take.
-    """
-    grids = machine.grids
-    calls: dict[tuple[int, int], float] = {}
-    values: dict[tuple[int, int], float] = {}
-    for tokens, read in product(grids.few_tokens, grids.few_reads):
-        most = read // machine.dtype.itemsize
-        small, large = (min(weights, most // 2) for weights in grids.few_weights)
-        short, long = (_projection_seconds(machine, tokens, weights, read) for weights in (small, large))
-        # Noise may make a large one seem quicker than it can be, or a small one take no call.
-        value = max((long - short) / (large - small), long / large / 4)
-        values[tokens, read] = value
-        calls[tokens, read] = max(short - small * value, _LEAST) * _CALLS
-    axes = grids.few_tokens, grids.few_reads
-    return _grid(*axes, lambda *place: calls[place]), _grid(*axes, lambda *place: values[place])
+    def measure(tokens: int, read: int) -> float:
+        copies = max(read // (weights * machine.dtype.itemsize), 1)
+        call = projections(machine.dtype, tokens, weights, copies, machine.place)
+        return machine.pace.median(call, bound_by(read), least=3) / copies
 
-
-def _projection_seconds(machine: _Machine, tokens: int, weights: int, read: int) -> float:
-    """Seconds of one projection, where ``read`` bytes of weights take turns."""
-    copies = max(read // (weights * machine.dtype.itemsize), 1)
-    call = projections(machine.dtype, tokens, weights, copies, machine.place)
-    return machine.pace.median(call, bound_by(read), least=3) / copies
+    return _grid(machine.grids.few_tokens, machine.grids.few_reads, measure)
 
 
 def _many(machine: _Machine, tokens: int, weights: int) -> float:

@@ -31,8 +31,8 @@ Bound = Literal["caches", "memory", "products"]
 READING = {"caches": 20 << 20, "memory": 160 << 20}
 """Bytes of the projections of one token that take turns, by what they are bounded by."""
 
-_WEIGHTS = 1 << 21
-"""Weights of each."""
+_WEIGHTS = 1 << 22
+"""Weights of each: enough for several threads."""
 
 _BETWEEN = 56 << 20
 """Bytes from which a call is bounded by memory."""

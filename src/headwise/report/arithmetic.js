@@ -154,11 +154,15 @@ const headwise = (() => {
     const rows = each.weights ? each.flops / (2 * each.weights) : 1;
     const weights = Math.max(each.weights, 1);
     if (each.kind === "linear" || each.kind === "latent input") {
-      const time =
-        curves.few && rows < MANY
-          ? interpolated(curves.call, rows, within(curves.few.y, passBytes)) +
-            weights * interpolated(curves.few, rows, within(curves.few.y, passBytes))
-          : interpolated(curves.many, rows, weights);
+      const sizes = Object.keys(curves.few).map(Number).sort((one, other) => one - other);
+      const few = (size) => {
+        const grid = curves.few[String(size)];
+        return interpolated(grid, rows, within(grid.y, passBytes));
+      };
+      const isFew = sizes.length > 0 && rows < MANY;
+      const column = isFew ? sizes.map(few) : [];
+      const grid = isFew ? { x: [1, 2], y: sizes, seconds: [column, column] } : curves.many;
+      const time = interpolated(grid, isFew ? 1 : rows, weights);
       return time + (each.kind === "linear" ? 0 : interpolated(curves.latent_input, tokens * each.hiddenSize, each.hiddenSize));
     }
     if (each.kind === "product") return interpolated(curves.product, rows, weights);
@@ -175,7 +179,7 @@ const headwise = (() => {
       .reduce((one, other) => (distance(other) < distance(one) ? other : one));
     const cached = Math.max(each.cacheBytes, 1);
     const grid = byBits[bits];
-    const together = curves.few ? passBytes : cached;
+    const together = Object.keys(curves.few).length ? passBytes : cached;
     return cached * interpolated(grid, within(grid.x, together), each.flops / cached) + (curves.coded[bits] ?? 0);
   }
 
