@@ -62,7 +62,7 @@ class Attention {
 
   int threads_for(int64_t tokens) const {
     const double bytes = double(tokens) * (a_.D + a_.V) * sizeof(T), flops = 2.0 * tokens * rows_ * (a_.D + a_.V);
-    return sharing_threads(bytes / 40e3 + flops / 100e3, a_.threads);
+    return useful_threads(bytes / 40e3 + flops / 100e3, a_.threads);
   }
 
   // With few rows a block takes little time: it is small enough to lie in the first cache while the next one arrives.

@@ -63,7 +63,7 @@ class CodedAttention {
     int64_t tokens = 0;
     for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length();
     const double work = double(tokens) * (columns_ + 2.0 * rows_ * (a_.D + content_));
-    in_parts(*this, a_.B, 1, tokens, sharing_threads(work / 50e3, a_.threads));
+    in_parts(*this, a_.B, 1, tokens, useful_threads(work / 50e3, a_.threads));
   }
 
   Range range(int64_t b) const { return sight_.range(b); }

@@ -97,7 +97,7 @@ class AffineAttention {
     int64_t tokens = 0;
     for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length() * a_.K;
     const double work = double(tokens) * (a_.D + a_.V) * (2 + rows_);
-    in_parts(*this, a_.B, a_.K, tokens, sharing_threads(work / 100e3, a_.threads));
+    in_parts(*this, a_.B, a_.K, tokens, useful_threads(work / 100e3, a_.threads));
   }
 
   Range range(int64_t b) const { return sight_.range(b); }
