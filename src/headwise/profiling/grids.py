@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headwise.profiling.decoder import Decoder
+
 BITS = {0.0: None, 8.5: "int8", 5.0: "int4:32"}
 """Bits of a cached value, its scale included, and the format that has them; 0 for the dtype's own."""
 
@@ -62,6 +64,7 @@ class Grids:
         coded_caches: the same of caches in fewer bits, which take long to fill.
         hidden: E of decoders whose other work is measured.
         states: values of a hidden state, multiples of ``hidden``.
+        whole: decoders whose weights come from memory, which projections are measured once more in.
         places: for `headwise.profiling.check`.
         layers: of decoders, a few and more: their difference is what one takes.
         short: tokens of a context that takes next to nothing.
@@ -90,13 +93,14 @@ class Grids:
     hidden: tuple[int, ...]
     states: tuple[int, ...]
     places: Places
+    whole: tuple[Decoder, ...] = ()
     layers: tuple[int, int] = (1, 4)
     short: int = 32
 
 
 CPU = Grids(
     dtypes=(torch.float32, torch.bfloat16),
-    few_reads=(6 << 20, 20 << 20, 48 << 20, 160 << 20),
+    few_reads=(6 << 20, 20 << 20, 48 << 20, 80 << 20, 160 << 20),
     few_tokens=(1, 4, 8, 16, 64),
     few_weights=(1 << 18, 1 << 20, 1 << 22, 1 << 24),
     tokens=(64, 256, 1024),
@@ -126,6 +130,10 @@ CPU = Grids(
         contexts=(300, 1000, 3000, 6000),
         prompts=(96, 200, 400, 900),
         latent=(160, 32),
+    ),
+    whole=tuple(
+        Decoder(hidden_size=hidden, num_layers=7, num_heads=hidden // 64, num_kv_heads=2, intermediate_size=inner)
+        for hidden, inner in ((512, 4096), (640, 3200), (896, 3584), (1152, 2304), (1024, 4096))
     ),
 )
 """Of processors."""

@@ -16,7 +16,7 @@ from headwise.cost.layer import cache_values
 from headwise.hf.interface import attention_forward
 from headwise.prediction import MANY, Curves, Device, Grid, Pass, operators
 from headwise.prediction import seconds as predicted
-from headwise.prediction.memory import weight_bytes
+from headwise.prediction.roofline import pass_bytes
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.profiling.grids import BITS, CPU, Grids
 from headwise.profiling.pace import HERE, Bound, Pace, bound_by, in_turn, projections
@@ -32,6 +32,9 @@ _WIDEST = 512
 _LEAST_FOR_A_BYTE = 1e-13
 _LEAST = 1e-7
 """A difference of times that noise makes negative counts as so many seconds."""
+
+_MOST_IN_MODELS = 1.5
+"""The most by which projections are slower in models than one after another."""
 
 _LEAST_SHARE = 0.1
 """The least share of a layer's time that it takes besides its operators."""
@@ -96,6 +99,8 @@ def measure_curves(
     )
     progress("profiling", len(stages) + 1, len(stages) + 2)
     whole = _around(machine, parts)
+    if grids.few_reads:
+        whole = _in_models(machine, whole)
     progress("profiling", len(stages) + 2, len(stages) + 2)
     return whole
 
@@ -266,6 +271,36 @@ def _around(machine: _Machine, parts: Curves) -> Curves:
     )
 
 
+def _in_models(machine: _Machine, whole: Curves) -> Curves:
+    """The curves with projections that come from memory as slow as they are in whole models.
+
+    One after another they are faster than with a layer's other work between them, during which nothing is fetched.
+    """
+    known = replace(machine.known, curves={machine.name: whole})
+    ratios = []
+    for decoder in machine.grids.whole:
+        model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
+        step = Pass(total=machine.grids.short + 1, dtype=machine.name)
+        call = decode_step(model, filled_cache(model, spec, batch=1, tokens=machine.grids.short), 1)
+        work = operators(spec, step)
+        times = predicted(work, known, step)
+        kinds = {each.name: each.kind for each in work}
+        projections = sum(each.seconds for each in times if kinds[each.name] == "linear")
+        besides = sum(each.seconds for each in times) - projections
+        measured = machine.pace.median(call, bound_by(pass_bytes(work)), patience=4 * PATIENCE)
+        ratios.append((measured - besides) / projections)
+    ratio = min(max(statistics.median(ratios), 1 / _MOST_IN_MODELS), _MOST_IN_MODELS)
+
+    def slower(grid: Grid) -> Grid:
+        rows = (
+            tuple(time * (ratio if bound_by(read) == "memory" else 1) for time, read in zip(row, grid.y, strict=True))
+            for row in grid.seconds
+        )
+        return replace(grid, seconds=tuple(rows))
+
+    return replace(whole, few={weights: slower(grid) for weights, grid in whole.few.items()})
+
+
 def _rest(
     machine: _Machine, decoders: Sequence[Decoder], parts: Curves
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
@@ -285,22 +320,33 @@ def _rest(
 
 def _runs(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Run]:
     """A decoder's passes by the sizes of their states."""
-    model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
+    states = [(values, values // decoder.hidden_size) for values in machine.grids.states]
     known = replace(machine.known, curves={machine.name: parts})
+    # Passes of few tokens read all weights each time. Those of one layer and of several then have to come from the
+    # same place, or their difference is that of the places: small ones lie in the processor's caches.
+    one_head = None if decoder.latent else 1
+    small = replace(decoder, num_kv_heads=one_head, intermediate_size=decoder.hidden_size // 4)
+    model, spec = small.build(machine.dtype, machine.place), small.spec()
     found = {}
-    for values in machine.grids.states:
-        tokens = values // decoder.hidden_size
-        if tokens >= MANY:
-            call: Callable[[], object] = prompt_call(model, tokens)
-            forward = Pass(new=tokens, total=tokens, dtype=machine.name)
-        else:
-            call = decode_step(model, filled_cache(model, spec, batch=tokens, tokens=32), tokens)
+    for values, tokens in states:
+        if tokens < MANY:
+            cache = filled_cache(model, spec, batch=tokens, tokens=machine.grids.short)
             impl = "absorbed" if decoder.latent else "auto"
-            forward = Pass(batch=tokens, total=33, dtype=machine.name, impl=impl)
-        work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
-        times = {each.name: each.seconds for each in predicted(work, known, forward)}
-        head = times.pop("head")
-        bound = "products" if tokens >= MANY else bound_by(weight_bytes(spec, forward))
-        measured = machine.pace.median(call, bound, least=3, patience=2 * PATIENCE)
-        found[values] = _Run(seconds=measured, layers=sum(times.values()), head=head)
+            step = Pass(batch=tokens, total=machine.grids.short + 1, dtype=machine.name, impl=impl)
+            found[values] = _run(machine, decode_step(model, cache, tokens), spec, step, known)
+    model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
+    for values, tokens in states:
+        if tokens >= MANY:
+            prompt = Pass(new=tokens, total=tokens, dtype=machine.name)
+            found[values] = _run(machine, prompt_call(model, tokens), spec, prompt, known)
     return found
+
+
+def _run(machine: _Machine, call: Callable[[], object], spec: ModelSpec, forward: Pass, known: Device) -> _Run:
+    """One pass, measured, and what its operators take by the curves."""
+    work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
+    times = {each.name: each.seconds for each in predicted(work, known, forward)}
+    head = times.pop("head")
+    bound = bound_by(pass_bytes(work)) if forward.new == 1 else "products"
+    seconds = machine.pace.median(call, bound, least=3, patience=2 * PATIENCE)
+    return _Run(seconds=seconds, layers=sum(times.values()), head=head)
