@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import types
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 import torch
 
 from headwise.cost.model import cache_bytes
+from headwise.measurement.timing import recorded
 from headwise.prediction import device
 from headwise.profiling import Check, Point, check, grids, measure_curves, memory, pace, profile, write_profile
 from headwise.profiling.check import kinds
@@ -125,6 +130,16 @@ def test_a_gpu_has_curves_of_its_own_kind(tmp_path: Path, monkeypatch: pytest.Mo
     assert {point.mechanism for point in found.memory} == {"MHA", "GQA", "MQA", "MLA"}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_measured_and_checked() -> None:
+    limits, place = replace(device("laptop"), name="mine", kind="gpu"), torch.device("cuda")
+    curves = measure_curves(torch.bfloat16, limits, grids=LIKE_A_GPU, place=place)
+    mine = replace(limits, curves={"bfloat16": curves})
+    found = check(mine, places=1, grids=LIKE_A_GPU, place=place)
+    assert all(point.measured > 0 < point.predicted for point in found.points)
+    assert found.memory_error < 0.5
+
+
 @pytest.mark.parametrize("kind", kinds(grids.CPU.places).values(), ids=kinds(grids.CPU.places))
 def test_nothing_in_a_pass_waits_for_the_device(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a CUDA graph can record it."""
@@ -227,10 +242,39 @@ def test_bad_input(refused: Any, here: Path) -> None:
     assert "label" in refused("profile", "--check", "--output", "damaged.toml")
 
 
-def test_a_check_needs_a_profile_of_its_own_kind_of_device(here: Path, refused: Any) -> None:
-    write_profile(replace(measured_gpu(), name="this-machine"), here / "gpu.toml")
-    said = refused("profile", "--check", "--output", "gpu.toml")
-    assert "output = 'gpu.toml': must be a profile of cpu, which --check is of" in said
+def test_a_profile_of_a_gpu_is_none_of_the_processor(here: Path, refused: Any) -> None:
+    write_profile(replace(measured_gpu(), name="this-gpu"), here / "gpu.toml")
+    assert "hardware = 'this-machine': must be one of" in refused("profile", "--check", "--output", "gpu.toml")
+
+
+def test_recorded_calls_keep_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads the addresses of its tensors, whatever lies there later."""
+    yardsticks: list[Callable[[], object]] = []
+    usual = pace.projections
+
+    def noted(*args: Any) -> Callable[[], object]:
+        yardsticks.append(usual(*args))
+        return yardsticks[-1]
+
+    monkeypatch.setattr(pace, "projections", noted)
+    monkeypatch.setattr(pace, "READING", {"caches": 1 << 14, "memory": 1 << 16})
+    monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
+    monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: types.SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: None))
+    call, count = pace.repeated(usual(torch.float32, 1, 1 << 12, 1), types.SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
+    call()
+    assert count == pace._MOST
+    alive = weakref.ref(noted(torch.float32, 1, 1 << 12, 1))
+    held = recorded(yardsticks.pop(), 2)
+    gc.collect()
+    assert alive() is not None
+    del held
+    gc.collect()
+    assert alive() is None
 
 
 def test_checks_need_curves() -> None:

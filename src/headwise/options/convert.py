@@ -49,7 +49,8 @@ class CalibrationOptions(Options):
         "how many tokens to calibrate on; 16384 when left out", default=None, rule=at_least(2)
     )
     calibration_window: int | None = option(
-        "tokens in each window of them; 512, more from 20,480 tokens on, 2048 at most, when left out",
+        "tokens in each window of them; when left out 512, up to 2048 from 20,480 tokens on, or as many as the model"
+        " or a text has",
         default=None,
         rule=at_least(2),
     )

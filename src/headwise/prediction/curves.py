@@ -85,7 +85,8 @@ class Curves:
         many: of a projection of more, or of any number on a GPU, over tokens and values of its weight.
         product: of products of heads with matrices, over tokens and values of all matrices.
         core: of attention of one new token a sequence, for each byte of cache, by bits of a cached value (0 for those
-            of the dtype), over the bytes that a pass reads (on a GPU, those that the run reads) and FLOPs a byte.
+            of the dtype), over the bytes that a pass reads (where ``few`` is empty, that the run reads) and FLOPs a
+            byte.
         latent_core: the same to latents.
         coded: what a layer whose cache is in fewer bits does besides, by its bits.
         prompt: of attention of many new tokens, over these and FLOPs for each pair of them.
@@ -201,7 +202,7 @@ def curves_of(entry: Any) -> Curves:
     try:
         return Curves(
             pace=tuple(map(float, entry["pace"])),
-            few={float(weights): _grid(grid) for weights, grid in entry["few"].items()},
+            few=_by_weights(entry["few"]),
             many=_grid(entry["many"]),
             product=_grid(entry["product"]),
             core=_by_bits(entry["core"]),
@@ -214,6 +215,12 @@ def curves_of(entry: Any) -> Curves:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SpecError("curves", type(entry).__name__, f"must be as headwise profile writes them: {error}") from None
+
+
+def _by_weights(entry: Mapping[str, Any]) -> dict[float, Grid]:
+    if len(entry) == 1:
+        raise ValueError("few has one weight, and needs two to tell how time grows")
+    return {float(weights): _grid(grid) for weights, grid in entry.items()}
 
 
 def _by_bits(entry: Mapping[str, Any]) -> dict[float, Grid]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headwise.prediction import Device, Pass, operators, seconds
+from headwise.prediction import Device, Pass, operators, peak_memory, seconds
 from headwise.prediction.roofline import pass_bytes
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.profiling.grids import BITS, CPU, Grids, Places
@@ -188,6 +188,8 @@ def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], gri
     dtype = chosen.choice(list(paces))
     pace = paces[dtype]
     batch, context, prompt = map(chosen.choice, (choices.batches, choices.contexts, choices.prompts))
+    while batch > 1 and _peak(sizes, Pass(batch=batch, total=context + 1, dtype=dtype)) > device.memory_bytes / 2:
+        batch //= 2
     label = f"{layers} × {hidden}, {sizes['intermediate_size']}, {sizes['vocab_size']}"
     points = []
     formats = [None, chosen.choice([each for each in BITS.values() if each is not None])]
@@ -214,6 +216,11 @@ def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], gri
         found = times(decoder, prompt_call(model, prompt), Pass(new=prompt, total=prompt, dtype=dtype), "products")
         points.append(Point(**common, cache=None, batch=1, context=prompt, is_prompt=True, **found))
     return points
+
+
+def _peak(sizes: Mapping[str, Any], step: Pass) -> int:
+    """Bytes that the largest of a place's decoders, which caches all heads, holds at most."""
+    return peak_memory(Decoder(**sizes).spec(), step).total
 
 
 def _predicted(decoder: Decoder, forward: Pass, device: Device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,8 @@ class Decoder:
 
     def build(self, dtype: torch.dtype, device: torch.device = HERE) -> Any:
         """The model, run by headwise's attention, cache and linear layers."""
+        if device.type == "cuda":
+            gc.collect()  # optimised models refer to themselves, and their memory is needed for this one
         fields = {name: value for name, value in self.config().items() if name != "model_type"}
         config = AutoConfig.for_model(str(self.config()["model_type"]), **fields)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:

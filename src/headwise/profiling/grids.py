@@ -14,7 +14,7 @@ BITS = {0.0: None, 8.5: "int8", 5.0: "int4:32"}
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The sizes that decoders are chosen from which no curve was measured on.
+    """Sizes to choose decoders from, on which no curve was measured.
 
     Attributes:
         heads: query heads; a hidden state is as wide as all of them.
@@ -145,7 +145,7 @@ GPU = Grids(
     few_weights=(),
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
     weights=(1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26),
-    turns=192 << 20,
+    turns=384 << 20,
     product_tokens=(1, 2, 4, 8, 16, 32),
     product_weights=(1 << 17, 1 << 19, 1 << 21, 1 << 23),
     prompts=(16, 64, 256, 1024, 2048, 4096),
@@ -156,9 +156,9 @@ GPU = Grids(
     latent=(512, 64),
     latent_heads=(8, 32, 128),
     latent_hidden=512,
-    between=64 << 20,
-    caches=(2 << 20, 16 << 20, 128 << 20, 1 << 30),
-    coded_caches=(2 << 20, 16 << 20, 256 << 20),
+    between=128 << 20,
+    caches=(16 << 20, 128 << 20, 1 << 29),
+    coded_caches=(16 << 20, 256 << 20),
     hidden=(1024, 4096),
     states=(1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22),
     places=Places(
@@ -168,7 +168,7 @@ GPU = Grids(
         batches=(1, 1, 4, 8, 16),
         contexts=(500, 2000, 4000, 8000),
         prompts=(200, 700, 1500, 3000),
-        latent=(448, 64),
+        latent=(256, 64),
     ),
 )
 """Of CUDA GPUs."""

@@ -34,10 +34,10 @@ _LEAST = 1e-7
 """A difference of times that noise makes negative counts as so many seconds."""
 
 _MOST_IN_MODELS = 1.5
-"""The most by which projections are slower in models than one after another."""
+"""The most by which projections are taken to be slower, or faster, in models than one after another."""
 
 _LEAST_SHARE = 0.1
-"""The least share of a layer's time that it takes besides its operators."""
+"""The least share of a layer's time that is not its operators'."""
 
 
 class _Machine:
@@ -133,7 +133,8 @@ def _product(machine: _Machine, tokens: int, weights: int) -> float:
     """A product of each of several heads with a matrix of its own."""
     heads, inner = 8, 64
     noise = partial(torch.randn, device=machine.place)
-    matrices = [noise(heads, inner, weights // heads // inner).to(machine.dtype) for _ in range(8)]
+    copies = max(machine.grids.turns // (weights * machine.dtype.itemsize), 8)
+    matrices = [noise(heads, inner, weights // heads // inner).to(machine.dtype) for _ in range(copies)]
     states = noise(tokens, heads, 1, inner).to(machine.dtype)
     call = in_turn([partial(per_head, states, matrix) for matrix in matrices])
     return machine.pace.median(call, "products", least=3) / len(matrices)
@@ -186,14 +187,13 @@ def _latent_cores(machine: _Machine) -> Grid:
 
 def _cached(machine: _Machine, hidden: int) -> Decoder:
     """A decoder whose cache is read: its networks read enough between one layer's and the next's."""
-    grids = machine.grids
-    inner = grids.between // (3 * hidden * machine.dtype.itemsize)
-    return Decoder(
-        hidden_size=hidden,
-        num_layers=2,
-        head_dim=grids.head_dim,
-        intermediate_size=max(inner // 64 * 64, 64),
-    )
+    inner = max(_between(machine, hidden), 64)
+    return Decoder(hidden_size=hidden, num_layers=2, head_dim=machine.grids.head_dim, intermediate_size=inner)
+
+
+def _between(machine: _Machine, hidden: int) -> int:
+    """The inner width of a network whose weights are all that a layer has to read between caches."""
+    return machine.grids.between // (3 * hidden * machine.dtype.itemsize) // 64 * 64
 
 
 def _by_length(machine: _Machine, decoders: Sequence[Decoder], bits: float) -> tuple[Grid, float]:
@@ -272,9 +272,10 @@ def _around(machine: _Machine, parts: Curves) -> Curves:
 
 
 def _in_models(machine: _Machine, whole: Curves) -> Curves:
-    """The curves with projections that come from memory as slow as they are in whole models.
+    """The curves with projections that come from memory as slow, or as fast, as they are in whole models.
 
-    One after another they are faster than with a layer's other work between them, during which nothing is fetched.
+    They are multiplied by the median, over several decoders, of what is left of a step's time for them, divided by
+    what was predicted. With other work between them, during which nothing is fetched, they mostly take longer.
     """
     known = replace(machine.known, curves={machine.name: whole})
     ratios = []
@@ -285,10 +286,10 @@ def _in_models(machine: _Machine, whole: Curves) -> Curves:
         work = operators(spec, step)
         times = predicted(work, known, step)
         kinds = {each.name: each.kind for each in work}
-        projections = sum(each.seconds for each in times if kinds[each.name] == "linear")
-        besides = sum(each.seconds for each in times) - projections
+        linear = sum(each.seconds for each in times if kinds[each.name] == "linear")
+        besides = sum(each.seconds for each in times) - linear
         measured = machine.pace.median(call, bound_by(pass_bytes(work)), patience=4 * PATIENCE)
-        ratios.append((measured - besides) / projections)
+        ratios.append((measured - besides) / linear)
     ratio = min(max(statistics.median(ratios), 1 / _MOST_IN_MODELS), _MOST_IN_MODELS)
 
     def slower(grid: Grid) -> Grid:
@@ -325,7 +326,9 @@ def _runs(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Run]
     # Passes of few tokens read all weights each time. Those of one layer and of several then have to come from the
     # same place, or their difference is that of the places: small ones lie in the processor's caches.
     one_head = None if decoder.latent else 1
-    small = replace(decoder, num_kv_heads=one_head, intermediate_size=decoder.hidden_size // 4)
+    # A GPU's caches hold nothing that is read again, so there they have to come from its memory.
+    inner = max(decoder.hidden_size // 4, _between(machine, decoder.hidden_size))
+    small = replace(decoder, num_kv_heads=one_head, intermediate_size=inner)
     model, spec = small.build(machine.dtype, machine.place), small.spec()
     found = {}
     for values, tokens in states:

@@ -4,7 +4,7 @@ The same call takes a tenth or a third longer at one minute than at another wher
 processor. What is measured is therefore divided by what a call of the same kind takes at that moment.
 
 On a GPU a call is recorded as a CUDA graph and replayed, as engines that serve models do it: otherwise the GPU would
-wait for Python, and all mechanisms take as long.
+wait for Python, and all mechanisms would take equally long.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ PRODUCTS = (256, 1 << 21)
 _ENOUGH = 1e-3
 """Seconds that a replay should take, so that starting it does not matter."""
 
-_MOST = 100
-"""Calls that are recorded together at most."""
+_FEW, _MOST = 4, 400
+"""Calls that are recorded together at least and at most."""
 
 _ROUNDS = 3
 """The least number of turns of a call and its yardstick."""
@@ -134,21 +134,20 @@ def chosen(device: torch.device) -> AbstractContextManager[object]:
 def repeated(call: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], int]:
     """A call that makes another so often that the clock can measure it, and how often.
 
-    On a GPU it replays a CUDA graph. A call that cannot be recorded, as one that waits for the GPU, is made as it is.
+    On a GPU it replays a CUDA graph.
 
     For example ``repeated(lambda: a @ b, torch.device("cuda"))``.
+
+    Raises:
+        RuntimeError: the call cannot be recorded, as one that waits for the GPU.
     """
     if device.type != "cuda":
         return call, 1
-    try:
-        once = recorded(call, 1)
-        once()
-        count = max(1, min(round(_ENOUGH / seconds(once)), _MOST))
-        return (recorded(call, count) if count > 1 else once), count
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        return call, 1
+    few = recorded(call, _FEW)
+    few()
+    count = max(_FEW, min(round(_FEW * _ENOUGH / seconds(few)), _MOST))
+    del few  # its memory is needed for the next
+    return recorded(call, count), count
 
 
 def _seconds(call: Callable[[], object], count: int) -> float:

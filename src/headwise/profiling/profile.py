@@ -22,8 +22,8 @@ from headwise.profiling.measure import measure_curves
 from headwise.profiling.pace import HERE, chosen
 from headwise.progress import Progress, silent
 
-NAME = "this-machine"
-"""The device's name in the file."""
+NAME, GPU_NAME = "this-machine", "this-gpu"
+"""The devices' names in their files."""
 
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Whose products are timed on a GPU."""
@@ -91,7 +91,7 @@ def _gpu(device: torch.device) -> Device:
         del probes
     properties = torch.cuda.get_device_properties(device)
     return Device(
-        name=NAME,
+        name=GPU_NAME,
         label=str(properties.name),
         kind="gpu",
         memory_bytes=int(properties.total_memory),
@@ -99,6 +99,14 @@ def _gpu(device: torch.device) -> Device:
         peaks={str(dtype).removeprefix("torch."): limits.flops_per_second for dtype, limits in found.items()},
         source=_source(),
     )
+
+
+def name_of(device: torch.device) -> str:
+    """The name that a device's profile has.
+
+    For example ``name_of(torch.device("cuda"))`` is ``"this-gpu"``.
+    """
+    return GPU_NAME if device.type == "cuda" else NAME
 
 
 def _source() -> str:

@@ -14,12 +14,15 @@ from headwise.errors import ArgumentError
 if TYPE_CHECKING:
     from headwise.profiling import Check
 
-_FILE = Path("headwise-machine.toml")
-
 
 @app.command(epilog="Example: headwise profile --check")
 def profile(
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the profile is kept.")] = _FILE,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where the profile is kept; headwise-machine.toml, or headwise-gpu.toml, by default."
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Predict models that were not measured, and measure them too.")
     ] = False,
@@ -39,7 +42,8 @@ def profile(
 
     if not 1 <= places <= 1000:
         raise ArgumentError("places", places, "must be from 1 to 1000")
-    refuse_no_file("output", output)
+    if output is not None:
+        refuse_no_file("output", output)
     import torch
 
     from headwise.hf.load import as_device
@@ -48,12 +52,14 @@ def profile(
     from headwise.profiling import profile as measured
     from headwise.profiling import write_profile
     from headwise.profiling.grids import grids_of
-    from headwise.profiling.profile import NAME
+    from headwise.profiling.profile import name_of
 
     place = as_device(device)
     if place.type not in ("cpu", "cuda"):
         raise ArgumentError("device", device, "must be cpu or cuda")
-
+    name = name_of(place)
+    output = output or Path(f"headwise-{name.removeprefix('this-')}.toml")
+    refuse_no_file("output", output)
     if threads is not None:
         torch.set_num_threads(threads)
     took = None
@@ -62,11 +68,9 @@ def profile(
             found = measured(place, progress=progress)
             write_profile(found.device, output)
             took = found.seconds
-        machine = device_of(NAME, output)
+        machine = device_of(name, output)
         result = None
         if check:
-            if not machine.curves or (machine.kind == "gpu") != (place.type == "cuda"):
-                raise ArgumentError("output", str(output), f"must be a profile of {place.type}, which --check is of")
             known = grids_of(place)
             result = checked(machine, places=places, seed=seed, grids=known, place=place, progress=progress)
     if as_json:
@@ -80,7 +84,7 @@ def profile(
     if result is not None:
         _print_check(result)
     else:
-        out.print(f"use it   headwise predict SOURCE --hardware {NAME} --hardware-file {escape(str(output))}")
+        out.print(f"use it   headwise predict SOURCE --hardware {name} --hardware-file {escape(str(output))}")
 
 
 def _print_check(result: Check) -> None:

@@ -99,9 +99,10 @@ void in_parts(const Work& work, int64_t B, int64_t K, int64_t tokens, int thread
     });
   });
   if (threads == 1) return;
-  // A unit that threads share has up to as many partial results; a core combines some 4 values in a nanosecond.
-  const int64_t shared = std::min<int64_t>(B * K, threads);
-  const int finishing = useful_threads(double(shared) * rows * work.width() * 2 / 4e3, threads);
+  // N units cut among T threads leave at most min(T + N - 1, 2T - 2) partial results; a core combines some 4 values in
+  // a nanosecond.
+  const int64_t partial_results = std::min<int64_t>(threads + B * K - 1, 2 * (threads - 1));
+  const int finishing = useful_threads(double(partial_results) * rows * work.width() / 4e3, threads);
   in_threads(finishing, [&](int thread) {
     Partial* partials = (Partial*)(scratch + thread * each + 3 * part);
     int64_t number = 0;

@@ -28,7 +28,7 @@ void in_threads(int count, F f) {
 }
 
 // Microseconds of work that another thread is worth. One that waits by spinning begins at once; one that sleeps
-// (OMP_WAIT_POLICY=PASSIVE) has to be woken by the operating system, which takes as long as reading a megabyte or two.
+// (OMP_WAIT_POLICY=PASSIVE) has to be woken by the operating system, which can take as long as reading two megabytes.
 inline double worth_a_thread() {
   static const double microseconds = [] {
     const char* policy = std::getenv("OMP_WAIT_POLICY");
