@@ -249,27 +249,17 @@ def test_a_profile_of_a_gpu_is_none_of_the_processor(here: Path, refused: Any) -
 
 def test_recorded_calls_keep_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph reads the addresses of its tensors, whatever lies there later."""
-    yardsticks: list[Callable[[], object]] = []
-    usual = pace.projections
-
-    def noted(*args: Any) -> Callable[[], object]:
-        yardsticks.append(usual(*args))
-        return yardsticks[-1]
-
-    monkeypatch.setattr(pace, "projections", noted)
-    monkeypatch.setattr(pace, "READING", {"caches": 1 << 14, "memory": 1 << 16})
-    monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
-    monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: types.SimpleNamespace(wait_stream=lambda _: None))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(wait_stream=lambda _: None))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: None))
-    call, count = pace.repeated(usual(torch.float32, 1, 1 << 12, 1), types.SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
+    call, count = pace.repeated(pace.projections(torch.float32, 1, 1 << 12, 1), types.SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
     call()
     assert count == pace._MOST
-    alive = weakref.ref(noted(torch.float32, 1, 1 << 12, 1))
-    held = recorded(yardsticks.pop(), 2)
+    yardstick = pace.projections(torch.float32, 1, 1 << 12, 1)
+    alive, held = weakref.ref(yardstick), recorded(yardstick, 2)
+    del yardstick
     gc.collect()
     assert alive() is not None
     del held

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from headwise.checkpoints import dtype_name
 from headwise.prediction import Device, Pass, operators, peak_memory, seconds
 from headwise.prediction.roofline import pass_bytes
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
@@ -151,7 +152,7 @@ def check(
         progress: told of each model.
     """
     chosen = random.Random(seed)
-    names = [str(dtype).removeprefix("torch.") for dtype in grids.dtypes]
+    names = [dtype_name(dtype) for dtype in grids.dtypes]
     known = {name: device.curves[name].pace for name in names if name in device.curves}
     paces = {name: Pace(getattr(torch, name), reference, place) for name, reference in known.items()}
     points: list[Point] = []

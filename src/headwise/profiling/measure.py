@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.base import per_head
+from headwise.checkpoints import dtype_name
 from headwise.cost.layer import cache_values
 from headwise.hf.interface import attention_forward
 from headwise.prediction import MANY, Curves, Device, Grid, Pass, operators
@@ -45,7 +46,7 @@ class _Machine:
 
     def __init__(self, dtype: torch.dtype, known: Device, grids: Grids, place: torch.device) -> None:
         self.dtype, self.known, self.grids, self.place = dtype, known, grids, place
-        self.name = str(dtype).removeprefix("torch.")
+        self.name = dtype_name(dtype)
         self.pace = Pace(dtype, device=place)
 
 

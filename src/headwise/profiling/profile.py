@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from headwise.checkpoints import dtype_name
 from headwise.disk import clearly, write_among_others
 from headwise.measurement.machine import doctor, machine
 from headwise.measurement.machine_limits import Probes
@@ -57,7 +58,7 @@ def profile(device: torch.device = HERE, *, progress: Progress = silent) -> Prof
     limits = _gpu(device) if device.type == "cuda" else _processor(progress)
     grids = grids_of(device)
     curves = {
-        str(dtype).removeprefix("torch."): measure_curves(dtype, limits, grids=grids, place=device, progress=progress)
+        dtype_name(dtype): measure_curves(dtype, limits, grids=grids, place=device, progress=progress)
         for dtype in grids.dtypes
     }
     return Profile(
@@ -96,7 +97,7 @@ def _gpu(device: torch.device) -> Device:
         kind="gpu",
         memory_bytes=int(properties.total_memory),
         bytes_per_second=max(limits.bytes_per_second for limits in found.values()),
-        peaks={str(dtype).removeprefix("torch."): limits.flops_per_second for dtype, limits in found.items()},
+        peaks={dtype_name(dtype): limits.flops_per_second for dtype, limits in found.items()},
         source=_source(),
     )
 

@@ -42,8 +42,6 @@ def profile(
 
     if not 1 <= places <= 1000:
         raise ArgumentError("places", places, "must be from 1 to 1000")
-    if output is not None:
-        refuse_no_file("output", output)
     import torch
 
     from headwise.hf.load import as_device
