@@ -8,7 +8,7 @@ Shapes: B batch, L tokens, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -174,7 +174,7 @@ def bench_mechanisms(
                         speedup=times["MHA"] / times[name],
                         parameters=cost.parameters(spec),
                         cache_bytes=cost.cache_bytes(spec, length, batch=batch, dtype=dtype),
-                        peak_bytes=_peak(calls[name], place),
+                        peak_bytes=peak_bytes(calls[name], place),
                         independent=None if name == "MHA" else similarity(outputs[name], outputs["MHA"]),
                         converted=None if made is None else similarity(made(states, is_causal=True), outputs["MHA"]),
                     )
@@ -230,13 +230,3 @@ def _converted(mha: AttentionLayer, spec: AttentionSpec) -> AttentionLayer | Non
     layer = build(spec).eval()
     layer.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     return layer
-
-
-def _peak(call: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that tensors made in a call hold at once."""
-    if device.type != "cuda":
-        return peak_bytes(call)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    call()
-    return torch.cuda.max_memory_allocated(device) - before

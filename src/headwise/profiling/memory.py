@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -56,16 +55,23 @@ def memory_point(mechanism: str, decoder: Decoder, dtype: str, device: torch.dev
     prompt, step = prompt_call(model, tokens), decode_step(model, cache, BATCH)
     for call in (prompt, step):
         call()  # what is made once does not count
-    peak = partial(gpu_peak_bytes, device) if device.type == "cuda" else peak_bytes
-    most = max(peak(step), peak(prompt) - held * tokens // (BATCH * CONTEXT))
+    most = max(peak_bytes(step, device), peak_bytes(prompt, device) - held * tokens // (BATCH * CONTEXT))
     predicted = peak_memory(decoder.spec(), Pass(batch=BATCH, total=CONTEXT, dtype=dtype)).total
     return MemoryPoint(
         mechanism=mechanism, dtype=dtype, measured=sum(weights.values()) + held + most, predicted=predicted
     )
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most bytes of tensors, and of torch's allocations for LAPACK, that a call makes and holds at once."""
+def peak_bytes(call: Callable[[], object], device: torch.device = HERE) -> int:
+    """The most bytes of tensors that a call makes and holds at once, with torch's for LAPACK on a processor.
+
+    For example ``peak_bytes(lambda: a @ b)``.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
     with _silenced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()
     found = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -74,16 +80,6 @@ def peak_bytes(call: Callable[[], object]) -> int:
         now += event.nbytes()
         most = max(most, now)
     return most
-
-
-def gpu_peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
-    """The most bytes of a GPU that a call makes and holds at once."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    call()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 @contextmanager
