@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", type=float, nargs="+", default=DEPTHS)
     parser.add_argument("--seed", type=int, default=0, help="of the codes")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", help="to ask on; the CPU when left out")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/recall.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/recall"), help="where models are converted")
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         is_converted = cache.startswith(TARGETS)
         model = converted(options, cache) if is_converted else options.source
-        pair = open_pair(model, dtype=options.dtype)
+        pair = open_pair(model, dtype=options.dtype, device=options.device)
         for depth in missing:
             found = headwise.evaluate_planted(
                 pair,
