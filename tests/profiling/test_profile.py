@@ -191,9 +191,10 @@ def test_errors_and_ranks_by_hand() -> None:
     assert found.to_dict()["pairs"] == 3
 
 
-def test_the_document_says_what_the_kept_check_measured() -> None:
+@pytest.mark.parametrize("name", ["profile", "profile-cuda"])
+def test_the_document_says_what_the_kept_check_measured(name: str) -> None:
     root = Path(__file__).parents[2]
-    kept = json.loads((root / "benchmarks/results/profile.json").read_text())["check"]
+    kept = json.loads((root / f"benchmarks/results/{name}.json").read_text())["check"]
     said = (
         f"{len(kept['points'])} points: median error {100 * kept['median_error']:.0f} %, 90th percentile"
         f" {100 * kept['high_error']:.0f} %, and {kept['pairs_in_order']} of {kept['pairs']} pairs"
