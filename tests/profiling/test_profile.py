@@ -40,6 +40,7 @@ FEW = replace(
     prompts=(16, 64),
     heads=4,
     kv_heads=(4, 1),
+    coded_kv_heads=(4, 1),
     latent_heads=(4, 8),
     caches=(1 << 14, 1 << 16),
     coded_caches=(1 << 13, 1 << 15),
@@ -47,6 +48,7 @@ FEW = replace(
     states=(128, 8192),
     layers=(1, 2),
     whole=(Decoder(hidden_size=128, num_layers=2, num_heads=2, intermediate_size=64, vocab_size=64),),
+    whole_prompts=(70,),
     short=4,
     places=replace(grids.CPU.places, heads=(4,), layers=(2,), vocabularies=(64,), contexts=(100,), prompts=(50,)),
 )

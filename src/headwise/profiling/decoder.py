@@ -16,7 +16,7 @@ from headwise.hf import HeadwiseCache, optimize
 from headwise.profiling.pace import HERE
 from headwise.specs import LatentSpec, ModelSpec, read_config
 
-_PIECE = 16_384
+_PIECE = 65_536
 """Tokens of noise."""
 
 

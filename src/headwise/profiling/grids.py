@@ -55,6 +55,7 @@ class Grids:
         head_dim: D.
         heads: query heads of decoders whose attention is timed.
         kv_heads: key–value heads of these.
+        coded_kv_heads: the same where caches are in fewer bits, which take long to fill.
         latent: R and P of decoders whose attention to latents is timed.
         latent_heads: query heads of these.
         latent_hidden: E of these.
@@ -65,6 +66,7 @@ class Grids:
         hidden: E of decoders whose other work is measured.
         states: values of a hidden state, multiples of ``hidden``.
         whole: decoders whose weights come from memory, which projections are measured once more in.
+        whole_prompts: tokens that each of them reads; in turn, where there are fewer.
         places: for `headwise.profiling.check`.
         layers: of decoders, a few and more: their difference is what one takes.
         short: tokens of a context that takes next to nothing.
@@ -84,6 +86,7 @@ class Grids:
     head_dim: int
     heads: int
     kv_heads: tuple[int, ...]
+    coded_kv_heads: tuple[int, ...]
     latent: tuple[int, int]
     latent_heads: tuple[int, ...]
     latent_hidden: int
@@ -94,6 +97,7 @@ class Grids:
     states: tuple[int, ...]
     places: Places
     whole: tuple[Decoder, ...] = ()
+    whole_prompts: tuple[int, ...] = ()
     layers: tuple[int, int] = (1, 4)
     short: int = 32
 
@@ -101,7 +105,7 @@ class Grids:
 CPU = Grids(
     dtypes=(torch.float32, torch.bfloat16),
     few_reads=(6 << 20, 20 << 20, 48 << 20, 80 << 20, 160 << 20),
-    few_tokens=(1, 4, 8, 16, 64),
+    few_tokens=(1, 4, 16, 64),
     few_weights=(1 << 18, 1 << 20, 1 << 22, 1 << 24),
     tokens=(64, 256, 1024),
     weights=(1 << 15, 1 << 17, 1 << 19, 1 << 21),
@@ -113,6 +117,7 @@ CPU = Grids(
     head_dim=64,
     heads=16,
     kv_heads=(16, 4, 1),
+    coded_kv_heads=(16, 1),
     latent=(192, 32),
     latent_heads=(4, 8, 16),
     latent_hidden=256,
@@ -135,6 +140,7 @@ CPU = Grids(
         Decoder(hidden_size=hidden, num_layers=7, num_heads=hidden // 64, num_kv_heads=2, intermediate_size=inner)
         for hidden, inner in ((512, 4096), (640, 3200), (896, 3584), (1152, 2304), (1024, 4096))
     ),
+    whole_prompts=(80, 160, 320, 512, 240),
 )
 """Of processors."""
 
@@ -153,6 +159,7 @@ GPU = Grids(
     head_dim=128,
     heads=32,
     kv_heads=(32, 8, 1),
+    coded_kv_heads=(32, 8, 1),
     latent=(512, 64),
     latent_heads=(8, 32, 128),
     latent_hidden=512,

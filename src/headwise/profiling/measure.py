@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -174,7 +175,8 @@ def _cores(machine: _Machine, bits: float, besides: dict[float, float]) -> Grid:
     """Attention of one token to heads; ``besides`` is told what a layer takes after a short context."""
     grids = machine.grids
     one = replace(_cached(machine, grids.head_dim * grids.heads), num_heads=grids.heads)
-    decoders = [replace(one, num_kv_heads=heads) for heads in grids.kv_heads]
+    heads_of = grids.coded_kv_heads if bits else grids.kv_heads
+    decoders = [replace(one, num_kv_heads=heads) for heads in heads_of]
     found, besides[bits] = _by_length(machine, decoders, bits)
     return found
 
@@ -273,34 +275,49 @@ def _around(machine: _Machine, parts: Curves) -> Curves:
 
 
 def _in_models(machine: _Machine, whole: Curves) -> Curves:
-    """The curves with projections that come from memory as slow, or as fast, as they are in whole models.
+    """The curves with projections as slow, or as fast, as in whole models: those from memory, and those of prompts.
 
-    They are multiplied by the median, over several decoders, of what is left of a step's time for them, divided by
-    what was predicted. With other work between them, during which nothing is fetched, they mostly take longer.
+    They are multiplied by the median, over several decoders, of what is left of a pass's time for them, divided by
+    what was predicted. With other work between them, during which nothing is fetched, those of few tokens mostly take
+    longer; those of many take less.
     """
-    known = replace(machine.known, curves={machine.name: whole})
-    ratios = []
-    for decoder in machine.grids.whole:
+    grids = machine.grids
+    of_steps, of_prompts = [], []
+    for index, decoder in enumerate(grids.whole):
         model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
-        step = Pass(total=machine.grids.short + 1, dtype=machine.name)
-        call = decode_step(model, filled_cache(model, spec, batch=1, tokens=machine.grids.short), 1)
-        work = operators(spec, step)
-        times = predicted(work, known, step)
-        kinds = {each.name: each.kind for each in work}
-        linear = sum(each.seconds for each in times if kinds[each.name] == "linear")
-        besides = sum(each.seconds for each in times) - linear
-        measured = machine.pace.median(call, bound_by(pass_bytes(work)), patience=4 * PATIENCE)
-        ratios.append((measured - besides) / linear)
-    ratio = min(max(statistics.median(ratios), 1 / _MOST_IN_MODELS), _MOST_IN_MODELS)
+        step = Pass(total=grids.short + 1, dtype=machine.name)
+        cache = filled_cache(model, spec, batch=1, tokens=grids.short)
+        of_steps.append(_of_projections(machine, whole, spec, step, decode_step(model, cache, 1)))
+        tokens = grids.whole_prompts[index % len(grids.whole_prompts)]
+        prompt = Pass(new=tokens, total=tokens, dtype=machine.name)
+        of_prompts.append(_of_projections(machine, whole, spec, prompt, prompt_call(model, tokens)))
 
-    def slower(grid: Grid) -> Grid:
-        rows = (
-            tuple(time * (ratio if bound_by(read) == "memory" else 1) for time, read in zip(row, grid.y, strict=True))
-            for row in grid.seconds
-        )
+    def slower(grid: Grid, ratios: Sequence[float]) -> Grid:
+        rows = (tuple(map(operator.mul, row, ratios)) for row in grid.seconds)
         return replace(grid, seconds=tuple(rows))
 
-    return replace(whole, few={weights: slower(grid) for weights, grid in whole.few.items()})
+    def from_memory(grid: Grid) -> list[float]:
+        return [_bounded(of_steps) if bound_by(read) == "memory" else 1.0 for read in grid.y]
+
+    few = {weights: slower(grid, from_memory(grid)) for weights, grid in whole.few.items()}
+    return replace(whole, few=few, many=slower(whole.many, [_bounded(of_prompts)] * len(whole.many.y)))
+
+
+def _of_projections(
+    machine: _Machine, curves: Curves, spec: ModelSpec, forward: Pass, call: Callable[[], object]
+) -> float:
+    """How many times as long as by the curves the projections of a pass take."""
+    work = operators(spec, forward)
+    times = predicted(work, replace(machine.known, curves={machine.name: curves}), forward)
+    kinds = {each.name: each.kind for each in work}
+    linear = sum(each.seconds for each in times if kinds[each.name] == "linear")
+    besides = sum(each.seconds for each in times) - linear
+    bound = bound_by(pass_bytes(work)) if forward.new == 1 else "products"
+    return (machine.pace.median(call, bound, patience=4 * PATIENCE) - besides) / linear
+
+
+def _bounded(ratios: Sequence[float]) -> float:
+    return min(max(statistics.median(ratios), 1 / _MOST_IN_MODELS), _MOST_IN_MODELS)
 
 
 def _rest(

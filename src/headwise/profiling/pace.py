@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Literal
 
@@ -166,7 +167,8 @@ def projections(
     """A call of ``copies`` projections one after another, each of as many values of weights."""
     width = 1 << ((weights.bit_length() - 1) // 2)
     sizes = width, weights // width
-    layers = nn.ModuleList(nn.Linear(*sizes, bias=False, device=device, dtype=dtype) for _ in range(copies))
+    one = nn.Linear(*sizes, bias=False, device=device, dtype=dtype)
+    layers = nn.ModuleList([one, *(deepcopy(one) for _ in range(copies - 1))])  # drawing each would take long
     take_over_linears(layers)
     states = torch.randn(1, tokens, width, device=device).to(dtype)
     return in_turn([partial(layer, states) for layer in layers])
