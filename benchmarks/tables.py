@@ -165,6 +165,7 @@ def large(document: Document) -> str:
     """The table of time and memory of a 7B-shaped conversion."""
     text = "calibrated on {} windows of {}".format(*document["settings"]["windows"])
     names = {"statistics": "statistics given", "text": f"{text}, without spread", "spread": text}
+    names["default"] = f"{text}, as it is now"
     rows = []
     for name, row in document["rows"].items():
         split = row["seconds_a_layer"]
