@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/recall"), help="where models are converted")
     options = parser.parse_args(arguments)
-    names = ("source", "tokens", "context", "trials", "keys", "seed", "dtype")
+    names = ("source", "tokens", "context", "trials", "keys", "seed", "dtype", "device")
     kept = Kept(options.json, {name: getattr(options, name) for name in names})
     for cache in options.caches:
         missing = [depth for depth in options.depths if f"{cache}/{depth}" not in kept.rows]

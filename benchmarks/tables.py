@@ -165,7 +165,6 @@ def large(document: Document) -> str:
     """The table of time and memory of a 7B-shaped conversion."""
     text = "calibrated on {} windows of {}".format(*document["settings"]["windows"])
     names = {"statistics": "statistics given", "text": f"{text}, without spread", "spread": text}
-    names["default"] = f"{text}, as it is now"
     rows = []
     for name, row in document["rows"].items():
         split = row["seconds_a_layer"]
@@ -514,6 +513,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "layouts": ("layouts.json", layouts),
     "serving": ("serving.json", serving),
     "large": ("large.json", large),
+    "large-now": ("large-now.json", large),
     "large-cuda": ("large-cuda.json", large),
     "crossover": ("crossover.json", crossover),
     "tiles": ("tiles-cuda.json", tiles),

@@ -55,7 +55,7 @@ class Grids:
         head_dim: D.
         heads: query heads of decoders whose attention is timed.
         kv_heads: key–value heads of these.
-        coded_kv_heads: the same where caches are in fewer bits, which take long to fill.
+        coded_kv_heads: some of them, where caches are in fewer bits, which take long to fill.
         latent: R and P of decoders whose attention to latents is timed.
         latent_heads: query heads of these.
         latent_hidden: E of these.
@@ -66,7 +66,7 @@ class Grids:
         hidden: E of decoders whose other work is measured.
         states: values of a hidden state, multiples of ``hidden``.
         whole: decoders whose weights come from memory, which projections are measured once more in.
-        whole_prompts: tokens that each of them reads; in turn, where there are fewer.
+        whole_prompts: tokens of the prompt that each of them reads, 64 at least.
         places: for `headwise.profiling.check`.
         layers: of decoders, a few and more: their difference is what one takes.
         short: tokens of a context that takes next to nothing.

@@ -16,7 +16,7 @@ from headwise.attention.base import per_head
 from headwise.checkpoints import dtype_name
 from headwise.cost.layer import cache_values
 from headwise.hf.interface import attention_forward
-from headwise.prediction import MANY, Curves, Device, Grid, Pass, operators
+from headwise.prediction import MANY, Curves, Device, Grid, Operator, Pass, operators
 from headwise.prediction import seconds as predicted
 from headwise.prediction.roofline import pass_bytes
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
@@ -71,12 +71,12 @@ def measure_curves(
         progress: told of each group of operators.
     """
     machine = _Machine(dtype, device, grids, place)
-    besides: dict[float, float] = {}
+    after_short: dict[float, dict[int, float]] = {}
     stages: dict[str, Callable[[], Grid]] = {
         "many": lambda: _grid(grids.tokens, grids.weights, partial(_many, machine)),
         "product": lambda: _grid(grids.product_tokens, grids.product_weights, partial(_product, machine)),
         "prompt": lambda: _prompts(machine),
-        **{f"core {bits:g}": partial(_cores, machine, bits, besides) for bits in BITS},
+        **{f"core {bits:g}": partial(_cores, machine, bits, after_short) for bits in BITS},
         "latent core": lambda: _latent_cores(machine),
     }
     progress("profiling", 0, len(stages) + 2)
@@ -93,7 +93,7 @@ def measure_curves(
         prompt=found["prompt"],
         core={bits: found[f"core {bits:g}"] for bits in BITS},
         latent_core={0.0: found["latent core"]},
-        coded={bits: max(besides[bits] - besides[0.0], _LEAST) for bits in BITS if bits},
+        coded={bits: _coded(after_short[bits], after_short[0.0]) for bits in BITS if bits},
         latent_input=nothing,
         norm=nothing,
         embedding=nothing,
@@ -171,14 +171,19 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return attention_forward(_MODULE, query, key, value, None)[0]
 
 
-def _cores(machine: _Machine, bits: float, besides: dict[float, float]) -> Grid:
-    """Attention of one token to heads; ``besides`` is told what a layer takes after a short context."""
+def _cores(machine: _Machine, bits: float, after_short: dict[float, dict[int, float]]) -> Grid:
+    """Attention of one token to heads; ``after_short`` is told what a layer takes after a short context."""
     grids = machine.grids
     one = replace(_cached(machine, grids.head_dim * grids.heads), num_heads=grids.heads)
-    heads_of = grids.coded_kv_heads if bits else grids.kv_heads
-    decoders = [replace(one, num_kv_heads=heads) for heads in heads_of]
-    found, besides[bits] = _by_length(machine, decoders, bits)
+    kv_heads = grids.coded_kv_heads if bits else grids.kv_heads
+    found, layers = _by_length(machine, [replace(one, num_kv_heads=heads) for heads in kv_heads], bits)
+    after_short[bits] = dict(zip(kv_heads, layers, strict=True))
     return found
+
+
+def _coded(codes: Mapping[int, float], plain: Mapping[int, float]) -> float:
+    """What a layer does besides where its cache is in codes: the median over what was measured of both."""
+    return max(statistics.median(codes[heads] - plain[heads] for heads in codes), _LEAST)
 
 
 def _latent_cores(machine: _Machine) -> Grid:
@@ -199,11 +204,11 @@ def _between(machine: _Machine, hidden: int) -> int:
     return machine.grids.between // (3 * hidden * machine.dtype.itemsize) // 64 * 64
 
 
-def _by_length(machine: _Machine, decoders: Sequence[Decoder], bits: float) -> tuple[Grid, float]:
+def _by_length(machine: _Machine, decoders: Sequence[Decoder], bits: float) -> tuple[Grid, list[float]]:
     """Seconds for each byte of cache: what contexts take more than a short one, in decoders whose FLOPs a byte grow.
 
     Returns:
-        And the seconds of a layer after the short one.
+        And the seconds of each decoder's layers after the short one.
     """
     grids = machine.grids
     after_short: list[float] = []
@@ -228,7 +233,7 @@ def _by_length(machine: _Machine, decoders: Sequence[Decoder], bits: float) -> t
         intensities.append(core.flops / core.cache_bytes)
     seconds_of = tuple(zip(*columns, strict=True))
     x = caches if grids.few_reads else tuple(read / decoders[0].num_layers for read in caches)
-    return Grid(x=x, y=tuple(intensities), seconds=seconds_of), statistics.median(after_short)
+    return Grid(x=x, y=tuple(intensities), seconds=seconds_of), after_short
 
 
 def _step_seconds(machine: _Machine, model: Any, spec: ModelSpec, tokens: int, token: float, bits: float) -> float:
@@ -283,37 +288,40 @@ def _in_models(machine: _Machine, whole: Curves) -> Curves:
     """
     grids = machine.grids
     of_steps, of_prompts = [], []
-    for index, decoder in enumerate(grids.whole):
+    for decoder, tokens in zip(grids.whole, grids.whole_prompts, strict=True):
         model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
         step = Pass(total=grids.short + 1, dtype=machine.name)
         cache = filled_cache(model, spec, batch=1, tokens=grids.short)
         of_steps.append(_of_projections(machine, whole, spec, step, decode_step(model, cache, 1)))
-        tokens = grids.whole_prompts[index % len(grids.whole_prompts)]
         prompt = Pass(new=tokens, total=tokens, dtype=machine.name)
         of_prompts.append(_of_projections(machine, whole, spec, prompt, prompt_call(model, tokens)))
 
-    def slower(grid: Grid, ratios: Sequence[float]) -> Grid:
+    def scaled(grid: Grid, ratios: Sequence[float]) -> Grid:
         rows = (tuple(map(operator.mul, row, ratios)) for row in grid.seconds)
         return replace(grid, seconds=tuple(rows))
 
     def from_memory(grid: Grid) -> list[float]:
         return [_bounded(of_steps) if bound_by(read) == "memory" else 1.0 for read in grid.y]
 
-    few = {weights: slower(grid, from_memory(grid)) for weights, grid in whole.few.items()}
-    return replace(whole, few=few, many=slower(whole.many, [_bounded(of_prompts)] * len(whole.many.y)))
+    few = {weights: scaled(grid, from_memory(grid)) for weights, grid in whole.few.items()}
+    return replace(whole, few=few, many=scaled(whole.many, [_bounded(of_prompts)] * len(whole.many.y)))
 
 
 def _of_projections(
     machine: _Machine, curves: Curves, spec: ModelSpec, forward: Pass, call: Callable[[], object]
 ) -> float:
-    """How many times as long as by the curves the projections of a pass take."""
+    """Seconds of a pass's projections in a model, divided by those by the curves."""
     work = operators(spec, forward)
     times = predicted(work, replace(machine.known, curves={machine.name: curves}), forward)
     kinds = {each.name: each.kind for each in work}
     linear = sum(each.seconds for each in times if kinds[each.name] == "linear")
     besides = sum(each.seconds for each in times) - linear
-    bound = bound_by(pass_bytes(work)) if forward.new == 1 else "products"
+    bound = _bound(work, forward)
     return (machine.pace.median(call, bound, patience=4 * PATIENCE) - besides) / linear
+
+
+def _bound(work: Sequence[Operator], forward: Pass) -> Bound:
+    return bound_by(pass_bytes(work)) if forward.new == 1 else "products"
 
 
 def _bounded(ratios: Sequence[float]) -> float:
@@ -368,6 +376,6 @@ def _run(machine: _Machine, call: Callable[[], object], spec: ModelSpec, forward
     work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
     times = {each.name: each.seconds for each in predicted(work, known, forward)}
     head = times.pop("head")
-    bound = bound_by(pass_bytes(work)) if forward.new == 1 else "products"
+    bound = _bound(work, forward)
     seconds = machine.pace.median(call, bound, least=3, patience=2 * PATIENCE)
     return _Run(seconds=seconds, layers=sum(times.values()), head=head)
