@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 import types
 import weakref
 from collections.abc import Callable
@@ -200,6 +201,20 @@ def test_the_document_says_what_the_kept_check_measured(name: str) -> None:
     said = (
         f"{len(kept['points'])} points: median error {100 * kept['median_error']:.0f} %, 90th percentile"
         f" {100 * kept['high_error']:.0f} %, and {kept['pairs_in_order']} of {kept['pairs']} pairs"
+    )
+    assert said in " ".join((root / "docs/prediction.md").read_text().split())
+
+
+def test_the_document_says_how_far_two_checks_differ() -> None:
+    root = Path(__file__).parents[2]
+    names = ("profile", "profile-again")
+    one, other = (json.loads((root / f"benchmarks/results/{name}.json").read_text())["check"] for name in names)
+    at_pace = [[each["measured"] / each["pace"] for each in found["points"]] for found in (one, other)]
+    differences = [abs(a / b - 1) for a, b in zip(*at_pace, strict=True)]
+    said = (
+        f"(`profile-again.json`): {100 * other['median_error']:.0f} % and {100 * other['high_error']:.0f} %. What the two "
+        f"measured of the same points, at their paces, differs by {100 * statistics.median(differences):.0f} % in the "
+        f"median and by {100 * statistics.quantiles(differences, n=10)[-1]:.0f} % at the 90th percentile"
     )
     assert said in " ".join((root / "docs/prediction.md").read_text().split())
 
