@@ -214,8 +214,8 @@ def test_the_document_says_how_far_two_checks_differ() -> None:
     median, high = statistics.median(differences), statistics.quantiles(differences, n=10)[-1]
     errors = f"{100 * other['median_error']:.0f} % and {100 * other['high_error']:.0f} %"
     said = (
-        f"(`profile-again.json`): {errors}. What the two measured of the same points, at their paces, differs by {100 * median:.0f} % in the median and by "
-        f"{100 * high:.0f} % at the 90th percentile"
+        f"(`profile-again.json`): {errors}. What the two measured of the same points, at their paces, differs by "
+        f"{100 * median:.0f} % in the median and by {100 * high:.0f} % at the 90th percentile"
     )
     assert said in " ".join((root / "docs/prediction.md").read_text().split())
 
