@@ -18,13 +18,24 @@ import torch
 
 from headwise.cost.model import cache_bytes
 from headwise.measurement.timing import recorded
-from headwise.prediction import device
-from headwise.profiling import Check, Point, check, grids, measure_curves, memory, pace, profile, write_profile
+from headwise.prediction import Grid, device
+from headwise.profiling import (
+    Check,
+    Point,
+    check,
+    grids,
+    measure,
+    measure_curves,
+    memory,
+    pace,
+    profile,
+    write_profile,
+)
 from headwise.profiling.check import kinds
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.specs import read_config
 from tests.cli.conftest import cli, here, refused
-from tests.prediction.test_curves import measured_gpu
+from tests.prediction.test_curves import measured_gpu, some_curves
 from tests.pretended_device import placed, pretended_device, waited
 
 __all__ = ["cli", "here", "refused"]
@@ -194,21 +205,63 @@ def test_errors_and_ranks_by_hand() -> None:
     assert found.to_dict()["pairs"] == 3
 
 
+def test_codes_take_what_layers_of_the_same_heads_take_more() -> None:
+    codes, plain = {16: 3.0, 1: 1.5}, {16: 2.0, 4: 1.2, 1: 0.5}
+    assert measure._coded(codes, plain) == pytest.approx(1.0)
+
+
+def test_whole_decoders_correct_what_comes_from_memory_and_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ratio(*of: Any) -> float:
+        return 1.25 if of[3].new == 1 else 0.75
+
+    monkeypatch.setattr(measure, "_of_projections", ratio)
+    grid = Grid(x=(1, 64), y=(1 << 20, 1 << 28), seconds=((1.0, 2.0), (3.0, 4.0)))
+    whole = replace(some_curves(), few={64.0: grid, 128.0: grid}, many=grid)
+    sizes = replace(FEW, few_reads=(1 << 20, 1 << 28), weights=(1 << 20, 1 << 28))
+    machine = measure._Machine(torch.float32, device("laptop"), sizes, pace.HERE)
+    found = measure._in_models(machine, whole)
+    assert found.few[64.0].seconds == found.few[128.0].seconds == ((1.0, 2.5), (3.0, 5.0))
+    assert found.many.seconds == ((0.75, 1.5), (2.25, 3.0))
+
+
+def kept_check(name: str) -> dict[str, Any]:
+    file = Path(__file__).parents[2] / f"benchmarks/results/{name}.json"
+    found: dict[str, Any] = json.loads(file.read_text())["check"]
+    return found
+
+
+def the_page() -> str:
+    return " ".join((Path(__file__).parents[2] / "docs/prediction.md").read_text().split())
+
+
 @pytest.mark.parametrize("name", ["profile", "profile-cuda"])
 def test_the_document_says_what_the_kept_check_measured(name: str) -> None:
-    root = Path(__file__).parents[2]
-    kept = json.loads((root / f"benchmarks/results/{name}.json").read_text())["check"]
+    kept = kept_check(name)
     said = (
         f"{len(kept['points'])} points: median error {100 * kept['median_error']:.0f} %, 90th percentile"
         f" {100 * kept['high_error']:.0f} %, and {kept['pairs_in_order']} of {kept['pairs']} pairs"
     )
-    assert said in " ".join((root / "docs/prediction.md").read_text().split())
+    assert said in the_page()
+    assert f"memory within {100 * kept['memory_error']:.1f} %" in the_page()
+
+
+def test_the_document_says_how_prompts_are_predicted_on_a_gpu() -> None:
+    points = kept_check("profile-cuda")["points"]
+    prompts, steps = (
+        statistics.median(abs(each["error"]) for each in points if each["is_prompt"] == kind)
+        for kind in (True, False)
+    )
+    worst = max(points, key=lambda each: abs(each["error"]))
+    assert worst["is_prompt"]
+    said = (
+        f"({100 * prompts:.0f} % and {100 * steps:.0f} % in the median): the largest error is"
+        f" {100 * abs(worst['error']):.0f} %, of {worst['mechanism']} reading a prompt of {worst['context']:,} tokens"
+    )
+    assert said in the_page()
 
 
 def test_the_document_says_how_far_two_checks_differ() -> None:
-    root = Path(__file__).parents[2]
-    names = ("profile", "profile-again")
-    one, other = (json.loads((root / f"benchmarks/results/{name}.json").read_text())["check"] for name in names)
+    one, other = kept_check("profile"), kept_check("profile-again")
     at_pace = [[each["measured"] / each["pace"] for each in found["points"]] for found in (one, other)]
     differences = [abs(a / b - 1) for a, b in zip(*at_pace, strict=True)]
     median, high = statistics.median(differences), statistics.quantiles(differences, n=10)[-1]
@@ -217,7 +270,7 @@ def test_the_document_says_how_far_two_checks_differ() -> None:
         f"(`profile-again.json`): {errors}. What the two measured of the same points, at their paces, differs by "
         f"{100 * median:.0f} % in the median and by {100 * high:.0f} % at the 90th percentile"
     )
-    assert said in " ".join((root / "docs/prediction.md").read_text().split())
+    assert said in the_page()
 
 
 def test_what_slows_the_yardstick_as_much_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,11 +300,9 @@ def _in_models(machine: _Machine, whole: Curves) -> Curves:
         rows = (tuple(map(operator.mul, row, ratios)) for row in grid.seconds)
         return replace(grid, seconds=tuple(rows))
 
-    def from_memory(grid: Grid) -> list[float]:
-        return [_bounded(of_steps) if bound_by(read) == "memory" else 1.0 for read in grid.y]
-
-    few = {weights: scaled(grid, from_memory(grid)) for weights, grid in whole.few.items()}
-    return replace(whole, few=few, many=scaled(whole.many, [_bounded(of_prompts)] * len(whole.many.y)))
+    of_memory = [_bounded(of_steps) if bound_by(read) == "memory" else 1.0 for read in grids.few_reads]
+    few = {weights: scaled(grid, of_memory) for weights, grid in whole.few.items()}
+    return replace(whole, few=few, many=scaled(whole.many, [_bounded(of_prompts)] * len(grids.weights)))
 
 
 def _of_projections(
@@ -316,8 +314,7 @@ def _of_projections(
     kinds = {each.name: each.kind for each in work}
     linear = sum(each.seconds for each in times if kinds[each.name] == "linear")
     besides = sum(each.seconds for each in times) - linear
-    bound = _bound(work, forward)
-    return (machine.pace.median(call, bound, patience=4 * PATIENCE) - besides) / linear
+    return (machine.pace.median(call, _bound(work, forward), patience=4 * PATIENCE) - besides) / linear
 
 
 def _bound(work: Sequence[Operator], forward: Pass) -> Bound:
@@ -376,6 +373,5 @@ def _run(machine: _Machine, call: Callable[[], object], spec: ModelSpec, forward
     work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
     times = {each.name: each.seconds for each in predicted(work, known, forward)}
     head = times.pop("head")
-    bound = _bound(work, forward)
-    seconds = machine.pace.median(call, bound, least=3, patience=2 * PATIENCE)
+    seconds = machine.pace.median(call, _bound(work, forward), least=3, patience=2 * PATIENCE)
     return _Run(seconds=seconds, layers=sum(times.values()), head=head)
