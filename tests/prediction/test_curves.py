@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -47,8 +48,10 @@ def some_curves(seed: int = 0) -> Curves:
         many=many,
         product=product,
         core=by_bits,
-        latent_core={0.0: some_grid(chosen)},
+        latent_core=some_grid(chosen),
+        coded_latent_core={3.0: some_grid(chosen), 6.0: some_grid(chosen)},
         coded={8.5: 1e-4, 5.0: 2e-4},
+        coded_latent={3.0: 3e-4, 6.0: 4e-4},
         prompt=prompt,
         latent_input=latent_input,
         norm=norm,
@@ -62,8 +65,9 @@ def measured_device() -> Device:
 
 
 def measured_gpu() -> Device:
-    """A device whose caches hold nothing from one pass to the next."""
-    curves = {name: replace(found, few={}) for name, found in measured_device().curves.items()}
+    """A device whose caches hold nothing from one pass to the next, and whose latents in codes were not measured."""
+    nothing: dict[str, Any] = {"few": {}, "coded_latent_core": {}, "coded_latent": {}}
+    curves = {name: replace(found, **nothing) for name, found in measured_device().curves.items()}
     return replace(measured_device(), name="my-gpu", kind="gpu", curves=curves)
 
 
@@ -113,9 +117,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path, mine: Device) -> No
     ("text", "what"),
     [
         ("curves = 3", "must be a table of dtypes"),
-        ("curves = {float32 = {}}", "^form = None: must be 3 in curves: run headwise profile again"),
-        ("curves = {float32 = {form = 1}}", "^form = 1: must be 3 in curves: run headwise profile again"),
-        ("curves = {float32 = {form = 3}}", "must be as headwise profile writes them"),
+        ("curves = {float32 = {}}", "^form = None: must be 4 in curves: run headwise profile again"),
+        ("curves = {float32 = {form = 1}}", "^form = 1: must be 4 in curves: run headwise profile again"),
+        ("curves = {float32 = {form = 4}}", "must be as headwise profile writes them"),
         ("curves = {float32 = 3}", "must be as headwise profile writes them"),
     ],
 )
@@ -149,10 +153,17 @@ def test_a_prediction_is_the_sum_of_what_was_measured(name: str, bits: float | N
         return float(of_small.at(*place) * (within / small) ** power * beyond)
 
     assert timed["head"].seconds == pytest.approx(few(head.weights))
-    near = {None: 0.0, 8.5: 8.5, 4.0: 5.0, 32.0: 0.0}[bits]
-    grid = curves.core[near] if name == "llama-3-8b" else curves.latent_core[0.0]
-    one = core.cache_bytes * grid.at(grid.x[-1], core.flops / core.cache_bytes)
-    one += curves.coded.get(near, 0) if name == "llama-3-8b" else 0
+    if name == "llama-3-8b":
+        near = {None: 0.0, 8.5: 8.5, 4.0: 5.0, 32.0: 0.0}[bits]
+        grid = curves.core[near]
+        one = core.cache_bytes * grid.at(grid.x[-1], core.flops / core.cache_bytes) + curves.coded.get(near, 0)
+    elif bits in (None, 32.0):
+        grid = curves.latent_core
+        one = core.cache_bytes * grid.at(grid.x[-1], core.flops / core.cache_bytes)
+    else:  # as many values in as many bits as were measured
+        near = {8.5: 6.0, 4.0: 3.0}[bits]
+        alike = core.cache_bytes * near / bits
+        one = curves.coded_latent_core[near].at(alike, core.flops / alike) + curves.coded_latent[near]
     assert timed["attention"].seconds == pytest.approx(core.times * one)
     norms = timed["norm"].seconds / timed["norm"].times
     assert norms == pytest.approx(curves.norm.at(3 * model.hidden_size, model.hidden_size))

@@ -7,7 +7,7 @@ import json
 import statistics
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 
 from headwise.cost.model import cache_bytes
 from headwise.measurement.timing import recorded
-from headwise.prediction import Grid, device
+from headwise.prediction import Grid, Pass, device, operators, seconds
 from headwise.profiling import (
     Check,
     Point,
@@ -54,6 +54,7 @@ FEW = replace(
     kv_heads=(4, 1),
     coded_kv_heads=(4, 1),
     latent_heads=(4, 8),
+    code_tokens=(20, 80),
     caches=(1 << 14, 1 << 16),
     coded_caches=(1 << 13, 1 << 15),
     hidden=(64, 128),
@@ -74,9 +75,11 @@ LIKE_A_GPU = replace(
     few_tokens=(),
     tokens=(1, 16, 80),
     turns=1 << 15,
+    code_bits=(),
     prompt_heads=(2, 8),
     between=1 << 16,
     head_dim=32,
+    places=replace(FEW.places, code_bits=()),
 )
 """The same with what differs on a GPU: one curve of projections from one token on, and several numbers of heads."""
 
@@ -85,12 +88,12 @@ LIKE_A_GPU = replace(
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little time and small yardsticks."""
     monkeypatch.setattr(grids, "CPU", FEW)
-    monkeypatch.setattr(pace, "READING", {"caches": 1 << 16, "memory": 1 << 18})
+    monkeypatch.setattr(pace, "READING", (1 << 16, 1 << 18))
     monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
     monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
     monkeypatch.setattr(memory, "CONTEXT", 200)
     usual = pace.Pace.measure
-    monkeypatch.setattr(pace.Pace, "measure", lambda self, call, by, **_: usual(self, call, by, least=1, patience=0))
+    monkeypatch.setattr(pace.Pace, "measure", lambda self, calls, **_: usual(self, calls, least=1, patience=0))
 
 
 @pytest.mark.parametrize("kind", [{"num_kv_heads": 2}, {"num_kv_heads": 1}, {"latent": (48, 16)}])
@@ -106,6 +109,21 @@ def test_a_decoder_is_what_its_spec_says(kind: dict[str, Any]) -> None:
     assert prompt_call(model, 20)().shape == (1, 1, 64)
 
 
+@pytest.mark.parametrize("bits", [2, 5])
+def test_latents_in_codes_are_read_as_codes(bits: int) -> None:
+    sizes = {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size": 64, "vocab_size": 64}
+    decoder = Decoder(**sizes, latent=(48, 16), code_bits=bits)
+    model, spec = decoder.build(torch.float32), decoder.spec()
+    assert spec.layers == Decoder(**sizes, latent=(48, 16)).spec().layers
+    cache = filled_cache(model, spec, batch=3, tokens=600)
+    assert cache.length == 600
+    codes = [layer.keys for layer in cache.layers]
+    assert all(layer.shape == (3, 1, 600, 1 + 64 * bits // 8) for layer in codes)
+    assert all((layer[:, :, :256] == layer[:, :, 256:512]).all() for layer in codes)
+    decode_step(model, cache, 3)()
+    assert cache.length == 600
+
+
 @pytest.mark.usefixtures("few_sizes")
 def test_a_profile_predicts_and_is_checked(tmp_path: Path, cli: Any) -> None:
     found = profile()
@@ -118,6 +136,10 @@ def test_a_profile_predicts_and_is_checked(tmp_path: Path, cli: Any) -> None:
     assert said["seconds"] is None  # the profile that is there is kept
     points = said["check"]["points"]
     assert {point["mechanism"] for point in points} == {"MHA", "GQA", "MQA", "MLA"}
+    assert {(point["cache"] or "").startswith("codes:") for point in points if point["mechanism"] == "MLA"} == {
+        False,
+        True,
+    }
     assert all(point["measured"] > 0 < point["predicted"] for point in points)
     shown = cli("predict", "llama-3-8b", "--hardware", "this-machine", "--hardware-file", file).out
     assert "times: headwise profile" in shown
@@ -205,9 +227,44 @@ def test_errors_and_ranks_by_hand() -> None:
     assert found.to_dict()["pairs"] == 3
 
 
-def test_codes_take_what_layers_of_the_same_heads_take_more() -> None:
-    codes, plain = {16: 3.0, 1: 1.5}, {16: 2.0, 4: 1.2, 1: 0.5}
-    assert measure._coded(codes, plain) == pytest.approx(1.0)
+def test_codes_take_what_layers_of_the_same_heads_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 heads, 3 µs a layer and 4 ns a token; of one, 1 µs and 1 ns; codes take 2 µs more, and half for tokens."""
+
+    def found(_: Any, kinds: Sequence[measure._Contexts]) -> list[tuple[float, list[float]]]:
+        times = []
+        for kind in kinds:
+            heads = kind.decoder.num_kv_heads or 1
+            each = (0.5 if kind.bits else 1) * 1e-9 * heads
+            times.append((1e-6 * heads + (2e-6 if kind.bits else 0), [each * (count - 4) for count in kind.tokens]))
+        return times
+
+    monkeypatch.setattr(measure, "_after_contexts", found)
+    machine = measure._Machine(torch.float32, device("laptop"), FEW, pace.HERE)
+    core, coded = measure._cores(machine)
+    assert coded == pytest.approx({8.5: 2e-6, 5.0: 2e-6})
+    for bits, grid in core.items():
+        token = 2 * 64 * (bits / 8 if bits else 4)
+        each = (0.5 if bits else 1) * 1e-9 / token
+        assert grid.seconds == tuple((pytest.approx(each),) * 2 for _ in grid.x)
+
+
+def test_latents_in_codes_take_as_long_for_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 µs and 1 ns a token and head, whatever the bits: all are predicted as what was measured of some."""
+
+    def found(_: Any, kinds: Sequence[measure._Contexts]) -> list[tuple[float, list[float]]]:
+        return [(2e-5, [1e-9 * kind.decoder.num_heads * (count - 4) for count in kind.tokens]) for kind in kinds]
+
+    monkeypatch.setattr(measure, "_after_contexts", found)
+    machine = measure._Machine(torch.float32, device("laptop"), FEW, pace.HERE)
+    _, codes, besides = measure._latent_cores(machine)
+    assert besides == {4.0: pytest.approx(measure._LEAST)}
+    curves = replace(some_curves(), coded_latent_core=codes, coded_latent=besides)
+    mine = replace(device("laptop"), name="mine", curves={"float32": curves})
+    layer = {"hidden_size": 256, "num_layers": 1, "latent": FEW.latent, "num_heads": 8}
+    for bits in (2, 4, 7):
+        step = Pass(total=80, dtype="float32", cache_bits=bits, impl="absorbed")
+        timed = {each.name: each.seconds for each in seconds(operators(Decoder(**layer).spec(), step), mine, step)}
+        assert timed["attention"] == pytest.approx(8e-9 * 76 + measure._LEAST)
 
 
 def test_whole_decoders_correct_what_comes_from_memory_and_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,17 +341,18 @@ def test_what_slows_the_yardstick_as_much_changes_nothing(monkeypatch: pytest.Mo
         return slower * (0.003 if call is slept else 0.001)
 
     monkeypatch.setattr(pace, "seconds", clock)
-    monkeypatch.setattr(pace, "READING", {"caches": 1 << 14, "memory": 1 << 16})
+    monkeypatch.setattr(pace, "READING", (1 << 14, 1 << 16))
     monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
     monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
     mine = pace.Pace(torch.float32)
     assert mine.reference == (0.001, 0.001, 0.001)
     slower = 1.7
-    for by in ("caches", "memory", "products"):
-        assert mine.median(slept, by, patience=0) == pytest.approx(0.003)
-        assert mine.measure(slept, by, patience=0) == pytest.approx((0.003 * 1.7, 1.7))
-    assert pace.Pace(torch.float32, mine.reference).measure(slept, "memory", patience=0)[1] == pytest.approx(1.7)
-    assert (pace.bound_by(1 << 20), pace.bound_by(1 << 28)) == ("caches", "memory")
+    assert mine.medians([slept, slept], patience=0) == pytest.approx([0.003, 0.003])
+    assert mine.measure([slept], patience=0)[0] == pytest.approx((0.003 * 1.7, 1.7))
+    assert pace.Pace(torch.float32, mine.reference).measure([slept], patience=0)[0][1] == pytest.approx(1.7)
+    half = tuple(time / 2 for time in mine.reference[:2])
+    some = pace.Pace(torch.float32, (*half, mine.reference[2]))
+    assert some.measure([slept], patience=0)[0][1] == pytest.approx(1.7 * 4 ** (1 / 3))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,7 +21,7 @@ from headwise.quantization.transform_code import code_shape
 from headwise.specs import GroupedSpec, LatentSpec
 
 
-def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkpoint) -> None:
+def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkpoint | None = None) -> None:
     """Code the values that a model's layers cache.
 
     Stock attention modules are replaced by headwise's, which compute the same. ``generate`` then stores codes unless
@@ -30,14 +30,16 @@ def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkp
     Args:
         model: loaded from the checkpoint.
         codes: the code of each layer, by the layer's number; none changes nothing.
-        checkpoint: of the model.
+        checkpoint: of the model, whose stock attention modules are replaced; without one, the layers that are coded
+            have to be headwise's already.
 
     Raises:
         CheckpointError: a layer has no such values.
     """
     if not codes:
         return
-    _replace_stock(model, codes, checkpoint)
+    if checkpoint is not None:
+        _replace_stock(model, codes, checkpoint)
     layers = {module.layer_idx: module for module in model.modules() if isinstance(module, CodedAttention)}
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
     slots = None if rotary is None else SlotRotation(rotary)

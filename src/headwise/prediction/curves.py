@@ -87,8 +87,12 @@ class Curves:
         core: of attention of one new token a sequence, for each byte of cache, by bits of a cached value (0 for those
             of the dtype), over the bytes that a pass reads (where ``few`` is empty, that the run reads) and FLOPs a
             byte.
-        latent_core: the same to latents.
+        latent_core: the same to latents of the dtype.
+        coded_latent_core: of attention of one new token a sequence to latents in codes, by bits of a value, over the
+            bytes that it reads and FLOPs a byte. Decoding takes as long for every value, whatever its bits. Empty
+            where it was not measured.
         coded: what a layer whose cache is in fewer bits does besides, by its bits.
+        coded_latent: the same of latents in codes.
         prompt: of attention of many new tokens, over these and FLOPs for each pair of them.
         latent_input: what a latent layer does besides, over values of a hidden state (tokens · E) and E.
         norm: a norm and half of what else a layer does, over the same.
@@ -100,8 +104,10 @@ class Curves:
     many: Grid
     product: Grid
     core: Mapping[float, Grid] = field(hash=False)
-    latent_core: Mapping[float, Grid] = field(hash=False)
+    latent_core: Grid
+    coded_latent_core: Mapping[float, Grid] = field(hash=False)
     coded: Mapping[float, float] = field(hash=False)
+    coded_latent: Mapping[float, float] = field(hash=False)
     prompt: Grid
     latent_input: Grid
     norm: Grid
@@ -123,12 +129,16 @@ class Curves:
             return None
         if sizes.new > 1:
             return self.prompt.at(sizes.new, sizes.flops / pairs(sizes.new))
-        by_bits = self.core if kind == "core" else self.latent_core
-        bits = min(sorted(by_bits), key=lambda each: abs(each - sizes.bits))
-        grid, intensity = by_bits[bits], sizes.flops / sizes.cache_bytes
+        if kind == "latent core" and sizes.bits and self.coded_latent_core:
+            bits = _nearest(self.coded_latent_core, sizes.bits)
+            cached = sizes.cache_bytes * bits / sizes.bits
+            read = self.coded_latent_core[bits].at(cached, sizes.flops / cached)
+            return read + self.coded_latent[bits]
+        bits = _nearest(self.core, sizes.bits) if kind == "core" else 0.0
+        grid, intensity = self.core[bits] if kind == "core" else self.latent_core, sizes.flops / sizes.cache_bytes
         together = sizes.pass_bytes if self.few else sizes.cache_bytes
         read = sizes.cache_bytes * grid.at(_within(grid.x, together), intensity)
-        return read + self.coded.get(bits, 0.0)
+        return read + (self.coded.get(bits, 0.0) if kind == "core" else 0.0)
 
     def _of_few(self, sizes: Sizes) -> float:
         """A projection of few tokens: by a grid over values of weights, made for the tokens and the bytes."""
@@ -144,6 +154,11 @@ def pairs(tokens: int) -> float:
     For example ``pairs(3)`` is 6.0.
     """
     return tokens * (tokens + 1) / 2
+
+
+def _nearest(measured: Mapping[float, Any], bits: float) -> float:
+    """Those of the measured bits that are nearest to some."""
+    return min(sorted(measured), key=lambda each: abs(each - bits))
 
 
 def _state(sizes: Sizes) -> tuple[int, int]:
@@ -183,10 +198,13 @@ class Sizes:
     pass_bytes: float
 
 
-FORM = 3
+FORM = 4
 """Of curves in a file; raised whenever what their sizes mean is changed."""
 
-_GRIDS = ("many", "product", "prompt", "latent_input", "norm", "embedding")
+_GRIDS = ("many", "product", "prompt", "latent_core", "latent_input", "norm", "embedding")
+
+
+_CODED = ("coded", "coded_latent")
 
 
 def curves_of(entry: Any) -> Curves:
@@ -206,8 +224,9 @@ def curves_of(entry: Any) -> Curves:
             many=_grid(entry["many"]),
             product=_grid(entry["product"]),
             core=_by_bits(entry["core"]),
-            latent_core=_by_bits(entry["latent_core"]),
-            coded={float(bits): float(time) for bits, time in entry["coded"].items()},
+            latent_core=_grid(entry["latent_core"]),
+            coded_latent_core=_by_bits(entry["coded_latent_core"], least=0),
+            **{name: {float(bits): float(time) for bits, time in entry[name].items()} for name in _CODED},
             prompt=_grid(entry["prompt"]),
             latent_input=_grid(entry["latent_input"]),
             norm=_grid(entry["norm"]),
@@ -223,8 +242,8 @@ def _by_weights(entry: Mapping[str, Any]) -> dict[float, Grid]:
     return {float(weights): _grid(grid) for weights, grid in entry.items()}
 
 
-def _by_bits(entry: Mapping[str, Any]) -> dict[float, Grid]:
-    if not entry:
+def _by_bits(entry: Mapping[str, Any], least: int = 1) -> dict[float, Grid]:
+    if len(entry) < least:
         raise ValueError("it has no bits")
     return {float(bits): _grid(grid) for bits, grid in entry.items()}
 
@@ -244,8 +263,9 @@ def to_table(curves: Curves) -> dict[str, Any]:
     """
     plain: dict[str, Any] = {name: _table(getattr(curves, name)) for name in _GRIDS}
     plain |= {"form": FORM, "pace": list(curves.pace)}
-    plain["coded"] = {f"{bits:g}": time for bits, time in curves.coded.items()}
-    for name in ("few", "core", "latent_core"):
+    for name in _CODED:
+        plain[name] = {f"{bits:g}": time for bits, time in getattr(curves, name).items()}
+    for name in ("few", "core", "coded_latent_core"):
         plain[name] = {f"{size:.12g}": _table(grid) for size, grid in getattr(curves, name).items()}
     return plain
 

@@ -13,12 +13,15 @@ import torch
 
 from headwise.checkpoints import dtype_name
 from headwise.prediction import Device, Pass, operators, peak_memory, seconds
-from headwise.prediction.roofline import pass_bytes
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.profiling.grids import BITS, CPU, Grids, Places
 from headwise.profiling.memory import MemoryPoint, memory_point
-from headwise.profiling.pace import HERE, Bound, Pace, bound_by
+from headwise.profiling.pace import HERE, Pace
 from headwise.progress import Progress, silent
+from headwise.specs import ModelSpec
+
+_PATIENCE = 0.24
+"""Seconds that each pass of a place is measured for, in turns with the others."""
 
 KV_HEADS = {"MHA": None, "GQA": 4, "MQA": 1}
 """Key–value heads of mechanisms that cache heads; all query heads when None."""
@@ -37,13 +40,14 @@ class Point:
         mechanism: of its attention.
         sizes: of the model.
         dtype: of weights and activations.
-        cache: the format of the cache; None for the dtype's own.
+        cache: the format of the cache, such as ``int8``, or headwise's code of so many bits, such as ``codes:3``;
+            None for the dtype's own.
         batch: sequences of a decode step.
         context: tokens of each; of the prompt, where ``is_prompt``.
         is_prompt: whether a prompt was read, or a token decoded.
         measured: seconds.
         predicted: seconds, at the pace that the machine was profiled at.
-        pace: how many times as long as then a call of the same kind took beside the measurement; see `Pace`.
+        pace: how many times as long as then the yardsticks took beside the measurement; see `Pace`.
     """
 
     mechanism: str
@@ -191,41 +195,57 @@ def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], gri
     batch, context, prompt = map(chosen.choice, (choices.batches, choices.contexts, choices.prompts))
     while batch > 1 and _peak(sizes, Pass(batch=batch, total=context + 1, dtype=dtype)) > device.memory_bytes / 2:
         batch //= 2
-    label = f"{layers} × {hidden}, {sizes['intermediate_size']}, {sizes['vocab_size']}"
-    points = []
-    formats = [None, chosen.choice([each for each in BITS.values() if each is not None])]
-
-    def times(decoder: Decoder, call: Callable[[], object], forward: Pass, bound: Bound) -> dict[str, Any]:
-        least: dict[str, Any] = {"least": 3} if forward.new > 1 else {"patience": 0.2}
-        measured, now = pace.measure(call, bound, **least)
-        return {"measured": measured, "pace": now, "predicted": _predicted(decoder, forward, device)}
-
+    formats = (None, chosen.choice([each for each in BITS.values() if each is not None]))
+    code_bits = (None, chosen.choice(choices.code_bits)) if choices.code_bits else (None,)
+    common: dict[str, Any] = {"dtype": dtype}
+    common["sizes"] = f"{layers} × {hidden}, {sizes['intermediate_size']}, {sizes['vocab_size']}"
+    calls: list[_Call] = []
     for name, kind in kinds(choices).items():
-        decoder = Decoder(**sizes, **kind)
-        model, spec = decoder.build(getattr(torch, dtype), pace.device), decoder.spec()
-        common: dict[str, Any] = {"mechanism": name, "sizes": label, "dtype": dtype}
-        for cache_format in formats if decoder.latent is None else [None]:
-            bits = next(bits for bits, each in BITS.items() if each == cache_format) or None
-            step = Pass(batch=batch, total=context + 1, dtype=dtype, cache_bits=bits)
-            cache = filled_cache(model, spec, batch=batch, tokens=context, quantize=cache_format)
-            found = times(
-                decoder, decode_step(model, cache, batch), step, bound_by(pass_bytes(operators(spec, step)))
-            )
-            about: dict[str, Any] = {"cache": cache_format, "batch": batch, "context": context, "is_prompt": False}
-            points.append(Point(**common, **about, **found))
-            del cache
-        found = times(decoder, prompt_call(model, prompt), Pass(new=prompt, total=prompt, dtype=dtype), "products")
-        points.append(Point(**common, cache=None, batch=1, context=prompt, is_prompt=True, **found))
-    return points
+        common["mechanism"] = name
+        for bits in code_bits if "latent" in kind else (None,):
+            decoder = Decoder(**sizes, **kind, code_bits=bits)
+            model, spec = decoder.build(getattr(torch, dtype), pace.device), decoder.spec()
+            for cache in formats if "latent" not in kind else (None,):
+                stored = next(one for one, each in BITS.items() if each == cache) if bits is None else bits
+                step = Pass(batch=batch, total=context + 1, dtype=dtype, cache_bits=stored or None)
+                filled = filled_cache(model, spec, batch=batch, tokens=context, quantize=cache)
+                about = common | {"cache": cache if bits is None else f"codes:{bits}", "batch": batch}
+                calls.append(_Call(decode_step(model, filled, batch), spec, step, about | {"context": context}))
+            if bits is None:
+                read = Pass(new=prompt, total=prompt, dtype=dtype)
+                about = common | {"cache": None, "batch": 1, "context": prompt}
+                calls.append(_Call(prompt_call(model, prompt), spec, read, about))
+    times = pace.measure([call.run for call in calls], least=6, patience=_PATIENCE)
+    return [call.point(device, *measured) for call, measured in zip(calls, times, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A pass of a decoder that is measured.
+
+    Attributes:
+        run: makes it.
+        spec: of the decoder.
+        forward: what it does.
+        about: fields of its `Point`.
+    """
+
+    run: Callable[[], object]
+    spec: ModelSpec
+    forward: Pass
+    about: Mapping[str, Any]
+
+    def point(self, device: Device, measured: float, pace: float) -> Point:
+        """What was measured of it, beside what a device's curves predict."""
+        timed = seconds(operators(self.spec, self.forward), device, self.forward)
+        predicted = sum(each.seconds for each in timed)
+        is_prompt = self.forward.new > 1
+        return Point(**self.about, is_prompt=is_prompt, measured=measured, pace=pace, predicted=predicted)
 
 
 def _peak(sizes: Mapping[str, Any], step: Pass) -> int:
     """Bytes that the largest of a place's decoders, which caches all heads, holds at most."""
     return peak_memory(Decoder(**sizes).spec(), step).total
-
-
-def _predicted(decoder: Decoder, forward: Pass, device: Device) -> float:
-    return sum(each.seconds for each in seconds(operators(decoder.spec(), forward), device, forward))
 
 
 def by_kind(points: Sequence[Point]) -> dict[str, list[Point]]:

@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headwise.caches.coded import CodedLayer
 from headwise.cost.layer import cache_values
 from headwise.hf import HeadwiseCache, optimize
+from headwise.hf.codes import set_codes
 from headwise.profiling.pace import HERE
+from headwise.quantization import TransformCode
+from headwise.quantization.transform_code import blocks, code_shape
 from headwise.specs import LatentSpec, ModelSpec, read_config
 
 _PIECE = 65_536
 """Tokens of noise."""
+
+_CODED = 256
+"""Tokens of noise that are coded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,7 @@ class Decoder:
         num_heads: H.
         num_kv_heads: K; as many as query heads when None, which MLA does not ask for.
         latent: R and P of MLA; None for heads.
+        code_bits: of each value that MLA caches, in headwise's code; None where it caches the dtype's own.
         head_dim: D; of MLA, the content and the values of a head.
         intermediate_size: of the feed-forward network.
         vocab_size: tokens.
@@ -42,12 +50,13 @@ class Decoder:
     num_heads: int = 8
     num_kv_heads: int | None = None
     latent: tuple[int, int] | None = None
+    code_bits: int | None = None
     head_dim: int = 64
     intermediate_size: int = 1536
     vocab_size: int = 1024
 
     def config(self) -> dict[str, Any]:
-        """Its config.json: a llama, or a deepseek_v3 without experts."""
+        """Its config.json: a llama, a deepseek_v3 without experts, or, in codes, a llama converted to MLA."""
         common = {
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_layers,
@@ -63,6 +72,19 @@ class Decoder:
             kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
             return {"model_type": "llama", **common, "head_dim": self.head_dim, "num_key_value_heads": kv_heads}
         rank, rope = self.latent
+        if self.code_bits is not None:
+            layer = LatentSpec(
+                hidden_size=self.hidden_size,
+                num_heads=self.num_heads,
+                kv_lora_rank=rank,
+                qk_rope_head_dim=rope,
+                qk_nope_head_dim=self.head_dim,
+                v_head_dim=self.head_dim,
+            )
+            hosted = {"layers": list(range(self.num_layers)), **layer.to_dict()}
+            channels = [list(range(rope // 2))] * self.num_layers
+            block = {"format": 1, "attention": [hosted], "rope_channels": channels}
+            return {"model_type": "headwise_llama", **common, "head_dim": self.head_dim, "headwise": block}
         return {
             "model_type": "deepseek_v3",
             **common,
@@ -93,7 +115,23 @@ class Decoder:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        return optimize(model.eval())
+        optimize(model.eval())
+        if self.code_bits is not None:
+            set_codes(model, dict(enumerate(self._codes())))
+        return model
+
+    def _codes(self) -> list[TransformCode]:
+        """The code of each layer that caches a latent: as many bits for each of its values."""
+        found = []
+        for layer in self.spec().layers:
+            assert isinstance(layer, LatentSpec)
+            sections, parts = code_shape(layer)
+            width, bits = sum(sections), (self.code_bits or 0,) * len(list(blocks(sections)))
+            code = TransformCode(
+                offset=torch.zeros(width), scale=torch.ones(width), bits=bits, sections=sections, parts=parts
+            )
+            found.append(code)
+        return found
 
 
 def filled_cache(
@@ -110,6 +148,10 @@ def filled_cache(
     """
     cache = HeadwiseCache(model, max_length=tokens + 1, quantize=quantize)
     for index, layer in enumerate(spec.layers):
+        own = cache.layers[index]
+        if isinstance(own, CodedLayer):
+            _fill_with_codes(own, batch, tokens)
+            continue
         heads = 1 if isinstance(layer, LatentSpec) else int(getattr(layer, "num_kv_heads", 1))
         width = cache_values(layer) // heads // (1 if isinstance(layer, LatentSpec) else 2)
         # One piece of noise again and again: what it is does not matter, and making it would take long.
@@ -119,6 +161,16 @@ def filled_cache(
             keys = piece[:, :, : tokens - begin]
             cache.update(keys, keys[..., :0] if isinstance(layer, LatentSpec) else keys, index)
     return cache
+
+
+def _fill_with_codes(layer: CodedLayer, batch: int, tokens: int) -> None:
+    """Fill a layer with the codes of a few tokens again and again: coding each would take long."""
+    few = torch.randn(batch, 1, min(tokens, _CODED), layer.code.width)
+    layer.append(few, torch.zeros(batch, dtype=torch.long))
+    codes = layer.keys
+    for begin in range(_CODED, tokens, _CODED):
+        more = codes[:, :, : tokens - begin]
+        layer.update(more, more[..., :0])
 
 
 def decode_step(model: Any, cache: HeadwiseCache, batch: int) -> Callable[[], object]:

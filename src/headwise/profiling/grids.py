@@ -24,6 +24,7 @@ class Places:
         contexts: tokens of each.
         prompts: tokens of a prompt.
         latent: R and P of MLA.
+        code_bits: of a value of its latents in codes, where these were measured.
     """
 
     heads: tuple[int, ...]
@@ -33,6 +34,7 @@ class Places:
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
     latent: tuple[int, int]
+    code_bits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ class Grids:
         latent: R and P of decoders whose attention to latents is timed.
         latent_heads: query heads of these.
         latent_hidden: E of these.
+        code_bits: of a value of latents in codes; none where those are not measured.
+        code_tokens: of their contexts.
         between: bytes of weights of a network that a layer reads between caches, so that none is left where it can be
             read faster.
         caches: bytes that a pass reads of caches.
@@ -90,6 +94,8 @@ class Grids:
     latent: tuple[int, int]
     latent_heads: tuple[int, ...]
     latent_hidden: int
+    code_bits: tuple[int, ...]
+    code_tokens: tuple[int, ...]
     between: int
     caches: tuple[int, ...]
     coded_caches: tuple[int, ...]
@@ -121,6 +127,8 @@ CPU = Grids(
     latent=(192, 32),
     latent_heads=(4, 8, 16),
     latent_hidden=256,
+    code_bits=(4,),
+    code_tokens=(256, 2048, 16_384),
     between=0,
     caches=(6 << 20, 24 << 20, 128 << 20),
     coded_caches=(8 << 20, 64 << 20),
@@ -135,6 +143,7 @@ CPU = Grids(
         contexts=(300, 1000, 3000, 6000),
         prompts=(96, 200, 400, 900),
         latent=(160, 32),
+        code_bits=(2, 3, 5, 6),
     ),
     whole=tuple(
         Decoder(hidden_size=hidden, num_layers=7, num_heads=hidden // 64, num_kv_heads=2, intermediate_size=inner)
@@ -163,6 +172,8 @@ GPU = Grids(
     latent=(512, 64),
     latent_heads=(8, 32, 128),
     latent_hidden=512,
+    code_bits=(),
+    code_tokens=(),
     between=128 << 20,
     caches=(16 << 20, 128 << 20, 1 << 29),
     coded_caches=(16 << 20, 256 << 20),

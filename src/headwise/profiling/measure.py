@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +15,11 @@ from headwise.attention.base import per_head
 from headwise.checkpoints import dtype_name
 from headwise.cost.layer import cache_values
 from headwise.hf.interface import attention_forward
-from headwise.prediction import MANY, Curves, Device, Grid, Operator, Pass, operators
+from headwise.prediction import MANY, Curves, Device, Grid, Pass, operators
 from headwise.prediction import seconds as predicted
-from headwise.prediction.roofline import pass_bytes
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.profiling.grids import BITS, CPU, Grids
-from headwise.profiling.pace import HERE, Bound, Pace, bound_by, in_turn, projections
+from headwise.profiling.pace import HERE, Pace, in_turn, projections
 from headwise.progress import Progress, silent
 from headwise.specs import ModelSpec
 
@@ -34,6 +32,9 @@ _WIDEST = 512
 _LEAST_FOR_A_BYTE = 1e-13
 _LEAST = 1e-7
 """A difference of times that noise makes negative counts as so many seconds."""
+
+_FROM_MEMORY = 56 << 20
+"""Bytes from which on a pass is taken to read from memory, and not from the processor's caches."""
 
 _MOST_IN_MODELS = 1.5
 """The most by which projections are taken to be slower, or faster, in models than one after another."""
@@ -71,75 +72,85 @@ def measure_curves(
         progress: told of each group of operators.
     """
     machine = _Machine(dtype, device, grids, place)
-    after_short: dict[float, dict[int, float]] = {}
-    stages: dict[str, Callable[[], Grid]] = {
-        "many": lambda: _grid(grids.tokens, grids.weights, partial(_many, machine)),
-        "product": lambda: _grid(grids.product_tokens, grids.product_weights, partial(_product, machine)),
-        "prompt": lambda: _prompts(machine),
-        **{f"core {bits:g}": partial(_cores, machine, bits, after_short) for bits in BITS},
-        "latent core": lambda: _latent_cores(machine),
-    }
-    progress("profiling", 0, len(stages) + 2)
+    steps = 7
+    progress("profiling", 0, steps)
     few = {float(weights): _few_tokens(machine, weights) for weights in grids.few_weights}
-    found: dict[str, Grid] = {}
-    for index, (name, measure) in enumerate(stages.items()):
-        progress("profiling", index + 1, len(stages) + 2)
-        found[name] = measure()
+    progress("profiling", 1, steps)
+    many = _grid(grids.tokens, grids.weights, partial(_many, machine))
+    product = _grid(grids.product_tokens, grids.product_weights, partial(_products, machine))
+    progress("profiling", 2, steps)
+    prompt = _prompts(machine)
+    progress("profiling", 3, steps)
+    core, coded = _cores(machine)
+    progress("profiling", 4, steps)
+    latent_core, coded_latent_core, coded_latent = _latent_cores(machine)
+    progress("profiling", 5, steps)
     nothing = Grid(x=(1, 2), y=(1, 2), seconds=((_LEAST, _LEAST), (_LEAST, _LEAST)))
     parts = Curves(
         few=few,
-        many=found["many"],
-        product=found["product"],
-        prompt=found["prompt"],
-        core={bits: found[f"core {bits:g}"] for bits in BITS},
-        latent_core={0.0: found["latent core"]},
-        coded={bits: _coded(after_short[bits], after_short[0.0]) for bits in BITS if bits},
+        many=many,
+        product=product,
+        prompt=prompt,
+        core=core,
+        latent_core=latent_core,
+        coded_latent_core=coded_latent_core,
+        coded=coded,
+        coded_latent=coded_latent,
         latent_input=nothing,
         norm=nothing,
         embedding=nothing,
         pace=machine.pace.reference,
     )
-    progress("profiling", len(stages) + 1, len(stages) + 2)
     whole = _around(machine, parts)
+    progress("profiling", 6, steps)
     if grids.few_reads:
         whole = _in_models(machine, whole)
-    progress("profiling", len(stages) + 2, len(stages) + 2)
+    progress("profiling", steps, steps)
     return whole
 
 
-def _grid(x: Sequence[int], y: Sequence[int], measure: Callable[[int, int], float]) -> Grid:
-    return Grid(x=tuple(x), y=tuple(y), seconds=tuple(tuple(measure(a, b) for b in y) for a in x))
+def _grid(x: Sequence[int], y: Sequence[int], row: Callable[[int, Sequence[int]], Sequence[float]]) -> Grid:
+    return Grid(x=tuple(x), y=tuple(y), seconds=tuple(tuple(row(a, y)) for a in x))
 
 
 def _few_tokens(machine: _Machine, weights: int) -> Grid:
     """Seconds of a projection of few tokens, over these and the bytes of weights that take turns."""
 
-    def measure(tokens: int, read: int) -> float:
-        copies = max(read // (weights * machine.dtype.itemsize), 1)
-        call = projections(machine.dtype, tokens, weights, copies, machine.place)
-        return machine.pace.median(call, bound_by(read), least=3) / copies
+    def row(tokens: int, reads: Sequence[int]) -> list[float]:
+        copies = [max(read // (weights * machine.dtype.itemsize), 1) for read in reads]
+        calls = [projections(machine.dtype, tokens, weights, count, machine.place) for count in copies]
+        return _for_each(machine, calls, copies)
 
-    return _grid(machine.grids.few_tokens, machine.grids.few_reads, measure)
-
-
-def _many(machine: _Machine, tokens: int, weights: int) -> float:
-    copies = max(machine.grids.turns // (weights * machine.dtype.itemsize), 2)
-    bound: Bound = "products" if tokens >= MANY else "memory"
-    return (
-        machine.pace.median(projections(machine.dtype, tokens, weights, copies, machine.place), bound, least=3)
-        / copies
-    )
+    return _grid(machine.grids.few_tokens, machine.grids.few_reads, row)
 
 
-def _product(machine: _Machine, tokens: int, weights: int) -> float:
-    """A product of each of several heads with a matrix of its own."""
+def _for_each(machine: _Machine, calls: Sequence[Callable[[], object]], copies: Sequence[int]) -> list[float]:
+    """Seconds of one of the alike operators that each call runs ``copies`` of."""
+    times = machine.pace.medians(calls, least=3, patience=PATIENCE)
+    return [seconds / count for seconds, count in zip(times, copies, strict=True)]
+
+
+def _many(machine: _Machine, tokens: int, weights: Sequence[int]) -> list[float]:
+    """Seconds of projections of many tokens."""
+    copies = [max(machine.grids.turns // (each * machine.dtype.itemsize), 2) for each in weights]
+    calls = [
+        projections(machine.dtype, tokens, each, count, machine.place)
+        for each, count in zip(weights, copies, strict=True)
+    ]
+    return _for_each(machine, calls, copies)
+
+
+def _products(machine: _Machine, tokens: int, weights: Sequence[int]) -> list[float]:
+    """Seconds of products of each of several heads with a matrix of its own."""
     heads, inner = 8, 64
     noise = partial(torch.randn, device=machine.place)
-    copies = max(machine.grids.turns // (weights * machine.dtype.itemsize), 8)
-    matrices = [noise(heads, inner, weights // heads // inner).to(machine.dtype) for _ in range(copies)]
-    states = noise(tokens, heads, 1, inner).to(machine.dtype)
-    call = in_turn([partial(per_head, states, matrix) for matrix in matrices])
-    return machine.pace.median(call, "products", least=3) / len(matrices)
+    copies = [max(machine.grids.turns // (each * machine.dtype.itemsize), 8) for each in weights]
+    calls = []
+    for each, count in zip(weights, copies, strict=True):
+        matrices = [noise(heads, inner, each // heads // inner).to(machine.dtype) for _ in range(count)]
+        states = noise(tokens, heads, 1, inner).to(machine.dtype)
+        calls.append(in_turn([partial(per_head, states, matrix) for matrix in matrices]))
+    return _for_each(machine, calls, copies)
 
 
 def _prompts(machine: _Machine) -> Grid:
@@ -147,13 +158,13 @@ def _prompts(machine: _Machine) -> Grid:
     grids = machine.grids
     of_a_head = 4 * grids.head_dim
 
-    def measure(tokens: int, heads: int) -> float:
+    def call(tokens: int, heads: int) -> Callable[[], object]:
         noise = partial(torch.randn, 1, heads, tokens, grids.head_dim, device=machine.place)
         query, key, value = (noise().to(machine.dtype) for _ in range(3))
-        return machine.pace.median(partial(_attention, query, key, value), "products")
+        return partial(_attention, query, key, value)
 
     heads = grids.prompt_heads
-    times = [[measure(tokens, count) for count in heads] for tokens in grids.prompts]
+    times = [machine.pace.medians([call(tokens, count) for count in heads]) for tokens in grids.prompts]
     if len(heads) == 1:  # proportional to it
         heads, times = (1, *heads), [[time / heads[0], time] for (time,) in times]
     y = tuple(count * of_a_head for count in heads)
@@ -171,26 +182,82 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return attention_forward(_MODULE, query, key, value, None)[0]
 
 
-def _cores(machine: _Machine, bits: float, after_short: dict[float, dict[int, float]]) -> Grid:
-    """Attention of one token to heads; ``after_short`` is told what a layer takes after a short context."""
+@dataclass(frozen=True, kw_only=True)
+class _Contexts:
+    """A decoder, the format of its cache, and the contexts that it decodes after.
+
+    Attributes:
+        decoder: of one kind of layers.
+        bits: of a cached value; 0 for those of the dtype.
+        token: bytes that all layers cache of a token.
+        tokens: of the contexts, but a short one, which comes before them.
+    """
+
+    decoder: Decoder
+    bits: float
+    token: float
+    tokens: tuple[int, ...]
+
+
+def _cores(machine: _Machine) -> tuple[dict[float, Grid], dict[float, float]]:
+    """Attention of one token to heads by bits, and what a layer whose cache is in codes does besides."""
     grids = machine.grids
     one = replace(_cached(machine, grids.head_dim * grids.heads), num_heads=grids.heads)
-    kv_heads = grids.coded_kv_heads if bits else grids.kv_heads
-    found, layers = _by_length(machine, [replace(one, num_kv_heads=heads) for heads in kv_heads], bits)
-    after_short[bits] = dict(zip(kv_heads, layers, strict=True))
-    return found
+    columns: dict[float, list[list[float]]] = {bits: [] for bits in BITS}
+    besides: dict[float, list[float]] = {bits: [] for bits in BITS}
+    intensities: dict[float, list[float]] = {bits: [] for bits in BITS}
+    for kv_heads in grids.kv_heads:
+        decoder = replace(one, num_kv_heads=kv_heads)
+        formats = [bits for bits in BITS if not bits or kv_heads in grids.coded_kv_heads]
+        kinds = [_by_bytes(machine, decoder, bits, grids.coded_caches if bits else grids.caches) for bits in formats]
+        found = _after_contexts(machine, kinds)
+        for kind, (short, more) in zip(kinds, found, strict=True):
+            columns[kind.bits].append(_for_a_byte(machine, kind, more))
+            besides[kind.bits].append(short - found[0][0])
+            intensities[kind.bits].append(_intensity(machine, kind))
+    core = {
+        bits: _of_columns(grids.coded_caches if bits else grids.caches, intensities[bits], columns[bits], grids)
+        for bits in BITS
+    }
+    return core, {bits: max(statistics.median(times), _LEAST) for bits, times in besides.items() if bits}
 
 
-def _coded(codes: Mapping[int, float], plain: Mapping[int, float]) -> float:
-    """What a layer does besides where its cache is in codes: the median over what was measured of both."""
-    return max(statistics.median(codes[heads] - plain[heads] for heads in codes), _LEAST)
-
-
-def _latent_cores(machine: _Machine) -> Grid:
-    """Absorbed attention of one token to latents."""
+def _latent_cores(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[float, float]]:
+    """Absorbed attention of one token to latents: for each byte of those of the dtype; in seconds of a run of those
+    in codes, by bits; and what a layer of the latter does besides."""
     grids = machine.grids
     one = replace(_cached(machine, grids.latent_hidden), latent=grids.latent)
-    return _by_length(machine, [replace(one, num_heads=heads) for heads in grids.latent_heads], 0.0)[0]
+    columns, intensities = [], []
+    of_codes: dict[float, list[list[float]]] = {float(bits): [] for bits in grids.code_bits}
+    besides: dict[float, list[float]] = {bits: [] for bits in of_codes}
+    code_intensities: dict[float, list[float]] = {bits: [] for bits in of_codes}
+    for heads in grids.latent_heads:
+        decoder = replace(one, num_heads=heads)
+        plain = _by_bytes(machine, decoder, 0.0, grids.caches)
+        codes = [
+            _Contexts(
+                decoder=replace(decoder, code_bits=bits), bits=bits, token=_token(decoder) * bits / 8, tokens=tokens
+            )
+            for bits, tokens in ((bits, grids.code_tokens) for bits in grids.code_bits)
+        ]
+        (short, more), *found = _after_contexts(machine, [plain, *codes])
+        columns.append(_for_a_byte(machine, plain, more))
+        intensities.append(_intensity(machine, plain))
+        for kind, (its_short, its_more) in zip(codes, found, strict=True):
+            of_codes[kind.bits].append([max(seconds, _LEAST) for seconds in its_more])
+            besides[kind.bits].append(its_short - short)
+            code_intensities[kind.bits].append(_intensity(machine, kind))
+    values = _token(one) / one.num_layers
+    coded = {
+        bits: Grid(
+            x=tuple(tokens * values * bits / 8 for tokens in grids.code_tokens),
+            y=tuple(code_intensities[bits]),
+            seconds=tuple(zip(*of_codes[bits], strict=True)),
+        )
+        for bits in of_codes
+    }
+    latent_core = _of_columns(grids.caches, intensities, columns, grids)
+    return latent_core, coded, {bits: max(statistics.median(times), _LEAST) for bits, times in besides.items()}
 
 
 def _cached(machine: _Machine, hidden: int) -> Decoder:
@@ -204,50 +271,78 @@ def _between(machine: _Machine, hidden: int) -> int:
     return machine.grids.between // (3 * hidden * machine.dtype.itemsize) // 64 * 64
 
 
-def _by_length(machine: _Machine, decoders: Sequence[Decoder], bits: float) -> tuple[Grid, list[float]]:
-    """Seconds for each byte of cache: what contexts take more than a short one, in decoders whose FLOPs a byte grow.
+def _token(decoder: Decoder) -> int:
+    """Values that a decoder caches of a token."""
+    return sum(map(cache_values, decoder.spec().layers))
 
-    Returns:
-        And the seconds of each decoder's layers after the short one.
+
+def _by_bytes(machine: _Machine, decoder: Decoder, bits: float, reads: Sequence[int]) -> _Contexts:
+    """Contexts of so many bytes in all layers."""
+    token = _token(decoder) * (bits / 8 or machine.dtype.itemsize)
+    tokens = tuple(max(int(read / token), 2 * machine.grids.short) for read in reads)
+    return _Contexts(decoder=decoder, bits=bits, token=token, tokens=tokens)
+
+
+def _after_contexts(machine: _Machine, kinds: Sequence[_Contexts]) -> list[tuple[float, list[float]]]:
+    """Of each, a layer's seconds of a decode step after a short context, and how many more after the others.
+
+    All are measured in turns, because their differences count.
     """
-    grids = machine.grids
-    after_short: list[float] = []
-    caches = grids.coded_caches if bits else grids.caches
-    columns = []
-    intensities = []
-    for decoder in decoders:
-        model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
-        token = sum(map(cache_values, spec.layers)) * (bits / 8 or machine.dtype.itemsize)
-        column = []
-        short = _step_seconds(machine, model, spec, grids.short, token, bits)
-        after_short.append(short / decoder.num_layers)
-        for read in caches:
-            tokens = max(int(read / token), 2 * grids.short)
-            more = _step_seconds(machine, model, spec, tokens, token, bits) - short
-            column.append(more / (tokens - grids.short) / token)
-        # Noise may make a difference of times too small, or negative.
-        least = max(statistics.median(column) / 2, _LEAST_FOR_A_BYTE)
-        columns.append([max(time, least) for time in column])
-        step = Pass(total=1000, dtype=machine.name, cache_bits=bits or None, impl="absorbed")
-        core = next(each for each in operators(spec, step) if each.kind in ("core", "latent core"))
-        intensities.append(core.flops / core.cache_bytes)
-    seconds_of = tuple(zip(*columns, strict=True))
-    x = caches if grids.few_reads else tuple(read / decoders[0].num_layers for read in caches)
-    return Grid(x=x, y=tuple(intensities), seconds=seconds_of), after_short
+    models = {kind.decoder: kind.decoder.build(machine.dtype, machine.place) for kind in kinds}
+    calls = []
+    for kind in kinds:
+        model, spec = models[kind.decoder], kind.decoder.spec()
+        quantize = None if kind.decoder.code_bits else BITS[kind.bits]
+        for tokens in (machine.grids.short, *kind.tokens):
+            cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=quantize)
+            calls.append(decode_step(model, cache, 1))
+    times = iter(machine.pace.medians(calls, patience=4 * PATIENCE))
+    found = []
+    for kind in kinds:
+        short, *longer = (next(times) / kind.decoder.num_layers for _ in (0, *kind.tokens))
+        found.append((short, [each - short for each in longer]))
+    return found
 
 
-def _step_seconds(machine: _Machine, model: Any, spec: ModelSpec, tokens: int, token: float, bits: float) -> float:
-    """Seconds of a decode step after so many tokens, of ``token`` bytes each."""
-    cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=BITS[bits])
-    bound = bound_by(tokens * token + machine.grids.between)
-    return machine.pace.median(decode_step(model, cache, 1), bound, patience=4 * PATIENCE)
+def _for_a_byte(machine: _Machine, kind: _Contexts, more: Sequence[float]) -> list[float]:
+    """A layer's seconds for each byte of its cache, from those that contexts take more than a short one."""
+    of_a_layer = kind.token / kind.decoder.num_layers
+    column = [
+        seconds / (tokens - machine.grids.short) / of_a_layer
+        for seconds, tokens in zip(more, kind.tokens, strict=True)
+    ]
+    # Noise may make a difference of times too small, or negative.
+    least = max(statistics.median(column) / 2, _LEAST_FOR_A_BYTE)
+    return [max(time, least) for time in column]
+
+
+def _intensity(machine: _Machine, kind: _Contexts) -> float:
+    """FLOPs for each byte of a cache."""
+    step = Pass(total=1000, dtype=machine.name, cache_bits=kind.bits or None, impl="absorbed")
+    work = operators(kind.decoder.spec(), step)
+    core = next(each for each in work if each.kind in ("core", "latent core"))
+    return core.flops / core.cache_bytes
+
+
+def _of_columns(
+    caches: Sequence[int], intensities: Sequence[float], columns: Sequence[Sequence[float]], grids: Grids
+) -> Grid:
+    """Seconds for each byte, over the bytes that a pass of two layers reads, or on a GPU a run, and intensities."""
+    x = tuple(caches) if grids.few_reads else tuple(read / 2 for read in caches)
+    return Grid(x=x, y=tuple(intensities), seconds=tuple(zip(*columns, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
-    """The time of a decoder in a pass, and what its operators take by the curves."""
+class _Pass:
+    """A pass of a decoder, and the seconds that its operators take by the curves: those of its layers, and its head.
 
-    seconds: float
+    Attributes:
+        call: makes the pass.
+        layers: seconds.
+        head: seconds.
+    """
+
+    call: Callable[[], object]
     layers: float
     head: float
 
@@ -269,7 +364,10 @@ def _around(machine: _Machine, parts: Curves) -> Curves:
     rest_of_latents, _ = _rest(machine, latent, parts)
 
     def grid(times: Mapping[tuple[int, int], float]) -> Grid:
-        return _grid(grids.states, grids.hidden, lambda values, hidden: max(times[values, hidden], _LEAST))
+        def row(values: int, widths: Sequence[int]) -> list[float]:
+            return [max(times[values, hidden], _LEAST) for hidden in widths]
+
+        return _grid(grids.states, grids.hidden, row)
 
     return replace(
         parts,
@@ -287,38 +385,40 @@ def _in_models(machine: _Machine, whole: Curves) -> Curves:
     longer; those of many take less.
     """
     grids = machine.grids
-    of_steps, of_prompts = [], []
+    passes: list[tuple[ModelSpec, Pass]] = []
+    calls: list[Callable[[], object]] = []
     for decoder, tokens in zip(grids.whole, grids.whole_prompts, strict=True):
         model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
-        step = Pass(total=grids.short + 1, dtype=machine.name)
         cache = filled_cache(model, spec, batch=1, tokens=grids.short)
-        of_steps.append(_of_projections(machine, whole, spec, step, decode_step(model, cache, 1)))
-        prompt = Pass(new=tokens, total=tokens, dtype=machine.name)
-        of_prompts.append(_of_projections(machine, whole, spec, prompt, prompt_call(model, tokens)))
+        passes += [
+            (spec, Pass(total=grids.short + 1, dtype=machine.name)),
+            (spec, Pass(new=tokens, total=tokens, dtype=machine.name)),
+        ]
+        calls += [decode_step(model, cache, 1), prompt_call(model, tokens)]
+    times = machine.pace.medians(calls, patience=4 * PATIENCE)
+    ratios = [
+        _of_projections(machine, whole, spec, forward, seconds)
+        for (spec, forward), seconds in zip(passes, times, strict=True)
+    ]
+    of_steps, of_prompts = ratios[::2], ratios[1::2]
 
     def scaled(grid: Grid, ratios: Sequence[float]) -> Grid:
         rows = (tuple(map(operator.mul, row, ratios)) for row in grid.seconds)
         return replace(grid, seconds=tuple(rows))
 
-    of_memory = [_bounded(of_steps) if bound_by(read) == "memory" else 1.0 for read in grids.few_reads]
+    of_memory = [_bounded(of_steps) if read >= _FROM_MEMORY else 1.0 for read in grids.few_reads]
     few = {weights: scaled(grid, of_memory) for weights, grid in whole.few.items()}
     return replace(whole, few=few, many=scaled(whole.many, [_bounded(of_prompts)] * len(grids.weights)))
 
 
-def _of_projections(
-    machine: _Machine, curves: Curves, spec: ModelSpec, forward: Pass, call: Callable[[], object]
-) -> float:
-    """Seconds of a pass's projections in a model, divided by those by the curves."""
+def _of_projections(machine: _Machine, curves: Curves, spec: ModelSpec, forward: Pass, seconds: float) -> float:
+    """Seconds of a pass's projections in a model, which takes ``seconds``, divided by those by the curves."""
     work = operators(spec, forward)
     times = predicted(work, replace(machine.known, curves={machine.name: curves}), forward)
     kinds = {each.name: each.kind for each in work}
     linear = sum(each.seconds for each in times if kinds[each.name] == "linear")
     besides = sum(each.seconds for each in times) - linear
-    return (machine.pace.median(call, _bound(work, forward), patience=4 * PATIENCE) - besides) / linear
-
-
-def _bound(work: Sequence[Operator], forward: Pass) -> Bound:
-    return bound_by(pass_bytes(work)) if forward.new == 1 else "products"
+    return (seconds - besides) / linear
 
 
 def _bounded(ratios: Sequence[float]) -> float:
@@ -332,17 +432,20 @@ def _rest(
     rest, around = {}, {}
     layers = machine.grids.layers
     for decoder in decoders:
-        few, many = (_runs(machine, replace(decoder, num_layers=count), parts) for count in layers)
+        passes = [_passes(machine, replace(decoder, num_layers=count), parts) for count in layers]
+        calls = [each.call for by_values in passes for each in by_values.values()]
+        times = iter(machine.pace.medians(calls, least=3, patience=2 * PATIENCE))
+        few, many = ({values: next(times) for values in by_values} for by_values in passes)
         for values in machine.grids.states:
-            layer = max(many[values].seconds - few[values].seconds, _LEAST) / (layers[1] - layers[0])
-            known = (many[values].layers - few[values].layers) / (layers[1] - layers[0])
+            layer = max(many[values] - few[values], _LEAST) / (layers[1] - layers[0])
+            known = (passes[1][values].layers - passes[0][values].layers) / (layers[1] - layers[0])
             # Operators that were measured alone may seem to take more than the layer that they are in.
             rest[values, decoder.hidden_size] = max(layer - known, _LEAST_SHARE * layer)
-            around[values, decoder.hidden_size] = few[values].seconds - layers[0] * layer - few[values].head
+            around[values, decoder.hidden_size] = few[values] - layers[0] * layer - passes[0][values].head
     return rest, around
 
 
-def _runs(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Run]:
+def _passes(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Pass]:
     """A decoder's passes by the sizes of their states."""
     states = [(values, values // decoder.hidden_size) for values in machine.grids.states]
     known = replace(machine.known, curves={machine.name: parts})
@@ -359,19 +462,18 @@ def _runs(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Run]
             cache = filled_cache(model, spec, batch=tokens, tokens=machine.grids.short)
             impl = "absorbed" if decoder.latent else "auto"
             step = Pass(batch=tokens, total=machine.grids.short + 1, dtype=machine.name, impl=impl)
-            found[values] = _run(machine, decode_step(model, cache, tokens), spec, step, known)
+            found[values] = _pass(decode_step(model, cache, tokens), spec, step, known)
     model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
     for values, tokens in states:
         if tokens >= MANY:
             prompt = Pass(new=tokens, total=tokens, dtype=machine.name)
-            found[values] = _run(machine, prompt_call(model, tokens), spec, prompt, known)
+            found[values] = _pass(prompt_call(model, tokens), spec, prompt, known)
     return found
 
 
-def _run(machine: _Machine, call: Callable[[], object], spec: ModelSpec, forward: Pass, known: Device) -> _Run:
-    """One pass, measured, and what its operators take by the curves."""
+def _pass(call: Callable[[], object], spec: ModelSpec, forward: Pass, known: Device) -> _Pass:
+    """One pass, and what its operators take by the curves."""
     work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
     times = {each.name: each.seconds for each in predicted(work, known, forward)}
     head = times.pop("head")
-    seconds = machine.pace.median(call, _bound(work, forward), least=3, patience=2 * PATIENCE)
-    return _Run(seconds=seconds, layers=sum(times.values()), head=head)
+    return _Pass(call=call, layers=sum(times.values()), head=head)

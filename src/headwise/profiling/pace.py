@@ -1,7 +1,10 @@
 """The pace of a machine that others share: three calls whose time is known, measured again beside every measurement.
 
 The same call takes a tenth or a third longer at one minute than at another where other programs use the memory or the
-processor. What is measured is therefore divided by what a call of the same kind takes at that moment.
+processor. What is measured is therefore divided by how many times as long as before three calls take at that moment:
+the geometric mean of one that reads what the processor's caches hold, one that reads memory, and one of large
+products. The mean follows models of every size better than any of the three does alone, even where one of them is
+what bounds a model: each has noise of its own.
 
 On a GPU a call is recorded as a CUDA graph and replayed, as engines that serve models do it: otherwise the GPU would
 wait for Python, and all mechanisms would take equally long.
@@ -15,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Literal
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -26,17 +29,11 @@ from headwise.measurement.timing import recorded, seconds
 HERE = torch.device("cpu")
 """The device that is measured where none is named."""
 
-Bound = Literal["caches", "memory", "products"]
-"""What a call is bounded by: reading what the processor's caches hold, or memory; or the processor's products."""
-
-READING = {"caches": 20 << 20, "memory": 160 << 20}
-"""Bytes of the projections of one token that take turns, by what they are bounded by."""
+READING = (20 << 20, 160 << 20)
+"""Bytes of the projections of one token that take turns: in the processor's caches, and in memory."""
 
 _WEIGHTS = 1 << 22
 """Weights of each: enough for several threads."""
-
-_BETWEEN = 56 << 20
-"""Bytes from which a call is bounded by memory."""
 
 PRODUCTS = (256, 1 << 21)
 """Tokens, and weights of a projection: bounded by the processor."""
@@ -48,83 +45,95 @@ _FEW, _MOST = 4, 400
 """Calls that are recorded together at least and at most."""
 
 _ROUNDS = 3
-"""The least number of turns of a call and its yardstick."""
+"""Turns of the calls that are measured together, with the yardsticks between."""
+
+_YARDSTICKS = 3
+"""How often each yardstick is timed between two rounds."""
 
 
 class Pace:
     """Measures calls beside yardsticks.
 
-    For example ``Pace(torch.float32).median(lambda: a @ b, "products")``.
+    For example ``Pace(torch.float32).median(lambda: a @ b)``.
 
     Args:
         dtype: of the yardsticks.
         reference: their seconds at the pace that times are given at; those of now when None.
         device: that calls run on; see `repeated`.
+
+    Attributes:
+        reference: see above.
     """
 
     def __init__(
         self, dtype: torch.dtype, reference: Sequence[float] | None = None, device: torch.device = HERE
     ) -> None:
         self.device = device
-        copies = {name: max(read // (_WEIGHTS * dtype.itemsize), 1) for name, read in READING.items()}
-        yardsticks: dict[Bound, Callable[[], object]] = {
-            "caches": projections(dtype, 1, _WEIGHTS, copies["caches"], device),
-            "memory": projections(dtype, 1, _WEIGHTS, copies["memory"], device),
-            "products": projections(dtype, *PRODUCTS, 2, device),
-        }
+        copies = [max(read // (_WEIGHTS * dtype.itemsize), 1) for read in READING]
+        yardsticks = [projections(dtype, 1, _WEIGHTS, count, device) for count in copies]
+        yardsticks.append(projections(dtype, *PRODUCTS, 1, device))
         with chosen(device):
-            for call in yardsticks.values():
-                call()
-            self._calls = {name: repeated(call, device) for name, call in yardsticks.items()}
-            now = tuple(statistics.median(_seconds(*call) for _ in range(7)) for call in self._calls.values())
-        self._reference: dict[Bound, float] = dict(zip(self._calls, reference or now, strict=True))
+            self._calls = [repeated(call, device) for call in yardsticks]
+            now = tuple(_timed(*call, 7, 0.0) for call in self._calls)
+        self.reference = now if reference is None else tuple(reference)
 
-    @property
-    def reference(self) -> tuple[float, ...]:
-        """Seconds of the yardsticks at the pace that times are given at, in the order of `Bound`."""
-        return tuple(self._reference.values())
+    def median(self, call: Callable[[], object], *, least: int = 5, patience: float = 0.05) -> float:
+        """Median seconds of a call, at the reference's pace; see `medians`."""
+        return self.medians([call], least=least, patience=patience)[0]
 
-    def median(self, call: Callable[[], object], by: Bound, *, least: int = 5, patience: float = 0.05) -> float:
-        """Median seconds of a call, at the reference's pace; see `measure`."""
-        measured, pace = self.measure(call, by, least=least, patience=patience)
-        return measured / pace
+    def medians(
+        self, calls: Sequence[Callable[[], object]], *, least: int = 5, patience: float = 0.05
+    ) -> list[float]:
+        """Median seconds of each call, at the reference's pace; see `measure`."""
+        found = self.measure(calls, least=least, patience=patience)
+        return [measured / pace for measured, pace in found]
 
     def measure(
-        self, call: Callable[[], object], by: Bound, *, least: int = 5, patience: float = 0.05
-    ) -> tuple[float, float]:
-        """Median seconds of a call, and how many times as long as the reference its yardstick takes meanwhile.
+        self, calls: Sequence[Callable[[], object]], *, least: int = 5, patience: float = 0.05
+    ) -> list[tuple[float, float]]:
+        """Measure calls in turns, so that what slows one of them down slows the others as well.
+
+        The yardsticks are measured before, after and between the rounds. In each round a call is made once before it
+        is timed, to have the processor's caches back.
 
         Args:
-            call: is made ``least`` times or more, for ``patience`` seconds; the yardstick is measured before, after
-                and between, and after it the call is made once more, to have the processor's caches back.
-            by: the yardstick.
-            least: the least number of calls.
-            patience: in seconds.
+            calls: any number.
+            least: the least number of times that each is timed.
+            patience: seconds that each is timed for.
+
+        Returns:
+            Of each call, the median seconds, and how many times as long as the reference the yardsticks took in that
+            round: the one whose quotient of both is the median.
         """
         with torch.inference_mode(), chosen(self.device):
-            return self._measure(*repeated(call, self.device), by, least, patience)
+            runs = [repeated(call, self.device) for call in calls]
+            yardsticks, rounds = [self._now()], []
+            for _ in range(_ROUNDS):
+                rounds.append([_timed(*run, -(-least // _ROUNDS), patience / _ROUNDS) for run in runs])
+                yardsticks.append(self._now())
+        paces = [statistics.geometric_mean(pair) for pair in pairwise(yardsticks)]
+        found = []
+        for times in zip(*rounds, strict=True):
+            ordered = sorted(zip(times, paces, strict=True), key=lambda each: each[0] / each[1])
+            found.append(ordered[_ROUNDS // 2])
+        return found
 
-    def _measure(
-        self, run: Callable[[], object], count: int, by: Bound, least: int, patience: float
-    ) -> tuple[float, float]:
-        times: list[float] = []
-        yardstick = [self._now(by)]
-        start = time.perf_counter()
-        while len(times) < least or (time.perf_counter() - start < patience and len(times) < 15 * least):
-            run()
-            until = time.perf_counter() + patience / _ROUNDS
-            while True:
-                times.append(_seconds(run, count))
-                if time.perf_counter() >= until or len(times) >= 15 * least:
-                    break
-            yardstick.append(self._now(by))
-        return statistics.median(times), statistics.median(yardstick) / self._reference[by]
+    def _now(self) -> float:
+        """How many times as long as the reference the yardsticks take, in the geometric mean."""
+        ratios = []
+        for (call, count), before in zip(self._calls, self.reference, strict=True):
+            ratios.append(_timed(call, count, _YARDSTICKS, 0.0) / before)
+        return statistics.geometric_mean(ratios)
 
-    def _now(self, by: Bound) -> float:
-        """Seconds of a yardstick, after a call that brings what it reads back into the processor's caches."""
-        call, count = self._calls[by]
-        call()
-        return _seconds(call, count)
+
+def _timed(run: Callable[[], object], count: int, least: int, patience: float) -> float:
+    """Median seconds of a call, made once before that: what it reads has to be back in the processor's caches."""
+    run()
+    times: list[float] = []
+    until = time.perf_counter() + patience
+    while len(times) < least or (time.perf_counter() < until and len(times) < 15 * least):
+        times.append(_seconds(run, count))
+    return statistics.median(times)
 
 
 def chosen(device: torch.device) -> AbstractContextManager[object]:
@@ -154,11 +163,6 @@ def repeated(call: Callable[[], object], device: torch.device) -> tuple[Callable
 def _seconds(call: Callable[[], object], count: int) -> float:
     """Seconds of one of the calls that a call makes."""
     return seconds(call) / count
-
-
-def bound_by(read: float) -> Bound:
-    """What a call is bounded by that reads so many bytes again and again."""
-    return "memory" if read >= _BETWEEN else "caches"
 
 
 def projections(

@@ -172,15 +172,26 @@ const headwise = (() => {
     if (each.kind !== "core" && each.kind !== "latent core") return null;
     const pairs = (pass.fresh * (pass.fresh + 1)) / 2;
     if (pass.fresh > 1) return interpolated(curves.prompt, pass.fresh, each.flops / pairs);
-    const byBits = each.kind === "core" ? curves.core : curves.latent_core;
-    const distance = (bits) => Math.abs(Number(bits) - pass.bits);
-    const bits = Object.keys(byBits)
+    const cached = Math.max(each.cacheBytes, 1);
+    if (each.kind === "latent core" && pass.bits && Object.keys(curves.coded_latent_core).length) {
+      const bits = nearest(curves.coded_latent_core, pass.bits);
+      const alike = (cached * Number(bits)) / pass.bits;
+      return interpolated(curves.coded_latent_core[bits], alike, each.flops / alike) + curves.coded_latent[bits];
+    }
+    const isCore = each.kind === "core";
+    const bits = isCore ? nearest(curves.core, pass.bits) : null;
+    const grid = isCore ? curves.core[bits] : curves.latent_core;
+    const together = Object.keys(curves.few).length ? passBytes : cached;
+    const coded = isCore ? curves.coded[bits] ?? 0 : 0;
+    return cached * interpolated(grid, within(grid.x, together), each.flops / cached) + coded;
+  }
+
+  // Those of the measured bits that are nearest to some.
+  function nearest(measured, wanted) {
+    const distance = (bits) => Math.abs(Number(bits) - wanted);
+    return Object.keys(measured)
       .sort((one, other) => Number(one) - Number(other))
       .reduce((one, other) => (distance(other) < distance(one) ? other : one));
-    const cached = Math.max(each.cacheBytes, 1);
-    const grid = byBits[bits];
-    const together = Object.keys(curves.few).length ? passBytes : cached;
-    return cached * interpolated(grid, within(grid.x, together), each.flops / cached) + (curves.coded[bits] ?? 0);
   }
 
   function peak(data, device, dtype) {
