@@ -43,7 +43,7 @@ def some_curves(seed: int = 0) -> Curves:
     by_bits = {bits: some_grid(chosen) for bits in (0.0, 8.5, 5.0)}
     few, many, product, prompt, latent_input, norm, embedding = (some_grid(chosen) for _ in range(7))
     return Curves(
-        pace=(0.01, 0.02, 0.03),
+        pace=(0.01, 0.02),
         few={float(1 << 20): replace(few, seconds=some_grid(chosen).seconds), float(1 << 16): few},
         many=many,
         product=product,

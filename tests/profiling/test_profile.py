@@ -58,7 +58,8 @@ FEW = replace(
     caches=(1 << 14, 1 << 16),
     coded_caches=(1 << 13, 1 << 15),
     hidden=(64, 128),
-    states=(128, 8192),
+    states=(128, 512, 8192),
+    latent_states=(128, 8192),
     layers=(1, 2),
     whole=(Decoder(hidden_size=128, num_layers=2, num_heads=2, intermediate_size=64, vocab_size=64),),
     whole_prompts=(70,),
@@ -88,7 +89,7 @@ LIKE_A_GPU = replace(
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little time and small yardsticks."""
     monkeypatch.setattr(grids, "CPU", FEW)
-    monkeypatch.setattr(pace, "READING", (1 << 16, 1 << 18))
+    monkeypatch.setattr(pace, "READING", 1 << 18)
     monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
     monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
     monkeypatch.setattr(memory, "CONTEXT", 200)
@@ -341,18 +342,17 @@ def test_what_slows_the_yardstick_as_much_changes_nothing(monkeypatch: pytest.Mo
         return slower * (0.003 if call is slept else 0.001)
 
     monkeypatch.setattr(pace, "seconds", clock)
-    monkeypatch.setattr(pace, "READING", (1 << 14, 1 << 16))
+    monkeypatch.setattr(pace, "READING", 1 << 16)
     monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
     monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
     mine = pace.Pace(torch.float32)
-    assert mine.reference == (0.001, 0.001, 0.001)
+    assert mine.reference == (0.001, 0.001)
     slower = 1.7
     assert mine.medians([slept, slept], patience=0) == pytest.approx([0.003, 0.003])
     assert mine.measure([slept], patience=0)[0] == pytest.approx((0.003 * 1.7, 1.7))
     assert pace.Pace(torch.float32, mine.reference).measure([slept], patience=0)[0][1] == pytest.approx(1.7)
-    half = tuple(time / 2 for time in mine.reference[:2])
-    some = pace.Pace(torch.float32, (*half, mine.reference[2]))
-    assert some.measure([slept], patience=0)[0][1] == pytest.approx(1.7 * 4 ** (1 / 3))
+    some = pace.Pace(torch.float32, (mine.reference[0] / 4, mine.reference[1]))
+    assert some.measure([slept], patience=0)[0][1] == pytest.approx(1.7 * 2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headwise.kernels.native.linear import MOST_ROWS
+from headwise.prediction import MANY
 from headwise.profiling.decoder import Decoder
 
 BITS = {0.0: None, 8.5: "int8", 5.0: "int4:32"}
@@ -69,6 +71,7 @@ class Grids:
         coded_caches: the same of caches in fewer bits, which take long to fill.
         hidden: E of decoders whose other work is measured.
         states: values of a hidden state, multiples of ``hidden``.
+        latent_states: those of them that decoders with latents are measured at as well.
         whole: decoders whose weights come from memory, which projections are measured once more in.
         whole_prompts: tokens of the prompt that each of them reads, 64 at least.
         places: for `headwise.profiling.check`.
@@ -101,6 +104,7 @@ class Grids:
     coded_caches: tuple[int, ...]
     hidden: tuple[int, ...]
     states: tuple[int, ...]
+    latent_states: tuple[int, ...]
     places: Places
     whole: tuple[Decoder, ...] = ()
     whole_prompts: tuple[int, ...] = ()
@@ -111,7 +115,7 @@ class Grids:
 CPU = Grids(
     dtypes=(torch.float32, torch.bfloat16),
     few_reads=(6 << 20, 20 << 20, 48 << 20, 80 << 20, 160 << 20),
-    few_tokens=(1, 4, 16, 64),
+    few_tokens=(1, MOST_ROWS, MOST_ROWS + 1, MANY),  # a kernel of its own reads the weights for a few
     few_weights=(1 << 18, 1 << 20, 1 << 22, 1 << 24),
     tokens=(64, 256, 1024),
     weights=(1 << 15, 1 << 17, 1 << 19, 1 << 21),
@@ -135,6 +139,7 @@ CPU = Grids(
     hidden=(128, 512, 1024),
     # Beyond 2^15 values torch works on a tensor in several threads, which have to be woken.
     states=(1 << 10, 1 << 12, 1 << 14, 1 << 15, 36 << 10, 1 << 17, 384 << 10),
+    latent_states=(1 << 10, 1 << 14, 36 << 10, 384 << 10),
     places=Places(
         heads=(8, 12, 16),
         layers=(3, 4, 6, 8),
@@ -149,7 +154,7 @@ CPU = Grids(
         Decoder(hidden_size=hidden, num_layers=7, num_heads=hidden // 64, num_kv_heads=2, intermediate_size=inner)
         for hidden, inner in ((512, 4096), (640, 3200), (896, 3584), (1152, 2304), (1024, 4096))
     ),
-    whole_prompts=(80, 160, 320, 512, 240),
+    whole_prompts=(80, 160, 320, 400, 240),
 )
 """Of processors."""
 
@@ -179,6 +184,7 @@ GPU = Grids(
     coded_caches=(16 << 20, 256 << 20),
     hidden=(1024, 4096),
     states=(1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22),
+    latent_states=(1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22),
     places=Places(
         heads=(8, 16, 32),
         layers=(2, 3, 4),

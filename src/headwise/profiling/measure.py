@@ -19,11 +19,11 @@ from headwise.prediction import MANY, Curves, Device, Grid, Pass, operators
 from headwise.prediction import seconds as predicted
 from headwise.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.profiling.grids import BITS, CPU, Grids
-from headwise.profiling.pace import HERE, Pace, in_turn, projections
+from headwise.profiling.pace import HERE, Pace, alike, in_turn, projections, through
 from headwise.progress import Progress, silent
 from headwise.specs import ModelSpec
 
-PATIENCE = 0.05
+PATIENCE = 0.03
 """Seconds that a call is repeated for."""
 
 _WIDEST = 512
@@ -116,12 +116,13 @@ def _grid(x: Sequence[int], y: Sequence[int], row: Callable[[int, Sequence[int]]
 def _few_tokens(machine: _Machine, weights: int) -> Grid:
     """Seconds of a projection of few tokens, over these and the bytes of weights that take turns."""
 
-    def row(tokens: int, reads: Sequence[int]) -> list[float]:
-        copies = [max(read // (weights * machine.dtype.itemsize), 1) for read in reads]
-        calls = [projections(machine.dtype, tokens, weights, count, machine.place) for count in copies]
-        return _for_each(machine, calls, copies)
-
-    return _grid(machine.grids.few_tokens, machine.grids.few_reads, row)
+    grids = machine.grids
+    copies = [max(read // (weights * machine.dtype.itemsize), 1) for read in grids.few_reads]
+    layers = alike(machine.dtype, weights, max(copies), machine.place)
+    calls = [through(layers[:count], tokens) for tokens in grids.few_tokens for count in copies]
+    times = _for_each(machine, calls, copies * len(grids.few_tokens))
+    rows = tuple(tuple(times[start : start + len(copies)]) for start in range(0, len(times), len(copies)))
+    return Grid(x=grids.few_tokens, y=grids.few_reads, seconds=rows)
 
 
 def _for_each(machine: _Machine, calls: Sequence[Callable[[], object]], copies: Sequence[int]) -> list[float]:
@@ -360,20 +361,20 @@ def _around(machine: _Machine, parts: Curves) -> Curves:
         for hidden in grids.hidden
     ]
     latent = [replace(each, latent=(min(each.hidden_size // 4, _WIDEST), 32)) for each in plain]
-    rest, around = _rest(machine, plain, parts)
-    rest_of_latents, _ = _rest(machine, latent, parts)
+    rest, around = _rest(machine, plain, grids.states, parts)
+    rest_of_latents, _ = _rest(machine, latent, grids.latent_states, parts)
 
-    def grid(times: Mapping[tuple[int, int], float]) -> Grid:
+    def grid(times: Mapping[tuple[int, int], float], states: Sequence[int] = grids.states) -> Grid:
         def row(values: int, widths: Sequence[int]) -> list[float]:
             return [max(times[values, hidden], _LEAST) for hidden in widths]
 
-        return _grid(grids.states, grids.hidden, row)
+        return _grid(states, grids.hidden, row)
 
     return replace(
         parts,
         norm=grid({key: time / 2 for key, time in rest.items()}),
         embedding=grid(around),
-        latent_input=grid({key: rest_of_latents[key] - time for key, time in rest.items()}),
+        latent_input=grid({key: time - rest[key] for key, time in rest_of_latents.items()}, grids.latent_states),
     )
 
 
@@ -395,7 +396,7 @@ def _in_models(machine: _Machine, whole: Curves) -> Curves:
             (spec, Pass(new=tokens, total=tokens, dtype=machine.name)),
         ]
         calls += [decode_step(model, cache, 1), prompt_call(model, tokens)]
-    times = machine.pace.medians(calls, patience=4 * PATIENCE)
+    times = machine.pace.medians(calls, least=3, patience=4 * PATIENCE)
     ratios = [
         _of_projections(machine, whole, spec, forward, seconds)
         for (spec, forward), seconds in zip(passes, times, strict=True)
@@ -426,17 +427,17 @@ def _bounded(ratios: Sequence[float]) -> float:
 
 
 def _rest(
-    machine: _Machine, decoders: Sequence[Decoder], parts: Curves
+    machine: _Machine, decoders: Sequence[Decoder], states: Sequence[int], parts: Curves
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
     """Of each size of a state and its width: what is left of a layer's time, and of the model's around them."""
     rest, around = {}, {}
     layers = machine.grids.layers
     for decoder in decoders:
-        passes = [_passes(machine, replace(decoder, num_layers=count), parts) for count in layers]
+        passes = [_passes(machine, replace(decoder, num_layers=count), states, parts) for count in layers]
         calls = [each.call for by_values in passes for each in by_values.values()]
-        times = iter(machine.pace.medians(calls, least=3, patience=2 * PATIENCE))
+        times = iter(machine.pace.medians(calls, least=3, patience=PATIENCE))
         few, many = ({values: next(times) for values in by_values} for by_values in passes)
-        for values in machine.grids.states:
+        for values in states:
             layer = max(many[values] - few[values], _LEAST) / (layers[1] - layers[0])
             known = (passes[1][values].layers - passes[0][values].layers) / (layers[1] - layers[0])
             # Operators that were measured alone may seem to take more than the layer that they are in.
@@ -445,9 +446,9 @@ def _rest(
     return rest, around
 
 
-def _passes(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Pass]:
+def _passes(machine: _Machine, decoder: Decoder, states: Sequence[int], parts: Curves) -> dict[int, _Pass]:
     """A decoder's passes by the sizes of their states."""
-    states = [(values, values // decoder.hidden_size) for values in machine.grids.states]
+    tokens_of = {values: values // decoder.hidden_size for values in states}
     known = replace(machine.known, curves={machine.name: parts})
     # Passes of few tokens read all weights each time. Those of one layer and of several then have to come from the
     # same place, or their difference is that of the places: small ones lie in the processor's caches.
@@ -457,14 +458,14 @@ def _passes(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Pa
     small = replace(decoder, num_kv_heads=one_head, intermediate_size=inner)
     model, spec = small.build(machine.dtype, machine.place), small.spec()
     found = {}
-    for values, tokens in states:
+    for values, tokens in tokens_of.items():
         if tokens < MANY:
             cache = filled_cache(model, spec, batch=tokens, tokens=machine.grids.short)
             impl = "absorbed" if decoder.latent else "auto"
             step = Pass(batch=tokens, total=machine.grids.short + 1, dtype=machine.name, impl=impl)
             found[values] = _pass(decode_step(model, cache, tokens), spec, step, known)
     model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
-    for values, tokens in states:
+    for values, tokens in tokens_of.items():
         if tokens >= MANY:
             prompt = Pass(new=tokens, total=tokens, dtype=machine.name)
             found[values] = _pass(prompt_call(model, tokens), spec, prompt, known)

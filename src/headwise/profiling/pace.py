@@ -1,10 +1,10 @@
-"""The pace of a machine that others share: three calls whose time is known, measured again beside every measurement.
+"""The pace of a machine that others share: two calls whose time is known, measured again beside every measurement.
 
 The same call takes a tenth or a third longer at one minute than at another where other programs use the memory or the
-processor. What is measured is therefore divided by how many times as long as before three calls take at that moment:
-the geometric mean of one that reads what the processor's caches hold, one that reads memory, and one of large
-products. The mean follows models of every size better than any of the three does alone, even where one of them is
-what bounds a model: each has noise of its own.
+processor. What is measured is therefore divided by how many times as long as before two calls take at that moment:
+the geometric mean of one that reads memory and one of large products. The mean follows models of every size better
+than either does alone. One that reads what the processor's caches hold does not help: its time depends on what ran
+just before.
 
 On a GPU a call is recorded as a CUDA graph and replayed, as engines that serve models do it: otherwise the GPU would
 wait for Python, and all mechanisms would take equally long.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -29,13 +29,13 @@ from headwise.measurement.timing import recorded, seconds
 HERE = torch.device("cpu")
 """The device that is measured where none is named."""
 
-READING = (20 << 20, 160 << 20)
-"""Bytes of the projections of one token that take turns: in the processor's caches, and in memory."""
+READING = 96 << 20
+"""Bytes of the projections of one token that take turns, more than the processor's caches hold."""
 
 _WEIGHTS = 1 << 22
 """Weights of each: enough for several threads."""
 
-PRODUCTS = (256, 1 << 21)
+PRODUCTS = (128, 1 << 21)
 """Tokens, and weights of a projection: bounded by the processor."""
 
 _ENOUGH = 1e-3
@@ -43,6 +43,9 @@ _ENOUGH = 1e-3
 
 _FEW, _MOST = 4, 400
 """Calls that are recorded together at least and at most."""
+
+_LONG = 0.02
+"""Seconds of a call in which nothing of what the processor's caches hold is left at the end."""
 
 _ROUNDS = 3
 """Turns of the calls that are measured together, with the yardsticks between."""
@@ -69,9 +72,11 @@ class Pace:
         self, dtype: torch.dtype, reference: Sequence[float] | None = None, device: torch.device = HERE
     ) -> None:
         self.device = device
-        copies = [max(read // (_WEIGHTS * dtype.itemsize), 1) for read in READING]
-        yardsticks = [projections(dtype, 1, _WEIGHTS, count, device) for count in copies]
-        yardsticks.append(projections(dtype, *PRODUCTS, 1, device))
+        copies = max(READING // (_WEIGHTS * dtype.itemsize), 1)
+        yardsticks = [
+            projections(dtype, 1, _WEIGHTS, copies, device),
+            projections(dtype, *PRODUCTS, 1, device),
+        ]
         with chosen(device):
             self._calls = [repeated(call, device) for call in yardsticks]
             now = tuple(_timed(*call, 7, 0.0) for call in self._calls)
@@ -127,9 +132,10 @@ class Pace:
 
 
 def _timed(run: Callable[[], object], count: int, least: int, patience: float) -> float:
-    """Median seconds of a call, made once before that: what it reads has to be back in the processor's caches."""
-    run()
-    times: list[float] = []
+    """Median seconds of a call; its first run, which brings what it reads back into the processor's caches, counts if
+    it takes so long that this does not matter."""
+    first = _seconds(run, count)
+    times = [first] if first * count > _LONG else []
     until = time.perf_counter() + patience
     while len(times) < least or (time.perf_counter() < until and len(times) < 15 * least):
         times.append(_seconds(run, count))
@@ -169,13 +175,25 @@ def projections(
     dtype: torch.dtype, tokens: int, weights: int, copies: int, device: torch.device = HERE
 ) -> Callable[[], object]:
     """A call of ``copies`` projections one after another, each of as many values of weights."""
+    return through(alike(dtype, weights, copies, device), tokens)
+
+
+def alike(dtype: torch.dtype, weights: int, copies: int, device: torch.device = HERE) -> nn.ModuleList:
+    """``copies`` projections of as many values of weights."""
     width = 1 << ((weights.bit_length() - 1) // 2)
-    sizes = width, weights // width
-    one = nn.Linear(*sizes, bias=False, device=device, dtype=dtype)
+    one = nn.Linear(width, weights // width, bias=False, device=device, dtype=dtype)
     layers = nn.ModuleList([one, *(deepcopy(one) for _ in range(copies - 1))])  # drawing each would take long
     take_over_linears(layers)
-    states = torch.randn(1, tokens, width, device=device).to(dtype)
-    return in_turn([partial(layer, states) for layer in layers])
+    return layers
+
+
+def through(layers: Iterable[nn.Module], tokens: int) -> Callable[[], object]:
+    """A call that passes so many tokens through each of some projections that are alike."""
+    found = list(layers)
+    weight = found[0].weight
+    assert isinstance(weight, torch.Tensor)
+    states = torch.randn(1, tokens, weight.shape[1], device=weight.device).to(weight.dtype)
+    return in_turn([partial(layer, states) for layer in found])
 
 
 def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
