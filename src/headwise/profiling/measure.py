@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,9 @@ _LEAST_SHARE = 0.1
 """The least share of a layer's time that is not its operators'."""
 
 
+_Item = TypeVar("_Item")
+
+
 class _Machine:
     """A device that is measured in one dtype."""
 
@@ -74,7 +78,7 @@ def measure_curves(
     machine = _Machine(dtype, device, grids, place)
     steps = 7
     progress("profiling", 0, steps)
-    few = {float(weights): _few_tokens(machine, weights) for weights in grids.few_weights}
+    few = _few_tokens(machine)
     progress("profiling", 1, steps)
     many = _grid(grids.tokens, grids.weights, partial(_many, machine))
     product = _grid(grids.product_tokens, grids.product_weights, partial(_products, machine))
@@ -113,16 +117,24 @@ def _grid(x: Sequence[int], y: Sequence[int], row: Callable[[int, Sequence[int]]
     return Grid(x=tuple(x), y=tuple(y), seconds=tuple(tuple(row(a, y)) for a in x))
 
 
-def _few_tokens(machine: _Machine, weights: int) -> Grid:
-    """Seconds of a projection of few tokens, over these and the bytes of weights that take turns."""
-
+def _few_tokens(machine: _Machine) -> dict[float, Grid]:
+    """Seconds of a projection of few tokens by its weights' values, over tokens and the bytes that take turns."""
     grids = machine.grids
-    copies = [max(read // (weights * machine.dtype.itemsize), 1) for read in grids.few_reads]
-    layers = alike(machine.dtype, weights, max(copies), machine.place)
-    calls = [through(layers[:count], tokens) for tokens in grids.few_tokens for count in copies]
-    times = _for_each(machine, calls, copies * len(grids.few_tokens))
-    rows = tuple(tuple(times[start : start + len(copies)]) for start in range(0, len(times), len(copies)))
-    return Grid(x=grids.few_tokens, y=grids.few_reads, seconds=rows)
+    calls, copies = [], []
+    for weights in grids.few_weights:
+        counts = [max(read // (weights * machine.dtype.itemsize), 1) for read in grids.few_reads]
+        layers = alike(machine.dtype, weights, max(counts), machine.place)
+        calls += [through(layers[:count], tokens) for tokens in grids.few_tokens for count in counts]
+        copies += counts * len(grids.few_tokens)
+    times = iter(_for_each(machine, calls, copies) if calls else ())
+    return {
+        float(weights): Grid(
+            x=grids.few_tokens,
+            y=grids.few_reads,
+            seconds=tuple(tuple(next(times) for _ in grids.few_reads) for _ in grids.few_tokens),
+        )
+        for weights in grids.few_weights
+    }
 
 
 def _for_each(machine: _Machine, calls: Sequence[Callable[[], object]], copies: Sequence[int]) -> list[float]:
@@ -207,15 +219,18 @@ def _cores(machine: _Machine) -> tuple[dict[float, Grid], dict[float, float]]:
     columns: dict[float, list[list[float]]] = {bits: [] for bits in BITS}
     besides: dict[float, list[float]] = {bits: [] for bits in BITS}
     intensities: dict[float, list[float]] = {bits: [] for bits in BITS}
-    for kv_heads in grids.kv_heads:
-        decoder = replace(one, num_kv_heads=kv_heads)
-        formats = [bits for bits in BITS if not bits or kv_heads in grids.coded_kv_heads]
-        kinds = [_by_bytes(machine, decoder, bits, grids.coded_caches if bits else grids.caches) for bits in formats]
-        found = _after_contexts(machine, kinds)
-        for kind, (short, more) in zip(kinds, found, strict=True):
-            columns[kind.bits].append(_for_a_byte(machine, kind, more))
-            besides[kind.bits].append(short - found[0][0])
-            intensities[kind.bits].append(_intensity(machine, kind))
+    kinds = [
+        _by_bytes(machine, replace(one, num_kv_heads=heads), bits, grids.coded_caches if bits else grids.caches)
+        for heads in grids.kv_heads
+        for bits in BITS
+        if not bits or heads in grids.coded_kv_heads
+    ]
+    found = _after_contexts(machine, kinds)
+    plain = {kind.decoder: short for kind, (short, _) in zip(kinds, found, strict=True) if not kind.bits}
+    for kind, (short, more) in zip(kinds, found, strict=True):
+        columns[kind.bits].append(_for_a_byte(machine, kind, more))
+        besides[kind.bits].append(short - plain[kind.decoder])
+        intensities[kind.bits].append(_intensity(machine, kind))
     core = {
         bits: _of_columns(grids.coded_caches if bits else grids.caches, intensities[bits], columns[bits], grids)
         for bits in BITS
@@ -228,26 +243,30 @@ def _latent_cores(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[floa
     in codes, by bits; and what a layer of the latter does besides."""
     grids = machine.grids
     one = replace(_cached(machine, grids.latent_hidden), latent=grids.latent)
-    columns, intensities = [], []
     of_codes: dict[float, list[list[float]]] = {float(bits): [] for bits in grids.code_bits}
     besides: dict[float, list[float]] = {bits: [] for bits in of_codes}
     code_intensities: dict[float, list[float]] = {bits: [] for bits in of_codes}
-    for heads in grids.latent_heads:
-        decoder = replace(one, num_heads=heads)
-        plain = _by_bytes(machine, decoder, 0.0, grids.caches)
-        codes = [
-            _Contexts(
-                decoder=replace(decoder, code_bits=bits), bits=bits, token=_token(decoder) * bits / 8, tokens=tokens
-            )
-            for bits, tokens in ((bits, grids.code_tokens) for bits in grids.code_bits)
-        ]
-        (short, more), *found = _after_contexts(machine, [plain, *codes])
-        columns.append(_for_a_byte(machine, plain, more))
-        intensities.append(_intensity(machine, plain))
-        for kind, (its_short, its_more) in zip(codes, found, strict=True):
-            of_codes[kind.bits].append([max(seconds, _LEAST) for seconds in its_more])
-            besides[kind.bits].append(its_short - short)
-            code_intensities[kind.bits].append(_intensity(machine, kind))
+    decoders = [replace(one, num_heads=heads) for heads in grids.latent_heads]
+    plain = [_by_bytes(machine, decoder, 0.0, grids.caches) for decoder in decoders]
+    codes = [
+        _Contexts(
+            decoder=replace(decoder, code_bits=bits),
+            bits=bits,
+            token=_token(decoder) * bits / 8,
+            tokens=grids.code_tokens,
+        )
+        for decoder in decoders
+        for bits in grids.code_bits
+    ]
+    found = _after_contexts(machine, [*plain, *codes])
+    of_plain, of_all_codes = found[: len(plain)], found[len(plain) :]
+    columns = [_for_a_byte(machine, kind, more) for kind, (_, more) in zip(plain, of_plain, strict=True)]
+    intensities = [_intensity(machine, kind) for kind in plain]
+    shorts = {kind.decoder.num_heads: short for kind, (short, _) in zip(plain, of_plain, strict=True)}
+    for kind, (short, more) in zip(codes, of_all_codes, strict=True):
+        of_codes[kind.bits].append([max(seconds, _LEAST) for seconds in more])
+        besides[kind.bits].append(short - shorts[kind.decoder.num_heads])
+        code_intensities[kind.bits].append(_intensity(machine, kind))
     values = _token(one) / one.num_layers
     coded = {
         bits: Grid(
@@ -289,20 +308,28 @@ def _after_contexts(machine: _Machine, kinds: Sequence[_Contexts]) -> list[tuple
 
     All are measured in turns, because their differences count.
     """
-    models = {kind.decoder: kind.decoder.build(machine.dtype, machine.place) for kind in kinds}
-    calls = []
-    for kind in kinds:
-        model, spec = models[kind.decoder], kind.decoder.spec()
-        quantize = None if kind.decoder.code_bits else BITS[kind.bits]
-        for tokens in (machine.grids.short, *kind.tokens):
-            cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=quantize)
-            calls.append(decode_step(model, cache, 1))
-    times = iter(machine.pace.medians(calls, patience=4 * PATIENCE))
+    times: list[float] = []
+    for together in _together(machine, kinds):
+        models = {kind.decoder: kind.decoder.build(machine.dtype, machine.place) for kind in together}
+        calls = []
+        for kind in together:
+            model, spec = models[kind.decoder], kind.decoder.spec()
+            quantize = None if kind.decoder.code_bits else BITS[kind.bits]
+            for tokens in (machine.grids.short, *kind.tokens):
+                cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=quantize)
+                calls.append(decode_step(model, cache, 1))
+        times += machine.pace.medians(calls, patience=4 * PATIENCE)
+    seconds = iter(times)
     found = []
     for kind in kinds:
-        short, *longer = (next(times) / kind.decoder.num_layers for _ in (0, *kind.tokens))
+        short, *longer = (next(seconds) / kind.decoder.num_layers for _ in (0, *kind.tokens))
         found.append((short, [each - short for each in longer]))
     return found
+
+
+def _together(machine: _Machine, items: Sequence[_Item]) -> list[Sequence[_Item]]:
+    """What is measured in turns: all on a processor, whose pace changes; one by one on a GPU, to spare its memory."""
+    return [items] if machine.grids.few_reads else [[item] for item in items]
 
 
 def _for_a_byte(machine: _Machine, kind: _Contexts, more: Sequence[float]) -> list[float]:
@@ -361,8 +388,12 @@ def _around(machine: _Machine, parts: Curves) -> Curves:
         for hidden in grids.hidden
     ]
     latent = [replace(each, latent=(min(each.hidden_size // 4, _WIDEST), 32)) for each in plain]
-    rest, around = _rest(machine, plain, grids.states, parts)
-    rest_of_latents, _ = _rest(machine, latent, grids.latent_states, parts)
+    rest, around = _rest(machine, [*plain, *latent], parts)
+    latent_input = {
+        (values, one.hidden_size): rest[other, values] - rest[one, values]
+        for one, other in zip(plain, latent, strict=True)
+        for values in grids.latent_states
+    }
 
     def grid(times: Mapping[tuple[int, int], float], states: Sequence[int] = grids.states) -> Grid:
         def row(values: int, widths: Sequence[int]) -> list[float]:
@@ -372,9 +403,9 @@ def _around(machine: _Machine, parts: Curves) -> Curves:
 
     return replace(
         parts,
-        norm=grid({key: time / 2 for key, time in rest.items()}),
-        embedding=grid(around),
-        latent_input=grid({key: time - rest[key] for key, time in rest_of_latents.items()}, grids.latent_states),
+        norm=grid({(values, one.hidden_size): rest[one, values] / 2 for one in plain for values in grids.states}),
+        embedding=grid({(values, one.hidden_size): around[one, values] for one in plain for values in grids.states}),
+        latent_input=grid(latent_input, grids.latent_states),
     )
 
 
@@ -427,27 +458,37 @@ def _bounded(ratios: Sequence[float]) -> float:
 
 
 def _rest(
-    machine: _Machine, decoders: Sequence[Decoder], states: Sequence[int], parts: Curves
-) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-    """Of each size of a state and its width: what is left of a layer's time, and of the model's around them."""
+    machine: _Machine, decoders: Sequence[Decoder], parts: Curves
+) -> tuple[dict[tuple[Decoder, int], float], dict[tuple[Decoder, int], float]]:
+    """Of each decoder and size of a state: what is left of a layer's time, and of the model's around them."""
     rest, around = {}, {}
-    layers = machine.grids.layers
-    for decoder in decoders:
-        passes = [_passes(machine, replace(decoder, num_layers=count), states, parts) for count in layers]
-        calls = [each.call for by_values in passes for each in by_values.values()]
-        times = iter(machine.pace.medians(calls, least=3, patience=PATIENCE))
-        few, many = ({values: next(times) for values in by_values} for by_values in passes)
-        for values in states:
-            layer = max(many[values] - few[values], _LEAST) / (layers[1] - layers[0])
-            known = (passes[1][values].layers - passes[0][values].layers) / (layers[1] - layers[0])
-            # Operators that were measured alone may seem to take more than the layer that they are in.
-            rest[values, decoder.hidden_size] = max(layer - known, _LEAST_SHARE * layer)
-            around[values, decoder.hidden_size] = few[values] - layers[0] * layer - passes[0][values].head
+    grids = machine.grids
+    few_layers, many_layers = grids.layers
+    for together in _together(machine, decoders):
+        passes = {
+            (decoder, count): _passes(machine, replace(decoder, num_layers=count), parts)
+            for decoder in together
+            for count in grids.layers
+        }
+        every = [(*key, values, each) for key, by_values in passes.items() for values, each in by_values.items()]
+        times = machine.pace.medians([each.call for *_, each in every], least=3, patience=PATIENCE)
+        took = {
+            (decoder, count, values): time for (decoder, count, values, _), time in zip(every, times, strict=True)
+        }
+        for decoder in together:
+            for values, few in passes[decoder, few_layers].items():
+                seconds = took[decoder, few_layers, values]
+                layer = max(took[decoder, many_layers, values] - seconds, _LEAST) / (many_layers - few_layers)
+                known = (passes[decoder, many_layers][values].layers - few.layers) / (many_layers - few_layers)
+                # Operators that were measured alone may seem to take more than the layer that they are in.
+                rest[decoder, values] = max(layer - known, _LEAST_SHARE * layer)
+                around[decoder, values] = seconds - few_layers * layer - few.head
     return rest, around
 
 
-def _passes(machine: _Machine, decoder: Decoder, states: Sequence[int], parts: Curves) -> dict[int, _Pass]:
+def _passes(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Pass]:
     """A decoder's passes by the sizes of their states."""
+    states = machine.grids.latent_states if decoder.latent else machine.grids.states
     tokens_of = {values: values // decoder.hidden_size for values in states}
     known = replace(machine.known, curves={machine.name: parts})
     # Passes of few tokens read all weights each time. Those of one layer and of several then have to come from the

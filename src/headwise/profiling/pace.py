@@ -50,6 +50,9 @@ _LONG = 0.02
 _ROUNDS = 3
 """Turns of the calls that are measured together, with the yardsticks between."""
 
+_OFTEN = 0.5
+"""Seconds between yardsticks."""
+
 _YARDSTICKS = 3
 """How often each yardstick is timed between two rounds."""
 
@@ -98,30 +101,37 @@ class Pace:
     ) -> list[tuple[float, float]]:
         """Measure calls in turns, so that what slows one of them down slows the others as well.
 
-        The yardsticks are measured before, after and between the rounds. In each round a call is made once before it
-        is timed, to have the processor's caches back.
+        There are three rounds; in each a call is made once before it is timed, to have the processor's caches back.
+        The yardsticks are measured at the ends of the rounds and, in long ones, between.
 
         Args:
-            calls: any number.
+            calls: any number. The more there are, the further apart their rounds: what disturbs one does not count.
             least: the least number of times that each is timed.
             patience: seconds that each is timed for.
 
         Returns:
-            Of each call, the median seconds, and how many times as long as the reference the yardsticks took in that
-            round: the one whose quotient of both is the median.
+            Of each call, the median seconds in one round, and how many times as long as the reference the yardsticks
+            took before and after: of the round whose quotient of both is the median.
         """
+        found: list[list[tuple[float, int]]] = [[] for _ in calls]
         with torch.inference_mode(), chosen(self.device):
             runs = [repeated(call, self.device) for call in calls]
-            yardsticks, rounds = [self._now()], []
+            yardsticks, latest = [self._now()], time.perf_counter()
             for _ in range(_ROUNDS):
-                rounds.append([_timed(*run, -(-least // _ROUNDS), patience / _ROUNDS) for run in runs])
+                for index, run in enumerate(runs):
+                    if time.perf_counter() - latest > _OFTEN:
+                        yardsticks.append(self._now())
+                        latest = time.perf_counter()
+                    seconds = _timed(*run, -(-least // _ROUNDS), patience / _ROUNDS)
+                    found[index].append((seconds, len(yardsticks)))
                 yardsticks.append(self._now())
+                latest = time.perf_counter()
         paces = [statistics.geometric_mean(pair) for pair in pairwise(yardsticks)]
-        found = []
-        for times in zip(*rounds, strict=True):
-            ordered = sorted(zip(times, paces, strict=True), key=lambda each: each[0] / each[1])
-            found.append(ordered[_ROUNDS // 2])
-        return found
+        medians = []
+        for times in found:
+            rounds = [(seconds, paces[after - 1]) for seconds, after in times]
+            medians.append(sorted(rounds, key=lambda each: each[0] / each[1])[_ROUNDS // 2])
+        return medians
 
     def _now(self) -> float:
         """How many times as long as the reference the yardsticks take, in the geometric mean."""
