@@ -98,3 +98,18 @@ def test_the_table_has_predicted_beside_measured() -> None:
         "| latency | as it is | 47.0 (33.0) | 45.0 (31.0) | 4,378 |  |  |  |",
         "| memory | `mla@0.19` | 47.0 (33.0) | 45.0 (31.0) | 4,378, 4,356 | ×1.0180 | ×1.0100 | ×1.0200, ×1.0300 |",
     ]
+
+
+def test_the_document_says_how_far_predictions_were_off() -> None:
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "benchmarks/results/advised.json").read_text())["rows"]
+    plain, converted = (rows[goal]["predicted_ms"] / rows[goal]["measured_ms"] - 1 for goal in ("latency", "memory"))
+    said = (
+        f"A step of the original was predicted to take {_more(plain)} than it does, and one of the conversion"
+        f" {_more(converted)}."
+    )
+    assert said in " ".join((root / "docs/advice.md").read_text().split())
+
+
+def _more(error: float) -> str:
+    return f"{100 * abs(error):.0f} % {'more' if error > 0 else 'less'}"
