@@ -177,6 +177,16 @@ def test_a_prediction_is_the_sum_of_what_was_measured(name: str, bits: float | N
         assert timed["absorb keys"].seconds == pytest.approx(absorbed.times * one)
 
 
+def test_latents_in_codes_are_read_as_others_where_they_were_not_measured() -> None:
+    model, mine = read_spec("deepseek-v2-lite"), measured_gpu()
+    step = Pass(batch=3, total=500, cache_bits=4)
+    core = next(each for each in operators(model, step) if each.kind == "latent core")
+    timed = {each.name: each.seconds / each.times for each in seconds(operators(model, step), mine, step)}
+    grid = mine.curves["bfloat16"].latent_core
+    of_a_byte = grid.at(min(max(core.cache_bytes, grid.x[0]), grid.x[-1]), core.flops / core.cache_bytes)
+    assert timed[core.name] == pytest.approx(core.cache_bytes * of_a_byte)
+
+
 def test_a_gpu_has_one_curve_of_projections_and_cores_by_what_they_read_themselves() -> None:
     model, mine = read_spec("llama-3-8b"), measured_gpu()
     curves = mine.curves["bfloat16"]

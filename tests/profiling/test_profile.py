@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from headwise.cost.model import cache_bytes
 from headwise.measurement.timing import recorded
-from headwise.prediction import Grid, Pass, device, operators, seconds
+from headwise.prediction import Grid, Pass, device, operators, peak_memory, seconds
 from headwise.profiling import (
     Check,
     Point,
@@ -230,7 +231,7 @@ def test_errors_and_ranks_by_hand() -> None:
 
 
 def test_codes_take_what_layers_of_the_same_heads_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 heads, 3 µs a layer and 4 ns a token; of one, 1 µs and 1 ns; codes take 2 µs more, and half for tokens."""
+    """Of 4 heads, 4 µs a layer and 4 ns a token; of one, 1 µs and 1 ns; codes take 2 µs more, and half for tokens."""
 
     def found(_: Any, kinds: Sequence[measure._Contexts]) -> list[tuple[float, list[float]]]:
         times = []
@@ -363,6 +364,32 @@ def test_predicted_memory_is_that_of_all_tensors(name: str, dtype: str, inner: i
     sizes = {"hidden_size": 512, "num_layers": 2, "num_heads": 8, "vocab_size": 512, "intermediate_size": inner}
     found = memory.memory_point(name, Decoder(**{**sizes, **kinds(grids.CPU.places)[name]}), dtype)
     assert abs(found.error) < 0.05
+
+
+def test_a_call_has_the_pace_of_its_own_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 3, 9 and 5 ms, on a machine that is once, twice and once as slow: the second is the median."""
+    monkeypatch.setattr(pace, "_OFTEN", -1.0)  # yardsticks before the call, and at the end of each round
+    monkeypatch.setattr(pace, "READING", 1 << 16)
+    monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
+    monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
+    mine = pace.Pace(torch.float32)
+    times, paces = iter([3e-3, 9e-3, 5e-3]), iter([7.0, 1.0, 1.0, 2.0, 2.0, 1.0, 1.0])
+    monkeypatch.setattr(pace, "_timed", lambda *_: next(times))
+    monkeypatch.setattr(pace.Pace, "_now", lambda _: next(paces))
+    assert mine.measure([lambda: None]) == [(9e-3, pytest.approx(2.0))]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_all_decoders_of_a_place_are_held_at_once(batch: int) -> None:
+    step = Pass(batch=batch, total=500, dtype="float32")
+    one, other = Decoder(), Decoder(num_kv_heads=1)
+    memory_of = {each: peak_memory(each.spec(), step) for each in (one, other)}
+    found = sys.modules["headwise.profiling.check"]._held(
+        [(one, step), (one, replace(step, cache_bits=8)), (other, step)]
+    )
+    weights = memory_of[one].weights + memory_of[other].weights
+    workspace = max(each.workspace for each in memory_of.values())
+    assert found == weights + int(1.25 * memory_of[one].cache) + memory_of[other].cache + workspace
 
 
 def test_bad_input(refused: Any, here: Path) -> None:

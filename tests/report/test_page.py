@@ -112,7 +112,7 @@ def test_prompts_operators_and_contexts_are_pythons() -> None:
     with browser_page() as watched:
         watched.page.add_script_tag(path=str(Path("src/headwise/report/arithmetic.js").resolve()))
         # The last ones on machines that were profiled.
-        measured = {"deepseek-v2-lite": measured_device(), "mixtral-8x7b": measured_gpu()}
+        measured = {"deepseek-v2-lite": measured_device(), "mixtral-8x7b": measured_gpu(), "kimi-k2": measured_gpu()}
         for name in ("llama-3-8b", "deepseek-v3.2", "gpt-oss-120b", "qwen3-next-80b-a3b", *measured):
             model, card = read_spec(name), measured.get(name, device("mi300x"))
             for context, bits in ((1, None), (2049, None), (70_000, 4.5)):

@@ -133,7 +133,7 @@ class Curves:
             bits = _nearest(self.coded_latent_core, sizes.bits)
             cached = sizes.cache_bytes * bits / sizes.bits
             read = self.coded_latent_core[bits].at(cached, sizes.flops / cached)
-            return read + self.coded_latent[bits]
+            return read + self.coded_latent.get(bits, 0.0)
         bits = _nearest(self.core, sizes.bits) if kind == "core" else 0.0
         grid, intensity = self.core[bits] if kind == "core" else self.latent_core, sizes.flops / sizes.cache_bytes
         together = sizes.pass_bytes if self.few else sizes.cache_bytes

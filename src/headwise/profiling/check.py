@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -193,28 +194,39 @@ def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], gri
     dtype = chosen.choice(list(paces))
     pace = paces[dtype]
     batch, context, prompt = map(chosen.choice, (choices.batches, choices.contexts, choices.prompts))
-    while batch > 1 and _peak(sizes, Pass(batch=batch, total=context + 1, dtype=dtype)) > device.memory_bytes / 2:
-        batch //= 2
     formats = (None, chosen.choice([each for each in BITS.values() if each is not None]))
     code_bits = (None, chosen.choice(choices.code_bits)) if choices.code_bits else (None,)
-    common: dict[str, Any] = {"dtype": dtype}
-    common["sizes"] = f"{layers} × {hidden}, {sizes['intermediate_size']}, {sizes['vocab_size']}"
+    stored = {cache: bits for bits, cache in BITS.items()}
+    decoders = [
+        (name, Decoder(**sizes, **kind, code_bits=bits))
+        for name, kind in kinds(choices).items()
+        for bits in (code_bits if "latent" in kind else (None,))
+    ]
+    caches = [
+        (name, decoder, cache, decoder.code_bits or stored[cache])
+        for name, decoder in decoders
+        for cache in (formats if decoder.latent is None else (None,))
+    ]
+
+    def step(bits: float) -> Pass:
+        return Pass(batch=batch, total=context + 1, dtype=dtype, cache_bits=bits or None)
+
+    while batch > 1 and _held([(decoder, step(bits)) for _, decoder, _, bits in caches]) > device.memory_bytes / 2:
+        batch //= 2
+    label = f"{layers} × {hidden}, {sizes['intermediate_size']}, {sizes['vocab_size']}"
+    gc.collect()  # optimised models refer to themselves: those of the place before
+    models = {decoder: decoder.build(getattr(torch, dtype), pace.device) for _, decoder in decoders}
     calls: list[_Call] = []
-    for name, kind in kinds(choices).items():
-        common["mechanism"] = name
-        for bits in code_bits if "latent" in kind else (None,):
-            decoder = Decoder(**sizes, **kind, code_bits=bits)
-            model, spec = decoder.build(getattr(torch, dtype), pace.device), decoder.spec()
-            for cache in formats if "latent" not in kind else (None,):
-                stored = next(one for one, each in BITS.items() if each == cache) if bits is None else bits
-                step = Pass(batch=batch, total=context + 1, dtype=dtype, cache_bits=stored or None)
-                filled = filled_cache(model, spec, batch=batch, tokens=context, quantize=cache)
-                about = common | {"cache": cache if bits is None else f"codes:{bits}", "batch": batch}
-                calls.append(_Call(decode_step(model, filled, batch), spec, step, about | {"context": context}))
-            if bits is None:
-                read = Pass(new=prompt, total=prompt, dtype=dtype)
-                about = common | {"cache": None, "batch": 1, "context": prompt}
-                calls.append(_Call(prompt_call(model, prompt), spec, read, about))
+    for name, decoder, cache, bits in caches:
+        model, spec = models[decoder], decoder.spec()
+        common = {"mechanism": name, "sizes": label, "dtype": dtype}
+        written = cache if decoder.code_bits is None else f"codes:{bits}"
+        filled = filled_cache(model, spec, batch=batch, tokens=context, quantize=cache)
+        about = common | {"cache": written, "batch": batch, "context": context}
+        calls.append(_Call(decode_step(model, filled, batch), spec, step(bits), about))
+        if written is None:
+            about = common | {"cache": None, "batch": 1, "context": prompt}
+            calls.append(_Call(prompt_call(model, prompt), spec, Pass(new=prompt, total=prompt, dtype=dtype), about))
     times = pace.measure([call.run for call in calls], least=6, patience=_PATIENCE)
     return [call.point(device, *measured) for call, measured in zip(calls, times, strict=True)]
 
@@ -243,9 +255,12 @@ class _Call:
         return Point(**self.about, is_prompt=is_prompt, measured=measured, pace=pace, predicted=predicted)
 
 
-def _peak(sizes: Mapping[str, Any], step: Pass) -> int:
-    """Bytes that the largest of a place's decoders, which caches all heads, holds at most."""
-    return peak_memory(Decoder(**sizes).spec(), step).total
+def _held(steps: Sequence[tuple[Decoder, Pass]]) -> int:
+    """Bytes that decoders and their caches, all of which are there at once, hold at most."""
+    each = [(decoder, peak_memory(decoder.spec(), step)) for decoder, step in steps]
+    weights = {decoder: memory.weights for decoder, memory in each}
+    caches = sum(memory.cache for _, memory in each)
+    return sum(weights.values()) + caches + max(memory.workspace for _, memory in each)
 
 
 def by_kind(points: Sequence[Point]) -> dict[str, list[Point]]:

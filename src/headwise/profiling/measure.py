@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -306,20 +307,10 @@ def _by_bytes(machine: _Machine, decoder: Decoder, bits: float, reads: Sequence[
 def _after_contexts(machine: _Machine, kinds: Sequence[_Contexts]) -> list[tuple[float, list[float]]]:
     """Of each, a layer's seconds of a decode step after a short context, and how many more after the others.
 
-    All are measured in turns, because their differences count.
+    They are measured in turns, because their differences count.
     """
-    times: list[float] = []
-    for together in _together(machine, kinds):
-        models = {kind.decoder: kind.decoder.build(machine.dtype, machine.place) for kind in together}
-        calls = []
-        for kind in together:
-            model, spec = models[kind.decoder], kind.decoder.spec()
-            quantize = None if kind.decoder.code_bits else BITS[kind.bits]
-            for tokens in (machine.grids.short, *kind.tokens):
-                cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=quantize)
-                calls.append(decode_step(model, cache, 1))
-        times += machine.pace.medians(calls, patience=4 * PATIENCE)
-    seconds = iter(times)
+    groups = _together(machine, kinds, lambda kind: replace(kind.decoder, code_bits=None))
+    seconds = iter([time for group in groups for time in _steps_after(machine, group)])
     found = []
     for kind in kinds:
         short, *longer = (next(seconds) / kind.decoder.num_layers for _ in (0, *kind.tokens))
@@ -327,9 +318,25 @@ def _after_contexts(machine: _Machine, kinds: Sequence[_Contexts]) -> list[tuple
     return found
 
 
-def _together(machine: _Machine, items: Sequence[_Item]) -> list[Sequence[_Item]]:
-    """What is measured in turns: all on a processor, whose pace changes; one by one on a GPU, to spare its memory."""
-    return [items] if machine.grids.few_reads else [[item] for item in items]
+def _steps_after(machine: _Machine, kinds: Sequence[_Contexts]) -> list[float]:
+    """Seconds of decode steps after a short context, and after the others, of one kind after another."""
+    models = {kind.decoder: kind.decoder.build(machine.dtype, machine.place) for kind in kinds}
+    calls = []
+    for kind in kinds:
+        model, spec = models[kind.decoder], kind.decoder.spec()
+        quantize = None if kind.decoder.code_bits else BITS[kind.bits]
+        for tokens in (machine.grids.short, *kind.tokens):
+            cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=quantize)
+            calls.append(decode_step(model, cache, 1))
+    return machine.pace.medians(calls, patience=4 * PATIENCE)
+
+
+def _together(machine: _Machine, items: Sequence[_Item], decoder_of: Callable[[_Item], Decoder]) -> list[list[_Item]]:
+    """What is measured in turns: all on a processor, whose pace changes; on a GPU what one decoder does, to spare its
+    memory."""
+    if machine.grids.few_reads:
+        return [list(items)]
+    return [list(group) for _, group in groupby(items, decoder_of)]
 
 
 def _for_a_byte(machine: _Machine, kind: _Contexts, more: Sequence[float]) -> list[float]:
@@ -461,28 +468,36 @@ def _rest(
     machine: _Machine, decoders: Sequence[Decoder], parts: Curves
 ) -> tuple[dict[tuple[Decoder, int], float], dict[tuple[Decoder, int], float]]:
     """Of each decoder and size of a state: what is left of a layer's time, and of the model's around them."""
+    rest: dict[tuple[Decoder, int], float] = {}
+    around: dict[tuple[Decoder, int], float] = {}
+    for together in _together(machine, decoders, lambda decoder: decoder):
+        for found, more in zip((rest, around), _rest_of(machine, together, parts), strict=True):
+            found.update(more)
+    return rest, around
+
+
+def _rest_of(
+    machine: _Machine, decoders: Sequence[Decoder], parts: Curves
+) -> tuple[dict[tuple[Decoder, int], float], dict[tuple[Decoder, int], float]]:
+    """`_rest` of decoders that are measured in turns."""
     rest, around = {}, {}
-    grids = machine.grids
-    few_layers, many_layers = grids.layers
-    for together in _together(machine, decoders):
-        passes = {
-            (decoder, count): _passes(machine, replace(decoder, num_layers=count), parts)
-            for decoder in together
-            for count in grids.layers
-        }
-        every = [(*key, values, each) for key, by_values in passes.items() for values, each in by_values.items()]
-        times = machine.pace.medians([each.call for *_, each in every], least=3, patience=PATIENCE)
-        took = {
-            (decoder, count, values): time for (decoder, count, values, _), time in zip(every, times, strict=True)
-        }
-        for decoder in together:
-            for values, few in passes[decoder, few_layers].items():
-                seconds = took[decoder, few_layers, values]
-                layer = max(took[decoder, many_layers, values] - seconds, _LEAST) / (many_layers - few_layers)
-                known = (passes[decoder, many_layers][values].layers - few.layers) / (many_layers - few_layers)
-                # Operators that were measured alone may seem to take more than the layer that they are in.
-                rest[decoder, values] = max(layer - known, _LEAST_SHARE * layer)
-                around[decoder, values] = seconds - few_layers * layer - few.head
+    few_layers, many_layers = machine.grids.layers
+    passes = {
+        (decoder, count): _passes(machine, replace(decoder, num_layers=count), parts)
+        for decoder in decoders
+        for count in machine.grids.layers
+    }
+    every = [(*key, values, each) for key, by_values in passes.items() for values, each in by_values.items()]
+    times = machine.pace.medians([each.call for *_, each in every], least=3, patience=PATIENCE)
+    took = {(decoder, count, values): time for (decoder, count, values, _), time in zip(every, times, strict=True)}
+    for decoder in decoders:
+        for values, few in passes[decoder, few_layers].items():
+            seconds = took[decoder, few_layers, values]
+            layer = max(took[decoder, many_layers, values] - seconds, _LEAST) / (many_layers - few_layers)
+            known = (passes[decoder, many_layers][values].layers - few.layers) / (many_layers - few_layers)
+            # Operators that were measured alone may seem to take more than the layer that they are in.
+            rest[decoder, values] = max(layer - known, _LEAST_SHARE * layer)
+            around[decoder, values] = seconds - few_layers * layer - few.head
     return rest, around
 
 

@@ -60,7 +60,7 @@ _YARDSTICKS = 3
 class Pace:
     """Measures calls beside yardsticks.
 
-    For example ``Pace(torch.float32).median(lambda: a @ b)``.
+    For example ``Pace(torch.float32).medians([lambda: a @ b])``.
 
     Args:
         dtype: of the yardsticks.
@@ -85,10 +85,6 @@ class Pace:
             now = tuple(_timed(*call, 7, 0.0) for call in self._calls)
         self.reference = now if reference is None else tuple(reference)
 
-    def median(self, call: Callable[[], object], *, least: int = 5, patience: float = 0.05) -> float:
-        """Median seconds of a call, at the reference's pace; see `medians`."""
-        return self.medians([call], least=least, patience=patience)[0]
-
     def medians(
         self, calls: Sequence[Callable[[], object]], *, least: int = 5, patience: float = 0.05
     ) -> list[float]:
@@ -101,13 +97,14 @@ class Pace:
     ) -> list[tuple[float, float]]:
         """Measure calls in turns, so that what slows one of them down slows the others as well.
 
-        There are three rounds; in each a call is made once before it is timed, to have the processor's caches back.
-        The yardsticks are measured at the ends of the rounds and, in long ones, between.
+        There are three rounds; in each a call is made once before it is timed, to have the processor's caches back,
+        unless it is so long that this does not matter. The yardsticks are measured at the ends of the rounds and, in
+        long ones, between.
 
         Args:
             calls: any number. The more there are, the further apart their rounds: what disturbs one does not count.
-            least: the least number of times that each is timed.
-            patience: seconds that each is timed for.
+            least: the least number of times that each is timed, in all rounds together.
+            patience: seconds that each is timed for, in all rounds together.
 
         Returns:
             Of each call, the median seconds in one round, and how many times as long as the reference the yardsticks

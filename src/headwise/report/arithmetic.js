@@ -176,7 +176,7 @@ const headwise = (() => {
     if (each.kind === "latent core" && pass.bits && Object.keys(curves.coded_latent_core).length) {
       const bits = nearest(curves.coded_latent_core, pass.bits);
       const alike = (cached * Number(bits)) / pass.bits;
-      return interpolated(curves.coded_latent_core[bits], alike, each.flops / alike) + curves.coded_latent[bits];
+      return interpolated(curves.coded_latent_core[bits], alike, each.flops / alike) + (curves.coded_latent[bits] ?? 0);
     }
     const isCore = each.kind === "core";
     const bits = isCore ? nearest(curves.core, pass.bits) : null;
