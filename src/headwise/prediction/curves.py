@@ -134,11 +134,13 @@ class Curves:
             cached = sizes.cache_bytes * bits / sizes.bits
             read = self.coded_latent_core[bits].at(cached, sizes.flops / cached)
             return read + self.coded_latent.get(bits, 0.0)
-        bits = _nearest(self.core, sizes.bits) if kind == "core" else 0.0
-        grid, intensity = self.core[bits] if kind == "core" else self.latent_core, sizes.flops / sizes.cache_bytes
+        grid, besides = self.latent_core, 0.0
+        if kind == "core":
+            bits = _nearest(self.core, sizes.bits)
+            grid, besides = self.core[bits], self.coded.get(bits, 0.0)
         together = sizes.pass_bytes if self.few else sizes.cache_bytes
-        read = sizes.cache_bytes * grid.at(_within(grid.x, together), intensity)
-        return read + (self.coded.get(bits, 0.0) if kind == "core" else 0.0)
+        of_a_byte = grid.at(_within(grid.x, together), sizes.flops / sizes.cache_bytes)
+        return sizes.cache_bytes * of_a_byte + besides
 
     def _of_few(self, sizes: Sizes) -> float:
         """A projection of few tokens: by a grid over values of weights, made for the tokens and the bytes."""
@@ -202,8 +204,6 @@ FORM = 4
 """Of curves in a file; raised whenever what their sizes mean is changed."""
 
 _GRIDS = ("many", "product", "prompt", "latent_core", "latent_input", "norm", "embedding")
-
-
 _CODED = ("coded", "coded_latent")
 
 

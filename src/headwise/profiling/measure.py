@@ -44,7 +44,6 @@ _MOST_IN_MODELS = 1.5
 _LEAST_SHARE = 0.1
 """The least share of a layer's time that is not its operators'."""
 
-
 _Item = TypeVar("_Item")
 
 
