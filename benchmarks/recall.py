@@ -6,7 +6,7 @@
 
 A cache is ``own``, a format of ``headwise evaluate --cache``, ``TARGET@F``, a conversion to a fraction F of the
 bytes, or ``TARGET:F``, a conversion to a fraction F of the values; ``TARGET:F without STAGE`` is an ablation, and
-``TARGET:F on N`` is calibrated on N tokens. Each
+``TARGET:F on N`` is calibrated on N tokens, and ``TARGET:F on N healed at RATE`` is healed on the same tokens. Each
 trial hides a code of five digits in other tokens of the text; all caches are asked for the same codes at the same
 places. A row is one cache and one depth.
 """
@@ -70,7 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def converted(options: argparse.Namespace, cache: str) -> Path:
-    """The conversion to a fraction of the bytes or of the values, made once."""
+    """The conversion to a fraction of the bytes or of the values, made once, and healed where the name says so."""
+    unhealed, _, rate = cache.partition(" healed at ")
+    if rate:
+        return _healed(options, converted(options, unhealed), rate)
     name, _, number = cache.partition(" on ")
     tokens = int(number or options.tokens)
     size, _, stage = name.partition(" without ")
@@ -90,6 +93,23 @@ def converted(options: argparse.Namespace, cache: str) -> Path:
             evaluate=False,
         )
     return folder
+
+
+def _healed(options: argparse.Namespace, folder: Path, rate: str) -> Path:
+    """A conversion that was trained once more on the tokens that it was calibrated on."""
+    healed = folder.with_name(f"{folder.name}-healed-{rate}")
+    if not (healed / "config.json").exists():
+        headwise.heal(
+            folder,
+            healed,
+            teacher=options.source,
+            text=data.wikitext("train", options.cache),
+            tokens=int(folder.name.rpartition("-")[2]),
+            learning_rate=float(rate),
+            measurements=4,
+            evaluate=False,
+        )
+    return healed
 
 
 if __name__ == "__main__":

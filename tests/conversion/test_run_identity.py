@@ -103,6 +103,7 @@ HEAL: dict[str, tuple[dict[str, Any], Any]] = {
     "window": (HEALED, 48),
     "batch": (HEALED, 2),
     "micro_batch": (HEALED, 2),
+    "optimizer": (HEALED, "adamw"),
     "learning_rate": (HEALED, 1e-3),
     "warmup": (HEALED, 0.5),
     "patience": (HEALED, 1),

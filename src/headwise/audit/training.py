@@ -24,7 +24,8 @@ from headwise.audit.effort import effort
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.disk import write_whole
 from headwise.errors import ArgumentError
-from headwise.healing.loop import BETAS, Loop
+from headwise.healing.loop import Loop
+from headwise.healing.optimizer import BETAS
 from headwise.healing.state import TrainingState
 from headwise.healing.windows import HELD, HealingWindows
 from headwise.hf import as_device

@@ -19,7 +19,8 @@ from headwise.documents import MEASURED, MIGRATION, finite
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
-from headwise.healing.loop import BETAS, Loop, run_model
+from headwise.healing.loop import Loop, run_model
+from headwise.healing.optimizer import optimizer_of
 from headwise.healing.report import Healing
 from headwise.healing.sharded import shard, whole
 from headwise.healing.state import Progressed, TrainingState
@@ -207,9 +208,7 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
         for module in model.modules():  # in training mode alone, and what is in them stays without dropout
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True
-    optimizer = torch.optim.AdamW(
-        parameters.values(), lr=options.learning_rate, betas=BETAS, weight_decay=0.0, fused=True
-    )
+    optimizer = optimizer_of(model, parameters, options.optimizer, rate=options.learning_rate, dtype=prepared.dtype)
     loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype)
     done = loop.run(TrainingState(folder, parameters, optimizer), optimizer, progress)
     return model, done, sum(parameter.numel() for parameter in parameters.values())

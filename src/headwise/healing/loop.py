@@ -25,7 +25,6 @@ from headwise.progress import Progress
 HEALING = "healing"
 """The name of the stage, for progress."""
 
-BETAS = (0.9, 0.95)
 CLIP = 1.0
 """The norm that gradients are cut to."""
 ROLLBACKS = 3
@@ -58,7 +57,7 @@ class Loop:
 
         Args:
             state: of this run, with what an earlier one saved.
-            optimizer: AdamW over the parameters.
+            optimizer: of the parameters.
             progress: told of each step.
 
         Raises:

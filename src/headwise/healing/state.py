@@ -18,7 +18,8 @@ from headwise.processes import barrier, process_index
 _BEST = 2
 """The number of the file with the best parameters."""
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""AdamW's and Muon's, by the names of torch."""
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Progressed:
 
 
 class TrainingState:
-    """Parameters, AdamW's moments and what has been done, saved and loaded together.
+    """Parameters, the optimizer's moments and what has been done, saved and loaded together.
 
     Two files are written in turn, each whole or not at all, so that one is always there to go on from. A third has
     the parameters of the lowest held-out loss.
@@ -58,7 +59,7 @@ class TrainingState:
     Args:
         folder: of the files.
         parameters: that are trained, by name.
-        optimizer: AdamW over them.
+        optimizer: of them.
     """
 
     def __init__(

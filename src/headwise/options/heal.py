@@ -93,8 +93,12 @@ class StepOptions(Options):
         rule=at_least(1),
         identity=False,
     )
+    optimizer: Literal["muon", "adamw"] = option(
+        "muon, which moves all directions of a matrix alike (embeddings and vectors by AdamW); or adamw for all",
+        default="muon",
+    )
     learning_rate: float = option(
-        "AdamW's learning rate after warm-up; steps of more windows take more, such as 3e-4 with a batch of 16",
+        "the learning rate after warm-up; steps of more windows take more, such as 3e-4 with a batch of 16",
         default=1e-4,
         rule=_POSITIVE,
     )
@@ -150,7 +154,7 @@ class HealOptions(StepOptions, ObjectiveOptions, ProofOptions):
     )
     lora_rank: int = option("train lora: the rank of the changes", default=32, rule=at_least(1))
     dtype: Literal["bfloat16", "float32"] | None = option(
-        "dtype of matrix products; weights and AdamW's moments are float32. bfloat16 when left out, where the "
+        "dtype of matrix products; weights and their moments are float32. bfloat16 when left out, where the "
         "processor multiplies it",
         default=None,
     )

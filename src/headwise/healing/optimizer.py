@@ -1,0 +1,108 @@
+"""What moves the trained parameters: Muon for matrices, AdamW for embeddings and vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from headwise.healing.sharded import like, whole
+
+Optimizer = Literal["muon", "adamw"]
+
+BETAS = (0.9, 0.95)
+"""AdamW's."""
+
+MOMENTUM = 0.95
+"""Muon's."""
+
+_ITERATIONS = 5
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration, chosen by Jordan et al. so that small singular values rise fastest."""
+
+_SIZE = 0.2
+"""The root mean square of a step at rate 1, which is about AdamW's (Liu et al., 2025), so that both share a rate."""
+
+
+def optimizer_of(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], kind: Optimizer, *, rate: float, dtype: torch.dtype
+) -> torch.optim.AdamW:
+    """The optimizer of a run.
+
+    Args:
+        model: whose embeddings are told from its other matrices.
+        parameters: that are trained, by name.
+        kind: ``muon``, or ``adamw`` for all parameters.
+        rate: the learning rate.
+        dtype: of Muon's matrix products.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if output is not None:
+        embeddings.add(id(output.weight))
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters.values():
+        is_matrix = parameter.ndim in (2, 3) and id(parameter) not in embeddings  # 3: those of experts, stacked
+        groups[kind == "muon" and is_matrix].append(parameter)
+    return Muon(groups[True], groups[False], rate=rate, dtype=dtype)
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) for matrices, AdamW for the others.
+
+    A matrix moves along the semi-orthogonal matrix nearest to the moving mean of its gradients: all its directions
+    move alike, and not those of the largest gradients alone.
+
+    Args:
+        matrices: ``[..., out, in]`` each.
+        others: parameters of any shape.
+        rate: the learning rate.
+        dtype: of the products that make a mean semi-orthogonal.
+    """
+
+    def __init__(
+        self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, rate: float, dtype: torch.dtype
+    ) -> None:
+        groups = [{"params": matrices, "is_matrix": True}, {"params": others, "is_matrix": False}]
+        groups = [group for group in groups if group["params"]]
+        super().__init__(groups, lr=rate, betas=BETAS, weight_decay=0.0, fused=True)
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Move every parameter by its gradient; those of matrices are taken away."""
+        assert closure is None
+        for group in self.param_groups:
+            for matrix in group["params"] if group["is_matrix"] else ():
+                if matrix.grad is not None:
+                    self._turn(matrix, group["lr"])
+                    matrix.grad = None  # AdamW's step, which follows, is for the others
+        super().step()
+
+    def _turn(self, matrix: nn.Parameter, rate: float) -> None:
+        assert matrix.grad is not None
+        mean = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix))
+        mean.lerp_(matrix.grad, 1 - MOMENTUM)
+        direction = semi_orthogonal(whole(matrix.grad.lerp(mean, MOMENTUM)).to(self._dtype))  # Nesterov's
+        scale = _SIZE * max(matrix.shape[-2:]) ** 0.5
+        matrix.add_(like(direction.to(matrix.dtype), matrix), alpha=-rate * scale)
+
+
+def semi_orthogonal(matrix: Tensor) -> Tensor:
+    """About the nearest semi-orthogonal matrix: the same singular vectors, and singular values between 0.7 and 1.2.
+
+    By a Newton–Schulz iteration, which needs products alone. For example ``semi_orthogonal(torch.randn(64, 32))``.
+
+    Args:
+        matrix: ``[..., out, in]``; a zero matrix stays zero.
+    """
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    turned: Tensor = matrix.mT if is_tall else matrix
+    turned = turned / turned.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    a, b, c = _COEFFICIENTS
+    for _ in range(_ITERATIONS):
+        square = turned @ turned.mT
+        turned = a * turned + (b * square + c * (square @ square)) @ turned
+    return turned.mT if is_tall else turned
