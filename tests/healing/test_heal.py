@@ -307,6 +307,9 @@ def test_a_cache_in_codes_is_healed_with_its_codes(source: Path, keywords: dict[
     report = headwise.heal(coded, tmp_path / "out", **{**keywords, "steps": 60, "learning_rate": 1e-3})
     assert report.held_out[-1][1] < 0.97 * report.held_out[0][1]
     assert (coded / "kv_cache.safetensors").read_bytes() == (tmp_path / "out" / "kv_cache.safetensors").read_bytes()
+    before, after = (load_file(folder / "model.safetensors") for folder in (coded, tmp_path / "out"))
+    for name, tensor in before.items():  # the codes were fitted to what computes the latents
+        assert torch.equal(tensor, after[name]) == ("kv_a_proj" in name), name
 
 
 @pytest.mark.parametrize(

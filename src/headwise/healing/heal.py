@@ -199,7 +199,8 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
     needs_teacher = options.objective == "distill" or options.hidden > 0
     teacher = _teacher(prepared, folder, progress) if needs_teacher else None
-    select(model, options.train, prepared.teacher, rank=options.lora_rank)
+    is_coded = (prepared.checkpoint.path / CODES).is_file()
+    select(model, options.train, prepared.teacher, rank=options.lora_rank, is_coded=is_coded)
     refuse_unwritten(model, prepared.checkpoint)
     shard(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -22,6 +22,9 @@ from headwise.options import HealOptions
 _ATTENTION = re.compile(r"(^|\.)(self_attn|self_attention|attention|attn)\.")
 """The path of an attention module, as transformers' families call it."""
 
+_CACHED = re.compile(r"\.(kv_a_proj_with_mqa|kv_a_layernorm|k_proj|v_proj|k_norm|qkv_proj|query_key_value|c_attn)\.")
+"""What computes the values of a cache, as transformers' families and headwise's layers call it."""
+
 
 class LowRank(nn.Module):
     """A change of a matrix by a product of two narrow ones (Hu et al., 2021), as a parametrization of its weight.
@@ -45,8 +48,11 @@ class LowRank(nn.Module):
         return weight + self.up @ self.down
 
 
-def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> None:
+def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32, is_coded: bool = False) -> None:
     """Choose the parameters to train, and freeze all others.
+
+    Where a cache is in codes, what computes its values stays as it is: offsets, scales and bits of each channel were
+    fitted to them.
 
     For example ``select(model, "attention", open_checkpoint("./source"))``.
 
@@ -55,6 +61,7 @@ def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> 
         trained: ``all``, ``attention``, ``new`` or ``lora``; see `headwise.options.HealOptions`.
         teacher: what ``new`` tensors are told from.
         rank: of ``lora``.
+        is_coded: whether the cache is in codes.
 
     Raises:
         ArgumentError: nothing is left to train.
@@ -62,7 +69,8 @@ def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> 
     if trained == "lora":
         _add_low_rank(model, rank)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_chosen(name, parameter, trained, teacher))
+        is_fixed = is_coded and _CACHED.search(name) is not None
+        parameter.requires_grad_(not is_fixed and _is_chosen(name, parameter, trained, teacher))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ArgumentError("train", trained, "leaves nothing to train: the teacher has every tensor in its shape")
 
