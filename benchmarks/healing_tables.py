@@ -63,7 +63,7 @@ def _named(name: str, row: Document) -> list[str]:
     target, _, rest = name.partition(" of ")
     words = rest.split()[1:]
     method = f" by {words[words.index('by') + 1]}" if "by" in words else ""
-    shown = {"learning_rate": "rate", "objective": "", "train": ""}
+    shown = {"learning_rate": "rate", "objective": "", "train": "", "optimizer": ""}
     settings = []
     for word in words:
         key, has_value, value = word.partition("=")

@@ -301,15 +301,18 @@ def test_a_healed_stock_folder_stays_stock_and_is_exported(keywords: dict[str, A
     assert (logits - before).abs().max() > 1e-2
 
 
-def test_a_cache_in_codes_is_healed_with_its_codes(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("to", "cached"), [("mla", ("kv_a_proj",)), ("same", ("k_proj", "v_proj"))])
+def test_a_cache_in_codes_is_healed_with_its_codes(
+    to: str, cached: tuple[str, ...], source: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
     coded = tmp_path / "coded"
-    headwise.convert(source, coded, to="mla", kv_bytes=0.12, calibrate=keywords["text"], evaluate=False)
+    headwise.convert(source, coded, to=to, kv_bytes=0.12, calibrate=keywords["text"], evaluate=False)
     report = headwise.heal(coded, tmp_path / "out", **{**keywords, "steps": 60, "learning_rate": 1e-3})
     assert report.held_out[-1][1] < 0.97 * report.held_out[0][1]
     assert (coded / "kv_cache.safetensors").read_bytes() == (tmp_path / "out" / "kv_cache.safetensors").read_bytes()
     before, after = (load_file(folder / "model.safetensors") for folder in (coded, tmp_path / "out"))
-    for name, tensor in before.items():  # the codes were fitted to what computes the latents
-        assert torch.equal(tensor, after[name]) == ("kv_a_proj" in name), name
+    for name, tensor in before.items():  # the codes were fitted to what computes the cached values
+        assert torch.equal(tensor, after[name]) == any(f".{part}" in name for part in cached), name
 
 
 @pytest.mark.parametrize(
