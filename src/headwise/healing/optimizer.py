@@ -83,7 +83,10 @@ class Muon(torch.optim.AdamW):
 
     def _turn(self, matrix: nn.Parameter, rate: float) -> None:
         assert matrix.grad is not None
-        mean = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix))
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        mean = state["momentum_buffer"]
         mean.lerp_(matrix.grad, 1 - MOMENTUM)
         direction = semi_orthogonal(whole(matrix.grad.lerp(mean, MOMENTUM)).to(self._dtype))  # Nesterov's
         scale = _SIZE * max(matrix.shape[-2:]) ** 0.5

@@ -31,6 +31,13 @@ FIRST_HELD = 1
 PASSAGES = 8
 """The number of passages that half of a window is cut into."""
 
+ALIKE = 4
+"""The number of passages that begin alike, where some do."""
+
+_ALIKE_TOKENS = 32
+_SHARED = (slice(0, 4), slice(6, 8))
+"""The tokens that such passages share; the two between them tell one passage from another."""
+
 
 @dataclass(frozen=True, eq=False)
 class CalibrationWindows:
@@ -122,8 +129,11 @@ def plain_windows(ids: Tensor, held: int = 0) -> CalibrationWindows:
     return CalibrationWindows(ids, torch.arange(width).repeat(count, 1), torch.zeros(count, dtype=torch.bool), held)
 
 
-def recall_windows(ids: Tensor, held: int, model: ModelSpec) -> CalibrationWindows:
+def recall_windows(ids: Tensor, held: int, model: ModelSpec, *, alike: bool = False) -> CalibrationWindows:
     """Make one window in `EVERY` repeat passages of itself from far behind; an encoder's stay as they are.
+
+    Where passages are alike, each `ALIKE` of them begin with the same tokens but for two: whoever goes on as one of
+    them went on has to find the right one, as where several facts of a kind stand in a text.
 
     For example ``recall_windows(ids, 2, open_checkpoint("./model").spec)``. Equal arguments give equal windows.
 
@@ -131,21 +141,34 @@ def recall_windows(ids: Tensor, held: int, model: ModelSpec) -> CalibrationWindo
         ids: ``[N, W]``, of a text.
         held: the number of windows at the end that are held out.
         model: the source. Its RoPE and number of positions say how far behind passages can be.
+        alike: whether passages begin alike. They are of `_ALIKE_TOKENS` tokens then.
     """
     windows = plain_windows(ids.clone(), held)
     half = windows.width // 2
-    passage = half // PASSAGES
+    alike = alike and half >= ALIKE * _ALIKE_TOKENS
+    passage = _ALIKE_TOKENS if alike else half // PASSAGES
+    count = half // passage if alike else PASSAGES
     if passage < 2 or not model.is_causal:
         return windows
     generator = torch.Generator().manual_seed(0)
     train = windows.train
     for window in [*range(FIRST, train, EVERY), *range(train + FIRST_HELD, len(ids), EVERY)]:
-        passages = windows.ids[window, : passage * PASSAGES].view(PASSAGES, passage)
-        repeated = passages[torch.randperm(PASSAGES, generator=generator)].flatten()
+        passages = windows.ids[window, : passage * count].view(count, passage)
+        if alike:
+            _make_alike(passages)
+        repeated = passages[torch.randperm(count, generator=generator)].flatten()
         windows.ids[window, half : half + len(repeated)] = repeated
         windows.repeats[window] = True
         windows.positions[window, half:] += _gap(model, windows.width, float(torch.rand((), generator=generator)))
     return windows
+
+
+def _make_alike(passages: Tensor) -> None:
+    """Write into passages ``[N, P]`` what each `ALIKE` of them share: tokens of the first of these."""
+    for start in range(0, len(passages) - ALIKE + 1, ALIKE):
+        group = passages[start : start + ALIKE]
+        for shared in _SHARED:
+            group[:, shared] = group[0, shared].clone()
 
 
 def _gap(model: ModelSpec, width: int, part: float) -> int:
