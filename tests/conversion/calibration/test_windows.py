@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion.calibration.windows import PASSAGES, plain_windows, recall_windows
+from headwise.conversion.calibration.windows import ALIKE, PASSAGES, plain_windows, recall_windows
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.rope_channels import mean_rotation
 from headwise.conversion.solvers.statistics import statistics_of
@@ -56,6 +56,34 @@ def test_a_repeating_window_repeats_its_own_passages_within_the_models_positions
         gaps = place.diff() - 1
         assert int(gaps.sum()) == int(gaps[half - 1])
         assert (int(gaps.sum()) > 0) == (positions > width)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, 12), st.integers(256, 700))
+def test_passages_that_begin_alike_are_told_apart_by_two_tokens(count: int, width: int) -> None:
+    text = ids(count, width)
+    windows = recall_windows(text, 0, model(), alike=True)
+    assert torch.equal(text, ids(count, width))  # the text itself stays
+    passages = width // 2 // 32
+    for index in range(count):
+        own, before = windows.ids[index], text[index]
+        if index % 3 != 2:
+            assert torch.equal(own, before)
+            continue
+        said = own[: passages * 32].view(passages, 32)
+        repeated = own[width // 2 : width // 2 + passages * 32].view(passages, 32)
+        assert sorted(said.tolist()) == sorted(repeated.tolist())
+        for start in range(0, passages - ALIKE + 1, ALIKE):
+            group = said[start : start + ALIKE]
+            assert all(len(group[:, place].unique()) == 1 for place in (0, 1, 2, 3, 6, 7))
+            assert all(len(group[:, place].unique()) == ALIKE for place in (4, 5, *range(8, 32)))
+        is_own = said == before[: passages * 32].view(passages, 32)
+        assert bool(is_own[:, [4, 5, *range(8, 32)]].all())
+
+
+def test_passages_of_narrow_windows_do_not_begin_alike() -> None:
+    text = ids(6, 255)
+    assert torch.equal(recall_windows(text, 0, model(), alike=True).ids, recall_windows(text, 0, model()).ids)
 
 
 def test_windows_stay_as_they_are_where_nothing_can_be_recalled() -> None:
