@@ -22,6 +22,7 @@ from benchmarks.kept import Kept, say
 import headwise
 from benchmarks import data
 from headwise.healing.loop import Loop
+from headwise.healing.optimizer import optimizer_of
 from headwise.healing.state import Progressed
 from headwise.healing.windows import open_windows
 from headwise.hf import as_dtype, load, open_decoder
@@ -87,7 +88,7 @@ def _step(
     heal = HealOptions(teacher=options.source, text=text, window=options.window, batch=batch, steps=4)
     windows = open_windows(open_decoder(converted), heal, open_decoder(options.source).spec)
     parameters = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-6, fused=True)
+    optimizer = optimizer_of(model, parameters, heal.optimizer, rate=1e-6, dtype=as_dtype("bfloat16"))
     loop = Loop(model, teacher, parameters, windows, heal, as_dtype("bfloat16"))
     done = Progressed()
     loop._step(optimizer, done)

@@ -6,7 +6,7 @@
 
 A cache is ``own``, a format of ``headwise evaluate --cache``, ``TARGET@F``, a conversion to a fraction F of the
 bytes, or ``TARGET:F``, a conversion to a fraction F of the values; ``TARGET:F without STAGE`` is an ablation, and
-``TARGET:F on N`` is calibrated on N tokens, and ``TARGET:F on N healed at RATE`` is healed on the same tokens. Each
+``TARGET:F on N`` is calibrated on N tokens; ``TARGET:F on N healed at RATE`` is then healed on the same tokens. Each
 trial hides a code of five digits in other tokens of the text; all caches are asked for the same codes at the same
 places. A row is one cache and one depth.
 """

@@ -315,6 +315,45 @@ def test_a_cache_in_codes_is_healed_with_its_codes(
         assert torch.equal(tensor, after[name]) == any(f".{part}" in name for part in cached), name
 
 
+def test_changes_of_low_rank_leave_what_computes_coded_values_as_it_is(
+    source: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    coded = tmp_path / "coded"
+    headwise.convert(source, coded, to="mla", kv_bytes=0.12, calibrate=keywords["text"], evaluate=False)
+    changes = {"train": "lora", "lora_rank": 4, "steps": 60, "learning_rate": 1e-3}
+    assert headwise.heal(coded, tmp_path / "out", **{**keywords, **changes}).best_step > 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (coded, tmp_path / "out"))
+    for name, tensor in before.items():
+        is_changed = "_proj" in name and "kv_a_proj" not in name
+        assert torch.equal(tensor, after[name]) != is_changed, name
+
+
+def test_changes_that_the_folder_has_no_tensor_for_are_refused(keywords: dict[str, Any], tmp_path: Path) -> None:
+    source, coded = save_tiny(tmp_path / "source", "phi3"), tmp_path / "coded"
+    headwise.convert(source, coded, to="same", kv_bytes=0.25, calibrate=keywords["text"], evaluate=False)
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight.*no tensor of its own"):  # it stores qkv_proj
+        headwise.heal(coded, tmp_path / "out", **{**keywords, "teacher": source, "train": "lora"})
+
+
+def test_new_tensors_that_are_all_of_a_coded_cache_are_refused(
+    source: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    coded = tmp_path / "coded"
+    headwise.convert(source, coded, to="mqa", kv_bytes=0.12, calibrate=keywords["text"], evaluate=False)
+    with pytest.raises(HeadwiseError, match="only what computes the values of a cache in codes"):
+        headwise.heal(coded, tmp_path / "out", **{**keywords, "train": "new"})
+
+
+def test_adamw_can_move_everything(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    muon, adamw = (
+        headwise.heal(converted, tmp_path / name, **{**keywords, "steps": 60, "optimizer": name})
+        for name in ("muon", "adamw")
+    )
+    assert adamw.losses[0] == muon.losses[0]
+    assert adamw.losses[1:] != muon.losses[1:]
+    assert adamw.held_out[-1][1] < 0.9 * adamw.held_out[0][1]
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

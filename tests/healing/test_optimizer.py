@@ -10,6 +10,7 @@ from torch import nn
 
 from headwise.healing.optimizer import BETAS, Muon, optimizer_of, semi_orthogonal
 from tests.closeness import assert_close
+from tests.real_models import tiny_model
 
 SIZES = st.integers(1, 48)
 
@@ -72,6 +73,15 @@ def test_embeddings_and_vectors_move_as_by_adamw_and_matrices_do_not() -> None:
             assert not torch.allclose(moved[name], parameter, atol=1e-3)
         else:
             assert_close(moved[name], parameter.detach(), 1e-6)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_output_head_moves_as_by_adamw(is_tied: bool) -> None:
+    model = tiny_model(tie_word_embeddings=is_tied).float()
+    optimizer = optimizer_of(model, dict(model.named_parameters()), "muon", rate=1e-2, dtype=torch.float32)
+    by_adamw = {id(p) for group in optimizer.param_groups if not group["is_matrix"] for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert (id(parameter) in by_adamw) == (parameter.ndim == 1 or "embed" in name or "lm_head" in name), name
 
 
 def test_adamw_alone_moves_everything_as_torchs_does() -> None:

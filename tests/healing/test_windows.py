@@ -14,6 +14,7 @@ from headwise.errors import ArgumentError
 from headwise.healing import windows as module
 from headwise.healing.windows import HELD, HealingWindows, step_count
 from headwise.options import HealOptions
+from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 60
 
@@ -61,6 +62,17 @@ def test_far_passages_are_as_far_as_the_teachers_rope_reaches(text: Path, tiny_l
         windows = module.open_windows(open_checkpoint(text.parent / name), options(text, window=64), source.spec)
         assert bool(windows.train.repeats.any())
         assert bool((windows.train.positions.diff(dim=1) > 1).any()) is has_gaps
+
+
+@pytest.mark.parametrize("objective", ["distill", "cross-entropy"])
+def test_passages_begin_alike_where_the_teacher_says_what_follows(objective: str, text: Path, tmp_path: Path) -> None:
+    text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=8_000)))
+    source = open_checkpoint(save_tiny(tmp_path / "wide", max_position_embeddings=4096))
+    windows = open_windows(source, options(text, window=256, tokens=2560, objective=objective)).train
+    first = windows.ids[windows.repeats][:, :128].unflatten(1, (4, 32))
+    assert len(first) > 0
+    shared = first[:, :, [0, 1, 2, 3, 6, 7]]
+    assert bool((shared == shared[:, :1]).all()) is (objective == "distill")
 
 
 def test_held_out_windows_are_not_trained_on(text: Path, tiny_llama_folder: Path) -> None:

@@ -232,6 +232,7 @@ def train_one(decoder: Decoder, windows: torch.Tensor, *, tokens: int, seed: int
         text="none",
         objective="cross-entropy",
         learning_rate=RATE,
+        optimizer="adamw",
         micro_batch=BATCH,
         batch=BATCH,
         patience=0,

@@ -19,6 +19,8 @@ CONVERSION = "CONVERSION.md"
 
 _FIELDS = ("base_model", "license", "license_name", "license_link", "library_name")
 
+_OPTIMIZERS = {"muon": "Muon and AdamW", "adamw": "AdamW"}
+
 
 def healed_card(folder: Path, config: Mapping[str, Any], report: Healing) -> str:
     """The text of a healed folder's ``README.md``; its conversion is told by `CONVERSION`, where there is a card.
@@ -77,6 +79,7 @@ def _making(folder: Path, report: Healing) -> Iterator[str]:
     yield f"- {report.objective} on {report.tokens:,} tokens of {', '.join(map(_named, report.texts))}"
     yield f"- {report.steps:,} of {report.planned_steps:,} steps of {report.batch} × {report.window} tokens"
     yield f"- trained: {report.trained}, {report.trained_parameters:,} parameters"
+    yield f"- by {_OPTIMIZERS[report.optimizer]}, at a learning rate of {report.learning_rate:g}"
     curve = ", ".join(f"{step}: {loss:.4f}" for step, loss in report.held_out)
     yield f"- loss on held-out windows, by step: {curve}"
     if report.slope is not None:

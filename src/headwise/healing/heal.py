@@ -37,6 +37,9 @@ from headwise.quantization.files import FILE as CODES
 from headwise.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
 from headwise.type_checks import typed
 
+TRAINING = 2
+"""The number of the way of training, which rises when equal options come to train otherwise."""
+
 NOTHING_GAINED = (
     "no step lowered the held-out loss, so the result is the model it was given: train on more tokens, or at a lower "
     "learning rate"
@@ -77,7 +80,7 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         checkpoint.tensors,
         run=prepared.run,
         overwrite=options.overwrite,
-        # Float32 parameters and two moments each, in two saves and one that is being written; the best parameters.
+        # Float32 parameters and at most two moments each, in two saves and one that is being written; the best ones.
         work_bytes=(3 * 3 + 2) * 4 * trained_numbers(checkpoint, prepared.teacher, options),
     )
     with first_enters(writer):
@@ -127,6 +130,7 @@ class _Prepared:
             "teacher": model_identity(self.teacher),
             "text": texts,
             "dtype": dtype_name(self.dtype),
+            "training": TRAINING,
         }
         return run_identity(self.checkpoint, **decides)
 
@@ -199,8 +203,7 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
     needs_teacher = options.objective == "distill" or options.hidden > 0
     teacher = _teacher(prepared, folder, progress) if needs_teacher else None
-    is_coded = (prepared.checkpoint.path / CODES).is_file()
-    select(model, options.train, prepared.teacher, rank=options.lora_rank, is_coded=is_coded)
+    select(model, options.train, prepared.teacher, rank=options.lora_rank)
     refuse_unwritten(model, prepared.checkpoint)
     shard(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -268,6 +271,8 @@ def _report(
         texts=tuple(map(str, named_texts(options.text))),
         trained=options.train,
         trained_parameters=count,
+        optimizer=options.optimizer,
+        learning_rate=options.learning_rate,
         steps=done.step,
         planned_steps=windows.steps,
         tokens=done.step * windows.batch * windows.width,

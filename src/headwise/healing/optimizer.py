@@ -1,16 +1,15 @@
-"""What moves the trained parameters: Muon for matrices, AdamW for embeddings and vectors."""
+"""What moves the trained parameters: Muon for matrices, AdamW for embeddings, the output head and vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.healing.sharded import like, whole
-
-Optimizer = Literal["muon", "adamw"]
+from headwise.options.heal import Optimizer
 
 BETAS = (0.9, 0.95)
 """AdamW's."""
@@ -32,7 +31,7 @@ def optimizer_of(
     """The optimizer of a run.
 
     Args:
-        model: whose embeddings are told from its other matrices.
+        model: whose embeddings and output head are told from its other matrices.
         parameters: that are trained, by name.
         kind: ``muon``, or ``adamw`` for all parameters.
         rate: the learning rate.
@@ -52,8 +51,9 @@ def optimizer_of(
 class Muon(torch.optim.AdamW):
     """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) for matrices, AdamW for the others.
 
-    A matrix moves along the semi-orthogonal matrix nearest to the moving mean of its gradients: all its directions
-    move alike, and not those of the largest gradients alone.
+    A matrix moves along the semi-orthogonal matrix nearest to the moving mean of its gradients: nearly all its
+    directions move alike, and not those of the largest gradients alone. torch has Muon from 2.9 on, for single
+    matrices in bfloat16; this one also moves stacks of experts' matrices, shared-out ones, and in float32.
 
     Args:
         matrices: ``[..., out, in]`` each.
@@ -88,15 +88,16 @@ class Muon(torch.optim.AdamW):
             state["momentum_buffer"] = torch.zeros_like(matrix)
         mean = state["momentum_buffer"]
         mean.lerp_(matrix.grad, 1 - MOMENTUM)
-        direction = semi_orthogonal(whole(matrix.grad.lerp(mean, MOMENTUM)).to(self._dtype))  # Nesterov's
+        direction = semi_orthogonal(whole(matrix.grad.lerp(mean, MOMENTUM).to(self._dtype)))  # Nesterov's
         scale = _SIZE * max(matrix.shape[-2:]) ** 0.5
         matrix.add_(like(direction.to(matrix.dtype), matrix), alpha=-rate * scale)
 
 
 def semi_orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest semi-orthogonal matrix: the same singular vectors, and singular values between 0.7 and 1.2.
+    """About the nearest semi-orthogonal matrix: the same singular vectors, and singular values of about 0.7 to 1.2.
 
-    By a Newton–Schulz iteration, which needs products alone. For example ``semi_orthogonal(torch.randn(64, 32))``.
+    Those that were below a five-hundredth of the matrix's norm stay smaller. By a Newton–Schulz iteration, which
+    needs products alone. For example ``semi_orthogonal(torch.randn(64, 32))``.
 
     Args:
         matrix: ``[..., out, in]``; a zero matrix stays zero.

@@ -21,6 +21,8 @@ class Healing:
         texts: that it was trained on.
         trained: what was trained: ``all``, ``attention``, ``new`` or ``lora``.
         trained_parameters: the number of trained parameters.
+        optimizer: ``muon`` or ``adamw``.
+        learning_rate: after warm-up.
         steps: the number of steps that were done.
         planned_steps: the number of steps that were asked for.
         tokens: the number of tokens that were trained on, passages that a text was read again for included.
@@ -45,6 +47,8 @@ class Healing:
     texts: tuple[str, ...]
     trained: str
     trained_parameters: int
+    optimizer: str
+    learning_rate: float
     steps: int
     planned_steps: int
     tokens: int

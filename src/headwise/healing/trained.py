@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,12 @@ from transformers.pytorch_utils import Conv1D
 from headwise.checkpoints import Checkpoint
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.healing.sharded import whole
+from headwise.hf.codes import caching_modules
 from headwise.hf.layerwise import stored_names
 from headwise.options import HealOptions
 
 _ATTENTION = re.compile(r"(^|\.)(self_attn|self_attention|attention|attn)\.")
 """The path of an attention module, as transformers' families call it."""
-
-_CACHED = re.compile(r"\.(kv_a_proj_with_mqa|kv_a_layernorm|k_proj|v_proj|k_norm|qkv_proj|query_key_value|c_attn)\.")
-"""What computes the values of a cache, as transformers' families and headwise's layers call it."""
 
 
 class LowRank(nn.Module):
@@ -48,11 +46,11 @@ class LowRank(nn.Module):
         return weight + self.up @ self.down
 
 
-def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32, is_coded: bool = False) -> None:
+def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> None:
     """Choose the parameters to train, and freeze all others.
 
-    Where a cache is in codes, what computes its values stays as it is: offsets, scales and bits of each channel were
-    fitted to them.
+    Where a cache is in codes, the projections and norms that compute its values stay as they are: offsets, scales and
+    bits of each channel were fitted to them.
 
     For example ``select(model, "attention", open_checkpoint("./source"))``.
 
@@ -61,18 +59,20 @@ def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32, is_
         trained: ``all``, ``attention``, ``new`` or ``lora``; see `headwise.options.HealOptions`.
         teacher: what ``new`` tensors are told from.
         rank: of ``lora``.
-        is_coded: whether the cache is in codes.
 
     Raises:
-        ArgumentError: nothing is left to train.
+        ArgumentError: nothing is left to train, as where the teacher has every tensor in its shape.
     """
+    fixed = caching_modules(model)
     if trained == "lora":
-        _add_low_rank(model, rank)
+        _add_low_rank(model, rank, fixed)
+    stays = {id(parameter) for module in fixed for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
-        is_fixed = is_coded and _CACHED.search(name) is not None
-        parameter.requires_grad_(not is_fixed and _is_chosen(name, parameter, trained, teacher))
+        parameter.requires_grad_(id(parameter) not in stays and _is_chosen(name, parameter, trained, teacher))
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ArgumentError("train", trained, "leaves nothing to train: the teacher has every tensor in its shape")
+        why = "only what computes the values of a cache in codes, which stays as it is, is not the teacher's"
+        rule = why if fixed else "the teacher has every tensor in its shape"
+        raise ArgumentError("train", trained, f"leaves nothing to train: {rule}")
 
 
 def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkpoint) -> bool:
@@ -86,13 +86,13 @@ def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkp
     return info is None or info.shape != tuple(parameter.shape)
 
 
-def _add_low_rank(model: Any, rank: int) -> None:
-    """Give the weight of every linear layer but the head a change of low rank."""
-    head = model.get_output_embeddings()
+def _add_low_rank(model: Any, rank: int, fixed: Sequence[nn.Module]) -> None:
+    """Give the weight of every linear layer but the head, and those that stay as they are, a change of low rank."""
+    left_out = {id(module) for module in (model.get_output_embeddings(), *fixed)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # so that a run that goes on begins with the same matrices
         for module in list(model.modules()):
-            if isinstance(module, nn.Linear | Conv1D) and module is not head:
+            if isinstance(module, nn.Linear | Conv1D) and id(module) not in left_out:
                 parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
 
 
@@ -108,9 +108,10 @@ def refuse_unwritten(model: Any, checkpoint: Checkpoint) -> None:
     """
     names = set(stored_names(model, checkpoint))
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and ".parametrizations." not in name and name not in names:
-            rule = "is trained, and the folder has no tensor of its own for it; train attention or new alone"
-            raise CheckpointError("parameter", name, rule)
+        changed = name.partition(".parametrizations.")[0] + ".weight" if ".parametrizations." in name else name
+        if parameter.requires_grad and changed not in names:
+            rule = "is trained, and the folder has no tensor of its own for it: choose another train"
+            raise CheckpointError("parameter", changed, rule)
 
 
 def trained_numbers(checkpoint: Checkpoint, teacher: Checkpoint, options: HealOptions) -> int:

@@ -201,6 +201,9 @@ class CodedAttention(HostedAttention):
     Keys are coded before rotation, and rotated when they are read (`headwise.caches.coded`).
     """
 
+    CACHING = ("k_proj", "v_proj", "k_norm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+    """The projections and norms that cached values come from, of all mechanisms that can be coded."""
+
     code: TransformCode | None = None
     slots: SlotRotation | None = None
     reader: CodeReader[Any] | None = None

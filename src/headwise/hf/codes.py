@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.caches.cache import HeadwiseCache
 from headwise.caches.coded import SlotRotation
@@ -59,6 +59,13 @@ def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkp
 def has_codes(model: Any) -> bool:
     """Whether cached values are coded, as in ``has_codes(headwise.load("folder"))``; see `set_codes`."""
     return any(isinstance(module, CodedAttention) and module.code is not None for module in model.modules())
+
+
+def caching_modules(model: Any) -> list[nn.Module]:
+    """The projections and norms that compute coded values, as in ``caching_modules(headwise.load("folder"))``."""
+    layers = [m for m in model.modules() if isinstance(m, CodedAttention) and m.code is not None]
+    found = (getattr(layer, name, None) for layer in layers for name in layer.CACHING)
+    return [module for module in found if module is not None]
 
 
 def _give_cache(

@@ -20,7 +20,7 @@ from headwise.documents import MIGRATION, as_document, finite
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
 from headwise.evaluation import Evaluation
 from headwise.frontiers.candidate import Candidate, read_target
-from headwise.healing import heal
+from headwise.healing import TRAINING, heal
 from headwise.options import takes_options
 from headwise.options.migrate import MigrateOptions
 from headwise.progress import Progress, silent
@@ -177,7 +177,8 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> str:
             raise ArgumentError("target", target, "must be a conversion, whose result is a model folder")
         make_plan(checkpoint, Candidate(target).parsed(), calibration="text")  # refuses sizes that cannot be
     evaluate = [text_identity(text, name="evaluate") for text in named]
-    return run_identity(checkpoint, **options.identity() | texts.identity() | {"evaluate": evaluate})
+    decides = options.identity() | texts.identity() | {"evaluate": evaluate, "training": TRAINING}
+    return run_identity(checkpoint, **decides)
 
 
 def _targets(options: MigrateOptions) -> tuple[str, ...]:

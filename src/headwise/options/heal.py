@@ -18,6 +18,7 @@ _PART = Rule("must be at least 0 and below 1", lambda part: bool(0 <= part < 1))
 
 Objective = Literal["distill", "cross-entropy"]
 Trained = Literal["all", "attention", "new", "lora"]
+Optimizer = Literal["muon", "adamw"]
 
 
 class ObjectiveOptions(Options):
@@ -93,8 +94,9 @@ class StepOptions(Options):
         rule=at_least(1),
         identity=False,
     )
-    optimizer: Literal["muon", "adamw"] = option(
-        "muon, which moves all directions of a matrix alike (embeddings and vectors by AdamW); or adamw for all",
+    optimizer: Optimizer = option(
+        "muon, which moves all directions of a matrix alike (embeddings, the output head and vectors by AdamW); or "
+        "adamw for all",
         default="muon",
     )
     learning_rate: float = option(
@@ -149,7 +151,8 @@ class HealOptions(StepOptions, ObjectiveOptions, ProofOptions):
     )
     train: Trained = option(
         "what is trained: all weights; attention, the attention of all layers; new, only tensors that the teacher "
-        "does not have in that shape; or lora, low-rank changes of all linear layers, merged at the end",
+        "does not have in that shape; or lora, low-rank changes of all linear layers, merged at the end. What "
+        "computes the values of a cache in codes is never trained",
         default="all",
     )
     lora_rank: int = option("train lora: the rank of the changes", default=32, rule=at_least(1))
