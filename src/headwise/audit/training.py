@@ -25,7 +25,7 @@ from headwise.conversion.calibration.windows import plain_windows
 from headwise.disk import write_whole
 from headwise.errors import ArgumentError
 from headwise.healing.loop import Loop
-from headwise.healing.optimizer import BETAS
+from headwise.healing.optimizer import optimizer_of
 from headwise.healing.state import TrainingState
 from headwise.healing.windows import HELD, HealingWindows
 from headwise.hf import as_device
@@ -239,7 +239,7 @@ def train_one(decoder: Decoder, windows: torch.Tensor, *, tokens: int, seed: int
         measurements=1,
     )
     parameters = dict(decoder.named_parameters())
-    optimizer = torch.optim.AdamW(parameters.values(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
+    optimizer = optimizer_of(decoder, parameters, options.optimizer, rate=RATE, dtype=torch.float32)
     loop = Loop(decoder, None, parameters, read, options, torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         done = loop.run(TrainingState(Path(folder), parameters, optimizer), optimizer, silent)

@@ -106,11 +106,11 @@ def open_windows(checkpoint: Checkpoint, options: HealOptions, source: ModelSpec
     train, held_out = hold_out(ids, max(len(ids) // HELD, 2), sources=len(sources))
     refuse_unknown_tokens(checkpoint, ids)
     width = ids.shape[1]
-    windows = plain_windows(train)
+    plain = windows = plain_windows(train)
     if options.recall:  # a text's own tokens are no target where passages were made alike
         windows = recall_windows(train, 0, source, alike=options.objective == "distill")
     if (checkpoint.path / CODES).is_file():  # keys in codes are rotated by their slots, which know no gaps
-        windows = replace(windows, positions=plain_windows(train).positions)
+        windows = replace(windows, positions=plain.positions)
     return HealingWindows(windows, held_out[:HELD], options.batch, step_count(options, width), options.seed, read)
 
 
