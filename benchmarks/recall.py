@@ -3,12 +3,13 @@
     python -m benchmarks.recall                      # kept in benchmarks/results/recall.json
     python -m benchmarks.recall --caches mla@0.25    # of one cache
     python -m benchmarks.recall --keys 4 --json benchmarks/results/recall-keys.json    # four facts, one asked for
+    python -m benchmarks.recall --strings 32 --json benchmarks/results/recall-strings.json    # strings begun again
 
 A cache is ``own``, a format of ``headwise evaluate --cache``, ``TARGET@F``, a conversion to a fraction F of the
 bytes, or ``TARGET:F``, a conversion to a fraction F of the values; ``TARGET:F without STAGE`` is an ablation, and
 ``TARGET:F on N`` is calibrated on N tokens; ``TARGET:F on N healed at RATE`` is then healed on the same tokens. Each
-trial hides a code of five digits in other tokens of the text; all caches are asked for the same codes at the same
-places. A row is one cache and one depth.
+trial hides a code of five digits in other tokens of the text, or a string of random ones; all caches are asked for
+the same at the same places. A row is one cache and one depth.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--trials", type=int, default=20, help="at each depth")
     parser.add_argument("--keys", type=int, default=1, help="facts in each context")
+    parser.add_argument("--strings", type=int, help="tokens of random strings, planted in place of sentences")
     parser.add_argument("--depths", type=float, nargs="+", default=DEPTHS)
     parser.add_argument("--seed", type=int, default=0, help="of the codes")
     parser.add_argument("--dtype", default="bfloat16")
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/recall"), help="where models are converted")
     options = parser.parse_args(arguments)
-    names = ("source", "tokens", "context", "trials", "keys", "seed", "dtype", "device")
+    names = ("source", "tokens", "context", "trials", "keys", "strings", "seed", "dtype", "device")
     kept = Kept(options.json, {name: getattr(options, name) for name in names})
     for cache in options.caches:
         missing = [depth for depth in options.depths if f"{cache}/{depth}" not in kept.rows]
@@ -62,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 trials=options.trials,
                 seed=options.seed,
                 keys=options.keys,
+                strings=options.strings,
                 cache=None if is_converted or cache == "own" else cache,
             )
             kept.add(f"{cache}/{depth}", {"name": cache, "depth": depth, **found.to_dict()})

@@ -48,6 +48,25 @@ def test_everything_of_a_decoder_in_one_run(cli: Callable[..., Result], tasks: P
         assert said in shown.out
 
 
+def test_random_strings_in_place_of_facts(cli: Callable[..., Result], tasks: Path) -> None:
+    arguments = (
+        "evaluate",
+        "tiny",
+        "--text",
+        "text.txt",
+        *SMALL,
+        "--planted",
+        "128",
+        "--strings",
+        "8",
+        "--keys",
+        "2",
+    )
+    report = document(cli(*arguments, "--json"))
+    assert (report["planted"]["strings"], report["planted"]["keys"]) == (8, 2)
+    assert "2 random strings of 8 tokens planted in 128 tokens" in " ".join(cli(*arguments).out.split())
+
+
 def test_choices_alone(cli: Callable[..., Result], tasks: Path) -> None:
     report = document(cli("evaluate", "tiny", "--choices", "choices.jsonl", "--json"))
     assert report.keys() == {"model", "against", "choices"}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import headwise
 from headwise.checkpoints import load_tokenizer
 from headwise.evaluation import evaluate_planted
-from headwise.evaluation.planted import FACT, QUESTION, _ask, _context
+from headwise.evaluation.planted import FACT, QUESTION, _ask, _context, _Planted, _sentences, _strings
 from tests.evaluation.by_hand import scores_by_hand
 from tests.real_models import save_tiny
 
@@ -32,7 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_context_is_as_long_as_asked_and_holds_the_fact_at_its_depth(root: Path, depth: float) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:220]
-    context = _context(tokenizer, stretch, depth, CODES)
+    context = _context(tokenizer, stretch, depth, _sentences(tokenizer, CODES))
     ids = context.ids[0].tolist()
     fact = tokenizer(FACT.format(of="", code=CODES[0]), add_special_tokens=False)["input_ids"]
     question = tokenizer(QUESTION.format(of=""), add_special_tokens=False)["input_ids"]
@@ -43,7 +44,7 @@ def test_a_context_is_as_long_as_asked_and_holds_the_fact_at_its_depth(root: Pat
     assert ids[:at] == stretch[:at]
     assert ids[at : at + len(fact)] == fact
     assert ids[at + len(fact) : -len(question)] == stretch[at:room]
-    assert [tokenizer.decode(candidate).replace(" ", "") for candidate in context.candidates] == CODES
+    assert [tokenizer.decode(candidate).replace(" ", "") for candidate in context.planted.candidates] == CODES
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.6, 1.0])
@@ -51,7 +52,7 @@ def test_several_facts_are_told_apart_by_name(root: Path, depth: float) -> None:
     """Each stands once, the one asked for at its depth; without the facts the text is as it was."""
     tokenizer, names = load_tokenizer(root / "source"), ["Oslo", "Lima", "Cairo"]
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:400]
-    context = _context(tokenizer, stretch, depth, CODES, names)
+    context = _context(tokenizer, stretch, depth, _sentences(tokenizer, CODES, names))
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -71,16 +72,48 @@ def test_several_facts_are_told_apart_by_name(root: Path, depth: float) -> None:
     assert max(places) - min(places) > len(ids) // 2
 
 
+@pytest.mark.parametrize("keys", [1, 3])
+def test_random_strings_of_the_texts_tokens_are_begun_again_at_the_end(root: Path, keys: int) -> None:
+    tokenizer = load_tokenizer(root / "source")
+    stretches = torch.tensor(tokenizer(TEXT, add_special_tokens=False)["input_ids"][:400]).view(2, 200)
+    options = headwise.PlantedOptions(text=root / "text.txt", keys=keys, strings=11, codes=4)
+    planted = _strings(stretches, options, np.random.default_rng(0))
+    assert len(planted.facts) == keys
+    assert {len(string) for string in planted.facts} == {11}
+    assert {token for string in planted.facts for token in string} <= set(stretches.unique().tolist())
+    assert planted.facts[0] == planted.question + planted.candidates[0]
+    assert [len(planted.question), *map(len, planted.candidates)] == [5, 6, 6, 6, 6]
+    assert [string[5:] for string in planted.facts] == planted.candidates[:keys]
+    stretch = stretches[0].tolist()
+    ids = _context(tokenizer, stretch, 0.5, planted).ids[0].tolist()
+    assert len(ids) + 6 == 200
+    assert ids[-5:] == planted.question
+    rest = ids[:-5]
+    for string in planted.facts:
+        (at,) = (at for at in range(len(rest)) if rest[at : at + 11] == string)
+        del rest[at : at + 11]
+    assert rest == stretch[: len(rest)]
+
+
+def test_only_the_same_tokens_repeat_a_string(root: Path) -> None:
+    tokenizer = load_tokenizer(root / "source")
+    stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
+    planted = _Planted(facts=[[5, 6, 7, 8]], question=[5, 6], candidates=[[7, 8], [9, 8]], code=None)
+    context = _context(tokenizer, stretch, 0.5, planted)
+    for answer, found in (([7, 8], True), ([7, 9], False), ([9, 7, 8], False)):
+        assert _ask(_Parrot(answer, context.ids.shape[1], 97), tokenizer, context).found == found
+
+
 @pytest.mark.parametrize("name", ["source", "half"])
 def test_an_answer_by_hand(root: Path, name: str) -> None:
     tokenizer, model = load_tokenizer(root / "source"), headwise.load(root / name)
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
     for codes in (CODES, CODES[::-1]):
-        context = _context(tokenizer, stretch, 0.5, codes)
+        context = _context(tokenizer, stretch, 0.5, _sentences(tokenizer, codes))
         with torch.inference_mode():
             answer = _ask(model, tokenizer, context)
         prompt = context.ids[0].tolist()
-        scores = torch.tensor([scores_by_hand(model, prompt, candidate) for candidate in context.candidates])
+        scores = torch.tensor([scores_by_hand(model, prompt, candidate) for candidate in context.planted.candidates])
         assert answer.rank == 1 + int((scores[1:] >= scores[0]).sum())
         assert answer.probability == pytest.approx(float(scores.softmax(0)[0]), rel=1e-4)
         assert answer.nll == pytest.approx(-float(scores[0]), rel=1e-4)
@@ -115,10 +148,10 @@ class _Parrot:
 def test_a_model_that_knows_the_code_is_right_and_one_that_says_another_is_not(root: Path) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
-    context = _context(tokenizer, stretch, 0.5, CODES)
-    knows = _ask(_Parrot(context.candidates[0], context.ids.shape[1], 97), tokenizer, context)
+    context = _context(tokenizer, stretch, 0.5, _sentences(tokenizer, CODES))
+    knows = _ask(_Parrot(context.planted.candidates[0], context.ids.shape[1], 97), tokenizer, context)
     assert (knows.rank, knows.probability) == (1, pytest.approx(1.0))
-    wrong = _ask(_Parrot(context.candidates[2], context.ids.shape[1], 97), tokenizer, context)
+    wrong = _ask(_Parrot(context.planted.candidates[2], context.ids.shape[1], 97), tokenizer, context)
     assert wrong.rank == 4
     assert not wrong.found
     silent = _ask(_Parrot([], context.ids.shape[1], 97), tokenizer, context)
@@ -163,6 +196,9 @@ def test_all_positions_that_a_model_has(root: Path, tmp_path: Path) -> None:
         ({"keys": 0}, "keys = 0: must be at least 1"),
         ({"keys": 11}, "keys = 11: must be at most 10, with 10 codes"),
         ({"keys": 17, "codes": 20}, "keys = 17: must be at most 16, with 20 codes"),
+        ({"strings": 1}, "strings = 1: must be at least 2"),
+        ({"strings": 8, "keys": 11}, "keys = 11: must be at most 10, with 10 codes"),
+        ({"strings": 150, "context": 200}, "context = 200: must be at least .* tokens"),
         ({"codes": 1}, "codes = 1: must be at least 2"),
         ({"depths": ()}, "depths = .*must be numbers from 0 to 1"),
         ({"depths": (0.5, 1.5)}, "depths = .*must be numbers from 0 to 1"),

@@ -57,7 +57,10 @@ def _show_choices(result: ChoiceEvaluation) -> None:
 
 
 def _show_planted(result: PlantedEvaluation) -> None:
-    facts = "a fact" if result.keys == 1 else f"{result.keys} facts"
+    one, several = ("a fact", "facts") if result.strings is None else ("a random string", "random strings")
+    facts = one if result.keys == 1 else f"{result.keys} {several}"
+    if result.strings is not None:
+        facts += f" of {result.strings} tokens"
     trials = "one trial" if result.trials == 1 else f"{result.trials} trials"
     out.print(f"{facts} planted in {result.context:,} tokens of {escape(result.text)}, {trials} at each depth")
     table = _table(f"probability among {result.codes} codes", result.against)

@@ -1,4 +1,7 @@
-"""Recall of planted facts: a text hides a code or several, and a model and its reference are asked for one."""
+"""Recall of planted facts: a text hides a code or several, and a model and its reference are asked for one.
+
+In place of codes in sentences there may be random strings, of which one is begun again.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,7 @@ class PlantedEvaluation:
         context: tokens of the text, the fact, the question and the code together.
         codes: the number of candidates, including the right one.
         keys: the number of facts in each context.
+        strings: the tokens of each random string; None for codes in sentences.
         trials: the number of contexts at each depth.
         seed: of the codes.
         found: over all contexts, how often the greedy continuation contains the code.
@@ -92,6 +96,7 @@ class PlantedEvaluation:
     threads: int
     cache: str | None = None
     keys: int = 1
+    strings: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements as JSON-able values."""
@@ -99,18 +104,37 @@ class PlantedEvaluation:
 
 
 @dataclass(frozen=True)
+class _Planted:
+    """What a context hides, and how it is asked for.
+
+    Attributes:
+        facts: the tokens of each fact, the one that is asked for first.
+        question: the tokens at the end of the context.
+        candidates: the tokens of each answer, the right one first.
+        code: the right answer as text; None where only the same tokens are right.
+    """
+
+    facts: list[list[int]]
+    question: list[int]
+    candidates: list[list[int]]
+    code: str | None
+
+    def room(self) -> int:
+        """The tokens that facts, the question and the longest answer take."""
+        return sum(map(len, self.facts)) + len(self.question) + max(map(len, self.candidates))
+
+
+@dataclass(frozen=True)
 class _Context:
-    """A context with a planted code that ends with the question.
+    """A context with planted facts that ends with the question.
 
     Attributes:
         ids: ``[1, T]``, the tokens before the answer.
-        candidates: the tokens of each code, the right one first.
-        code: the right code, as text.
+        planted: what it hides.
     """
 
     ids: Tensor
-    candidates: list[list[int]]
-    code: str
+    planted: _Planted
 
 
 @dataclass(frozen=True)
@@ -136,6 +160,8 @@ def evaluate_planted(
     Trial i uses the i-th ``context`` tokens of the text, from the beginning again when the text is too short for all,
     and every trial has another code. Codes are also ranked by likelihood, because a weak model that cannot generate
     the code may still prefer it to others. With several ``keys`` the codes of the other facts are among the others.
+    With ``strings`` each fact is a string of random tokens of the text. The context ends with the first half of one,
+    and its second half is the answer, word for word.
 
     Args:
         model: a source with weights, or an open pair.
@@ -146,7 +172,7 @@ def evaluate_planted(
         ArgumentError: the text is missing or too short, or a number is out of range.
         CheckpointError: a model cannot be read.
     """
-    most = min(options.codes, len(CITIES))
+    most = options.codes if options.strings else min(options.codes, len(CITIES))
     if options.keys > most:
         raise ArgumentError("keys", options.keys, f"must be at most {most}, with {options.codes} codes")
     content = read_text(options.text)
@@ -175,6 +201,7 @@ def evaluate_planted(
         ),
         cache=options.cache,
         keys=options.keys,
+        strings=options.strings,
         **pair.about(),
     )
 
@@ -188,32 +215,56 @@ def _answers(
     total = len(options.depths) * options.trials
     for step, (index, trial) in enumerate(product(range(len(options.depths)), range(options.trials))):
         progress("planted facts", step, total)
-        codes = [str(code) for code in random.choice(90_000, size=options.codes, replace=False) + 10_000]
+        planted = _strings(stretches, options, random) if options.strings else _codes(pair, options, random)
         stretch = stretches[trial % len(stretches)].tolist()
-        names = random.permutation(CITIES)[: options.keys].tolist() if options.keys > 1 else [""]
-        context = _context(pair.tokenizer, stretch, options.depths[index], codes, names)
+        context = _context(pair.tokenizer, stretch, options.depths[index], planted)
         for name, model in pair.models.items():
             answers[name][index].append(_ask(model, pair.tokenizer, context))
     progress("planted facts", total, total)
     return answers
 
 
-def _context(
-    tokenizer: Any, stretch: list[int], depth: float, codes: list[str], names: Sequence[str] = ("",)
-) -> _Context:
-    """Plant a code for each name in a stretch of text, which is shortened to make room for facts, question and code.
+def _codes(pair: Pair, options: PlantedOptions, random: np.random.Generator) -> _Planted:
+    """Codes of five digits in sentences, each that of another city where there are several."""
+    codes = [str(code) for code in random.choice(90_000, size=options.codes, replace=False) + 10_000]
+    names = random.permutation(CITIES)[: options.keys].tolist() if options.keys > 1 else [""]
+    return _sentences(pair.tokenizer, codes, names)
+
+
+def _sentences(tokenizer: Any, codes: Sequence[str], names: Sequence[str] = ("",)) -> _Planted:
+    """A sentence with a code for each name, and the question for the first."""
+    of = [f" of {name}" if name else "" for name in names]
+    split = [ending_ids(tokenizer, QUESTION.format(of=of[0]), f" {code}") for code in codes]
+    return _Planted(
+        facts=[
+            token_ids(tokenizer, FACT.format(of=of_name, code=code)) for of_name, code in zip(of, codes, strict=False)
+        ],
+        question=split[0][0],
+        candidates=[ending for _, ending in split],
+        code=codes[0],
+    )
+
+
+def _strings(stretches: Tensor, options: PlantedOptions, random: np.random.Generator) -> _Planted:
+    """Strings of random tokens of the text; the question is the first half of one, and the answer its second half."""
+    length = options.strings or 0
+    drawn = random.choice(np.unique(stretches.numpy()), size=(options.codes, length)).tolist()
+    half = length // 2
+    return _Planted(
+        facts=drawn[: options.keys],
+        question=drawn[0][:half],
+        candidates=[string[half:] for string in drawn],
+        code=None,
+    )
+
+
+def _context(tokenizer: Any, stretch: list[int], depth: float, planted: _Planted) -> _Context:
+    """Plant facts in a stretch of text, which is shortened to make room for them, the question and the answer.
 
     The first is asked for, and stands at ``depth``; the others are spread evenly over the rest of the text.
     """
-    of = [f" of {name}" if name else "" for name in names]
-    facts = [
-        token_ids(tokenizer, FACT.format(of=of_name, code=code)) for of_name, code in zip(of, codes, strict=False)
-    ]
-    split = [ending_ids(tokenizer, QUESTION.format(of=of[0]), f" {code}") for code in codes]
-    question = split[0][0]
-    candidates = [ending for _, ending in split]
-    first = first_ids(tokenizer)
-    room = len(stretch) - len(first) - sum(map(len, facts)) - len(question) - max(map(len, candidates))
+    first, facts = first_ids(tokenizer), planted.facts
+    room = len(stretch) - len(first) - planted.room()
     if room < 0:
         raise ArgumentError("context", len(stretch), f"must be at least {len(stretch) - room} tokens")
     places = [round(room * depth), *(round(room * ((depth + n / len(facts)) % 1)) for n in range(1, len(facts)))]
@@ -221,16 +272,17 @@ def _context(
     for place, fact in sorted(zip(places, facts, strict=True)):
         ids += [*stretch[before:place], *fact]
         before = place
-    ids += [*stretch[before:room], *question]
-    return _Context(torch.tensor([ids]), candidates, codes[0])
+    ids += [*stretch[before:room], *planted.question]
+    return _Context(torch.tensor([ids]), planted)
 
 
 def _ask(model: Any, tokenizer: Any, context: _Context) -> _Answer:
+    candidates = context.planted.candidates
     out = model(context.ids.to(model.device), use_cache=True, logits_to_keep=1)
     cache, last = out.past_key_values, out.logits[0, -1].float()
     cache.activate_past_recording()  # lets layers with a sliding window undo the cropped tokens
     scores = []
-    for candidate in context.candidates:
+    for candidate in candidates:
         ids = torch.tensor(candidate, device=model.device)
         rows = last[None]
         if len(candidate) > 1:
@@ -240,15 +292,23 @@ def _ask(model: Any, tokenizer: Any, context: _Context) -> _Answer:
         scores.append(rows.log_softmax(-1).gather(-1, ids[:, None]).double().sum())
     likelihoods = torch.stack(scores)
     continuation = [int(last.argmax())]
-    for _ in range(max(map(len, context.candidates))):  # one token more than a code has, as a space may be a token
+    for _ in range(max(map(len, candidates))):  # one token more than a code has, as a space may be a token
         step = model(torch.tensor([continuation[-1:]], device=model.device), past_key_values=cache, use_cache=True)
         continuation.append(int(step.logits[0, -1].argmax()))
     return _Answer(
-        found=context.code in decode(tokenizer, continuation),
+        found=_found(context.planted, tokenizer, continuation),
         rank=int((likelihoods >= likelihoods[0]).sum()),  # a tie counts against the code
         probability=float(likelihoods.softmax(0)[0]),
         nll=-float(likelihoods[0]),
     )
+
+
+def _found(planted: _Planted, tokenizer: Any, continuation: list[int]) -> bool:
+    """Whether a continuation holds the code, or begins with the tokens that are asked for."""
+    if planted.code is None:
+        (right, *_) = planted.candidates
+        return continuation[: len(right)] == right
+    return planted.code in decode(tokenizer, continuation)
 
 
 def _depth_score(depth: float, answers: list[_Answer], reference: list[_Answer] | None = None) -> DepthScore:

@@ -92,6 +92,13 @@ class FactOptions(Options):
         default=1,
         rule=at_least(1),
     )
+    strings: int | None = option(
+        "plant strings of so many random tokens of the text in place of sentences, and ask for the second half of "
+        "one by its first half",
+        default=None,
+        metavar="TOKENS",
+        rule=at_least(2),
+    )
 
 
 class PlantedOptions(FactOptions, ModelOptions, CacheOptions, SeedOptions):
