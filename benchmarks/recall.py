@@ -3,7 +3,7 @@
     python -m benchmarks.recall                      # kept in benchmarks/results/recall.json
     python -m benchmarks.recall --caches mla@0.25    # of one cache
     python -m benchmarks.recall --keys 4 --json benchmarks/results/recall-keys.json    # four facts, one asked for
-    python -m benchmarks.recall --strings 32 --json benchmarks/results/recall-strings.json    # strings begun again
+    python -m benchmarks.recall --strings 12 --together --json benchmarks/results/recall-strings.json    # begun again
 
 A cache is ``own``, a format of ``headwise evaluate --cache``, ``TARGET@F``, a conversion to a fraction F of the
 bytes, or ``TARGET:F``, a conversion to a fraction F of the values; ``TARGET:F without STAGE`` is an ablation, and
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.kept import Kept, say
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=20, help="at each depth")
     parser.add_argument("--keys", type=int, default=1, help="facts in each context")
     parser.add_argument("--strings", type=int, help="tokens of random strings, planted in place of sentences")
+    parser.add_argument(
+        "--together", action="store_const", const=True, help="ask for all depths after reading a context once"
+    )
     parser.add_argument("--depths", type=float, nargs="+", default=DEPTHS)
     parser.add_argument("--seed", type=int, default=0, help="of the codes")
     parser.add_argument("--dtype", default="bfloat16")
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/recall"), help="where models are converted")
     options = parser.parse_args(arguments)
-    names = ("source", "tokens", "context", "trials", "keys", "strings", "seed", "dtype", "device")
+    names = ("source", "tokens", "context", "trials", "keys", "strings", "together", "seed", "dtype", "device")
     kept = Kept(options.json, {name: getattr(options, name) for name in names})
     for cache in options.caches:
         missing = [depth for depth in options.depths if f"{cache}/{depth}" not in kept.rows]
@@ -55,30 +59,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         is_converted = cache.startswith(TARGETS)
         model = converted(options, cache) if is_converted else options.source
         pair = open_pair(model, dtype=options.dtype, device=options.device)
-        for depth in missing:
+        for depths in [missing] if options.together else [[depth] for depth in missing]:
             found = headwise.evaluate_planted(
                 pair,
                 text=data.wikitext("test", options.cache),
                 context=options.context,
-                depths=(depth,),
+                depths=depths,
                 trials=options.trials,
                 seed=options.seed,
                 keys=options.keys,
                 strings=options.strings,
+                together=bool(options.together),
                 cache=None if is_converted or cache == "own" else cache,
             )
-            kept.add(f"{cache}/{depth}", {"name": cache, "depth": depth, **found.to_dict()})
-            (score,) = found.depths
-            say(f"{cache:10} {depth:4}  found {score.found:.2f}  likeliest {score.first:.2f}  {score.nll:.2f} nats")
+            for score in found.depths:
+                row = {"name": cache, "depth": score.depth, **replace(found, depths=(score,)).to_dict()}
+                if options.together:  # these are of all depths
+                    del row["found"], row["first"]
+                kept.add(f"{cache}/{score.depth}", row)
+                rates = f"found {score.found:.2f}  likeliest {score.first:.2f}"
+                say(f"{cache:10} {score.depth:4}  {rates}  {score.nll:.2f} nats")
 
 
 def converted(options: argparse.Namespace, cache: str) -> Path:
     """The conversion to a fraction of the bytes or of the values, made once, and healed where the name says so."""
     unhealed, _, rate = cache.partition(" healed at ")
+    tokens = int(unhealed.partition(" on ")[2] or options.tokens)
     if rate:
-        return _healed(options, converted(options, unhealed), rate)
-    name, _, number = cache.partition(" on ")
-    tokens = int(number or options.tokens)
+        return _healed(options, converted(options, unhealed), tokens, rate)
+    name = unhealed.partition(" on ")[0]
     size, _, stage = name.partition(" without ")
     target, separator, fraction = size.partition("@") if "@" in size else size.partition(":")
     way = size.replace("@", "-").replace(":", "-values-") + (f"-without-{stage}" if stage else "")
@@ -98,7 +107,7 @@ def converted(options: argparse.Namespace, cache: str) -> Path:
     return folder
 
 
-def _healed(options: argparse.Namespace, folder: Path, rate: str) -> Path:
+def _healed(options: argparse.Namespace, folder: Path, tokens: int, rate: str) -> Path:
     """A conversion that was trained once more on the tokens that it was calibrated on."""
     healed = folder.with_name(f"{folder.name}-healed-{rate}")
     if not (healed / "config.json").exists():
@@ -107,7 +116,7 @@ def _healed(options: argparse.Namespace, folder: Path, rate: str) -> Path:
             healed,
             teacher=options.source,
             text=data.wikitext("train", options.cache),
-            tokens=int(folder.name.rpartition("-")[2]),
+            tokens=tokens,
             learning_rate=float(rate),
             measurements=4,
             evaluate=False,

@@ -46,8 +46,9 @@ def test_each_cache_and_depth_is_a_row_and_a_killed_run_goes_on(
     )
     keyed = json.loads((tmp_path / "keys.json").read_text())
     assert {row["keys"] for row in keyed["rows"].values()} == {2}
-    recall.main(
-        [*command[:-6], "--json", str(tmp_path / "strings.json"), *command[-6:], "--caches", "own", "--strings", "8"]
-    )
+    more = ("--caches", "own", "--strings", "8", "--together")
+    recall.main([*command[:-6], "--json", str(tmp_path / "strings.json"), *command[-6:], *more])
     strings = json.loads((tmp_path / "strings.json").read_text())
-    assert {row["strings"] for row in strings["rows"].values()} == {8}
+    assert list(strings["rows"]) == [f"own/{depth}" for depth in DEPTHS]
+    for row in strings["rows"].values():
+        assert (row["strings"], row["together"], len(row["depths"])) == (8, True, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,19 @@ import torch
 
 import headwise
 from headwise.checkpoints import load_tokenizer
-from headwise.evaluation import evaluate_planted
-from headwise.evaluation.planted import FACT, QUESTION, _ask, _context, _Planted, _sentences, _strings
+from headwise.evaluation import evaluate_planted, open_pair, planted
+from headwise.evaluation.planted import (
+    FACT,
+    QUESTION,
+    _Answer,
+    _ask,
+    _Context,
+    _context,
+    _Question,
+    _sentences,
+    _spread,
+    _strings,
+)
 from tests.evaluation.by_hand import scores_by_hand
 from tests.real_models import save_tiny
 
@@ -33,8 +45,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_context_is_as_long_as_asked_and_holds_the_fact_at_its_depth(root: Path, depth: float) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:220]
-    context = _context(tokenizer, stretch, depth, _sentences(tokenizer, CODES))
-    ids = context.ids[0].tolist()
+    context = _context(tokenizer, stretch, [depth], _sentences(tokenizer, CODES))
+    (asked,) = context.questions
+    ids = context.ids + asked.ids
     fact = tokenizer(FACT.format(of="", code=CODES[0]), add_special_tokens=False)["input_ids"]
     question = tokenizer(QUESTION.format(of=""), add_special_tokens=False)["input_ids"]
     assert len(ids) + len(" 48213") == 220  # a token a character
@@ -44,7 +57,7 @@ def test_a_context_is_as_long_as_asked_and_holds_the_fact_at_its_depth(root: Pat
     assert ids[:at] == stretch[:at]
     assert ids[at : at + len(fact)] == fact
     assert ids[at + len(fact) : -len(question)] == stretch[at:room]
-    assert [tokenizer.decode(candidate).replace(" ", "") for candidate in context.planted.candidates] == CODES
+    assert [tokenizer.decode(candidate).replace(" ", "") for candidate in asked.candidates] == CODES
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.6, 1.0])
@@ -52,12 +65,13 @@ def test_several_facts_are_told_apart_by_name(root: Path, depth: float) -> None:
     """Each stands once, the one asked for at its depth; without the facts the text is as it was."""
     tokenizer, names = load_tokenizer(root / "source"), ["Oslo", "Lima", "Cairo"]
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:400]
-    context = _context(tokenizer, stretch, depth, _sentences(tokenizer, CODES, names))
+    context = _context(tokenizer, stretch, _spread(depth, 3), _sentences(tokenizer, CODES, names))
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    ids, question = context.ids[0].tolist(), tokens(QUESTION.format(of=" of Oslo"))
+    (asked,) = context.questions
+    ids, question = context.ids + asked.ids, tokens(QUESTION.format(of=" of Oslo"))
     assert len(ids) + len(" 48213") == 400
     assert ids[-len(question) :] == question
     del ids[-len(question) :]
@@ -72,25 +86,25 @@ def test_several_facts_are_told_apart_by_name(root: Path, depth: float) -> None:
     assert max(places) - min(places) > len(ids) // 2
 
 
-@pytest.mark.parametrize("keys", [1, 3])
-def test_random_strings_of_the_texts_tokens_are_begun_again_at_the_end(root: Path, keys: int) -> None:
+@pytest.mark.parametrize("facts", [1, 3])
+def test_random_strings_of_the_texts_tokens_are_begun_again_at_the_end(root: Path, facts: int) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretches = torch.tensor(tokenizer(TEXT, add_special_tokens=False)["input_ids"][:400]).view(2, 200)
-    options = headwise.PlantedOptions(text=root / "text.txt", keys=keys, strings=11, codes=4)
-    planted = _strings(stretches, options, np.random.default_rng(0))
-    assert len(planted.facts) == keys
-    assert {len(string) for string in planted.facts} == {11}
-    assert {token for string in planted.facts for token in string} <= set(stretches.unique().tolist())
-    assert planted.facts[0] == planted.question + planted.candidates[0]
-    assert [len(planted.question), *map(len, planted.candidates)] == [5, 6, 6, 6, 6]
-    assert [string[5:] for string in planted.facts] == planted.candidates[:keys]
+    options = headwise.PlantedOptions(text=root / "text.txt", strings=11, codes=4)
+    questions = _strings(stretches, options, np.random.default_rng(0), facts)
+    assert len(questions) == facts
+    for question in questions:
+        assert len(question.fact) == 11
+        assert set(question.fact) <= set(stretches.unique().tolist())
+        assert question.fact == question.ids + question.candidates[0]
+        assert [len(question.ids), *map(len, question.candidates)] == [5, 6, 6, 6, 6]
+    assert len({tuple(question.candidates[0]) for question in questions}) == facts
+    assert all(sorted(question.candidates) == sorted(questions[0].candidates) for question in questions)
     stretch = stretches[0].tolist()
-    ids = _context(tokenizer, stretch, 0.5, planted).ids[0].tolist()
-    assert len(ids) + 6 == 200
-    assert ids[-5:] == planted.question
-    rest = ids[:-5]
-    for string in planted.facts:
-        (at,) = (at for at in range(len(rest)) if rest[at : at + 11] == string)
+    rest = list(_context(tokenizer, stretch, _spread(0.5, facts), questions).ids)
+    assert len(rest) + 5 + 6 == 200
+    for question in questions:
+        (at,) = (at for at in range(len(rest)) if rest[at : at + 11] == question.fact)
         del rest[at : at + 11]
     assert rest == stretch[: len(rest)]
 
@@ -98,10 +112,39 @@ def test_random_strings_of_the_texts_tokens_are_begun_again_at_the_end(root: Pat
 def test_only_the_same_tokens_repeat_a_string(root: Path) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
-    planted = _Planted(facts=[[5, 6, 7, 8]], question=[5, 6], candidates=[[7, 8], [9, 8]], code=None)
-    context = _context(tokenizer, stretch, 0.5, planted)
-    for answer, found in (([7, 8], True), ([7, 9], False), ([9, 7, 8], False)):
-        assert _ask(_Parrot(answer, context.ids.shape[1], 97), tokenizer, context).found == found
+    asked = _Question([5, 6, 7, 8], [5, 6], [[7, 8], [9, 8]], None)
+    context = _context(tokenizer, stretch, [0.5], [asked])
+    for said, found in (([7, 8], True), ([7, 9], False), ([9, 7, 8], False)):
+        (answer,) = _ask(_Parrot(said, len(context.ids) + 2, 97), tokenizer, context)
+        assert answer.found == found
+
+
+@pytest.mark.parametrize("cache", [None, "int8", "kivi2:32"])
+@pytest.mark.parametrize("strings", [None, 8])
+def test_facts_together_are_asked_for_each_as_if_alone(
+    root: Path, cache: str | None, strings: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one question adds to the cache is gone when the next is asked."""
+    options: dict[str, Any] = {"text": root / "text.txt", "context": 250, "trials": 2, "codes": 4}
+    options["depths"] = (0.0, 0.5, 1.0)
+    asked, contexts = planted._ask, []
+
+    def one_by_one(model: Any, tokenizer: Any, context: _Context) -> list[_Answer]:
+        contexts.append(context)
+        return [asked(model, tokenizer, replace(context, questions=[each]))[0] for each in context.questions]
+
+    pair = open_pair(root / "source", dtype="float32")
+    together = evaluate_planted(pair, **options, cache=cache, strings=strings, together=True)
+    monkeypatch.setattr(planted, "_ask", one_by_one)
+    alone = evaluate_planted(pair, **options, cache=cache, strings=strings, together=True)
+    assert len(contexts) == 2
+    assert [len(context.questions) for context in contexts] == [3, 3]
+    assert together.together
+    assert together.first.items == 6
+    for row, other in zip(together.depths, alone.depths, strict=True):
+        assert row.depth == other.depth
+        assert row.rank == other.rank
+        assert row.nll == pytest.approx(other.nll, rel=1e-4 if cache != "kivi2:32" else 0.05)
 
 
 @pytest.mark.parametrize("name", ["source", "half"])
@@ -109,11 +152,12 @@ def test_an_answer_by_hand(root: Path, name: str) -> None:
     tokenizer, model = load_tokenizer(root / "source"), headwise.load(root / name)
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
     for codes in (CODES, CODES[::-1]):
-        context = _context(tokenizer, stretch, 0.5, _sentences(tokenizer, codes))
+        context = _context(tokenizer, stretch, [0.5], _sentences(tokenizer, codes))
         with torch.inference_mode():
-            answer = _ask(model, tokenizer, context)
-        prompt = context.ids[0].tolist()
-        scores = torch.tensor([scores_by_hand(model, prompt, candidate) for candidate in context.planted.candidates])
+            (answer,) = _ask(model, tokenizer, context)
+        (asked,) = context.questions
+        prompt = context.ids + asked.ids
+        scores = torch.tensor([scores_by_hand(model, prompt, candidate) for candidate in asked.candidates])
         assert answer.rank == 1 + int((scores[1:] >= scores[0]).sum())
         assert answer.probability == pytest.approx(float(scores.softmax(0)[0]), rel=1e-4)
         assert answer.nll == pytest.approx(-float(scores[0]), rel=1e-4)
@@ -148,13 +192,15 @@ class _Parrot:
 def test_a_model_that_knows_the_code_is_right_and_one_that_says_another_is_not(root: Path) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
-    context = _context(tokenizer, stretch, 0.5, _sentences(tokenizer, CODES))
-    knows = _ask(_Parrot(context.planted.candidates[0], context.ids.shape[1], 97), tokenizer, context)
+    context = _context(tokenizer, stretch, [0.5], _sentences(tokenizer, CODES))
+    (asked,) = context.questions
+    prompt = len(context.ids) + len(asked.ids)
+    (knows,) = _ask(_Parrot(asked.candidates[0], prompt, 97), tokenizer, context)
     assert (knows.rank, knows.probability) == (1, pytest.approx(1.0))
-    wrong = _ask(_Parrot(context.planted.candidates[2], context.ids.shape[1], 97), tokenizer, context)
+    (wrong,) = _ask(_Parrot(asked.candidates[2], prompt, 97), tokenizer, context)
     assert wrong.rank == 4
     assert not wrong.found
-    silent = _ask(_Parrot([], context.ids.shape[1], 97), tokenizer, context)
+    (silent,) = _ask(_Parrot([], prompt, 97), tokenizer, context)
     assert (silent.rank, silent.probability) == (4, pytest.approx(0.25))  # a tie counts against it
 
 
@@ -199,6 +245,8 @@ def test_all_positions_that_a_model_has(root: Path, tmp_path: Path) -> None:
         ({"strings": 1}, "strings = 1: must be at least 2"),
         ({"strings": 8, "keys": 11}, "keys = 11: must be at most 10, with 10 codes"),
         ({"strings": 150, "context": 200}, "context = 200: must be at least .* tokens"),
+        ({"together": True, "keys": 2}, "keys = 2: must be 1 with together"),
+        ({"together": True, "codes": 4}, "depths = .* must be at most 4 together, with 4 codes"),
         ({"codes": 1}, "codes = 1: must be at least 2"),
         ({"depths": ()}, "depths = .*must be numbers from 0 to 1"),
         ({"depths": (0.5, 1.5)}, "depths = .*must be numbers from 0 to 1"),

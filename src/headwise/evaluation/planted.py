@@ -5,7 +5,7 @@ In place of codes in sentences there may be random strings, of which one is begu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -70,6 +70,7 @@ class PlantedEvaluation:
         codes: the number of candidates, including the right one.
         keys: the number of facts in each context.
         strings: the tokens of each random string; None for codes in sentences.
+        together: whether each context has a fact at every depth, and is asked for each.
         trials: the number of contexts at each depth.
         seed: of the codes.
         found: over all contexts, how often the greedy continuation contains the code.
@@ -97,6 +98,7 @@ class PlantedEvaluation:
     cache: str | None = None
     keys: int = 1
     strings: int | None = None
+    together: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements as JSON-able values."""
@@ -104,37 +106,33 @@ class PlantedEvaluation:
 
 
 @dataclass(frozen=True)
-class _Planted:
-    """What a context hides, and how it is asked for.
+class _Question:
+    """A fact, and how it is asked for.
 
     Attributes:
-        facts: the tokens of each fact, the one that is asked for first.
-        question: the tokens at the end of the context.
+        fact: the tokens that are planted.
+        ids: the tokens of the question.
         candidates: the tokens of each answer, the right one first.
         code: the right answer as text; None where only the same tokens are right.
     """
 
-    facts: list[list[int]]
-    question: list[int]
+    fact: list[int]
+    ids: list[int]
     candidates: list[list[int]]
     code: str | None
-
-    def room(self) -> int:
-        """The tokens that facts, the question and the longest answer take."""
-        return sum(map(len, self.facts)) + len(self.question) + max(map(len, self.candidates))
 
 
 @dataclass(frozen=True)
 class _Context:
-    """A context with planted facts that ends with the question.
+    """A context with planted facts.
 
     Attributes:
-        ids: ``[1, T]``, the tokens before the answer.
-        planted: what it hides.
+        ids: the tokens before a question.
+        questions: what is asked, each for itself.
     """
 
-    ids: Tensor
-    planted: _Planted
+    ids: list[int]
+    questions: list[_Question]
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ class _Answer:
 def evaluate_planted(
     model: str | Path | Pair, options: PlantedOptions, *, progress: Progress = silent
 ) -> PlantedEvaluation:
-    """Plant a random code of five digits in a text, or several, and ask for one at the end.
+    """Plant a random code of five digits in a text, or several, and ask for one at the end, or for each.
 
     For example ``evaluate_planted("./mla", against="smollm2-135m", text="text.txt", context=2048).first.rate``.
 
@@ -161,7 +159,8 @@ def evaluate_planted(
     and every trial has another code. Codes are also ranked by likelihood, because a weak model that cannot generate
     the code may still prefer it to others. With several ``keys`` the codes of the other facts are among the others.
     With ``strings`` each fact is a string of random tokens of the text. The context ends with the first half of one,
-    and its second half is the answer, word for word.
+    and its second half is the answer, word for word. With ``together`` each context has a fact at every depth, and
+    each of them is asked for after the same text, which is read once.
 
     Args:
         model: a source with weights, or an open pair.
@@ -175,6 +174,10 @@ def evaluate_planted(
     most = options.codes if options.strings else min(options.codes, len(CITIES))
     if options.keys > most:
         raise ArgumentError("keys", options.keys, f"must be at most {most}, with {options.codes} codes")
+    if options.together and options.keys > 1:
+        raise ArgumentError("keys", options.keys, "must be 1 with together, which plants a fact for each depth")
+    if options.together and len(options.depths) > most:
+        raise ArgumentError("depths", options.depths, f"must be at most {most} together, with {options.codes} codes")
     content = read_text(options.text)
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
     context, trials = options.context, options.trials
@@ -202,6 +205,7 @@ def evaluate_planted(
         cache=options.cache,
         keys=options.keys,
         strings=options.strings,
+        together=options.together,
         **pair.about(),
     )
 
@@ -212,103 +216,134 @@ def _answers(
     """The answers of each model in the same contexts, a list for each depth."""
     random = np.random.default_rng(options.seed)
     answers: dict[str, list[list[_Answer]]] = {name: [[] for _ in options.depths] for name in pair.models}
-    total = len(options.depths) * options.trials
-    for step, (index, trial) in enumerate(product(range(len(options.depths)), range(options.trials))):
+    contexts = [[*options.depths]] if options.together else [_spread(depth, options.keys) for depth in options.depths]
+    total = len(contexts) * options.trials
+    for step, (index, trial) in enumerate(product(range(len(contexts)), range(options.trials))):
         progress("planted facts", step, total)
-        planted = _strings(stretches, options, random) if options.strings else _codes(pair, options, random)
-        stretch = stretches[trial % len(stretches)].tolist()
-        context = _context(pair.tokenizer, stretch, options.depths[index], planted)
+        places = contexts[index]
+        if options.strings:
+            questions = _strings(stretches, options, random, len(places))
+        else:
+            questions = _codes(pair.tokenizer, options, random, len(places))
+        asked = len(places) if options.together else 1
+        context = _context(pair.tokenizer, stretches[trial % len(stretches)].tolist(), places, questions, asked=asked)
         for name, model in pair.models.items():
-            answers[name][index].append(_ask(model, pair.tokenizer, context))
+            for depth, answer in enumerate(_ask(model, pair.tokenizer, context), start=index):
+                answers[name][depth].append(answer)
     progress("planted facts", total, total)
     return answers
 
 
-def _codes(pair: Pair, options: PlantedOptions, random: np.random.Generator) -> _Planted:
+def _spread(depth: float, facts: int) -> list[float]:
+    """The depth of a fact, and those of others, evenly over the rest of the text."""
+    return [depth, *((depth + number / facts) % 1 for number in range(1, facts))]
+
+
+def _codes(tokenizer: Any, options: PlantedOptions, random: np.random.Generator, facts: int) -> list[_Question]:
     """Codes of five digits in sentences, each that of another city where there are several."""
     codes = [str(code) for code in random.choice(90_000, size=options.codes, replace=False) + 10_000]
-    names = random.permutation(CITIES)[: options.keys].tolist() if options.keys > 1 else [""]
-    return _sentences(pair.tokenizer, codes, names)
+    return _sentences(tokenizer, codes, random.permutation(CITIES)[:facts].tolist() if facts > 1 else [""])
 
 
-def _sentences(tokenizer: Any, codes: Sequence[str], names: Sequence[str] = ("",)) -> _Planted:
-    """A sentence with a code for each name, and the question for the first."""
-    of = [f" of {name}" if name else "" for name in names]
-    split = [ending_ids(tokenizer, QUESTION.format(of=of[0]), f" {code}") for code in codes]
-    return _Planted(
-        facts=[
-            token_ids(tokenizer, FACT.format(of=of_name, code=code)) for of_name, code in zip(of, codes, strict=False)
-        ],
-        question=split[0][0],
-        candidates=[ending for _, ending in split],
-        code=codes[0],
-    )
+def _sentences(tokenizer: Any, codes: Sequence[str], names: Sequence[str] = ("",)) -> list[_Question]:
+    """A sentence with a code for each name, and the question for it."""
+    questions = []
+    for name, code, others in zip(names, codes, _others(codes), strict=False):
+        of = f" of {name}" if name else ""
+        split = [ending_ids(tokenizer, QUESTION.format(of=of), f" {answer}") for answer in (code, *others)]
+        fact, candidates = token_ids(tokenizer, FACT.format(of=of, code=code)), [ending for _, ending in split]
+        questions.append(_Question(fact, split[0][0], candidates, code))
+    return questions
 
 
-def _strings(stretches: Tensor, options: PlantedOptions, random: np.random.Generator) -> _Planted:
-    """Strings of random tokens of the text; the question is the first half of one, and the answer its second half."""
+def _strings(stretches: Tensor, options: PlantedOptions, random: np.random.Generator, facts: int) -> list[_Question]:
+    """Strings of random tokens of the text; a question is the first half of one, and the answer its second half."""
     length = options.strings or 0
     drawn = random.choice(np.unique(stretches.numpy()), size=(options.codes, length)).tolist()
     half = length // 2
-    return _Planted(
-        facts=drawn[: options.keys],
-        question=drawn[0][:half],
-        candidates=[string[half:] for string in drawn],
-        code=None,
-    )
+    return [
+        _Question(string, string[:half], [answer[half:] for answer in (string, *others)], None)
+        for string, others in zip(drawn[:facts], _others(drawn), strict=False)
+    ]
 
 
-def _context(tokenizer: Any, stretch: list[int], depth: float, planted: _Planted) -> _Context:
-    """Plant facts in a stretch of text, which is shortened to make room for them, the question and the answer.
+def _others(items: Sequence[Any]) -> Iterator[list[Any]]:
+    """For each item, all others."""
+    return ([*items[:number], *items[number + 1 :]] for number in range(len(items)))
 
-    The first is asked for, and stands at ``depth``; the others are spread evenly over the rest of the text.
+
+def _context(
+    tokenizer: Any, stretch: list[int], places: Sequence[float], questions: list[_Question], *, asked: int = 1
+) -> _Context:
+    """Plant facts at their depths in a stretch of text, which is shortened to make room for them and the answer.
+
+    Only the first facts are ``asked`` for.
     """
-    first, facts = first_ids(tokenizer), planted.facts
-    room = len(stretch) - len(first) - planted.room()
+    first = first_ids(tokenizer)
+    facts = sum(len(question.fact) for question in questions)
+    answer = max(len(question.ids) + max(map(len, question.candidates)) for question in questions[:asked])
+    room = len(stretch) - len(first) - facts - answer
     if room < 0:
         raise ArgumentError("context", len(stretch), f"must be at least {len(stretch) - room} tokens")
-    places = [round(room * depth), *(round(room * ((depth + n / len(facts)) % 1)) for n in range(1, len(facts)))]
+    at = [round(room * place) for place in places]
     ids, before = [*first], 0
-    for place, fact in sorted(zip(places, facts, strict=True)):
+    for place, fact in sorted(zip(at, (question.fact for question in questions), strict=True)):
         ids += [*stretch[before:place], *fact]
         before = place
-    ids += [*stretch[before:room], *planted.question]
-    return _Context(torch.tensor([ids]), planted)
+    return _Context([*ids, *stretch[before:room]], questions[:asked])
 
 
-def _ask(model: Any, tokenizer: Any, context: _Context) -> _Answer:
-    candidates = context.planted.candidates
-    out = model(context.ids.to(model.device), use_cache=True, logits_to_keep=1)
-    cache, last = out.past_key_values, out.logits[0, -1].float()
+def _ask(model: Any, tokenizer: Any, context: _Context) -> list[_Answer]:
+    """The answers to each question of a context, whose text is read once."""
+    (question, *more), answers = context.questions, []
+    out = model(_row(model, [*context.ids, *([] if more else question.ids)]), use_cache=True, logits_to_keep=1)
+    cache = out.past_key_values
     cache.activate_past_recording()  # lets layers with a sliding window undo the cropped tokens
+    for number, question in enumerate(context.questions):
+        if more:
+            out = model(_row(model, question.ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        answer, tokens = _answer(model, tokenizer, question, cache, out.logits[0, -1].float())
+        answers.append(answer)
+        if number < len(more):
+            cache.crop(-(len(question.ids) + tokens))
+    return answers
+
+
+def _answer(model: Any, tokenizer: Any, question: _Question, cache: Any, last: Tensor) -> tuple[_Answer, int]:
+    """The answer after the question's last logits, and the tokens that the cache has then beside the question's."""
     scores = []
-    for candidate in candidates:
-        ids = torch.tensor(candidate, device=model.device)
+    for candidate in question.candidates:
         rows = last[None]
         if len(candidate) > 1:
-            logits = model(ids[None, :-1], past_key_values=cache, use_cache=True).logits[0].float()
+            logits = model(_row(model, candidate[:-1]), past_key_values=cache, use_cache=True).logits[0].float()
             cache.crop(1 - len(candidate))
             rows = torch.cat([rows, logits])
-        scores.append(rows.log_softmax(-1).gather(-1, ids[:, None]).double().sum())
+        scores.append(rows.log_softmax(-1).gather(-1, _row(model, candidate).mT).double().sum())
     likelihoods = torch.stack(scores)
     continuation = [int(last.argmax())]
-    for _ in range(max(map(len, candidates))):  # one token more than a code has, as a space may be a token
-        step = model(torch.tensor([continuation[-1:]], device=model.device), past_key_values=cache, use_cache=True)
+    tokens = max(map(len, question.candidates))  # one more than a code has, as a space may be a token
+    for _ in range(tokens):
+        step = model(_row(model, continuation[-1:]), past_key_values=cache, use_cache=True)
         continuation.append(int(step.logits[0, -1].argmax()))
-    return _Answer(
-        found=_found(context.planted, tokenizer, continuation),
+    answer = _Answer(
+        found=_found(question, tokenizer, continuation),
         rank=int((likelihoods >= likelihoods[0]).sum()),  # a tie counts against the code
         probability=float(likelihoods.softmax(0)[0]),
         nll=-float(likelihoods[0]),
     )
+    return answer, tokens
 
 
-def _found(planted: _Planted, tokenizer: Any, continuation: list[int]) -> bool:
+def _row(model: Any, ids: list[int]) -> Tensor:
+    return torch.tensor([ids], device=model.device)
+
+
+def _found(question: _Question, tokenizer: Any, continuation: list[int]) -> bool:
     """Whether a continuation holds the code, or begins with the tokens that are asked for."""
-    if planted.code is None:
-        (right, *_) = planted.candidates
+    if question.code is None:
+        (right, *_) = question.candidates
         return continuation[: len(right)] == right
-    return planted.code in decode(tokenizer, continuation)
+    return question.code in decode(tokenizer, continuation)
 
 
 def _depth_score(depth: float, answers: list[_Answer], reference: list[_Answer] | None = None) -> DepthScore:

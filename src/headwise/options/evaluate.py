@@ -99,6 +99,9 @@ class FactOptions(Options):
         metavar="TOKENS",
         rule=at_least(2),
     )
+    together: bool = option(
+        "plant a fact at every depth of each context, and ask for each after reading it once", default=False
+    )
 
 
 class PlantedOptions(FactOptions, ModelOptions, CacheOptions, SeedOptions):
