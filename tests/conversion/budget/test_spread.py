@@ -19,6 +19,7 @@ from headwise.checkpoints import open_checkpoint
 from headwise.conversion.budget import layer_trials, spread
 from headwise.conversion.budget.layer_trials import LayerTrials, sizes_to_try
 from headwise.conversion.budget.trial import Trial, held_pieces
+from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.methods import Evidence, LatentMethod, LayerTarget
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
@@ -208,6 +209,27 @@ def test_an_allocation_that_is_no_better_when_measured_is_not_taken(
     assert done.spread.is_even
     assert done.label == "MLA 18 + 6"
     assert any("did not help" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("without", [(), ("recall",)])
+def test_layers_are_tried_on_text_and_on_its_passages_repeated(
+    without: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uneven(tmp_path / "source")
+    tried = list[torch.Tensor]()
+
+    class Noted(Trial):
+        def __init__(self, model: LayerwiseModel, pieces: torch.Tensor) -> None:
+            tried.append(pieces)
+            super().__init__(model, pieces)
+
+    monkeypatch.setattr(spread, "Trial", Noted)
+    converted(tmp_path, without=without, calibration_tokens=1024, calibration_window=128)
+    assert [pieces.shape[1] for pieces in tried] == [128, 128]
+    for pieces in tried:
+        text, repeating = pieces.chunk(2) if not without else (pieces, pieces[:0])
+        assert torch.equal(repeating, repeating_pieces(text)[: len(repeating)])
+        assert len(text) in (1, 2)
 
 
 def test_an_allocation_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwise.checkpoints import open_checkpoint
-from headwise.conversion.calibration.windows import ALIKE, PASSAGES, plain_windows, recall_windows
+from headwise.conversion.calibration.windows import (
+    ALIKE,
+    PASSAGES,
+    plain_windows,
+    recall_windows,
+    repeating_pieces,
+)
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.rope_channels import mean_rotation
 from headwise.conversion.solvers.statistics import statistics_of
@@ -84,6 +90,20 @@ def test_passages_that_begin_alike_are_told_apart_by_two_tokens(count: int, widt
 def test_passages_of_narrow_windows_do_not_begin_alike() -> None:
     text = ids(6, 255)
     assert torch.equal(recall_windows(text, 0, model(), alike=True).ids, recall_windows(text, 0, model()).ids)
+
+
+def test_pieces_repeat_passages_that_begin_alike() -> None:
+    text = torch.arange(2 * 512).view(2, 512)
+    pieces = repeating_pieces(text)
+    assert torch.equal(pieces, repeating_pieces(text))
+    for piece, before in zip(pieces, text, strict=True):
+        said, repeated = piece[:256].view(16, 16), piece[256:].view(16, 16)
+        assert sorted(said.tolist()) == sorted(repeated.tolist())
+        assert not torch.equal(said, repeated)
+        assert torch.equal(said[:, 8:], before[:256].view(16, 16)[:, 8:])
+        assert all(len(said[start : start + ALIKE, :4].unique(dim=0)) == 1 for start in range(0, 16, ALIKE))
+    assert repeating_pieces(text[:, :128]).shape == (2, 128)
+    assert repeating_pieces(text[:, :127]).shape == (0, 127)
 
 
 def test_windows_stay_as_they_are_where_nothing_can_be_recalled() -> None:

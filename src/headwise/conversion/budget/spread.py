@@ -15,12 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headwise.conversion.budget.allocation import allocate, coded_curve, curve, step_of
 from headwise.conversion.budget.coded_trials import EVEN_BITS, CodedTrials
 from headwise.conversion.budget.layer_trials import LayerLosses, LayerTrials
 from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.calibration.text import TextCalibrator
+from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize
 from headwise.conversion.solvers.device import CPU, computing_on
@@ -146,7 +148,8 @@ def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
     pieces = held_pieces(calibrator.windows.held_out.text.ids, TOKENS, 1 + PIECES)
     # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
-    layers = trials.losses(Trial(calibrator.model, pieces if trials.plan.spends_bytes else pieces[:1]))
+    tried = pieces if trials.plan.spends_bytes else pieces[:1]
+    layers = trials.losses(Trial(calibrator.model, _with_recall(trials.plan, tried)))
     if trials.plan.spends_bytes:
         with computing_on(CPU):
             return _coded(trials.plan, layers)
@@ -160,8 +163,20 @@ def _search(trials: LayerTrials) -> Spread:
     if predicted[1] > (1 - MARGIN) * predicted[0]:
         return _spread(even, even, predicted, None)
     other_pieces = pieces[1:] if len(pieces) > 1 else pieces
-    even_kl, best_kl = trials.divergences(Trial(calibrator.model, other_pieces), [even, best])
+    other_trial = Trial(calibrator.model, _with_recall(trials.plan, other_pieces))
+    even_kl, best_kl = trials.divergences(other_trial, [even, best])
     return _spread(best if best_kl < even_kl else even, even, predicted, (even_kl, best_kl))
+
+
+def _with_recall(plan: ConversionPlan, pieces: Tensor) -> Tensor:
+    """Pieces of text, and as many that repeat passages of themselves.
+
+    Text seldom asks which of several passages that begin alike to go on with. By text alone, the layers that find
+    the right one would get the least of the cache. (With codes this was not measured: there text alone decides.)
+    """
+    if "recall" not in plan.stages or plan.spends_bytes:
+        return pieces
+    return torch.cat([pieces, repeating_pieces(pieces)])
 
 
 def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:

@@ -35,6 +35,7 @@ ALIKE = 4
 """The number of passages that begin alike, where some do."""
 
 _ALIKE_TOKENS = 32
+_SHORT_TOKENS = 16
 _SHARED = (slice(0, 4), slice(6, 8))
 """The tokens that such passages share; the two between them tell one passage from another."""
 
@@ -153,14 +154,37 @@ def recall_windows(ids: Tensor, held: int, model: ModelSpec, *, alike: bool = Fa
     generator = torch.Generator().manual_seed(0)
     train = windows.train
     for window in [*range(FIRST, train, EVERY), *range(train + FIRST_HELD, len(ids), EVERY)]:
-        passages = windows.ids[window, : passage * count].view(count, passage)
-        if alike:
-            _make_alike(passages)
-        repeated = passages[torch.randperm(count, generator=generator)].flatten()
-        windows.ids[window, half : half + len(repeated)] = repeated
+        _repeat(windows.ids[window], passage, count, generator, alike=alike)
         windows.repeats[window] = True
         windows.positions[window, half:] += _gap(model, windows.width, float(torch.rand((), generator=generator)))
     return windows
+
+
+def repeating_pieces(ids: Tensor) -> Tensor:
+    """Pieces of text whose second half repeats passages of the first half that begin alike, in another order.
+
+    They stand at the positions of any text. For example ``repeating_pieces(torch.arange(512)[None]).shape`` is
+    ``(1, 512)``; equal arguments give equal pieces.
+
+    Args:
+        ids: ``[N, T]``, of a text. Where T is too short for `ALIKE` passages twice, the result is ``[0, T]``.
+    """
+    count = ids.shape[1] // 2 // _SHORT_TOKENS
+    if count < ALIKE:
+        return ids[:0]
+    pieces, generator = ids.clone(), torch.Generator().manual_seed(0)
+    for piece in pieces:
+        _repeat(piece, _SHORT_TOKENS, count, generator, alike=True)
+    return pieces
+
+
+def _repeat(window: Tensor, passage: int, count: int, generator: torch.Generator, *, alike: bool) -> None:
+    """Let the second half of a window ``[W]`` repeat its first passages, in another order."""
+    half = len(window) // 2
+    passages = window[: passage * count].view(count, passage)
+    if alike:
+        _make_alike(passages)
+    window[half : half + passage * count] = passages[torch.randperm(count, generator=generator)].flatten()
 
 
 def _make_alike(passages: Tensor) -> None:
