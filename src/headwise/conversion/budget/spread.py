@@ -172,7 +172,7 @@ def _with_recall(plan: ConversionPlan, pieces: Tensor) -> Tensor:
     """Pieces of text, and as many that repeat passages of themselves.
 
     Text seldom asks which of several passages that begin alike to go on with. By text alone, the layers that find
-    the right one would get the least of the cache. (With codes this was not measured: there text alone decides.)
+    the right one would get too little of the cache. (With codes this was not measured: there text alone decides.)
     """
     if "recall" not in plan.stages or plan.spends_bytes:
         return pieces
