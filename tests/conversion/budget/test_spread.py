@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,26 @@ def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
     assert other == pytest.approx(kl, rel=1e-3)
 
 
+@torch.no_grad()
+def test_losses_are_means_over_pieces_by_their_weights(tmp_path: Path) -> None:
+    model, pieces = opened(tmp_path / "source"), ids(3, 24)
+    layer, module = read_layer(model.checkpoint, Place(1)).float(), model.module(1)
+    blurred = Layer(layer.spec, {name: x + 0.2 * x.std() * torch.randn_like(x) for name, x in layer.state.items()})
+
+    def losses(pieces: torch.Tensor, weights: torch.Tensor | None = None) -> tuple[float, float]:
+        trial = Trial(model, pieces, weights)
+        trial.source = trial.model.run(0, model.module(0), trial.source)
+        error = trial.errors(1, module, torch.eye(48))(blurred)
+        stream = trial.replaced(1, module, trial.source, blurred)
+        trial.source = trial.model.run(1, module, trial.source)
+        return error, *trial.divergences([stream])
+
+    weights = torch.tensor([1.0, 0.25, 3.0])
+    each = torch.tensor([losses(piece[None]) for piece in pieces])
+    assert losses(pieces) == pytest.approx(each.mean(0).tolist(), rel=1e-5)
+    assert losses(pieces, weights) == pytest.approx((weights @ each / weights.sum()).tolist(), rel=1e-5)
+
+
 def uneven(folder: Path) -> Path:
     """A model whose middle layer's attention output is zero."""
     source = save_tiny(folder, num_hidden_layers=3)
@@ -216,20 +237,21 @@ def test_layers_are_tried_on_text_and_on_its_passages_repeated(
     without: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uneven(tmp_path / "source")
-    tried = list[torch.Tensor]()
+    tried = list[Trial]()
 
     class Noted(Trial):
-        def __init__(self, model: LayerwiseModel, pieces: torch.Tensor) -> None:
-            tried.append(pieces)
-            super().__init__(model, pieces)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            tried.append(self)
 
     monkeypatch.setattr(spread, "Trial", Noted)
     converted(tmp_path, without=without, calibration_tokens=1024, calibration_window=128)
-    assert [pieces.shape[1] for pieces in tried] == [128, 128]
-    for pieces in tried:
-        text, repeating = pieces.chunk(2) if not without else (pieces, pieces[:0])
+    assert [trial.pieces.shape[1] for trial in tried] == [128, 128]
+    for trial in tried:
+        text, repeating = trial.pieces.chunk(2) if not without else (trial.pieces, trial.pieces[:0])
         assert torch.equal(repeating, repeating_pieces(text)[: len(repeating)])
         assert len(text) in (1, 2)
+        assert trial.weights.tolist() == pytest.approx([1.0] * len(text) + [spread.RECALL_WEIGHT] * len(repeating))
 
 
 def test_an_allocation_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +334,13 @@ def test_where_there_is_nothing_to_spread_it_is_not_tried(
     done = converted(tmp_path, **options, spread=False)
     assert done.spread is None
     assert "spread" not in json.dumps(done.notes)
+
+
+def test_on_much_text_it_is_tried_at_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path / "source")
+    monkeypatch.setattr(sys.modules["headwise.conversion.convert"], "SPREAD_TOKENS", 512)
+    assert converted(tmp_path, "much", spread=False).spread is not None
+    assert converted(tmp_path, "little", spread=False, calibration_tokens=511).spread is None
 
 
 def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,9 @@ from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_row
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec
 
-POSITIONS = 128
-"""The number of positions of a piece whose next-token distributions are compared."""
-
 ROWS = 128
-"""The number of queries of a piece at which a layer's own error is measured."""
+"""The number of queries of a piece at which a layer's own error is measured, and of next-token distributions that are
+compared, where the user of a trial names none."""
 
 
 def held_pieces(windows: Tensor, tokens: int, count: int) -> Tensor:
@@ -38,11 +36,16 @@ class Trial:
     Args:
         model: the source.
         pieces: ``[N, T]`` token ids.
+        weights: ``[N]``, what an error costs in each piece beside the others; the same in all when left out.
+        rows: the number of tokens of each piece at which errors are measured, and next-token distributions compared.
     """
 
-    def __init__(self, model: LayerwiseModel, pieces: Tensor) -> None:
+    def __init__(
+        self, model: LayerwiseModel, pieces: Tensor, weights: Tensor | None = None, *, rows: int = ROWS
+    ) -> None:
         # A copy, whose `begin` is for pieces, which are shorter than calibration windows.
-        self.model, self.pieces = copy.copy(model), pieces
+        self.model, self.pieces, self.rows = copy.copy(model), pieces, rows
+        self.weights = torch.ones(len(pieces), dtype=torch.float64) if weights is None else weights.double()
         self.source = self.begin()
 
     def begin(self) -> Tensor:
@@ -77,29 +80,30 @@ class Trial:
         rotation = rotation_tables(self._source_spec(index), torch.arange(self.pieces.shape[1]))
 
         def error(layer: Layer) -> float:
-            total, count = 0.0, 0
+            total, weights = 0.0, [float(weight) for weight in self.weights]
             for piece, inputs in enumerate(call.inputs):
-                rows = sample_rows(len(inputs), ROWS, piece)
+                rows = sample_rows(len(inputs), self.rows, piece)
                 difference = (layer.output(inputs, rotation, rows) - call.output[piece, rows]) @ metric
-                total += 0.5 * float(difference.square().sum())
-                count += len(rows)
-            return total / count
+                total += 0.5 * weights[piece] * float(difference.square().sum()) / len(rows)
+            return total / sum(weights)
 
         return error
 
     def divergences(self, streams: Sequence[Tensor]) -> list[float]:
         """The mean KL(source ‖ stream) a token, in nats, of each stream of last layers' outputs ``[N, T, E]``."""
         source = self.source.flatten(0, 1)  # [N T, E]
-        rows = sample_rows(len(source), POSITIONS * len(self.pieces))
+        rows = sample_rows(len(source), self.rows * len(self.pieces))
+        weights = self.weights.to(rows.device)[rows // self.source.shape[1]]  # of each row
         totals = [0.0] * len(streams)
-        for positions in torch.split(rows, PIECE):
+        for positions, costs in zip(torch.split(rows, PIECE), torch.split(weights, PIECE), strict=True):
             # In float64: a small divergence in float32 can come out below 0, and a layer then gains by losing more.
             reference = self.model.finish(source[None, positions])[0].double().log_softmax(-1)
             for number, stream in enumerate(streams):
                 log_probs = self.model.finish(stream.flatten(0, 1)[None, positions])[0].double().log_softmax(-1)
-                totals[number] += float(F.kl_div(log_probs, reference, log_target=True, reduction="sum"))
+                nats = F.kl_div(log_probs, reference, log_target=True, reduction="none").sum(-1)
+                totals[number] += float(costs @ nats)
         self.model.release()
-        return [total / len(rows) for total in totals]
+        return [total / float(weights.sum()) for total in totals]
 
     def _source_spec(self, index: int) -> GroupedSpec:
         spec = self.model.checkpoint.spec.layers[index]
