@@ -372,7 +372,7 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
     assert done.spread.key_weights == wanted == tuple(given)
     assert not done.spread.is_even
     assert done.spread.predicted[1] < done.spread.predicted[0]
-    note_start = "before any refit KL 0.400 nats on held-out text, and 0.500 with one size for all"
+    note_start = "before any refit KL 0.400 nats in trials on text, and 0.500 with one size for all"
     assert any(note_start in note for note in done.notes)
     given.clear()
     monkeypatch.setattr(LayerTrials, "divergences", lambda *_: [0.4, 0.5])

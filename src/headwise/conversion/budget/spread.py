@@ -101,7 +101,7 @@ class Spread:
             return "all layers have one size: spreading the cache over them was predicted to save too little"
         even, best = self.measured
         values = sorted(sum(size) for size in self.sizes)
-        divergences = f"before any refit KL {best:.3f} nats on held-out text, and {even:.3f} with one size for all"
+        divergences = f"before any refit KL {best:.3f} nats in trials on text, and {even:.3f} with one size for all"
         if self.is_even:
             return f"all layers have one size: spreading the cache over them did not help ({divergences})"
         return f"the cache is spread over layers, {values[0]} to {values[-1]} values a token ({divergences})"
