@@ -500,6 +500,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "kivi": ("kivi.json", kivi),
     "recall": ("recall.json", recall),
     "recall-keys": ("recall-keys.json", recall),
+    "recall-together": ("recall-together.json", recall),
     "ways": ("ways.json", ways),
     "other-models": ("other-models.json", other_models),
     "ablation": ("ablation.json", ablation),
