@@ -3,7 +3,7 @@
     python -m benchmarks.recall                      # kept in benchmarks/results/recall.json
     python -m benchmarks.recall --caches mla@0.25    # of one cache
     python -m benchmarks.recall --keys 4 --json benchmarks/results/recall-keys.json    # four facts, one asked for
-    python -m benchmarks.recall --together --json benchmarks/results/recall-together.json    # one at each depth, all asked
+    python -m benchmarks.recall --together --json benchmarks/results/recall-together.json    # all asked
     python -m benchmarks.recall --strings 12 --together --json benchmarks/results/recall-strings.json    # begun again
 
 A cache is ``own``, a format of ``headwise evaluate --cache``, ``TARGET@F``, a conversion to a fraction F of the
