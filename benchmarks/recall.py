@@ -3,14 +3,15 @@
     python -m benchmarks.recall                      # kept in benchmarks/results/recall.json
     python -m benchmarks.recall --caches mla@0.25    # of one cache
     python -m benchmarks.recall --keys 4 --json benchmarks/results/recall-keys.json    # four facts, one asked for
-    python -m benchmarks.recall --together --json benchmarks/results/recall-together.json    # all asked
+    python -m benchmarks.recall --together --depths 0.25 0.5 0.75 1 --json benchmarks/results/recall-together.json
     python -m benchmarks.recall --strings 12 --together --json benchmarks/results/recall-strings.json    # begun again
 
 A cache is ``own``, a format of ``headwise evaluate --cache``, ``TARGET@F``, a conversion to a fraction F of the
-bytes, or ``TARGET:F``, a conversion to a fraction F of the values; ``TARGET:F without STAGE`` is an ablation, and
-``TARGET:F on N`` is calibrated on N tokens; ``TARGET:F on N healed at RATE`` is then healed on the same tokens. Each
-trial hides a code of five digits in other tokens of the text, or a string of random ones; all caches are asked for
-the same at the same places. A row is one cache and one depth.
+bytes, or ``TARGET:F``, a conversion to a fraction F of the values. ``TARGET:F without STAGE`` is an ablation,
+``TARGET:F with spread`` has its cache spread over layers, ``TARGET:F on N`` is calibrated on N tokens, and ``TARGET:F
+on N healed at RATE`` is then healed on the same tokens. Each trial hides a code of five digits in other tokens of the
+text, or a string of random ones; all caches are asked for the same at the same places. A row is one cache and one
+depth.
 """
 
 from __future__ import annotations
@@ -89,9 +90,11 @@ def converted(options: argparse.Namespace, cache: str) -> Path:
     if rate:
         return _healed(options, converted(options, unhealed), tokens, rate)
     name = unhealed.partition(" on ")[0]
-    size, _, stage = name.partition(" without ")
+    sized, _, stage = name.partition(" without ")
+    size, spread, _ = sized.partition(" with spread")
     target, separator, fraction = size.partition("@") if "@" in size else size.partition(":")
     way = size.replace("@", "-").replace(":", "-values-") + (f"-without-{stage}" if stage else "")
+    way += "-with-spread" if spread else ""
     folder = Path(options.work) / f"{Path(options.source).name}-{way}-{tokens}"
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +104,7 @@ def converted(options: argparse.Namespace, cache: str) -> Path:
             to=target,
             **{"kv_bytes" if separator == "@" else "kv_budget": float(fraction)},
             without=[stage] if stage else (),
+            spread=bool(spread),
             calibrate=data.wikitext("train", options.cache),
             calibration_tokens=tokens,
             evaluate=False,

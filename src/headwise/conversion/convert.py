@@ -20,7 +20,7 @@ from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_fa
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.plain_comparison import compare_plain
-from headwise.conversion.planning.plan import SPREAD_TOKENS, ConversionPlan, make_plan, refuse_inputs
+from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_inputs
 from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes, reset_peak
 from headwise.conversion.unsolvable import refuse_unsolvable
@@ -185,8 +185,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         field, value = ("bias_free", True) if options.bias_free else ("format", options.format)
         rule = "needs a text to calibrate on, or statistics: without biases a constant is a function of the inputs"
         raise ArgumentError(field, value, rule)
-    spreads = options.spread or texts.tokens >= SPREAD_TOKENS
-    target = replace(target, spreads=spreads, has_constant=folder_format.has_constant)
+    target = replace(target, spreads=options.spread, has_constant=folder_format.has_constant)
     plan = make_plan(
         checkpoint,
         target,

@@ -9,7 +9,7 @@ import torch
 
 from headwise.checkpoints import Checkpoint
 from headwise.conversion.methods import all_methods
-from headwise.conversion.planning.plan import SPREAD_TOKENS, ConversionPlan, make_plan
+from headwise.conversion.planning.plan import ConversionPlan, make_plan
 from headwise.cost.default_targets import PLAIN_FORMATS, conversions
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.evaluation.plain_cache import bfloat16_bytes
@@ -23,12 +23,7 @@ _TRIED = 256
 
 
 def list_candidates(
-    checkpoint: Checkpoint,
-    targets: Sequence[str] = (),
-    *,
-    methods: bool = False,
-    dtype: torch.dtype | None = None,
-    tokens: int = 0,
+    checkpoint: Checkpoint, targets: Sequence[str] = (), *, methods: bool = False, dtype: torch.dtype | None = None
 ) -> tuple[list[Candidate], list[str]]:
     """List the candidates of a frontier, and notes that say which targets and methods are left out and why.
 
@@ -39,7 +34,6 @@ def list_candidates(
         methods: whether each target is also tried without each of its stages, without all of them, and by the
             published methods.
         dtype: the dtype of the results; the source's when None.
-        tokens: the number of calibration tokens, which decides with a target whether the cache is spread.
 
     Raises:
         ArgumentError: a name is no target, a layer cannot have the size, or with ``methods``, a target is no
@@ -67,7 +61,7 @@ def list_candidates(
             variant
             for candidate in candidates
             for variant in (
-                *_ablations(candidate, checkpoint, dtype, tokens),
+                *_ablations(candidate, checkpoint, dtype),
                 *_possible(_baselines(candidate), checkpoint, dtype, refusals),
             )
         ]
@@ -79,15 +73,11 @@ def default_targets(checkpoint: Checkpoint) -> list[str]:
     return [*PLAIN_FORMATS, *conversions(checkpoint.spec)]
 
 
-def _ablations(
-    candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None, tokens: int
-) -> list[Candidate]:
+def _ablations(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:
     """headwise's own conversion with all stages, without each in turn (and stages that need it), and without any."""
 
-    target = replace(candidate.parsed(), spreads=tokens >= SPREAD_TOKENS)
-
     def plan_without(*left_out: str) -> ConversionPlan:
-        return make_plan(checkpoint, target, dtype=dtype, without=left_out)
+        return make_plan(checkpoint, candidate.parsed(), dtype=dtype, without=left_out)
 
     plan = plan_without()
     missing = [[other for other in plan.stages if other not in plan_without(stage).stages] for stage in plan.stages]

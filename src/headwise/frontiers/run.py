@@ -71,9 +71,7 @@ def frontier(
     as_device(options.device)  # refused before any work
     checkpoint = open_checkpoint(source)
     refuse_unexamined(checkpoint.spec)
-    candidates, notes = list_candidates(
-        checkpoint, options.targets, methods=options.methods, dtype=dtype, tokens=texts.tokens
-    )
+    candidates, notes = list_candidates(checkpoint, options.targets, methods=options.methods, dtype=dtype)
     exam = choose_exam(checkpoint, named, calibrate=texts, window=options.window, windows=options.windows)
     notes += overlap_notes(checkpoint, exam, texts)
     with _shared_work_folder(folder) as work:

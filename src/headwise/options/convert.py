@@ -153,8 +153,8 @@ class ConvertOptions(CalibrationOptions, ConversionOptions, ProofOptions):
         rule=each_of(STAGES),
     )
     spread: bool = option(
-        "mla: spread the cache over layers in any case; otherwise it is spread where less than 0.45 of the values "
-        "are kept, from 32,768 calibration tokens on, and for kv_bytes",
+        "mla: spread the cache over layers however many values are kept; otherwise it is spread where less than 0.45 "
+        "of them are, and for kv_bytes",
         default=False,
     )
     format: Literal["headwise", "deepseek", "deepseek-longrope", "gguf", "gguf-q8_0"] = option(
